@@ -38,6 +38,7 @@ class Specialisation:
         part: 0 for the queries, 1 for the keys, in the backward of RMSNorm and rotation.
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
         residual, gated: whether the LayerNorm's backward adds the residual's gradient, and computes a gate's.
+        gelu: whether rows beside an adapter's product go through GELU.
         pad: columns on the right of each row of a normalisation's result and its gradient.
     """
 
@@ -57,12 +58,15 @@ class Specialisation:
     sums: bool = False
     residual: bool = False
     gated: bool = False
+    gelu: bool = False
     pad: int = 0
 
     def __str__(self) -> str:
         if self.outputs:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}" + ", one step" * self.one_step
-        if "norm" in self.kernel:
+        if "adapter" in self.kernel:
+            return f"{self.x}, d 8192, rank 64" + ", GELU" * self.gelu + ", gated" * self.gated
+        if "norm" in self.kernel or "gated" in self.kernel:
             return (
                 f"{self.x}, {NORM_SIZES}"
                 + (f", {self.weights} weights" if self.weights else "")
@@ -126,7 +130,7 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
     *(Specialisation(kernel=_FWD, **inputs, beta=True) for inputs in _SCORE_INPUTS),
     *(
         Specialisation(kernel=f"_{name}_fwd_kernel", x=x)
-        for name in ("norm_modulate", "norm_rotate", "gated_norm")
+        for name in ("norm_modulate", "norm_rotate", "gated_norm", "gated_sum")
         for x in ("bf16", "fp32")
     ),
     *(
@@ -134,6 +138,7 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         for x, sums in (("bf16", False), ("bf16", True), ("fp32", False))
         for residual, gated in ((False, False), (True, False), (True, True))
     ),
+    *(Specialisation(kernel="_gated_sum_bwd_kernel", x="bf16", sums=sums) for sums in (False, True)),
     *(Specialisation(kernel="_norm_rotate_bwd_kernel", x=x, part=part) for x in ("bf16", "fp32") for part in (0, 1)),
     # All weights: they are float32, and autocast makes the activations bfloat16.
     Specialisation(kernel="_norm_rotate_fwd_kernel", x="bf16", weights="fp32"),
@@ -141,6 +146,12 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         Specialisation(kernel="_norm_rotate_bwd_kernel", x="bf16", weights="fp32", part=part, sums=True)
         for part in (0, 1)
     ),
+    *(
+        Specialisation(kernel="_adapter_rows_fwd_kernel", x=x, gelu=gelu, gated=gated)
+        for x in ("bf16", "fp32")
+        for gelu, gated in ((False, False), (True, False), (False, True))
+    ),
+    *(Specialisation(kernel="_adapter_rows_bwd_kernel", x=x) for x in ("bf16", "fp32")),
     Specialisation(kernel="_reduce_kernel", outputs=1, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=5, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=5),
@@ -150,15 +161,33 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
 
 def _compile(s: Specialisation, arch: int) -> Any:
     import triton
-    from sage_fast.kernels import common, gated_norm, norm_modulate, norm_rotate, transition_score, transition_step
+    from sage_fast.kernels import (
+        adapter_rows,
+        common,
+        gated_norm,
+        gated_sum,
+        norm_modulate,
+        norm_rotate,
+        transition_score,
+        transition_step,
+    )
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
-    modules = (common, norm_modulate, gated_norm, norm_rotate, transition_step, transition_score)
+    modules = (
+        common,
+        adapter_rows,
+        gated_sum,
+        norm_modulate,
+        gated_norm,
+        norm_rotate,
+        transition_step,
+        transition_score,
+    )
     kernel = next(getattr(module, s.kernel) for module in modules if hasattr(module, s.kernel))
-    norm = "norm" in s.kernel
+    norm, adapter = "norm" in s.kernel or "gated" in s.kernel, "adapter" in s.kernel
     _, rows = common.rows_of_programs(TOKENS, 1, sums=s.sums)
     flags = {
         "HAS_GUIDANCE": s.guidance,
@@ -182,16 +211,27 @@ def _compile(s: Specialisation, arch: int) -> Any:
         "GATED": s.gated,
         "PART": s.part,
     }
+    if adapter:
+        flags = adapter_rows.tile(4 if s.x == "fp32" else 2) | {
+            "GELU": s.gelu,
+            "GATED": s.gated,
+            "RANK": 64,
+            "UP_RANK": 64,
+        }
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     if unknown := [name for name in flagged if name not in flags]:
         raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
     absent = ["v_uncond_ptr", "guidance", "dv_uncond_ptr"] * (not s.guidance)
     absent += ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old) + ["beta"] * (not s.beta)
     absent += ["kl_anchor_ptr", "kl_old_ptr", "error_plus_ptr", "error_minus_ptr"] * (s.outputs != 5)
+    if s.kernel == "_gated_sum_bwd_kernel" and not s.sums:
+        absent += ["y_ptr"]
     if "RESIDUAL" in flagged:
         absent += ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
         absent += ["y_ptr"] * (not (s.gated and s.sums))
     constants: dict[str, Any] = {name: flags[name] for name in flagged} | dict.fromkeys(absent)
+    if "_adapter_rows_fwd" in s.kernel:  # A lies in rows, s B of the backward in columns
+        constants |= {"rank_stride" if s.gated else "column_stride": 1} | dict.fromkeys(["gate_ptr"] * (not s.gated))
     if s.numel == "1":
         constants |= dict.fromkeys(("numel", "programs", "steps"), 1)
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
@@ -204,7 +244,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
             return s.numel if name == "numel" else "fp32" if name in floats else "i32"
         if name in ("step_ptr", "seed_ptr"):
             return "*i64"
-        if norm and name not in ("rotary_ptr", "partial_ptr"):
+        if (norm or adapter) and name not in ("rotary_ptr", "partial_ptr", "d_down_ptr", "d_up_ptr"):
             return f"*{s.weights if s.weights and name.startswith(('video_', 'text_')) else s.x}"
         if name in ("x_ptr", "x_next_ptr"):
             return f"*{s.x}"
@@ -213,7 +253,8 @@ def _compile(s: Specialisation, arch: int) -> Any:
         return f"*{s.v}" if name in velocities else "*fp32"
 
     # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.
-    divisible = ("_ptr", *(("_stride", "width") if norm else ()), *(("numel",) if s.aligned else ()))
+    sizes = ("_stride", "width", "rank") if norm or adapter else ()
+    divisible = ("_ptr", *sizes, *(("numel",) if s.aligned else ()))
     uneven = ("inverse_numel", "two_over_numel", *(("out_width", "grad_width") if s.pad % 16 else ()))
     signature = {name: kind(name) for name in kernel.arg_names}
     attributes = {
@@ -221,7 +262,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         for i, (name, type_name) in enumerate(signature.items())
         if name.endswith(divisible) and name not in uneven and (norm or type_name != "constexpr")
     }
-    wide = norm and ("bwd" in s.kernel or "gated" in s.kernel)
+    wide = adapter or ("norm" in s.kernel and ("bwd" in s.kernel or "gated" in s.kernel))
     source = ASTSource(kernel, signature, constants, attributes)
     options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

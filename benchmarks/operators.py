@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import implementation
+from sage_fast.ops.adapter_rows import adapter_rows_reference
 from sage_fast.ops.gated_norm import gated_norm_reference
+from sage_fast.ops.gated_sum import gated_sum_reference
 from sage_fast.ops.norm_modulate import norm_modulate_reference
 from sage_fast.ops.norm_rotate import joined_reference
 from sage_fast.ops.transition_score import transition_score_reference
@@ -129,14 +131,18 @@ def eager_score(
 # -- the contenders ---------------------------------------------------------------------------------------------------
 
 REFERENCES = {
+    "adapter_rows": adapter_rows_reference,
     "gated_norm": gated_norm_reference,
+    "gated_sum": gated_sum_reference,
     "norm_modulate": norm_modulate_reference,
     "norm_rotate": joined_reference,
 }
 BYTES = {
     "transition_step": (8, 1),
     "transition_score": (16, 5),
+    "adapter_rows": (0, 2),
     "gated_norm": (0, 9),
+    "gated_sum": (0, 5),
     "norm_modulate": (0, 5),
     "norm_rotate": (0, 4),
 }
@@ -163,7 +169,9 @@ def case_of(operator: str, size: Sequence[int], device: torch.device) -> Case:
     coefs = transition_table(sigma_schedule(STEPS, 5.0), "flow", ETA).coefficients(math.prod(size[1:]))
     dtype = usual_dtype(device) if norm else torch.bfloat16
     case = inputs(operator, shape, dtype, device, coefs=coefs, optional=False)
-    for place in {"transition_step": (), "transition_score": (2,), "norm_modulate": (0,)}.get(operator, (0, 1)):
+    for place in {"transition_step": (), "adapter_rows": (), "transition_score": (2,), "norm_modulate": (0,)}.get(
+        operator, (0, 1)
+    ):
         case[place].requires_grad_()
     return case
 

@@ -40,8 +40,12 @@ WIDE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 values and their gradients spill on sm_100."""
 
 
-def _round_in_the_interpreter() -> None:
-    """Make Triton's interpreter round fp32 to bf16 to nearest even, as compiled kernels do; 3.6 to 3.9 truncate."""
+def _mend_the_interpreter() -> None:
+    """Make Triton's interpreter compute bf16 as compiled kernels do.
+
+    3.6 to 3.9 truncate fp32 to bf16 instead of rounding it to nearest even, and multiply the bits of bf16 matrices as
+    integers.
+    """
     import numpy as np
     from triton.runtime import interpreter
 
@@ -55,10 +59,18 @@ def _round_in_the_interpreter() -> None:
         return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
 
     interpreter._convert_float = rounding
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
 
 
 if triton.knobs.runtime.interpret:
-    _round_in_the_interpreter()
+    _mend_the_interpreter()
 
 
 @triton.jit
@@ -294,12 +306,13 @@ def power_of_2(n: int) -> int:
 
 
 def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, int]:
-    """Return (programs, rows per program) of a sample for the normalisations.
+    """Return (programs, rows per program) of a sample for the kernels that go over rows; the last program may be short.
 
-    With partial `sums`, the batch has at most MAX_PROGRAMS programs, or one per sample. Otherwise a program has one
-    row, or a few if there are many times more rows than a GPU holds programs, which reads scale and shift less often.
-    Rows per program is a power of two, since the kernels are compiled for it.
+    With partial `sums`, the batch has at most 3/4 MAX_PROGRAMS programs, or one per sample: a GPU of 132
+    multiprocessors, each with registers for three, runs them at once. Otherwise a program has one row, or a few if
+    there are many times more rows than a GPU holds programs, which reads scale and shift less often. The kernels are
+    compiled for the rows per program: a loop of unknown length takes them a quarter more registers.
     """
-    limit = max(MAX_PROGRAMS // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
-    per_program = power_of_2(max(-(-rows // limit), 1))
+    limit = max(3 * MAX_PROGRAMS // 4 // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
+    per_program = max(-(-rows // limit), 1)
     return -(-rows // per_program), per_program

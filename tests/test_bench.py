@@ -251,6 +251,7 @@ def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
     case = tiny(operator)
     copied, own = bench.contenders(operator, case, compiled=False)["copy"]
     moved = {"transition_step": 10, "transition_score": 26, "gated_norm": 36, "norm_modulate": 20, "norm_rotate": 16}
+    moved |= {"adapter_rows": 8, "gated_sum": 20}
     assert 2 * copied(*own).nbytes == bench.bytes_moved(operator, case) == moved[operator] * case[0].numel()
 
 

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.load import make_trainable
-from sage_fast.models.lora_linear import Projection, gelu, padded
+from sage_fast.models.lora_linear import Projection, feed_forward
 from sage_fast.models.testbed.model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda
-from tests.test_forward import PROMPTS, inputs
+from tests.test_forward import PROMPTS, Operators, inputs
 from tests.tiny import perturb, settings, tiny_model, tiny_trainer
 
 
@@ -35,7 +36,7 @@ def layers(up: float, dtype: torch.dtype, outs: tuple[int, ...] = (24, 17, 24), 
 def projected(model: nn.Sequential, x: Tensor) -> tuple[Projection, tuple[Tensor, ...]]:
     projection = Projection(model, *model._modules)
     projection.refresh(x.dtype)
-    return projection, split(model, projection(padded(x, projection.pad)))
+    return projection, split(model, projection(F.pad(x, (0, projection.pad))))
 
 
 def split(model: nn.Sequential, y: Tensor) -> tuple[Tensor, ...]:
@@ -130,7 +131,7 @@ def test_the_weight_is_a_view_and_the_layer_keeps_its_own_forward() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(torch.equal(layer(x), e) for layer, e in zip(model, expected))
     storages = {p.untyped_storage().data_ptr() for p in model.parameters() if p.shape[-1] == 33 and not p.requires_grad}
-    assert storages == {projection._weight.untyped_storage().data_ptr()}  # no second copy
+    assert storages == {projection._buffer.untyped_storage().data_ptr()}  # no second copy
 
 
 def test_it_follows_the_layers() -> None:
@@ -139,7 +140,7 @@ def test_it_follows_the_layers() -> None:
 
     def check() -> None:
         projection.refresh(torch.float32)
-        for y, layer in zip(split(model, projection(padded(x, projection.pad))), model):
+        for y, layer in zip(split(model, projection(F.pad(x, (0, projection.pad)))), model):
             torch.testing.assert_close(y, layer(x))
 
     check()
@@ -224,6 +225,30 @@ def test_trained_layers_keep_their_own_gradient() -> None:
     assert model[1].weight.grad is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_trained_layers_of_the_same_rows_are_one_matmul(dtype: torch.dtype) -> None:
+    """Values and gradients of their own forwards, under autocast too; a weight that ZeRO-3 gathers is left to them."""
+    model = nn.Sequential(*(nn.Linear(33, out) for out in (24, 17, 24)))
+    projection = Projection(model, *model._modules)
+    x = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
+    wanted = [x, *model.parameters()]
+
+    def results() -> tuple[list[Tensor], int]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), Operators() as operators:
+            y = projection(x)
+        return [y, *torch.autograd.grad(y, wanted, upstream)], operators.counts["addmm"]
+
+    upstream = torch.randn(2, 5, 65, dtype=dtype)
+    joined, matmuls = results()
+    model[1].weight.ds_id = 0
+    own, as_many = results()
+    assert (matmuls, as_many) == (1, 3)
+    unit = torch.finfo(dtype).eps
+    for mine, theirs in zip(joined, own, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=4 * unit, atol=4 * unit * float(theirs.abs().max()))
+
+
 def test_full_tuning_has_no_room() -> None:
     policy = tiny_model(settings(model__tuning="full")).policy
     policy.forward.refresh()
@@ -248,13 +273,55 @@ def test_states_are_swapped_between_two_forwards() -> None:
     assert torch.equal(velocity(), moved)
 
 
-@pytest.mark.parametrize("pad", [0, 3])
-def test_gelu(pad: int) -> None:
-    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
-    expected = nn.functional.gelu(x, approximate="tanh")
-    y = gelu(x, pad)
-    assert y.shape == (2, 5, 16 + pad)
-    torch.testing.assert_close(y[..., :16], expected)
-    upstream = torch.randn_like(y)
-    (grad,) = torch.autograd.grad(y, x, upstream)
-    torch.testing.assert_close(grad, torch.autograd.grad(expected, x, upstream[..., :16])[0])
+@pytest.mark.parametrize("adapted", ["both", "up", "down", "none", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_feed_forward(dtype: torch.dtype, adapted: str) -> None:
+    """Against the layers' own forwards in float64, values and gradients; adapters on each layer, or all trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 70), nn.Linear(70, 33)).requires_grad_(adapted == "trained")
+    targets = {"both": ["0", "1"], "up": ["0"], "down": ["1"]}.get(adapted)
+    if targets:
+        inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=targets), model)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.1)
+        else:
+            p.data = p.data.to(dtype)
+    exact = copy.deepcopy(model).double()
+    x = torch.randn(2, 5, 33).to(dtype).requires_grad_()
+    ideal = x.detach().double().requires_grad_()
+    up, down = (Projection(model, name) for name in ("0", "1"))
+    for projection in (up, down):
+        projection.refresh(dtype)
+    stream, gate = (torch.randn(*size).to(dtype).requires_grad_() for size in ((2, 5, 33), (2, 33)))
+    exact_stream, exact_gate = (t.detach().double().requires_grad_() for t in (stream, gate))
+    y = feed_forward(up, down, F.pad(x, (0, up.pad)), stream, gate)
+    frozen = feed_forward(up, down, F.pad(x, (0, up.pad)), stream, gate.detach())
+    assert torch.equal(frozen, y)
+    expected = exact_stream + exact_gate[:, None] * exact[1](F.gelu(exact[0](ideal), approximate="tanh"))
+    upstream = torch.randn(2, 5, 33).to(dtype)
+    trained, same = ([p for p in m.parameters() if p.requires_grad] for m in (model, exact))
+    gradients = torch.autograd.grad(y, [gate, stream, x, *trained], upstream)
+    for mine, theirs in zip(torch.autograd.grad(frozen, [stream, x, *trained], upstream), gradients[1:], strict=True):
+        assert torch.equal(mine, theirs)
+    unit = torch.finfo(torch.float32 if dtype == torch.float64 and "lora_" in str(model) else dtype).eps
+    for mine, theirs in zip(
+        [y, *gradients],
+        [expected, *torch.autograd.grad(expected, [exact_gate, exact_stream, ideal, *same], upstream.double())],
+        strict=True,
+    ):
+        torch.testing.assert_close(mine.double(), theirs, rtol=8 * unit, atol=8 * unit * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 33), (0, 4, 33)], ids=str)
+def test_rows_without_padding(shape: tuple[int, ...]) -> None:
+    """Parts of longer samples, as attention's output is: the values and gradients of padded rows."""
+    model = layers(0.1, torch.float32)
+    projection = Projection(model, *model._modules)
+    projection.refresh(torch.float32)
+    x = torch.randn(shape[0], shape[1] + 3, 33)[:, : shape[1]].requires_grad_()
+    ys = projection.unpadded(x), projection(F.pad(x, (0, projection.pad)))
+    upstream = torch.randn_like(ys[0])
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    for mine, theirs in zip(*([y, *torch.autograd.grad(y, wanted, upstream)] for y in ys), strict=True):
+        assert torch.equal(mine, theirs)

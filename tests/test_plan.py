@@ -362,7 +362,7 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
         policy.forward.refresh()
         for p in policy.parameters().values():
             p.grad = torch.zeros_like(p)  # as in every micro-batch but the first
-        weights = [p._weight for p in policy.forward.projections]
+        weights = [p._buffer for p in policy.forward.projections]
         gradients = [p.grad for p in policy.parameters().values()]
         with Live(x, *transformer.parameters(), *weights, *gradients, policy.forward._rotary_of(x)) as live:
             if tuning == "full":

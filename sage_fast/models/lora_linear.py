@@ -1,6 +1,6 @@
 """Fused base + LoRA linear: one matmul with float32 accumulation.
 
-    y = [x | x A^T] [W | s B]^T + bias          dx = dy W + (dy s B) A,  from dy [W | s B] in one matmul
+    y = [x | x A^T] [W | s B]^T + bias          dx = [dy | dy s B] [W ; A]
 
 peft, like any implementation that adds s (x A^T) B^T onto W x, adds to a value that is already rounded. In bfloat16 a
 change below half a unit in the last place is lost, and a young adapter's changes are that small. Here the adapter joins
@@ -8,8 +8,8 @@ the sum before rounding (`local_device` keeps cuBLAS from rounding parts of it) 
 operator that produces x allocates `pad` columns for x A^T. Layers that read the same x (queries, keys, values) share
 one matmul.
 
-The frozen weight is the left part of [W | s B]. The layer's own `weight` is a view of it, so there is no second copy.
-`refresh` rewrites the right part, and A in the activation dtype, when the adapter has changed.
+One buffer holds W, s B on its right and A below it. The layer's own `weight` is a view of it, so there is no second
+copy. `refresh` rewrites s B, and A in the activation dtype, when the adapter has changed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from sage_fast.ops.adapter_rows import mm_in_float32
+from sage_fast.ops.gated_sum import gated_sum
 from sage_fast.util.deepspeed_private import is_gathered
 
 
@@ -49,8 +51,8 @@ class _Adapter:
 class Projection(nn.Module):
     """Linear layers that read the same rows, run as one matmul.
 
-    The layers' own forwards run instead if there is no adapter, if an adapter is of another kind (DoRA, dropout,
-    several at once), or if the layers themselves are trained.
+    The layers' own forwards run instead if an adapter is of another kind (DoRA, dropout, several at once), if a layer
+    with an adapter is trained itself, or if ZeRO-3 gathers a weight for its layer's forward.
 
     Args:
         parent: module that holds the layers, also after an adapter has wrapped them.
@@ -66,7 +68,7 @@ class Projection(nn.Module):
         self.pad = 0
         self._adapters: list[_Adapter | None] = []
         self._columns: list[tuple[int, int, float]] = []  # per adapter: first and last + 1 column of y, scale
-        self._weight = self._bias = self._down = torch.empty(0)
+        self._buffer = self._bias = torch.empty(0)
         self._seen: list[object] = []
 
     @property
@@ -102,16 +104,17 @@ class Projection(nn.Module):
             return
         if not self._is_joined(bases, adapters):
             self._join(bases, adapters)
-        width = self._weight.shape[1] - self.pad
-        row, column = 0, width
+        height, width = (size - self.pad for size in self._buffer.shape)
+        row, column = 0, 0
         self._columns = []
         for base, adapter in zip(bases, adapters):
             rows = slice(row, row + base.out_features)
             if base.bias is not None:
                 self._bias[rows].copy_(base.bias)
             if adapter is not None:
-                self._weight[rows, column : column + adapter.rank].copy_(adapter.up * adapter.scale)
-                self._down[column - width : column - width + adapter.rank].copy_(adapter.down)
+                columns = slice(column, column + adapter.rank)
+                self._buffer[rows, width:][:, columns].copy_(adapter.up * adapter.scale)
+                self._buffer[height:, :width][columns].copy_(adapter.down)
                 self._columns.append((rows.start, rows.stop, adapter.scale))
                 column += adapter.rank
             row = rows.stop
@@ -119,10 +122,10 @@ class Projection(nn.Module):
         self._seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
 
     def _is_joined(self, bases: list[Any], adapters: list[_Adapter | None]) -> bool:
-        """Whether `_weight` is laid out for these adapters and its left part is still the layers' weight."""
+        """Whether `_buffer` is laid out for these adapters and its left part is still the layers' weight."""
         if [a and a.rank for a in adapters] != [a and a.rank for a in self._adapters]:
             return False
-        parts = self._weight.split([base.out_features for base in bases])
+        parts = self._buffer[: len(self._buffer) - self.pad].split([base.out_features for base in bases])
         return all(
             (part.data_ptr(), part.dtype) == (base.weight.data_ptr(), base.weight.dtype)
             for part, base in zip(parts, bases)
@@ -132,19 +135,43 @@ class Projection(nn.Module):
         like, width = bases[0].weight, bases[0].in_features
         self.pad = padding_for(sum(a.rank for a in adapters if a is not None), like.itemsize)
         rows = [base.out_features for base in bases]
-        self._weight, self._bias = like.new_zeros(sum(rows), width + self.pad), like.new_zeros(sum(rows))
-        self._down = like.new_zeros(self.pad, width)
-        for base, part in zip(bases, self._weight.split(rows)):
+        self._buffer = like.new_zeros(sum(rows) + self.pad, width + self.pad)
+        self._bias = like.new_zeros(sum(rows))
+        for base, part in zip(bases, self._buffer[: sum(rows)].split(rows)):
             part[:, :width].copy_(base.weight)
             base.weight.data = part[:, :width]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., d_in + pad]` to the layers' outputs side by side, `[..., d_out]`; overwrites the padding in x."""
         if not self.pad:
-            ys = [layer(x) for layer in self.layers]
-            return torch.cat(ys, dim=-1) if len(ys) > 1 else ys[0]
-        factors = [factor for a in self._adapters if a is not None for factor in (a.down, a.up)]
-        return _OneSum.apply(x, self._down, self._weight, self._bias, self._columns, *factors)
+            return self._plain(x)
+        return self._one_sum(x, has_product=False)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """Run the layers without an adapter: as one matmul if their weights are at hand, else their own forwards."""
+        layers = self.layers
+        if len(layers) == 1:
+            return layers[0](x)
+        if not all(_is_at_hand(layer) for layer in layers):
+            return torch.cat([layer(x) for layer in layers], dim=-1)
+        weight, bias = (
+            torch.cat([getattr(layer, name).to(x.dtype) for layer in layers]) for name in ("weight", "bias")
+        )
+        return F.linear(x, weight, bias)
+
+    def unpadded(self, x: Tensor) -> Tensor:
+        """Map `[B, S, d_in]` like `forward`, without padding in x."""
+        if not self.pad or torch.compiler.is_compiling():
+            return self(F.pad(x, (0, self.pad)) if self.pad else x)
+        return self._one_sum(_Padded.apply(x, _views(self._buffer, self.pad)[1]), has_product=True)
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """A and B of each adapter."""
+        return [factor for a in self._adapters if a is not None for factor in (a.down, a.up)]
+
+    def _one_sum(self, x: Tensor, has_product: bool) -> Tensor:
+        return _OneSum.apply(x, self._buffer, self._bias, self._columns, has_product, *self.factors)
 
 
 def _signature(layer: Any) -> tuple[object, ...]:
@@ -179,84 +206,83 @@ def _adapter(layer: nn.Module) -> _Adapter | None:
     return _Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
 
 
-def _mm_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32. CUDA's matmul writes its float32 sums; the CPU's rounds them to the dtype of a first."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()
+def _views(buffer: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """Return [W | s B] and A, views of a projection's buffer."""
+    height, width = (size - pad for size in buffer.shape)
+    return buffer[:height], buffer[height:, :width]
+
+
+def _write_product(x: Tensor, down: Tensor) -> None:
+    """Write x A^T into the padding columns of x."""
+    width = down.shape[1]
+    if torch.compiler.is_compiling():  # Dynamo does not support a strided `out=`
+        x[..., width:] = F.linear(x[..., :width], down)
+    else:
+        rows = x.view(-1, x.shape[-1])
+        torch.mm(rows[:, :width], down.t(), out=rows[:, width:])
+
+
+def _input_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, needed: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Return the gradients in rows x `[R, d + pad]` (None unless `needed`), and in A, float32 `[pad, d]`.
+
+    dy [W | s B] holds dy s B, so that dy is read once; (dy s B) A is then added. Where dy is wider than x, this reads
+    less than one matmul after a pass for dy s B.
+    """
+    width = down.shape[1]
+    if needed:
+        dx = grad @ weight
+        inner = dx[:, width:]
+    else:  # in the first block
+        dx, inner = None, grad @ weight[:, width:]
+    ddown = mm_in_float32(inner.t(), x[:, :width])
+    if dx is not None:
+        dx[:, :width].addmm_(inner, down)
+    return dx, ddown
 
 
 class _OneSum(torch.autograd.Function):
     """Computes y = [x | x A^T] [W | s B]^T + bias, for x with padding columns on its right."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, down: Tensor, *rest: Any) -> Tensor:
-        """`down` and `weight` hold the factors, A and B of each adapter, in the dtype of x."""
+    def forward(ctx: Any, x: Tensor, buffer: Tensor, *rest: Any) -> Tensor:
+        """`buffer` holds the factors, A and B of each adapter, in the dtype of x.
+
+        `has_product` says whether x A^T stands in the padding already.
+        """
         # Dynamo drops ctx if a call passes as many arguments as there are parameters, hence *rest.
-        weight, bias, columns, *factors = rest
-        width = down.shape[1]
-        if torch.compiler.is_compiling():  # Dynamo does not support a strided `out=`
-            x[..., width:] = F.linear(x[..., :width], down)
-        else:
-            rows = x.view(-1, x.shape[-1])
-            torch.mm(rows[:, :width], down.t(), out=rows[:, width:])
-        ctx.save_for_backward(x, down, weight)
-        ctx.columns, ctx.ranks = columns, [len(a) for a in factors[::2]]
+        bias, columns, has_product, *factors = rest
+        ctx.pad, ctx.columns, ctx.ranks = len(buffer) - len(bias), columns, [len(a) for a in factors[::2]]
+        weight, down = _views(buffer, ctx.pad)
+        if not has_product:
+            _write_product(x, down)
+        ctx.save_for_backward(x, buffer)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, down, weight = ctx.saved_tensors  # read once: under checkpointing this triggers the recomputation
-        width, shape = down.shape[1], x.shape
+        x, buffer = ctx.saved_tensors  # read once: under checkpointing this triggers the recomputation
+        shape = x.shape
         grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-        if ctx.needs_input_grad[0]:
-            dx = grad @ weight
-            inner = dx[:, width:]
-        else:  # in the first block
-            dx, inner = None, grad @ weight[:, width:]
-        ddown = _mm_in_float32(inner.t(), x[:, :width])
-        if dx is not None:
-            dx[:, :width].addmm_(inner, down)
-            dx = dx.view(shape)
+        dx, ddown = _input_gradients(grad, x, *_views(buffer, ctx.pad), ctx.needs_input_grad[0])
         factors: list[Tensor | None] = []
-        column = width
+        column = ddown.shape[1]
         for (first, last, scale), rank, needed in zip(ctx.columns, ctx.ranks, ctx.needs_input_grad[6::2]):
             rows = slice(column, column + rank)
-            dup = scale * _mm_in_float32(grad[:, first:last].t(), x[:, rows]) if needed else None
-            factors += [ddown[rows.start - width : rows.stop - width], dup]
+            dup = scale * mm_in_float32(grad[:, first:last].t(), x[:, rows]) if needed else None
+            factors += [ddown[rows.start - ddown.shape[1] :][:rank], dup]
             column += rank
-        return dx, None, None, None, None, *factors
-
-
-class _Gelu(torch.autograd.Function):
-    """GELU (tanh) written into padded rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pad: int) -> Tensor:
-        ctx.save_for_backward(x)
-        out = x.new_empty(*x.shape[:-1], x.shape[-1] + pad)
-        torch.ops.aten.gelu.out(x, approximate="tanh", out=out[..., : x.shape[-1]])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return torch.ops.aten.gelu_backward(grad[..., : x.shape[-1]], x, approximate="tanh"), None
-
-
-def gelu(x: Tensor, pad: int) -> Tensor:
-    """Return GELU (tanh) of `[..., d]` as `[..., d + pad]`."""
-    if not pad or torch.compiler.is_compiling():  # Inductor fuses this into one pass
-        return padded(F.gelu(x, approximate="tanh"), pad)
-    return _Gelu.apply(x, pad)
+        return None if dx is None else dx.view(shape), None, None, None, None, *factors
 
 
 class _Padded(torch.autograd.Function):
-    """Copies into padded rows; the backward copies nothing."""
+    """Copies x into rows beside x A^T; the backward copies nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pad: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, down: Tensor) -> Tensor:
         ctx.width = x.shape[-1]
-        out = x.new_empty(*x.shape[:-1], x.shape[-1] + pad)
-        out[..., : x.shape[-1]] = x
+        out: Tensor = torch.ops.sage_fast.adapter_rows(x, down, False)
         return out
 
     @staticmethod
@@ -264,8 +290,84 @@ class _Padded(torch.autograd.Function):
         return grad[..., : ctx.width], None
 
 
-def padded(x: Tensor, pad: int) -> Tensor:
-    """Copy `[..., d]` into `[..., d + pad]`."""
-    if not pad:
-        return x
-    return F.pad(x, (0, pad)) if torch.compiler.is_compiling() else _Padded.apply(x, pad)
+class _FeedForward(torch.autograd.Function):
+    """Computes stream + gate down(gelu(up(x))), each layer as in `_OneSum`; `adapter_rows` lies between them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stream: Tensor, gate: Tensor, *rest: Any) -> Tensor:
+        up_buffer, up_bias, buffer, bias, ctx.up_scale, ctx.scale, *factors = rest
+        ctx.up_pad, ctx.pad = len(up_buffer) - len(up_bias), len(buffer) - len(bias)
+        ctx.up_rank, ctx.rank = (len(a) for a in factors[::2])
+        (up_weight, up_down), (weight, down) = _views(up_buffer, ctx.up_pad), _views(buffer, ctx.pad)
+        _write_product(x, up_down)
+        inner = F.linear(x, up_weight, up_bias)
+        hidden = torch.ops.sage_fast.adapter_rows(inner, down, True)
+        y = F.linear(hidden, weight, bias)
+        ctx.save_for_backward(x, up_buffer, inner, hidden, buffer, gate, *([y] if ctx.needs_input_grad[2] else []))
+        total: Tensor = torch.ops.sage_fast.gated_sum(stream, y, gate)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, up_buffer, inner, hidden, buffer, gate, *kept = ctx.saved_tensors
+        shape, (height, width) = x.shape, (size - ctx.pad for size in buffer.shape)
+        dgate = torch.ops.sage_fast.gated_sum_backward(grad, gate, kept[0])[1].to(gate.dtype) if kept else None
+        # dy is narrower than the hidden rows: dy s B is computed first, and [dy | dy s B] [W ; A] is one matmul.
+        rows = torch.ops.sage_fast.adapter_rows(grad, buffer[:height, width:].t(), False, gate).flatten(0, 1)
+        x, inner, hidden = (t.flatten(0, 1) for t in (x, inner, hidden))
+        dup = ctx.scale * mm_in_float32(rows[:, :height].t(), hidden[:, width : width + ctx.rank])
+        up_product = x[:, x.shape[1] - ctx.up_pad :][:, : ctx.up_rank]
+        d_inner = rows @ buffer[:, :width]  # of hidden, until the operator overwrites it
+        ddown, up_dup = torch.ops.sage_fast.adapter_rows_backward(d_inner, rows[:, height:], inner, hidden, up_product)
+        del rows  # as large as the gradient that follows
+        up_views = _views(up_buffer, ctx.up_pad)
+        dx, up_ddown = _input_gradients(d_inner, x, *up_views, ctx.needs_input_grad[0])
+        factors = up_ddown[: ctx.up_rank], ctx.up_scale * up_dup, ddown[: ctx.rank], dup
+        return None if dx is None else dx.view(shape), grad, dgate, *[None] * 6, *factors
+
+
+class _GeluOfTrained(torch.autograd.Function):
+    """GELU (tanh) of x = rows W^T + bias; its backward, which holds dx, also sums it to the gradient of the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        hidden = F.gelu(x, approximate="tanh")
+        ctx.save_for_backward(x, hidden)
+        ctx.dtype = bias.dtype
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, hidden = (t.flatten(0, -2) for t in ctx.saved_tensors)
+        dx = grad.contiguous()  # of a matmul, so no one else's: it is overwritten
+        rows = dx.view(x.shape)
+        ones = rows.new_ones(1, 1).expand(len(rows), 1)
+        _, sums = torch.ops.sage_fast.adapter_rows_backward(rows, rows[:, :0], x, hidden, ones)
+        return dx, sums[:, 0].to(ctx.dtype)
+
+
+def feed_forward(up: Projection, down: Projection, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
+    """Return stream + gate down(gelu(up(x))), with tanh GELU.
+
+    Args:
+        up, down: the two layers.
+        x: `[B, S, d + up.pad]`; its padding is overwritten.
+        stream: `[B, S, d]`.
+        gate: `[B, d]`.
+    """
+    if up.pad and down.pad and not torch.compiler.is_compiling():
+        return _FeedForward.apply(
+            x, stream, gate, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
+            *up.factors, *down.factors,
+        )  # fmt: skip
+    (layer,) = up.layers
+    if _is_at_hand(layer) and layer.bias.requires_grad and not torch.compiler.is_compiling():
+        hidden = _GeluOfTrained.apply(F.linear(x, layer.weight, layer.bias.detach()), layer.bias)
+    else:
+        hidden = F.gelu(up(x), approximate="tanh")  # Inductor fuses it
+    return gated_sum(stream, down.unpadded(hidden), gate)
+
+
+def _is_at_hand(layer: nn.Module) -> bool:
+    """Whether the layer's weights can be read past its own forward: it is plain, and ZeRO-3 does not gather them."""
+    return type(layer) is nn.Linear and layer.bias is not None and not is_gathered(layer.weight)

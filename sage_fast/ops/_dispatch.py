@@ -81,8 +81,13 @@ def _choose() -> dict[str, Callable[[str], Callable[[], Callable[..., Any]]]]:
 _FUSED = _choose()
 
 
-def register(name: str, reference: Callable[..., Any]) -> None:
-    """Register an operator of LIBRARY: the reference for every device, and fused implementations where installed."""
+def register(name: str, reference: Callable[..., Any], *, cpp: bool = True) -> None:
+    """Register an operator of LIBRARY: the reference for every device, and fused implementations where installed.
+
+    Args:
+        cpp: whether the C++ extension has it; if not, the CPU runs the reference.
+    """
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     for device, fused in _FUSED.items():
-        LIBRARY.impl(name, _serve(fused(name), reference), device.upper())
+        if cpp or fused is not _cpp:
+            LIBRARY.impl(name, _serve(fused(name), reference), device.upper())

@@ -46,12 +46,21 @@ def gated_norm(
     Raises:
         ValueError: a shape, dtype or device does not fit, or `pad` is below 0.
     """
-    check_rows(x, {"gate": gate, "scale": scale, "shift": shift}, pad=pad)
+    check_branch(x, y, {"gate": gate, "scale": scale, "shift": shift}, pad=pad)
+    return torch.ops.sage_fast.gated_norm(x, y, gate, scale, shift, eps, pad)
+
+
+def check_branch(x: Tensor, y: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
+    """Check x, a branch's output y that is like x, and what `check_rows` checks.
+
+    Raises:
+        ValueError: one of them does not fit.
+    """
+    check_rows(x, vectors, **further)
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(f"y: expected {x.dtype} {list(x.shape)}, got {y.dtype} {list(y.shape)}")
     if y.device != x.device:
         raise ValueError(f"y: is on {y.device}, x is on {x.device}")
-    return torch.ops.sage_fast.gated_norm(x, y, gate, scale, shift, eps, pad)
 
 
 def gated_norm_reference(

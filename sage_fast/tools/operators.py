@@ -15,7 +15,9 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import transition_score, transition_step
+from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
 from sage_fast.ops.gated_norm import gated_norm, gated_norm_backward_reference, gated_norm_reference
+from sage_fast.ops.gated_sum import gated_sum, gated_sum_backward_reference, gated_sum_reference
 from sage_fast.ops.norm_modulate import norm_modulate, norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_backward_reference, norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
@@ -133,6 +135,13 @@ def check_gated_norm(kernels: Kernels, layout: Layout, *arguments: Any) -> Itera
         yield from compare(names, backward, gated_norm_backward_reference, *grads, total, gate, scale, kept, eps)
 
 
+def check_gated_sum(kernels: Kernels, layout: Layout, x: Tensor, y: Tensor, gate: Tensor) -> Iterator[Comparison]:
+    yield from compare(["sum"], kernels("gated_sum"), gated_sum_reference, x, y, gate)
+    grad, backward = layout(torch.randn_like(y)), kernels("gated_sum_backward")
+    for kept in (None, y):
+        yield from compare(["dy", "dgate"], backward, gated_sum_backward_reference, grad, gate, kept)
+
+
 def check_norm_rotate(
     kernels: Kernels, layout: Layout, joint: Tensor, text: Tensor, *arguments: Any
 ) -> Iterator[Comparison]:
@@ -144,6 +153,28 @@ def check_norm_rotate(
             ["d joint", "d weights"], kernels("norm_rotate_backward"), norm_rotate_backward_reference,
             *grads, joint, *arguments, weights,
         )  # fmt: skip
+
+
+def check_adapter_rows(kernels: Kernels, layout: Layout, x: Tensor, down: Tensor, _: bool) -> Iterator[Comparison]:
+    for gelu in (False, True):
+        yield from compare(["out"], kernels("adapter_rows"), adapter_rows_reference, x, down, gelu)
+    gate = layout(torch.randn_like(x[:, :1]).flatten(1)) if x.shape[1] else x[:, 0:0].sum(1)
+    yield from compare(["gated out"], kernels("adapter_rows"), adapter_rows_reference, x, down, False, gate)
+    out = adapter_rows_reference(x, down, True).flatten(0, 1)
+    x = x.flatten(0, 1)
+    inner, up = (layout(torch.randn_like(out[:, : len(down)])) for _ in range(2))
+
+    def backward(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            dx = grad.clone()  # overwritten
+            return dx, *function(dx, *rest)
+
+        return run
+
+    yield from compare(
+        ["dx", "dA", "dB"], backward(kernels("adapter_rows_backward")), backward(adapter_rows_backward_reference),
+        torch.randn_like(x, memory_format=torch.contiguous_format), inner, x, out, up,
+    )  # fmt: skip
 
 
 class Operator(NamedTuple):
@@ -177,7 +208,9 @@ OPERATORS: dict[str, Operator] = {
         ),
         check_transition_score, *LATENTS,
     ),
+    "adapter_rows": Operator(torch.ops.sage_fast.adapter_rows, check_adapter_rows, *TOKENS),
     "gated_norm": Operator(gated_norm, check_gated_norm, *TOKENS),
+    "gated_sum": Operator(gated_sum, check_gated_sum, *TOKENS),
     "norm_modulate": Operator(norm_modulate, check_norm_modulate, *TOKENS),
     "norm_rotate": Operator(norm_rotate, check_norm_rotate, (2, 75, 11, 2, 64), (1, 8000, 192, 16, 128)),
 }  # fmt: skip
@@ -259,6 +292,10 @@ def inputs(
         joint, text = (random(batch, rows, 3, heads, width) for rows in (tokens + texts, texts))
         return [joint, text, *(random(width, of=1) for _ in range(4)), rotary, 1e-6]
     batch, _, width = shape
+    if operator == "adapter_rows":
+        return [random(*shape), random(min(width, 64), width), True]
     rows = torch.randn(batch, 6, width, device=device).to(kinds[1]).unbind(1)  # chunks, as the model has them
+    if operator == "gated_sum":
+        return [random(*shape), random(*shape), layout(rows[0])]
     count = 2 if operator == "norm_modulate" else 3
     return [*(random(*shape) for _ in range(count - 1)), *map(layout, rows[:count]), 1e-6]

@@ -136,17 +136,30 @@ def test_aligned_samples_move_16_bytes_a_thread(rows):
     assert not narrow, "\n" + format_table(narrow)
 
 
+def test_rows_of_an_adapter_are_loaded_ahead(rows):
+    """In 16 bits no load waits in registers, but for a gated row's: the others are copies into shared memory."""
+    adapters = [row for row in rows if "adapter" in row.kernel and "bf16" in row.specialisation]
+    assert len(adapters) == 4 * len(SHIPPED)
+    waiting = [row for row in adapters if {*row.loads, *row.stores} != {16}]
+    waiting += [row for row in adapters if row.loads and "gated" not in row.specialisation]
+    assert not waiting, "\n" + format_table(waiting)
+
+
 def test_aligned_samples_use_shared_memory_for_the_final_sum_alone(rows):
     """A change of layout between load, noise and store would go through shared memory: one float a warp is the sum."""
-    moved = [row for row in rows if row.shared_bytes > 16 and "norm" not in row.kernel]
+    moved = [row for row in rows if row.shared_bytes > 16 and "transition" in row.kernel]
     moved = [row for row in moved if "unaligned" not in row.specialisation]
     moved = [row for row in moved if "1 numel" not in row.specialisation]
     assert not moved, "\n" + format_table(moved)
 
 
 def test_registers_leave_room_for_a_third_of_the_threads(rows):
-    """80 registers or fewer: 768 of 2048 threads a multiprocessor, 48 bytes or more in flight in each."""
+    """80 registers or fewer: 768 of 2048 threads a multiprocessor, 48 bytes or more in flight in each.
+
+    The kernels of an adapter's rows hold sums of 32 or 64 x 64, and load ahead into shared memory.
+    """
     crowded = [row for row in rows if row.registers > 80 and "unaligned" not in row.specialisation]
+    crowded = [row for row in crowded if "adapter" not in row.kernel]
     assert not crowded, "\n" + format_table(crowded)
 
 
@@ -157,6 +170,14 @@ def test_normalisations_move_16_bytes_a_thread(rows):
     narrow += [row for row in norms if "rotate" not in row.kernel and {*row.loads, *row.stores} != {16}]
     assert not narrow, "\n" + format_table(narrow)
     assert any("norm_rotate_bwd" in row.kernel for row in rows)
+
+
+def test_rotation_reads_its_table_in_pairs(rows):
+    """Cosines and sines lie side by side; loaded apart, they would be 16 loads of 4 bytes a thread."""
+    found = [row for row in rows if "rotate" in row.kernel]
+    apart = [row for row in found if sum(width < 16 for width in row.loads) > 6]
+    assert found
+    assert not apart, "\n" + format_table(apart)
 
 
 def test_an_adapter_of_rank_8_costs_no_vector(compiled):
@@ -201,7 +222,7 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
     x, v, weights = (
         next((types[given[name].dtype] for name in names if name in given), default)
         for names, default in (
-            (("x_ptr", "joint_ptr"), "fp32"),
+            (("x_ptr", "joint_ptr", "grad_ptr"), "fp32"),
             (("v_ptr",), "bf16"),
             (("video_weight_ptr", "video_query_ptr"), None),
         )
@@ -212,7 +233,7 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
         beta=given.get("HAS_BETA", False), one_step=given.get("STEP_STRIDE") == 0, outputs=given.get("OUTPUTS", 0),
         weights=None if weights == x else weights, part=given.get("PART", 0),
         sums=given.get("MODULATION", given.get("WEIGHTS", False)), residual=given.get("RESIDUAL", False),
-        gated=given.get("GATED", False),
+        gated=given.get("GATED", False), gelu=given.get("GELU", False),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
 from sage_fast.ops.gated_norm import gated_norm
+from sage_fast.ops.gated_sum import gated_sum
 from sage_fast.ops.norm_modulate import norm_modulate, residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
 from sage_fast.tools.operators import Kernels, inputs
@@ -93,6 +94,21 @@ def test_the_gated_reference_is_the_plain_formula_and_its_gradients() -> None:
         torch.autograd.grad(actual, inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_a_gated_sum_is_the_plain_formula_and_its_gradients() -> None:
+    """With a gate that is trained, and with a frozen one, for which y is not kept."""
+    x, y, gate = (torch.randn(*size).double().requires_grad_() for size in ((2, 5, 7), (2, 5, 7), (2, 7)))
+    upstream = torch.randn_like(x)
+    expected, actual = x + gate[:, None] * y, gated_sum(x, y, gate)
+    torch.testing.assert_close(actual, expected)
+    exact = torch.autograd.grad(expected, [x, y, gate], upstream)
+    for mine, theirs in zip(torch.autograd.grad(actual, [x, y, gate], upstream), exact):
+        torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(torch.autograd.grad(gated_sum(x, y, gate.detach()), [x, y], upstream), exact):
+        torch.testing.assert_close(mine, theirs)
+    with pytest.raises(ValueError, match=r"y: expected torch.float64 \[2, 5, 7\], got torch.float64 \[2, 4, 7\]"):
+        gated_sum(x, y[:, :4], gate)
 
 
 def test_the_reference_is_that_of_diffusers() -> None:

@@ -65,7 +65,9 @@ OF_TOKENS = [(FP32,), (BF16,), (FP16,), (BF16, FP32)]
 CASES = {
     "transition_step": (LATENTS, OF_LATENTS),
     "transition_score": (LATENTS, OF_LATENTS),
+    "adapter_rows": (TOKENS, OF_TOKENS[:3]),
     "gated_norm": (TOKENS, OF_TOKENS),
+    "gated_sum": (TOKENS, OF_TOKENS),
     "norm_modulate": (TOKENS, OF_TOKENS),
     "norm_rotate": (HEADS, OF_TOKENS),
 }

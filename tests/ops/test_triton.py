@@ -68,6 +68,21 @@ def test_several_rows_a_program(operator, shape, monkeypatch):
     assert_accurate(check(operator, launcher, inputs(operator, shape, (FP32,), DEVICE)))
 
 
+@pytest.mark.parametrize("rank", [20, 257])
+def test_rows_beside_an_adapter_of_any_rank(rank):
+    """Over several tiles of rows and columns, with ranks that differ; above MAX_RANK the reference serves."""
+    x, _, _ = inputs("adapter_rows", (2, 70, 130), (BF16,), DEVICE)
+    assert_accurate(check("adapter_rows", launcher, [x, torch.randn(rank, 130, device=DEVICE).to(BF16), True]))
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(32_760, 1), (32_960, 1), (75_600, 1), (32_760, 2), (200, 1), (1, 500)])
+def test_programs_that_sum_run_at_once_and_none_is_empty(rows, batch):
+    """At most three for each of 132 multiprocessors, and few short of that many where there are rows for them."""
+    programs, per_program = common.rows_of_programs(rows, batch, sums=True)
+    assert (programs - 1) * per_program < rows <= programs * per_program
+    assert programs == 1 or 0.95 * min(rows * batch, 384) <= programs * batch <= 384
+
+
 def test_power_of_2():
     numbers = [*range(1, 1030), 2048, 2049, 2**31]
     assert [common.power_of_2(n) for n in numbers] == [triton.next_power_of_2(n) for n in numbers]

@@ -9,7 +9,7 @@ builds a [B, 1, S, S] mask. Here:
   written;
 - a mask, needed only if lengths differ, covers only keys.
 
-The same operators run with and without autograd, so rollout and training round alike. tests/test_passes.py counts the
+The same operators run with and without autograd, so rollout and training round alike. benchmarks/passes.py counts the
 bytes they move.
 """
 
@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sage_fast.models.attention import Attention
-from sage_fast.models.lora_linear import Projection, gelu, padded
+from sage_fast.models.lora_linear import Projection, feed_forward
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
@@ -54,9 +53,9 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up, self.down = Projection(ff.net[0], "proj"), Projection(ff.net, "2")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., d + up.pad]` -> `[..., d]`."""
-        return self.down(gelu(self.up(x), self.down.pad))
+    def forward(self, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
+        """Add the result for x `[B, S, d + up.pad]` to the stream `[B, S, d]`, times the gate `[B, d]`."""
+        return feed_forward(self.up, self.down, x, stream, gate)
 
 
 def block_forward(
@@ -91,14 +90,14 @@ def block_forward(
     video, video_in = residual_norm(video, scale, shift, pad=block.video_qkv.pad, pad_rows=text.shape[1])
     text, text_in = residual_norm(text, text_scale, text_shift, pad=block.text_qkv.pad)
     video_out, text_out = joint_attention(block, video_in, text_in, mask, rotary, attention)
-    video_out = block.video_out(padded(video_out, block.video_out.pad))
+    video_out = block.video_out.unpadded(video_out)
     video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=block.video_ff.up.pad)
-    video = torch.addcmul(video, ff_gate[:, None], block.video_ff(normed))
+    video = block.video_ff(normed, video, ff_gate)
     if is_last:
         return video, text
-    text_out = block.text_out(padded(text_out, block.text_out.pad))
+    text_out = block.text_out.unpadded(text_out)
     text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=block.text_ff.up.pad)
-    return video, torch.addcmul(text, text_ff_gate[:, None], block.text_ff(normed))
+    return video, block.text_ff(normed, text, text_ff_gate)
 
 
 def joint_attention(

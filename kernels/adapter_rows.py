@@ -1,0 +1,209 @@
+"""Rows beside their product with an adapter's A, as they are, through GELU or a gate, on the GPU.
+
+x `[B, S, d]` with contiguous rows; A `[r, d]`; result `[B, S, d + r]`. The forward reads x once and writes the result
+once: a program holds ROWS rows and walks over their columns, while their product with A grows in registers. The
+backward reads the gradient and x once and writes dx once, in place: a program holds BLOCK columns and walks over rows,
+while both adapters' gradients for these columns grow in registers. A second stage adds the programs' sums, without
+atomics. `sage_fast.ops.adapter_rows` is the specification.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from sage_fast.kernels.common import MAX_PROGRAMS, WIDE_OPTIONS, power_of_2
+from torch import Tensor
+
+from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
+
+MAX_RANK = 256
+"""Above it the sums would not fit in a multiprocessor, and PyTorch's kernels do the work."""
+
+
+def tile(itemsize: int) -> dict[str, int]:
+    """Rows and columns of a tile. float32 has no tensor cores here, and its products need more registers."""
+    return {"ROWS": 32, "BLOCK": 64} if itemsize == 2 else {"ROWS": 16, "BLOCK": 16}
+
+
+def rank_block(rank: int) -> int:
+    """Columns of a product's tile: a power of two, and no fewer than a matrix instruction takes."""
+    return max(power_of_2(max(rank, 1)), 16)
+
+
+@triton.jit
+def _gelu(x):
+    """Return GELU (tanh) of fp32 x, and its derivative: with s = sigmoid(2 u), x s and s + x s (1 - s) 2 u'.
+
+    e = exp(-|2 u|) neither overflows nor leaves 1 - s to a cancellation.
+    """
+    square = x * x
+    e = tl.exp(-1.5957691216057308 * tl.abs(x) * tl.fma(square, 0.044715, 1.0))
+    p = 1.0 / (1.0 + e)
+    s = tl.where(x >= 0, p, e * p)
+    slope = 1.5957691216057308 * tl.fma(square, 0.134145, 1.0)
+    return x * s, tl.fma(x * (e * p * p), slope, s)
+
+
+@triton.jit
+def _adapter_rows_fwd_kernel(
+    x_ptr,
+    down_ptr,
+    gate_ptr,
+    out_ptr,
+    rows,
+    width,
+    rank,
+    gate_stride,
+    x_batch_stride,
+    x_stride,
+    rank_stride,
+    column_stride,
+    GELU: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """Compute ROWS rows of a sample. Grid `(row tiles, B)`."""
+    sample = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    r = tl.arange(0, RANK)
+    inside = (row < rows)[:, None]
+    x_rows = x_ptr + sample * x_batch_stride + row[:, None] * x_stride
+    out_rows = out_ptr + (sample * rows + row[:, None]) * (width + rank)
+    inner = tl.zeros([ROWS, RANK], tl.float32)
+    for start in tl.range(0, width, BLOCK, num_stages=3):
+        column = start + tl.arange(0, BLOCK)
+        mask = inside & (column < width)[None, :]
+        x = tl.load(x_rows + column[None, :], mask=mask, other=0.0)
+        if GELU:
+            x = _gelu(x.to(tl.float32))[0].to(x.dtype)
+        if GATED:
+            gate = tl.load(gate_ptr + sample * gate_stride + column, mask=column < width, other=0.0)
+            x = (gate.to(tl.float32)[None, :] * x.to(tl.float32)).to(x.dtype)
+        tl.store(out_rows + column[None, :], x, mask=mask)
+        factor_mask = (r < rank)[:, None] & (column < width)[None, :]
+        factor_ptrs = down_ptr + r[:, None] * rank_stride + column[None, :] * column_stride
+        factor = tl.load(factor_ptrs, mask=factor_mask, other=0.0)
+        inner = tl.dot(x, tl.trans(factor), inner, input_precision="ieee")
+    tl.store(out_rows + width + r[None, :], inner.to(out_ptr.dtype.element_ty), mask=inside & (r < rank)[None, :])
+
+
+@triton.jit
+def _adapter_rows_bwd_kernel(
+    grad_ptr,
+    inner_ptr,
+    x_ptr,
+    up_ptr,
+    d_down_ptr,
+    d_up_ptr,
+    rows,
+    width,
+    rank,
+    up_rank,
+    inner_stride,
+    up_stride,
+    tiles,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    UP_RANK: tl.constexpr,
+):
+    """Write dx over the gradient of BLOCK columns and `tiles` row tiles, and partial sums for both adapters.
+
+    The sums are `[splits, d, r]`. Grid `(column tiles, splits)`: programs that run at the same time share the rows of
+    both products.
+    """
+    split = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    r, u = tl.arange(0, RANK)[None, :], tl.arange(0, UP_RANK)[None, :]
+    d_down = tl.zeros([BLOCK, RANK], tl.float32)
+    d_up = tl.zeros([BLOCK, UP_RANK], tl.float32)
+    for turn in tl.range(0, tiles, num_stages=3):
+        row = ((split * tiles + turn) * ROWS + tl.arange(0, ROWS))[:, None]
+        mask = (row < rows) & (column < width)[None, :]
+        at = row * width + column[None, :]
+        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0)
+        inner = tl.load(inner_ptr + row * inner_stride + r, mask=(row < rows) & (r < rank), other=0.0)
+        up = tl.load(up_ptr + row * up_stride + u, mask=(row < rows) & (u < up_rank), other=0.0)
+        hidden, slope = _gelu(x.to(tl.float32))
+        dx = (grad * slope).to(x.dtype)
+        tl.store(grad_ptr + at, dx, mask=mask)
+        d_down = tl.dot(tl.trans(hidden.to(x.dtype)), inner, d_down, input_precision="ieee")
+        d_up = tl.dot(tl.trans(dx), up, d_up, input_precision="ieee")
+    column = column[:, None]
+    tl.store(d_down_ptr + split * width * rank + column * rank + r, d_down, mask=(column < width) & (r < rank))
+    tl.store(d_up_ptr + split * width * up_rank + column * up_rank + u, d_up, mask=(column < width) & (u < up_rank))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
+    """Launch the forward; arguments as `sage_fast::adapter_rows`. Copies an x whose rows are not contiguous."""
+    if len(down) > MAX_RANK:
+        return adapter_rows_reference(x, down, gelu, gate)
+    x, gate = _rows(x), None if gate is None else _rows(gate)
+    batch, rows, width = x.shape
+    out = x.new_empty(batch, rows, width + len(down))
+    if out.numel() == 0:
+        return out
+    sizes = tile(x.itemsize)
+    with torch.cuda.device_of(x):
+        _adapter_rows_fwd_kernel[(-(-rows // sizes["ROWS"]), batch)](
+            x,
+            down,
+            gate,
+            out,
+            rows,
+            width,
+            len(down),
+            0 if gate is None else gate.stride(0),
+            *x.stride()[:2],
+            *down.stride(),
+            GELU=gelu,
+            GATED=gate is not None,
+            **sizes,
+            RANK=rank_block(len(down)),
+            **WIDE_OPTIONS,
+        )
+    return out
+
+
+def adapter_rows_backward(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch the backward; arguments as `sage_fast::adapter_rows_backward`. Computes `out` again from x."""
+    assert grad.is_contiguous()
+    if max(inner.shape[1], up.shape[1]) > MAX_RANK:
+        return adapter_rows_backward_reference(grad, inner, x, out, up)
+    x, inner, up = x.contiguous(), _rows(inner), _rows(up)
+    (rows, width), rank, up_rank = x.shape, inner.shape[1], up.shape[1]
+    sizes = tile(x.itemsize)
+    columns, row_tiles = -(-width // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
+    tiles = max(-(-row_tiles // max(MAX_PROGRAMS // max(columns, 1), 1)), 1)
+    splits = -(-row_tiles // tiles)
+    sums = [torch.empty(splits, width, count, dtype=torch.float32, device=x.device) for count in (rank, up_rank)]
+    if x.numel() > 0:
+        with torch.cuda.device_of(x):
+            _adapter_rows_bwd_kernel[(columns, splits)](
+                grad,
+                inner,
+                x,
+                up,
+                *sums,
+                rows,
+                width,
+                rank,
+                up_rank,
+                inner.stride(0),
+                up.stride(0),
+                tiles,
+                **sizes,
+                RANK=rank_block(rank),
+                UP_RANK=rank_block(up_rank),
+                **WIDE_OPTIONS,
+            )
+    d_down, d_up = (part.sum(0) for part in sums)
+    return d_down.t().contiguous(), d_up

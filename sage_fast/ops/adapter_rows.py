@@ -1,0 +1,83 @@
+"""Rows beside their product with an adapter's A, in one pass, as they are, through GELU (tanh) or a gate:
+
+    out = [h, h A^T]        h = x, gelu(x) or gate x
+
+models/lora_linear.py reads them with one matmul, [h, h A^T] [W, s B]^T. The backward is that of GELU between two layers
+with adapters, x = rows W'^T + (rows A'^T) s' B'^T and y = out [W, s B]^T. Both adapters need sums over rows that it
+holds anyway. From dh, dy s B and rows A'^T:
+
+    dx = dh gelu'(x)         dA = (dy s B)^T gelu(x)         dB' = s' dx^T (rows A'^T)
+
+There is no C++: the CPU runs the reference, whose parts are PyTorch's own kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._dispatch import register
+
+LIBRARY.define("adapter_rows(Tensor x, Tensor down, bool gelu, Tensor? gate=None) -> Tensor")
+LIBRARY.define(
+    "adapter_rows_backward(Tensor(a!) grad, Tensor inner, Tensor x, Tensor out, Tensor up) -> (Tensor, Tensor)"
+)
+
+
+def adapter_rows_reference(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
+    """Specification: x `[B, S, d]`, A `[r, d]`, gate `[B, d]` -> `[B, S, d + r]` in the dtype of x.
+
+    The product is of h as stored.
+    """
+    width = x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], width + len(down))
+    rows = out.view(-1, out.shape[-1])
+    if gelu:
+        torch.ops.aten.gelu.out(x, approximate="tanh", out=out[..., :width])
+    else:
+        out[..., :width] = x if gate is None else gate[:, None] * x
+    torch.mm(rows[:, :width], down.t(), out=rows[:, width:])
+    return out
+
+
+def adapter_rows_backward_reference(
+    grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Specification of the backward with GELU.
+
+    Args:
+        grad: `[R, d]`, dh; contiguous, and overwritten with dx.
+        inner: `[R, r]`, dy s B.
+        x: `[R, d]`.
+        out: `[R, d + r]`, the result of the forward.
+        up: `[R, q]`, rows A'^T.
+
+    Returns:
+        dA `[r, d]` and dx^T up `[d, q]` in float32.
+    """
+    torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad)
+    return mm_in_float32(inner.t(), out[:, : x.shape[1]]), mm_in_float32(grad.t(), up)
+
+
+def mm_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in float32 (float64 for float64).
+
+    CUDA's matmul writes its float32 sums; the CPU's rounds them to the dtype of a first.
+    """
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).to(compute_dtype(a))
+
+
+register("adapter_rows", adapter_rows_reference, cpp=False)
+register("adapter_rows_backward", adapter_rows_backward_reference, cpp=False)
+
+
+@torch.library.register_fake("sage_fast::adapter_rows", lib=LIBRARY)
+def _fake(x, down, gelu, gate=None):  # type: ignore[no-untyped-def]
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + len(down))
+
+
+@torch.library.register_fake("sage_fast::adapter_rows_backward", lib=LIBRARY)
+def _fake_backward(grad, inner, x, out, up):  # type: ignore[no-untyped-def]
+    sizes = (inner.shape[1], x.shape[1]), (x.shape[1], up.shape[1])
+    return tuple(x.new_empty(size, dtype=compute_dtype(x)) for size in sizes)
