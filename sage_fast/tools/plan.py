@@ -171,7 +171,8 @@ def plan(
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
     room = training_room(config, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
-    checkpointing, one_pass, graphs = _fit_into(room, config, policy, cost, ranks, chosen)
+    settings = objective, config.model, train, s
+    checkpointing, one_pass, graphs = _fit_into(room, settings, policy, cost, ranks, chosen)
     counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed, one_pass=one_pass)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
     mine, stored = stored_rollouts(config, spec, ranks // sharing)
@@ -211,12 +212,16 @@ def plan(
 
 
 def _fit_into(
-    room: float, config: Config, policy: Policy, cost: Cost, ranks: int, chosen: tuple[Recomputation, bool] | None
+    room: float,
+    settings: tuple[Objective, ModelConfig, TrainConfig, SamplingConfig],
+    policy: Policy,
+    cost: Cost,
+    ranks: int,
+    chosen: tuple[Recomputation, bool] | None,
 ) -> tuple[Recomputation, bool, float]:
     """Return what is recomputed, whether rollouts train steps, and the bytes of CUDA graphs, in `room` bytes."""
-    s, train, model = config.sampling, config.train, config.model
-    graphs = graph_bytes(cost, s, model, train)
-    settings = Objective.of(config), model, train, s
+    _, model, train, sampling = settings
+    graphs = graph_bytes(cost, sampling, model, train)
     beside = beside_rollouts(*settings, policy, cost, room - graphs, ranks=ranks, on_gpu=True)
     left, blocks = room - beside, len(policy.block_list())
     fits = fitting_recomputation(model.gradient_checkpointing, cost.activations, left - graphs, blocks)
