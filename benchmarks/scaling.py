@@ -1,6 +1,6 @@
-"""Tables of docs/scaling.md: the plan's formulas, a stated communication model, and CPU seconds at small sizes.
+"""Tables of docs/explanation/scaling.md: the plan's formulas, a stated communication model, and CPU seconds at small sizes.
 
-python -m benchmarks.scaling                  write the tables into docs/scaling.md
+python -m benchmarks.scaling                  write the tables into docs/explanation/scaling.md
 python -m benchmarks.scaling --measure FILE   first measure the small sizes on one thread and write them to FILE
 """
 
@@ -34,7 +34,7 @@ from sage_fast.tools.plan import plan
 from sage_fast.util.environment import environment
 
 REPOSITORY = Path(__file__).parent.parent
-PAGE = REPOSITORY / "docs" / "scaling.md"
+PAGE = REPOSITORY / "docs" / "explanation" / "scaling.md"
 MEASURED = REPOSITORY / "benchmarks" / "results" / "2026-11-22-cpu-1-thread-scaling.json"
 TEXT_TOKENS = HunyuanVideo15.text_tokens
 ARCHITECTURE = {

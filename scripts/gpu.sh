@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Verify and measure everything that needs a GPU, on a bare machine without network (docs/gpu.md).
+# Verify and measure everything that needs a GPU, on a bare machine without network (docs/how-to/first-gpu.md).
 #
 #   scripts/gpu.sh [--tiny] [--seconds N] [--print] WHEELS OUT [PART...]
 #

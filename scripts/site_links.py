@@ -1,13 +1,13 @@
 """mkdocs hook: make links that are written for GitHub work in the site.
 
-README.md is the home page; CONTRIBUTING.md and CHANGELOG.md are pages too. Other files outside docs/ that a page links
+README.md, CONTRIBUTING.md and CHANGELOG.md are pages too. Other files outside docs/ that a page links
 to (configurations, measurements) are copied into the site. A link to a missing file is left unchanged, and `--strict`
 reports it.
 """
 
 import re
 from pathlib import Path
-from posixpath import normpath
+from posixpath import dirname, normpath, relpath
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
 REPOSITORY = Path(__file__).parent.parent
-OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+OUTSIDE = {"readme.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Page of the site -> its file, for files outside docs/."""
 WORKER = "javascripts/search_from_disk.js"
 LINK = re.compile(r'(?P<before>\]\(|\b(?:src|href)=")(?P<path>[\w./-]+)')
@@ -49,7 +49,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     def relative(link: re.Match[str]) -> str:
         file = target(page.file.src_uri, link["path"])
-        return link["before"] + (in_site(file) if (REPOSITORY / file).is_file() else link["path"])
+        if not (REPOSITORY / file).is_file():
+            return link["before"] + link["path"]
+        return link["before"] + relpath(in_site(file), dirname(page.file.src_uri) or ".")
 
     return LINK.sub(relative, markdown)
 

@@ -20,7 +20,7 @@ from studies.finding import KINDS, Claim, Finding, Material, corrected
 log = logging.getLogger("sage_fast.studies")
 
 TEMPLATE = Path(__file__).parent / "results.html.j2"
-PAGE, MARKDOWN = "results.html", "results.md"
+PAGE, MARKDOWN = "results.html", "results/results.md"
 ABOUT_QUICK = "Made with `--quick`: no verdict of a claim that trains means anything. "
 
 
@@ -90,7 +90,7 @@ def data(finding: Finding) -> str:
 def markdown(
     findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str], about: str, title: str
 ) -> str:
-    """Return the page of the documentation; it links figures and data in `results/`."""
+    """Return the page of the documentation, to stand beside the figures and data that it links to."""
     lines = [f"# {title}", "", about, ""]
     for heading, counted, chosen in by_kind(findings):
         lines += [f"## {heading}", "", f"{counted}.", ""]
@@ -108,9 +108,9 @@ def markdown(
             f"*{claim.label}.* {claim.says} **{finding.verdict.capitalize()}.**",
             "",
         ]
-        lines += [f"![{claim.title}](results/{claim.name}.svg)", "", finding.text, ""]
+        lines += [f"![{claim.title}]({claim.name}.svg)", "", finding.text, ""]
         lines += [*_table(finding.table), ""] if finding.table else []
-        lines += [f"[Data](results/{claim.name}.csv)."]
+        lines += [f"[Data]({claim.name}.csv)."]
     return "\n".join(lines) + "\n"
 
 

@@ -134,7 +134,7 @@ def test_the_commands_of_the_documentation(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "base"):
         folder_of_videos(tmp_path / "evaluation" / "videos" / name, [f"prompt {i}" for i in range(6)])
-    for block in blocks(REPOSITORY / "docs" / "evaluation.md"):
+    for block in blocks(REPOSITORY / "docs" / "how-to" / "evaluate.md"):
         for words in commands(block) if block.value == "tests/test_blind_study.py" else []:
             assert words[:3] == ["python", "-m", "studies.blind"]
             assert main(words[3:]) == 0

@@ -251,7 +251,7 @@ def test_the_image_is_installed_as_the_documentation_says() -> None:
         "ARG", "FROM", "SHELL", "WORKDIR", "COPY", "RUN", "ENV", "USER", "CMD"
     }  # fmt: skip
     runs = [shlex.split(text) for name, text in instructions if name == "RUN" and text.startswith("pip")]
-    page = (REPOSITORY / "docs" / "install.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "install.md").read_text()
     stated = [shlex.split(line.split("#")[0]) for line in page.splitlines()
               if line.startswith("pip install")][:2]  # fmt: skip
     assert [[word.replace(".[deepspeed]", ".") for word in words] for words in runs] == stated
@@ -287,7 +287,7 @@ def test_the_image_gets_what_the_build_needs() -> None:
 
 
 def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
-    found = [block.text for block in blocks(REPOSITORY / "docs" / "scaling.md") if "--nnodes" in block.text]
+    found = [block.text for block in blocks(REPOSITORY / "docs" / "explanation" / "scaling.md") if "--nnodes" in block.text]
     assert len(found) == 1
     for line in found[0].replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)

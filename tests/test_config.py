@@ -351,7 +351,7 @@ def test_every_prompt_once_an_epoch() -> None:
 
 
 def test_one_argument_of_a_reward_on_the_command_line(tmp_path: Path) -> None:
-    """Change `fps` of a scorer without repeating its `path`, as in docs/rewards.md."""
+    """Change `fps` of a scorer without repeating its `path`, as in docs/how-to/rewards.md."""
     file = tmp_path / "c.yaml"
     file.write_text("reward: {args: {path: x, fps: 2}}\n")
     assert load(file, {"reward.args.fps": "3"}).reward.args == {"path": "x", "fps": 3}

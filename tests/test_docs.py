@@ -27,7 +27,7 @@ from tests.tiny import FEW_STEPS, arguments
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL = [*FEW_STEPS, *arguments(train__prompts_per_iteration=2, train__group_size=2)]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^(?:<!-- (?P<key>needs|run by): (?P<value>.+?) -->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -62,13 +62,13 @@ def commands(block: Block) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-LONG = ("evaluation.md",)
+LONG = ("evaluate.md",)
 """Pages whose commands take half a minute: `make soak` runs them."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG), id=page.name) for page in PAGES],
+    [pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG), id=str(page.relative_to(REPOSITORY))) for page in PAGES],
 )
 def test_commands_and_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
@@ -103,7 +103,7 @@ def test_marked_blocks_say_who_runs_them(block: Block) -> None:
 
 def test_every_page_is_covered() -> None:
     """Indented blocks and fences without a language would escape: commands stand only in ```bash fences."""
-    assert {block.page.name for block in ALL if block.kind == "bash"} >= {"README.md", "CONTRIBUTING.md", "rollout.md"}
+    assert {block.page.name for block in ALL if block.kind == "bash"} >= {"README.md", "CONTRIBUTING.md", "rollout-engine.md"}
     for page in PAGES:
         outside = FENCE.sub("", page.read_text(encoding="utf-8"))
         outside = re.sub(r"^```\w*\n.*?^```$", "", outside, flags=re.M | re.S)
@@ -151,16 +151,16 @@ def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:
     values = [value for section in sections for value in section.values()]
     nav = [page for value in values for page in ([value] if isinstance(value, str) else value)]
     for page in PAGES:
-        name = "index.md" if page.name == "README.md" else page.name
+        name = str(page.relative_to(REPOSITORY)).removeprefix("docs/").replace("README.md", "readme.md")
         assert nav.count(name) == 1, f"{name} stands {nav.count(name)} times in the nav of mkdocs.yml"
         text = re.sub(r"^```\w*\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-        shown = Page(site / f"{Path(name).stem}.html").elements
+        shown = Page(site / Path(name).with_suffix(".html")).elements
         if "\n::: " not in text:
             assert shown["li"] == len(re.findall(r"^ *(?:[-*]|\d+\.) ", text, re.M)), name
             assert shown["table"] == len(re.findall(r"^\|[-|: ]+\|$", text, re.M)), name
         else:
             assert shown["h3"] > 10, f"{name}: no docstrings"
-    assert "strictly decreasing from 1 to 0" in (site / "reference.html").read_text()
+    assert "strictly decreasing from 1 to 0" in (site / "reference" / "python.html").read_text()
 
 
 def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
@@ -197,14 +197,14 @@ def test_hooks_use_the_versions_of_the_constraints() -> None:
     [(0, "paper-480p"), (1, "official-480p"), (2, "hunyuanvideo15-480p"), (3, "hunyuanvideo15-480p-full")],
 )
 def test_the_source_of_every_value_is_named(column: int, name: str) -> None:
-    """docs/choosing.md tells every setting of four configurations, with its value; paths apart.
+    """docs/how-to/choose-settings.md tells every setting of four configurations, with its value; paths apart.
 
     The last cell of a row has that of our LoRA, and after "All weights:" that for all weights if it is another.
     """
     file = REPOSITORY / "configs" / f"{name}.yaml"
     sections = {key: value for key, value in yaml.safe_load(file.read_text()).items() if isinstance(value, dict)}
     given = {f"{section}.{key}" for section, values in sections.items() for key in values}
-    page = (REPOSITORY / "docs" / "choosing.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text()
     rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*)\|(.*)\|(.*)\|$", page, re.M)
     chosen = {setting: [*cells, cells[2].split(" All weights:")[-1]][column] for setting, *cells in rows}
     stated = {setting: value[1] for setting, cell in chosen.items() if (value := re.match(r" `(.+?)`", cell))}
@@ -213,7 +213,7 @@ def test_the_source_of_every_value_is_named(column: int, name: str) -> None:
 
 
 def test_the_page_has_the_learning_rate_of_the_demo() -> None:
-    page = " ".join((REPOSITORY / "docs" / "choosing.md").read_text().split())
+    page = " ".join((REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text().split())
     (rate,) = re.findall(r"all of its weights (\S+) \(`demo.yaml`\)", page)
     assert float(rate) == load(REPOSITORY / "configs" / "demo.yaml").train.learning_rate
 
@@ -247,5 +247,5 @@ def test_a_variant_of_the_lora_differs_where_the_page_says(name: str) -> None:
     differ = {key for key in variant if key not in ours or ours[key] != variant[key]}
     assert ours.keys() <= variant.keys()
     (row,) = re.findall(rf"^\| `configs/hunyuanvideo15-480p-{name}.yaml` \|(.*)\|$",
-                        (REPOSITORY / "docs" / "choosing.md").read_text(), re.M)  # fmt: skip
+                        (REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text(), re.M)  # fmt: skip
     assert set(re.findall(r"`(\w+\.\w+)`", row)) == differ - {"output"}

@@ -1,4 +1,4 @@
-"""docs/eight_gpus.md from its first command to its last, on a tiny checkpoint of the real classes and two CPU ranks."""
+"""docs/tutorials/eight-gpus.md from its first command to its last, on a tiny checkpoint of the real classes and two CPU ranks."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.test_docs import REPOSITORY, blocks, commands
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.tiny_rewards import published_weights, write_qwen2_vl, write_video_reward
 
-PAGE = REPOSITORY / "docs" / "eight_gpus.md"
+PAGE = REPOSITORY / "docs" / "tutorials" / "eight-gpus.md"
 PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"dtype": "float32", "lora_rank": 2},

@@ -127,7 +127,7 @@ def test_the_plan_is_within_5_percent_of_the_memory_at_the_peak(mode: str, runs:
     "mode", [pytest.param(mode, marks=[pytest.mark.soak] * (mode != "attention")) for mode in MODES]
 )
 def test_what_zero3_gathers_and_keeps(mode: str, tmp_path: Path) -> None:
-    """One all-gather a linear layer, as docs/scaling.md counts, and no copies in bfloat16, as the plan does."""
+    """One all-gather a linear layer, as docs/explanation/scaling.md counts, and no copies in bfloat16, as the plan does."""
     assert run_ranks(zero_runs.collectives, 2, tmp_path, mode) == [0, 0], screens(tmp_path)
     found = json.loads((tmp_path / "collectives.json").read_text())
     policy = tiny_model(settings(model__tuning="full")).policy
@@ -201,7 +201,7 @@ PUBLISHED = {
 
 
 def test_the_page_shows_what_the_plan_says() -> None:
-    page = (REPOSITORY / "docs" / "engines.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "many-gpus.md").read_text()
     for name, ranks in (("", 1), ("-full", 8)):
         config = load(REPOSITORY / "configs" / f"hunyuanvideo15-480p{name}.yaml")
         text = format_plan(plan(config, ranks=ranks, rewards=reward_sizes(config.named_rewards)))
@@ -209,7 +209,7 @@ def test_the_page_shows_what_the_plan_says() -> None:
 
 
 def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
-    """The arithmetic is that of docs/engines.md, with room for the text encoders."""
+    """The arithmetic is that of docs/how-to/many-gpus.md, with room for the text encoders."""
     lora = plan(build(PUBLISHED | {"train.ema_decay": 0.99}))
     assert sum(lora.memory.values()) < 60e9
     full = PUBLISHED | {"model.tuning": "full", "train.ema_decay": 0.99, "train.prompts_per_iteration": 8}

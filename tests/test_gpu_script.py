@@ -282,7 +282,7 @@ def test_an_error_of_the_stock_decode_costs_no_number(machine: Path) -> None:
 
 
 def test_the_calls_of_the_page_fit() -> None:
-    page = (REPOSITORY / "docs" / "gpu.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "first-gpu.md").read_text()
     limits = dict(zip(PARTS, map(int, re.findall(r"^\| \d+ `[\w-]+` \| (\d+) s \|", page, re.M)), strict=True))
     script = (REPOSITORY / "scripts" / "gpu.sh").read_text()
     assert re.search(rf"^LIMITS=\({' '.join(map(str, limits.values()))}\)$", script, re.M)
@@ -324,7 +324,7 @@ def test_the_wheels_hold_what_deepspeed_imports() -> None:
         if (package := todo.pop()) not in wanted | there:
             wanted.add(package)
             todo += [name_of(line) for line in requires(package) or () if "extra ==" not in line]
-    page = (REPOSITORY / "docs" / "gpu.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "first-gpu.md").read_text()
     pins = {name_of(name): version for name, version in re.findall(r"([\w-]+)==([\w.]+)", page)}
     tested = re.findall(r"^([\w-]+)==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), re.M)
     versions = {name_of(name): version for name, version in tested}

@@ -237,7 +237,7 @@ def test_the_commands_of_the_page(
 ) -> None:
     monkeypatch.chdir(shutil.copytree(place["folder"], tmp_path / "copy"))
     monkeypatch.setattr(grid, "run_many", lambda jobs, ended: None)
-    here, paper = blocks(REPOSITORY / "docs" / "grid.md")
+    here, paper = blocks(REPOSITORY / "docs" / "how-to" / "grid.md")
     for words in [*commands(here), *commands(paper)]:
         assert words[:3] == ["python", "-m", "studies.grid"]
         assert main([str(REPOSITORY / word) if "/" in word else word for word in words[3:]]) == 0, words

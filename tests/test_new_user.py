@@ -1,4 +1,4 @@
-"""A new user's path through README and docs/quickstart.md: the wheel in its own environment, no clone."""
+"""A new user's path through README and docs/tutorials/first-run.md: the wheel in its own environment, no clone."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ SMALL = FEW_STEPS + arguments(
     eval__num_prompts=2, eval__seeds_per_prompt=1, eval__num_videos=1, eval__interval=0,
 )  # fmt: skip
 README = CONFIGS.parent / "README.md"
-QUICKSTART = CONFIGS.parent / "docs" / "quickstart.md"
+QUICKSTART = CONFIGS.parent / "docs" / "tutorials" / "first-run.md"
 WHERE = "import sage_fast, sage_fast.ops; print(sage_fast.__file__)\n"
 CHECK = """
 import torch
@@ -115,7 +115,7 @@ def user(wheel: Path, tmp_path: Path) -> User:
 
 
 def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
-    """Follow docs/quickstart.md block by block with few steps and iterations, then README's first hour."""
+    """Follow docs/tutorials/first-run.md block by block with few steps and iterations, then README's first hour."""
     init_, reward, trial, train, look, weights, real, plan, _ = blocks(QUICKSTART)
     (section,) = re.findall(r"^```yaml\n(.*?)^```$", QUICKSTART.read_text(), re.M | re.S)
 

@@ -88,7 +88,7 @@ def test_the_wheel_installs_on_every_later_python(wheel: Path) -> None:
 
 def test_every_extra_is_on_the_page_that_says_how_to_install() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    install = (REPOSITORY / "docs" / "install.md").read_text().partition("\n## ")[0]
+    install = (REPOSITORY / "docs" / "how-to" / "install.md").read_text().partition("\n## ")[0]
     for extra in project["optional-dependencies"]:
         assert f"`{extra}`" in install
     assert project["authors"]

@@ -143,7 +143,7 @@ def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) 
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("request", lambda request: request.url.startswith("file:") or complaints.append(request.url))
-    page.goto((site / "choosing.html").as_uri())
+    page.goto((site / "how-to" / "choose-settings.html").as_uri())
     cut = "[...document.querySelectorAll('.md-typeset__scrollwrap')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
     assert page.evaluate(f"{cut}.length") == 0
     links = "[...document.querySelectorAll('.md-typeset p a:not(.headerlink)')]"
@@ -157,7 +157,7 @@ def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) 
         page.press("input.md-search__input", "End")
         page.wait_for_timeout(500)
     assert found.count()
-    page.goto((site / "quickstart.html").as_uri())
+    page.goto((site / "tutorials" / "first-run.html").as_uri())
     options = {"runOnly": ["color-contrast", "link-in-text-block"]}
     violations = axe.Axe().run(page, context=".md-typeset", options=options).response["violations"]
     assert {v["id"]: [node["html"][:200] for node in v["nodes"]] for v in violations} == {}

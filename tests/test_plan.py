@@ -412,9 +412,9 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
 
 
 def test_the_page_has_the_time_of_each_way_to_guide() -> None:
-    """docs/choosing.md: a bound for an iteration on 8 GPUs."""
+    """docs/how-to/choose-settings.md: a bound for an iteration on 8 GPUs."""
     repository = Path(__file__).parent.parent
-    page = (repository / "docs" / "choosing.md").read_text()
+    page = (repository / "docs" / "how-to" / "choose-settings.md").read_text()
     times = re.findall(r"^\| \d.* \| \d \| (\S+ min) \|$", page, re.M)
     found = []
     for name, scale in (("", 1), ("", 6), ("-distilled", 1)):

@@ -196,7 +196,7 @@ def test_a_profile_has_the_seconds_of_every_decode(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_names_each_phase_in_its_table_of_ranges() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "profiling.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "profile.md").read_text()
     table = page.split("## Ranges")[1].split("```")[1]
     named = {word for line in table.splitlines() for word in line[:37].split()}
     assert {*profiling.PHASES, profiling.WAIT} <= named

@@ -393,13 +393,13 @@ def without_encoders(model: Path) -> Iterator[None]:
 
 
 def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run docs/prompts.md: embed more prompts than the run's, then train without text encoders in the checkpoint."""
+    """Run docs/how-to/prompts.md: embed more prompts than the run's, then train without text encoders in the checkpoint."""
     own = overrides_of([*TINY, "--model.path", "model", "--output", "runs/page"])
     del own["data.embedding_cache"]
     (there / "config.yaml").write_text(dump(from_overrides(own)))
     (there / "more.jsonl").write_text('{"prompt": "a boat"}\n{"prompt": "a fox", "negative_prompt": "blurry"}\n')
     shutil.move(there / "cache", there / "embeddings")
-    (page,) = blocks(REPOSITORY / "docs" / "prompts.md")
+    (page,) = blocks(REPOSITORY / "docs" / "how-to" / "prompts.md")
     first, second, training = (line.split()[1:] for line in page.text.splitlines())
     for words, expected in ((first, f"{TEXTS} texts, of which 0"), (second, "4 texts, of which 1")):
         assert main(words) == 0

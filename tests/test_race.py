@@ -302,7 +302,7 @@ def test_from_the_recipes_to_the_page(
     assert printed.count("4 runs, 4 of them to be made") == 4
     assert "2 runs, 2 of them to be made" in printed  # the search there: one cell and one seed of each
     assert printed.splitlines()[-1] == str(tmp_path / "results.html")
-    page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
+    page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results" / "results.md").read_text()
     for shown in (page, text):
         assert "python -m studies.race precise --quick" in shown
     assert len((tmp_path / "results" / "race.csv").read_text().splitlines()) == 1 + 16

@@ -1,4 +1,4 @@
-"""docs/scaling.md says what benchmarks/scaling.py computes, which is what the plan and PyTorch count."""
+"""docs/explanation/scaling.md says what benchmarks/scaling.py computes, which is what the plan and PyTorch count."""
 
 import inspect
 import json

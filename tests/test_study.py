@@ -249,9 +249,9 @@ def test_a_claim_from_the_runs_to_the_page(
         ("no-ema", "0"),
         ("no-ema", "1"),
     ]
-    assert {file.name for file in (tmp_path / "results").iterdir()} == {"ema.csv", "ema.svg"}
+    assert {file.name for file in (tmp_path / "results").iterdir()} == {"ema.csv", "ema.svg", "results.md"}
     assert (tmp_path / "results" / "ema.svg").read_bytes().startswith(b"<?xml")
-    page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
+    page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results" / "results.md").read_text()
     (claim,) = (claim for claim in CLAIMS if claim.name == "ema")
     for shown in (page, text):
         assert "python -m studies.paper ema --quick" in shown

@@ -105,7 +105,7 @@ class DataConfig(Section):
     """The prompts."""
 
     prompts: str = "testbed:train"
-    """Training prompts: a UTF-8 text file with one prompt per line, a .jsonl file (docs/prompts.md), or
+    """Training prompts: a UTF-8 text file with one prompt per line, a .jsonl file (docs/how-to/prompts.md), or
     `testbed:train`, `testbed:heldout`."""
     eval_prompts: str = "testbed:heldout"
     """Held-out prompts, in the same formats."""
@@ -119,7 +119,7 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     sampler: Sampler = "sage"
-    """Rule of a denoising step; docs/math.md has the formulas. `ode` and `ode2`, which is of second order, add no noise
+    """Rule of a denoising step; docs/explanation/objective.md has the formulas. `ode` and `ode2`, which is of second order, add no noise
     and can only be trained with a surrogate that re-noises the final samples, such as nft."""
     eta: float = within(0.5, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
@@ -472,7 +472,7 @@ class TrainConfig(Section):
     `auto`: where it is possible and fits into free memory."""
     engine: EngineName = "plain"
     """What is sharded over the ranks. `plain`: nothing. With DeepSpeed, `zero1`: the optimizer state; `zero2`: the
-    gradients too; `zero3`: the weights too. docs/engines.md says which to use when."""
+    gradients too; `zero3`: the weights too. docs/how-to/many-gpus.md says which to use when."""
     offload: Offload = "none"
     """What ZeRO keeps and updates in host memory. `optimizer`: the optimizer state. `all`: the weights too; needs
     `zero3`."""

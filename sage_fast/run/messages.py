@@ -52,7 +52,7 @@ def guidance_warning(objective: Objective, trained: float, evaluated: float) -> 
     return (
         f"sampling.guidance_scale = {trained:g} in training and eval.guidance_scale = {evaluated:g} in evaluations, "
         f"and no KL acts (kl.strategy = {objective.kl.strategy}): the policy learns what guidance does, and guidance "
-        "on top of it over-sharpens (docs/choosing.md)"
+        "on top of it over-sharpens (docs/how-to/choose-settings.md)"
     )
 
 
