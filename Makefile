@@ -4,12 +4,12 @@
 # make check      only lint, type check and the tests of the source's layout and names, in seconds
 # make docs       install, build the documentation into site/ (open site/index.html)
 # make soak       inject every fault that a run must survive, 100 of them at random moments (writes the table of
-#                 docs/how-to/stop-and-resume.md), and run the long tests
+#                 docs/reference/faults.md), and run the long tests
 # make bench      time operators and rollout; fail if a timing in README is older than the code
-# make reproduce  run the study of the paper's claims (docs/results/paper.md); takes hours; CLAIMS="ema --quick" runs less
-# make race       race recipes at equal compute (docs/results/race.md); takes hours; RECIPES="paper precise --quick" runs less
-# make gpu        verify and measure everything on a GPU, offline: WHEELS=folder OUT=folder PARTS="...", docs/how-to/first-gpu.md
-# make gpu-stack  run what needs no GPU with the software of a GPU machine, in .venv-gpu-stack (7 GB); docs/how-to/first-gpu.md
+# make reproduce  study the paper's claims (docs/results/paper.md); takes hours; CLAIMS="ema --quick" runs less
+# make race       race recipes at equal compute (docs/results/race.md); hours; RECIPES="paper precise --quick" runs less
+# make gpu        verify and measure on a GPU, offline: WHEELS=folder OUT=folder PARTS="...", docs/how-to/first-gpu.md
+# make gpu-stack  run what needs no GPU with the software of a GPU machine, in .venv-gpu-stack (7 GB)
 
 PYTHON ?= python3
 VENV := .venv

@@ -1,4 +1,4 @@
-"""Tables of docs/explanation/scaling.md: the plan's formulas, a stated communication model, and CPU seconds at small sizes.
+"""Tables of docs/explanation/scaling.md: the plan's formulas, a communication model, CPU seconds at small sizes.
 
 python -m benchmarks.scaling                  write the tables into docs/explanation/scaling.md
 python -m benchmarks.scaling --measure FILE   first measure the small sizes on one thread and write them to FILE

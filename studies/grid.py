@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Settings, such as --train.iterations 50, are listed by `sage-fast train --help`.",
         allow_abbrev=False,
     )
-    parser.add_argument("grid", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/how-to/grid.md)")
+    parser.add_argument("grid", metavar="GRID", help="YAML file with base, output, seeds, axes (docs/how-to/grid.md)")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)")
     parser.add_argument("--slurm", metavar="FILE", help="write an array job with one element per run")
     parser.add_argument("--cell", metavar="NAME", help="run only this cell, in this process, as an array element does")

@@ -1,4 +1,4 @@
-"""The table of faults in docs/how-to/stop-and-resume.md: `pytest -m fault`, as in `make soak`, writes it from the tests that it ran.
+"""docs/reference/faults.md: `pytest -m fault`, as in `make soak`, writes its table from the tests that it ran.
 
 A test that does a fault to a run is marked `fault(what, outcome, times)`: it passes if that is the outcome. `times` is
 1 for each of the test's parameters, unless it is given there or, by hypothesis, as an attribute of the test.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "stop-and-resume.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "faults.md"
 PLACE = re.compile(r"(?<=<!-- faults: written by pytest -m fault -->\n)(.*?)(?=<!-- end of faults -->)", re.S)
 HEAD = "| fault | times | outcome | test |\n|---|---|---|---|\n"
 

@@ -287,7 +287,8 @@ def test_the_image_gets_what_the_build_needs() -> None:
 
 
 def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
-    found = [block.text for block in blocks(REPOSITORY / "docs" / "explanation" / "scaling.md") if "--nnodes" in block.text]
+    page = REPOSITORY / "docs" / "explanation" / "scaling.md"
+    found = [block.text for block in blocks(page) if "--nnodes" in block.text]
     assert len(found) == 1
     for line in found[0].replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)

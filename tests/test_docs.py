@@ -68,7 +68,10 @@ LONG = ("evaluate.md",)
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG), id=str(page.relative_to(REPOSITORY))) for page in PAGES],
+    [
+        pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG), id=str(page.relative_to(REPOSITORY)))
+        for page in PAGES
+    ],
 )
 def test_commands_and_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
@@ -103,7 +106,8 @@ def test_marked_blocks_say_who_runs_them(block: Block) -> None:
 
 def test_every_page_is_covered() -> None:
     """Indented blocks and fences without a language would escape: commands stand only in ```bash fences."""
-    assert {block.page.name for block in ALL if block.kind == "bash"} >= {"README.md", "CONTRIBUTING.md", "rollout-engine.md"}
+    shells = {block.page.name for block in ALL if block.kind == "bash"}
+    assert shells >= {"README.md", "CONTRIBUTING.md", "rollout-engine.md"}
     for page in PAGES:
         outside = FENCE.sub("", page.read_text(encoding="utf-8"))
         outside = re.sub(r"^```\w*\n.*?^```$", "", outside, flags=re.M | re.S)
@@ -147,9 +151,7 @@ class Page(HTMLParser):
 
 def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:
     """Python-Markdown wants an empty line before a list or a table, GitHub does not."""
-    sections = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]
-    values = [value for section in sections for value in section.values()]
-    nav = [page for value in values for page in ([value] if isinstance(value, str) else value)]
+    nav = re.findall(r"^ +- (?:\w+: )?([\w./-]+\.md)", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
     for page in PAGES:
         name = str(page.relative_to(REPOSITORY)).removeprefix("docs/").replace("README.md", "readme.md")
         assert nav.count(name) == 1, f"{name} stands {nav.count(name)} times in the nav of mkdocs.yml"
@@ -197,14 +199,14 @@ def test_hooks_use_the_versions_of_the_constraints() -> None:
     [(0, "paper-480p"), (1, "official-480p"), (2, "hunyuanvideo15-480p"), (3, "hunyuanvideo15-480p-full")],
 )
 def test_the_source_of_every_value_is_named(column: int, name: str) -> None:
-    """docs/how-to/choose-settings.md tells every setting of four configurations, with its value; paths apart.
+    """docs/reference/configs.md tells every setting of four configurations, with its value; paths apart.
 
     The last cell of a row has that of our LoRA, and after "All weights:" that for all weights if it is another.
     """
     file = REPOSITORY / "configs" / f"{name}.yaml"
     sections = {key: value for key, value in yaml.safe_load(file.read_text()).items() if isinstance(value, dict)}
     given = {f"{section}.{key}" for section, values in sections.items() for key in values}
-    page = (REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text()
+    page = (REPOSITORY / "docs" / "reference" / "configs.md").read_text()
     rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*)\|(.*)\|(.*)\|$", page, re.M)
     chosen = {setting: [*cells, cells[2].split(" All weights:")[-1]][column] for setting, *cells in rows}
     stated = {setting: value[1] for setting, cell in chosen.items() if (value := re.match(r" `(.+?)`", cell))}
@@ -247,5 +249,5 @@ def test_a_variant_of_the_lora_differs_where_the_page_says(name: str) -> None:
     differ = {key for key in variant if key not in ours or ours[key] != variant[key]}
     assert ours.keys() <= variant.keys()
     (row,) = re.findall(rf"^\| `configs/hunyuanvideo15-480p-{name}.yaml` \|(.*)\|$",
-                        (REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text(), re.M)  # fmt: skip
+                        (REPOSITORY / "docs" / "reference" / "configs.md").read_text(), re.M)  # fmt: skip
     assert set(re.findall(r"`(\w+\.\w+)`", row)) == differ - {"output"}

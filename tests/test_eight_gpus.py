@@ -1,4 +1,4 @@
-"""docs/tutorials/eight-gpus.md from its first command to its last, on a tiny checkpoint of the real classes and two CPU ranks."""
+"""docs/tutorials/eight-gpus.md, every command, on a tiny checkpoint of the real classes and two CPU ranks."""
 
 import re
 from pathlib import Path

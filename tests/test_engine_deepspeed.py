@@ -127,7 +127,7 @@ def test_the_plan_is_within_5_percent_of_the_memory_at_the_peak(mode: str, runs:
     "mode", [pytest.param(mode, marks=[pytest.mark.soak] * (mode != "attention")) for mode in MODES]
 )
 def test_what_zero3_gathers_and_keeps(mode: str, tmp_path: Path) -> None:
-    """One all-gather a linear layer, as docs/explanation/scaling.md counts, and no copies in bfloat16, as the plan does."""
+    """One all-gather a linear layer, as scaling.md counts, and no copies in bfloat16, as the plan does."""
     assert run_ranks(zero_runs.collectives, 2, tmp_path, mode) == [0, 0], screens(tmp_path)
     found = json.loads((tmp_path / "collectives.json").read_text())
     policy = tiny_model(settings(model__tuning="full")).policy

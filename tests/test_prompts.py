@@ -393,7 +393,7 @@ def without_encoders(model: Path) -> Iterator[None]:
 
 
 def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run docs/how-to/prompts.md: embed more prompts than the run's, then train without text encoders in the checkpoint."""
+    """Run docs/how-to/prompts.md: embed more prompts than the run's, then train without text encoders."""
     own = overrides_of([*TINY, "--model.path", "model", "--output", "runs/page"])
     del own["data.embedding_cache"]
     (there / "config.yaml").write_text(dump(from_overrides(own)))

@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_print() -> None:
-    """As docs/explanation/objective.md says, the score without its (1-s) factor moves the mode weights; the corrected one does not."""
+    """As departures.md says, the score without its (1-s) factor moves the mode weights; the corrected one does not."""
     finding = CLAIMS["print"].find(QUICK)
     assert finding.verdict == "not held"
     drift = printed.mode_drift(4000)

@@ -1,4 +1,4 @@
-"""The transition table against docs/explanation/objective.md, diffusers' scheduler, and distributions that are known exactly."""
+"""The transition table against samplers.md, diffusers' scheduler, and distributions that are known exactly."""
 
 import math
 
@@ -127,7 +127,7 @@ def test_flow_is_dance_with_its_own_noise_level() -> None:
 
 
 def test_sage_at_its_clamp() -> None:
-    """docs/explanation/objective.md: noisier than flow at step 0, deterministic where naive code is nan, and it says so."""
+    """departures.md: noisier than flow at step 0, deterministic where naive code is nan, and it says so."""
     sage, flow = (transition_table(sigma_schedule(20, 5.0), name, 0.5) for name in ("sage", "flow"))
     assert float(sage.c[0]) == pytest.approx(0.556, abs=5e-4)
     assert float(flow.c[0]) == pytest.approx(0.500, abs=5e-4)
@@ -149,7 +149,7 @@ def test_equalizer_by_hand() -> None:
     exact = transition_table(sigma_schedule(9, 5.0), "precise", 0.7)
     assert exact.equalizer()[-1] == 0
     assert not transition_table(sigma_schedule(9, 5.0), "ode", 0.7).equalizer().any()
-    even = transition_table(sigma_schedule(20, 5.0), "sage", 0.5)  # the lower median of the authors' code: docs/explanation/objective.md
+    even = transition_table(sigma_schedule(20, 5.0), "sage", 0.5)  # the lower median: departures.md
     assert float(even.gradient_scale().median() / even.gradient_scale().quantile(0.5)) == pytest.approx(0.917, abs=5e-4)
 
 
@@ -201,7 +201,7 @@ def test_point_mass_keeps_its_marginal(sampler: str, steps: int) -> None:
     [("ode", 0.0, 0.2896), ("precise", 1.0, 0.2830), ("precise", math.sqrt(2), 0.2765)],
 )
 def test_freezing_x0_hat_costs_more_with_noise(sampler: str, eta: float, std: float) -> None:
-    """docs/explanation/objective.md: final std of data N(0, 0.3^2) under its exact velocity, a multiple of x; 200 steps, shift 5."""
+    """samplers.md: final std of data N(0, 0.3^2) under its exact velocity, a multiple of x; 200 steps, shift 5."""
     table = transition_table(sigma_schedule(200, 5.0), sampler, eta)
     variance = 1.0
     for s, a, b, c in zip(table.sigmas.tolist(), table.a, table.b, table.c):

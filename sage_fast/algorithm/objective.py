@@ -88,7 +88,7 @@ def _plain_log_prob(scored: Scored, objective: ObjectiveConfig) -> Tensor:
 def _nft(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Negative DiffusionNFT loss (arXiv 2509.16117) times advantage_clamp / beta, up to a constant.
 
-    The log-ratio is the centred one of the noised sample (docs/explanation/objective.md).
+    The log-ratio is the centred one of the noised sample (docs/explanation/forward-process.md).
     """
     return scored.advantage * scored.log_ratio - objective.nft_beta * objective.advantage_clamp * scored.drift
 
@@ -118,7 +118,7 @@ class SurrogateRow:
             noised samples.
         centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
         scores_rollout: scores the steps of the rollout (reverse process), which itself yields their log-probs and
-            velocities; otherwise the final samples with new noise (forward process, docs/explanation/objective.md).
+            velocities; otherwise the final samples with new noise (docs/explanation/forward-process.md).
         has_beta: uses `objective.nft_beta`.
     """
 

@@ -11,7 +11,7 @@ v + w (v - v_before), with the velocity of the step before; w is a fourth scalar
         b = -d - S (1-s)/(2s)                                   b = -(1-n) s + r (1-s)
         c = sqrt(S)                                             c = sqrt(n^2 - r^2)
 
-docs/explanation/objective.md derives each row and lists the departures from the paper.
+docs/explanation/samplers.md derives each row; docs/explanation/departures.md lists the departures from the paper.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _cps(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _frozen(s: Tensor, n: Tensor, eta: float, exponent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """An SDE solved in closed form over the step, with x0_hat frozen (docs/explanation/objective.md).
+    """An SDE solved in closed form over the step, with x0_hat frozen (docs/explanation/samplers.md).
 
     A share exp(eta^2 exponent) of the old noise's variance survives; `exponent` is -inf where none does.
     """
@@ -234,7 +234,7 @@ class TransitionTable:
         """Return the noise in x beyond the next sigma, as the standard deviation after each step, float64 `[T]`.
 
         It is exact for data at a point, where the network's x0_hat is right: x = (1 - sigma) x0 + y, and a step
-        multiplies y by a + b/s and adds c noise. The last entry stays on the final sample (docs/explanation/objective.md).
+        multiplies y by a + b/s and adds c noise. The last entry stays on the final sample.
         """
         variance, excess = 1.0, []
         for s, n, a, b, c in zip(
@@ -333,7 +333,7 @@ def forward_table(sigmas: Tensor) -> TransitionTable:
     """Return the table that scores a noised sample x_s = (1-s) x0 + s z by the clean x0: one step from s to 0.
 
     The mean is x0_hat = x_s - s v and the standard deviation s / sqrt(2). The log-prob is then
-    -mean((v - (z - x0))^2) up to a constant, and the KL mean((v - v_anchor)^2). See docs/explanation/objective.md.
+    -mean((v - (z - x0))^2) up to a constant, and the KL mean((v - v_anchor)^2). See forward-process.md.
     """
     s = sigmas[:-1]
     return TransitionTable(sampler="forward", sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))

@@ -119,7 +119,7 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     sampler: Sampler = "sage"
-    """Rule of a denoising step; docs/explanation/objective.md has the formulas. `ode` and `ode2`, which is of second order, add no noise
+    """Rule of a denoising step (docs/explanation/samplers.md). `ode` and `ode2`, which is of second order, add no noise
     and can only be trained with a surrogate that re-noises the final samples, such as nft."""
     eta: float = within(0.5, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""

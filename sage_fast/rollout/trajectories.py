@@ -105,7 +105,7 @@ class Trajectories:
 
 
 class NoisedSamples(Trajectories):
-    """Final samples with new noise of each trained step's level. Forward process: x_s -> x_0 (docs/explanation/objective.md).
+    """Final samples with new noise of each trained step's level. Forward process: x_s -> x_0 (forward-process.md).
 
     `Replay.score_noised` sets `log_probs`, `scored` and `velocities` where the loss needs them.
     """
