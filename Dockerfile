@@ -1,4 +1,4 @@
-# sage-fast with the C++ operators, on PyTorch's image: `docker build -t sage-fast .`, docs/explanation/scaling.md.
+# sage-fast with the C++ operators, on PyTorch's image: `docker build -t sage-fast .`, docs/how-to/install.md.
 # TORCH is any tag of docker.io/pytorch/pytorch with torch 2.11 or newer and a compiler (devel).
 ARG TORCH=2.11.0-cuda13.0-cudnn9-devel
 FROM docker.io/pytorch/pytorch:${TORCH}

@@ -287,7 +287,7 @@ def test_the_image_gets_what_the_build_needs() -> None:
 
 
 def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
-    page = REPOSITORY / "docs" / "explanation" / "scaling.md"
+    page = REPOSITORY / "docs" / "how-to" / "many-gpus.md"
     found = [block.text for block in blocks(page) if "--nnodes" in block.text]
     assert len(found) == 1
     for line in found[0].replace("\\\n", " ").splitlines():

@@ -1,4 +1,4 @@
-"""Rewards behind HTTP: the client, and the JSON format that client and server share (docs/how-to/rewards.md).
+"""Rewards behind HTTP: the client, and the JSON format that client and server share (docs/how-to/reward-server.md).
 
 Videos travel as a safetensors file with one tensor `videos [B, F, 3, H, W]` in base64; nothing is unpickled.
 """
@@ -181,7 +181,7 @@ def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
     except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "
-            f"(docs/how-to/rewards.md): {type(error).__name__}: {error}"
+            f"(docs/how-to/reward-server.md): {type(error).__name__}: {error}"
         ) from error
     return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts
 
