@@ -292,8 +292,8 @@ def test_the_plan_prices_the_rank_with_the_most() -> None:
 
 
 def test_the_page_has_what_shared_steps_save() -> None:
-    """docs/choosing.md, for `hunyuanvideo15-480p-window.yaml` on 8 GPUs."""
-    page = " ".join((REPOSITORY / "docs" / "choosing.md").read_text().split())
+    """docs/how-to/choose-settings.md, for `hunyuanvideo15-480p-window.yaml` on 8 GPUs."""
+    page = " ".join((REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text().split())
     found = re.findall(r"that is (\d+) % of the rollout's forwards for groups of 4 and (\d+) % for groups of 8", page)
     found += re.findall(r"8 groups of 8 on 8 GPUs save (\d+) % in all and (\d+) % there", page)
     file, one_window = (
