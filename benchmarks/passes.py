@@ -1,7 +1,7 @@
 """Passes of a transformer block over its tokens besides matmuls and attention: counted by dispatch, without a GPU.
 
 python -m sage_fast.benchmarks.passes            # print the table
-python -m sage_fast.benchmarks.passes PAGE.md    # write it between the marks of a page, as in docs/rollout.md
+python -m sage_fast.benchmarks.passes PAGE.md    # write it between the marks of a page, as in rollout-engine.md
 
 A block of the published size runs on fake tensors of 480p and 81 frames. The unit is one read or write of its video
 tokens. These are counts of bytes, not times.
@@ -38,7 +38,10 @@ CEILING, BANDWIDTH = 790e12, 4.3e12
 """FLOP/s of a bf16 matmul and B/s of a copy, measured on an H200."""
 ATTENTION = ((640e12, 560e12), (680e12, 615e12))
 """FLOP/s of attention forward and backward: a kernel that PyTorch ships, and the best published one, on an H200."""
-MARKS = ("<!-- passes: python -m sage_fast.benchmarks.passes docs/rollout.md -->", "<!-- end of passes -->")
+MARKS = (
+    "<!-- passes: python -m sage_fast.benchmarks.passes docs/explanation/rollout-engine.md -->",
+    "<!-- end of passes -->",
+)
 
 MOVE_NOTHING = {
     "view", "_unsafe_view", "transpose", "t", "slice", "split_with_sizes", "split", "unsqueeze", "squeeze", "expand",

@@ -9,7 +9,7 @@ from sage_fast.benchmarks.passes import MARKS, UNIT, Traffic, count_block, table
 
 from sage_fast.config.schema import ModelConfig
 
-PAGE = Path(__file__).parents[1] / "docs" / "rollout.md"
+PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "rollout-engine.md"
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -40,6 +40,6 @@ def test_bytes_of_operators() -> None:
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_the_page_has_todays_table() -> None:
-    """`python -m sage_fast.benchmarks.passes docs/rollout.md` writes it."""
+    """`python -m sage_fast.benchmarks.passes docs/explanation/rollout-engine.md` writes it."""
     written = PAGE.read_text().split(MARKS[0])[1].split(MARKS[1])[0].strip()
     assert written == table()
