@@ -12,6 +12,7 @@ import re
 import shlex
 from collections import Counter
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import yaml
 from sage_fast.cli import main
 from sage_fast.commands.train import preflight
 from sage_fast.config.load import leaves, load
+from sage_fast.util.files import read_metrics
+from scripts import reference
 from tests import faults
 from tests.tiny import FEW_STEPS, arguments
 
@@ -185,6 +188,42 @@ def test_the_table_of_faults_is_that_of_the_tests() -> None:
     assert [(what, outcome, file) for what, _, outcome, file in rows] == faults.marked()
     assert len({what for what, *_ in rows}) == len(rows) > 20
     assert all(times > 0 for _, times, _, _ in rows)
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_pages_made_from_the_code_are_current(name: str) -> None:
+    page = (reference.FOLDER / name).read_text(encoding="utf-8")
+    assert page == reference.PAGES[name](), "run python -m scripts.reference"
+
+
+def tables(page: str) -> list[list[str]]:
+    """Names in the first column of each table: `a`, `b` | ... is two names."""
+    found = re.findall(r"^\|---.*\n((?:\|.*\n)+)", (REPOSITORY / "docs" / page).read_text(encoding="utf-8"), re.M)
+    return [re.findall(r"`([^`]+)`", "\n".join(row.split(" | ")[0] for row in table.splitlines())) for table in found]
+
+
+def test_the_page_has_the_metrics_and_files_of_a_run(tmp_path: Path) -> None:
+    """Those that stand only in some runs are in the second table of each; `<part>` stands for a name."""
+    metrics, some_metrics, files, some_files = tables("reference/metrics.md")
+    config = str(REPOSITORY / "configs" / "recipes" / "paper.yaml")
+    few = arguments(train__iterations=2, eval__interval=1, eval__num_prompts=2)
+    assert main(["train", config, "--output", str(tmp_path / "run"), *SMALL, *few]) == 0
+
+    def of(names: list[str], found: set[str]) -> set[str]:
+        patterns = [re.sub(r"<\w+>", "*", name) + "*" * name.endswith("/") for name in names]
+        for name, pattern in zip(names, patterns):
+            assert any(fnmatch(one, pattern) for one in found), f"no run has {name}"
+        return {one for one in found if any(fnmatch(one, pattern) for pattern in patterns)}
+
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    keys = set().union(*rows)
+    conditional = of(some_metrics[:2], keys)
+    assert of(metrics, keys) == set(rows[-1]) == keys - conditional
+    written = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert of(files, written) | of(some_files[:1], written) == written
+    source = "".join(file.read_text(encoding="utf-8") for file in (REPOSITORY / "sage_fast").rglob("*.py"))
+    for name in (*some_metrics, *some_files):
+        assert all(part in source for part in re.split(r"<\w+>|/", name)), name
 
 
 def test_hooks_use_the_versions_of_the_constraints() -> None:

@@ -1,0 +1,107 @@
+"""Write docs/reference/settings.md and docs/reference/cli.md: `python -m scripts.reference`.
+
+tests/test_docs.py fails while they differ from what the code says.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from sage_fast.cli import COMMANDS, Command
+from sage_fast.config.fields import Setting, kind, meanings, own_settings, sections
+from sage_fast.config.schema import Config
+
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+SETTINGS = """# Settings
+
+`python -m scripts.reference` writes this page from `sage_fast/config/schema.py`. A YAML file holds the settings by
+section; a command takes any of them as `--section.name VALUE`. [choose-settings.md](../how-to/choose-settings.md) says
+which values to choose. A configuration is plain YAML: `1e-4` is a number, a mapping must not repeat a key, and nothing
+is substituted, so `${HOME}` is plain text.
+"""
+COMMAND_LINE = """# Commands
+
+`python -m scripts.reference` writes this page from the help texts. A command with `--SETTING VALUE` in its usage takes
+every setting of [settings.md](settings.md). The exit status is 0, 2 for a user's mistake, 1 for a failed run, 130 after
+Ctrl-C. Every command takes `--help`.
+"""
+
+
+def settings_page() -> str:
+    """Return the page of all settings: for each its type and bounds, default and docstring."""
+    text = SETTINGS
+    for name, section in sections(Config).items():
+        meaning = meanings(section)
+        rows = [
+            (f"`{setting.name}`", _values(setting), f"`{_yaml(setting.default)}`", meaning[setting.field])
+            for setting in own_settings(section)
+        ]
+        text += f"\n## {name or 'run'}\n\n{_one_line(meaning[''])}\n\n"
+        text += _table(("setting", "value", "default", "meaning"), rows)
+    return text
+
+
+def commands_page() -> str:
+    """Return the page of all commands: for each its usage, arguments and options."""
+    text = COMMAND_LINE
+    for name, command in COMMANDS.items():
+        actions = _actions(command)
+        usage = [name, *(_words(action) for action in actions if not action.option_strings)]
+        usage += ["[OPTION ...]", *["[--SETTING VALUE ...]"] * bool(command.settings)]
+        rows = [(f"`{_words(action)}`", _meaning(action)) for action in actions]
+        text += f"\n## {name}\n\n{command.help[0].upper() + command.help[1:]}.\n\n`sage-fast {' '.join(usage)}`\n\n"
+        text += _table(("argument", "meaning"), rows)
+    return text
+
+
+def _values(setting: Setting) -> str:
+    choices = ", ".join(f"`{choice}`" for choice in setting.choices)
+    return choices or kind(setting.type) + f", {setting.range}" * bool(setting.range)
+
+
+def _yaml(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _actions(command: Command) -> list[argparse.Action]:
+    parser, actions = argparse.ArgumentParser(), []
+
+    def add(*names: str, **options: object) -> argparse.Action:
+        actions.append(parser.add_argument(*names, **options))  # type: ignore[arg-type]
+        return actions[-1]
+
+    command.load().add_arguments(add)
+    return actions
+
+
+def _words(action: argparse.Action) -> str:
+    """Return an argument as it is typed: `--folder FOLDER`, `RUN [RUN ...]`."""
+    value = str(action.metavar or ",".join(action.choices or []) or action.dest.upper())
+    if action.option_strings:
+        return action.option_strings[-1] + f" {value}" * (action.nargs != 0)
+    return {"?": f"[{value}]", "+": f"{value} [{value} ...]"}.get(str(action.nargs), value)
+
+
+def _meaning(action: argparse.Action) -> str:
+    text = action.help or ""
+    untold = action.default not in (None, False, []) and "default" not in text
+    return text + f" (default: {action.default})" * untold
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(map(_one_line, row))} |\n" for row in (head, *rows)]
+    return lines[0] + "|" + "---|" * len(head) + "\n" + "".join(lines[1:])
+
+
+def _one_line(text: str) -> str:
+    """Return text for a cell: in one line, `<` and `|` escaped outside of code."""
+    parts = " ".join(text.split()).split("`")  # every second part is code
+    parts[::2] = [part.replace("<", "&lt;").replace("|", r"\|") for part in parts[::2]]
+    return "`".join(parts)
+
+
+PAGES = {"settings.md": settings_page, "cli.md": commands_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")
