@@ -32,10 +32,11 @@ class Finding:
 
     Attributes:
         verdict: verdict on the claim at this size.
-        text: two sentences with the numbers.
+        text: what no table has, in a sentence or two.
         draw: draws into an empty figure whose colours and fonts are set.
         rows: data of figure and text, column -> value.
-        table: what is shown as a table: a row of headings, then the others.
+        compared: table of the comparisons: a row of headings, then the others.
+        table: another table, likewise.
         tested: the pooled difference of a claim about training runs of the paper's study.
     """
 
@@ -43,6 +44,7 @@ class Finding:
     text: str
     draw: Callable[[Figure], None]
     rows: Sequence[Mapping[str, object]]
+    compared: Sequence[Sequence[str]] = ()
     table: Sequence[Sequence[str]] = ()
     tested: Difference | None = None
 
@@ -101,7 +103,7 @@ def corrected(findings: Mapping[Claim, Finding]) -> dict[Claim, Finding]:
     for claim, finding in findings.items():
         if difference := tested.get(claim.name):
             fell = claim.by_p and finding.verdict == "held" and difference.corrected >= LEVEL
-            p = f"p {difference.corrected:.2g} after Holm's correction for the {len(tested)} claims that runs decide."
+            p = f"p {difference.corrected:.2g} after correction for the {len(tested)} claims that runs decide."
             verdict = "not decidable" if fell else finding.verdict
             found[claim] = dataclasses.replace(finding, verdict=verdict, text=f"{p} {finding.text}")
     return found

@@ -105,11 +105,12 @@ def markdown(
             "",
             f"## {claim.title}",
             "",
-            f"*{claim.label}.* {claim.says} **{finding.verdict.capitalize()}.**",
+            f"**{finding.verdict.capitalize()}.** *{claim.label}.* {finding.text}",
             "",
         ]
-        lines += [f"![{claim.title}]({claim.name}.svg)", "", finding.text, ""]
-        lines += [*_table(finding.table), ""] if finding.table else []
+        lines += [f"![{claim.title}]({claim.name}.svg)", ""]
+        for table in filter(None, (finding.compared, finding.table)):
+            lines += [*_table(table), ""]
         lines += [f"[Data]({claim.name}.csv)."]
     return "\n".join(lines) + "\n"
 

@@ -17,11 +17,10 @@ log = logging.getLogger("sage_fast.studies")
 
 PROGRAM = "python -m studies.paper"
 ABOUT = """\
-Claims of the SAGE-GRPO paper (arXiv 2603.21872), our questions about it and questions beyond it, decided on the
-testbed: a tiny HunyuanVideo 1.5 of moving shapes, not the 8.3 B model. A claim that does not hold here may hold there.
-`make reproduce` writes this page, verdicts included. It takes hours, can be stopped, and goes on.
-`make reproduce CLAIMS="all --quick"` shows in a quarter of an hour on two cores that everything works, and decides
-nothing; `make reproduce CLAIMS=list` names the claims."""
+Claims of the SAGE-GRPO paper (arXiv 2603.21872) and our own questions, decided on the testbed: a tiny HunyuanVideo 1.5
+of moving shapes, not the 8.3 B model. A claim that does not hold here may hold there. `make reproduce` writes this
+page; it takes hours, can be stopped, and goes on. `make reproduce CLAIMS="all --quick"` shows in a quarter of an hour
+on two cores that everything works, and decides nothing; `make reproduce CLAIMS=list` names the claims."""
 
 
 def _study(options: argparse.Namespace) -> int:

@@ -112,33 +112,30 @@ def base_score(runs: Runs) -> float:
 
 
 def describe(result: Compared, runs: Runs) -> str:
-    """Describe the runs: their scores, the pooled difference, then each difference."""
-    scores = ", ".join(f"{name} {_score(seeds)}" for name, seeds in runs.items())
-    return (
-        f"Held-out composite with 95 % interval over the seeds: base model {base_score(runs):.3f}, {scores}. "
-        f"{describe_differences(result)} {describe_margin(result)}"
-    )
-
-
-def describe_margin(result: Compared) -> str:
-    """Name the margin, and the comparisons that exclude a gain of it."""
+    """Name the base model's score, the margin, and the comparisons that exclude a gain of it."""
     refuted = [name for name in result.single if result.excludes(name)]
-    return (
-        f"The margin is {result.margin:.3f}{'; a gain result it is excluded for ' * bool(refuted)}{', '.join(refuted)}."
+    return f"Base model {base_score(runs):.3f}, margin {result.margin:.3f}." + (
+        f" A gain of the margin is excluded for {', '.join(refuted)}." * bool(refuted)
     )
 
 
-def describe_differences(result: Compared) -> str:
-    """Describe the pooled difference, then each difference."""
-    pooled = f"{result.pooled}, p {result.pooled.p:.2g}"
-    if len(result.single) == 1:
-        return f"Difference, over seeds and prompts: {next(iter(result.single))} {pooled}."
-    each = "; ".join(f"{name} {_corrected(result, name)}" for name in result.single)
-    return f"Pooled over the {len(result.single)} comparisons: {pooled}. Each, corrected for their number: {each}."
+def comparison_table(result: Compared, runs: Runs, part: str = "reward") -> list[list[str]]:
+    """Return a table of the differences: a row for each, with the scores of both sides, then the pooled one."""
+    rows = []
+    for name in result.single:
+        sides = [_score(runs[side], part) for side in name.split(" over ")]
+        rows.append([name, *sides, *_corrected(result, name)])
+    if len(rows) > 1:
+        rows.append(["pooled", "", "", *_pooled(result)])
+    return [["comparison", "first", "second", "difference", "p"], *rows]
 
 
-def _corrected(result: Compared, name: str) -> str:
-    return f"{result.corrected(name)}, p {result.single[name].corrected:.2g}"
+def _corrected(result: Compared, name: str) -> list[str]:
+    return [str(result.corrected(name)), f"{result.single[name].corrected:.2g}"]
+
+
+def _pooled(result: Compared) -> list[str]:
+    return [str(result.pooled), f"{result.pooled.p:.2g}"]
 
 
 def _score(seeds: Sequence[TrainedRun], part: str = "reward") -> str:
@@ -174,9 +171,13 @@ def _finding(
     draw: Callable[[Figure], None],
     *,
     judge: Callable[[Compared], Verdict] = judge_better,
+    compared: Sequence[Sequence[str]] = (),
     table: Sequence[Sequence[str]] = (),
 ) -> Finding:
-    return Finding(verdict=judge(result), text=text, draw=draw, rows=rows_of(runs), table=table, tested=result.pooled)
+    return Finding(
+        verdict=judge(result), text=text, draw=draw, rows=rows_of(runs), compared=compared, table=table,
+        tested=result.pooled,
+    )  # fmt: skip
 
 
 def draw_compared(axes: Axes, result: Compared) -> None:
@@ -210,7 +211,8 @@ def better(
             left.legend(ncols=1 + len(runs) // 6)
             draw_compared(right, result)
 
-        return _finding(result, runs, describe(result, runs), draw, judge=judge)
+        table = comparison_table(result, runs)
+        return _finding(result, runs, describe(result, runs), draw, judge=judge, compared=table)
 
     height = max(3.4, 1.2 + 0.32 * len(versus))
     return Claim(
@@ -227,10 +229,7 @@ def _find_equalizer(material: Material) -> Finding:
     versus = [Versus(f"{sampler}-equalized", sampler) for sampler in ALL_SAMPLERS]
     runs = {name: material.runs[name] for v in versus for name in (v.second, v.first)}
     result, all_five = compare(versus[:-1], runs), compare(versus, runs)
-    text = (
-        f"{describe(result, runs)} With exact, which is not in the paper, over five samplers: {all_five.pooled}, p "
-        f"{all_five.pooled.p:.2g}."
-    )
+    table = [*comparison_table(result, runs), ["pooled, with exact", "", "", *_pooled(all_five)]]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots(1, len(ALL_SAMPLERS) + 1, sharey=False, width_ratios=[1] * len(ALL_SAMPLERS) + [1.6])
@@ -243,7 +242,7 @@ def _find_equalizer(material: Material) -> Finding:
         short = {name.split("-")[0]: d for name, d in result.single.items()}
         draw_compared(axes[-1], dataclasses.replace(result, single=short))
 
-    return _finding(result, runs, text, draw)
+    return _finding(result, runs, describe(result, runs), draw, compared=table)
 
 
 KL = ("fixed", "stepwise", "moving")
@@ -264,7 +263,7 @@ def _find_strategies(material: Material) -> Finding:
         middle.set_ylabel("std of the rewards within a group")
         draw_compared(right, result)
 
-    return _finding(result, runs, describe(result, runs), draw)
+    return _finding(result, runs, describe(result, runs), draw, compared=comparison_table(result, runs))
 
 
 SCHEDULES = {"fixed": "dual", "two-stage": "two-stage", "milder": "milder"}
@@ -274,7 +273,10 @@ def _find_schedules(material: Material) -> Finding:
     runs = {label: material.runs[variant] for label, variant in SCHEDULES.items()}
     versus = [Versus("two-stage", other) for other in ("fixed", "milder")]
     result = compare(versus, runs)
-    parts = " ".join(f"{part.upper()}: {describe_differences(compare(versus, runs, part))}" for part in PARTS)
+    table = comparison_table(result, runs)
+    for part in PARTS:
+        rows = comparison_table(compare(versus, runs, part), runs, part)[1:]
+        table += [[f"{part}: {name}", *cells] for name, *cells in rows]
 
     def draw(figure: Figure) -> None:
         *panels, right = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.3])
@@ -284,20 +286,22 @@ def _find_schedules(material: Material) -> Finding:
         panels[0].legend()
         draw_compared(right, result)
 
-    return _finding(result, runs, f"{describe(result, runs)} {parts}", draw)
+    return _finding(result, runs, describe(result, runs), draw, compared=table)
 
 
-def table_of(runs: Runs) -> list[list[str]]:
-    """Return a table of held-out scores: the base model's, then a row per label."""
+def table_of(runs: Runs, result: Compared) -> list[list[str]]:
+    """Return a table of held-out scores, with the difference of `OURS` from each baseline: a row per label."""
     base = [
         f"{np.mean([run.course(part)[0] for seeds in runs.values() for run in seeds]):.3f}"
         for part in ("reward", *PARTS)
     ]
-    rows = [
-        [name, _score(seeds), *(f"{mean_interval(seeds, part)[0]:.3f}" for part in PARTS)]
-        for name, seeds in runs.items()
-    ]
-    return [["", "composite", *PARTS], ["base model", *base], *rows]
+    rows = []
+    for name, seeds in runs.items():
+        versus = str(Versus(OURS, name))
+        differs = _corrected(result, versus) if versus in result.single else ["", ""]
+        rows.append([name, _score(seeds), *(f"{mean_interval(seeds, part)[0]:.3f}" for part in PARTS), *differs])
+    head = ["", "composite", *PARTS, f"{OURS} over it", "p"]
+    return [head, ["base model", *base, "", ""], *rows, ["pooled", *[""] * 4, *_pooled(result)]]
 
 
 OURS = "sage, dual"
@@ -311,16 +315,15 @@ def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
     judged = {f"{name}, {part}": d for part in JUDGE for name, d in compare(versus, runs, part).single.items()}
     fell = [name for name, d in holm(judged).items() if d.value < 0 and d.corrected < LEVEL]
     text = (
-        f"{describe_differences(result)} {describe_margin(result)} By the judge, which no run is trained on, sage with "
-        f"the dual KL is behind a baseline in {len(fell)} of {len(judged)} comparisons that stand"
-        f"{': ' * bool(fell)}{'; '.join(fell)}. Scores, with 95 % interval over the seeds:"
+        f"{describe(result, runs)} By the judge, sage with the dual KL is significantly behind a baseline in "
+        f"{len(fell)} of {len(judged)} comparisons{': ' * bool(fell)}{'; '.join(fell)}."
     )
 
     def draw(figure: Figure) -> None:
         for panel, part in zip(figure.subplots(1, 3, sharey=True), ("reward", *JUDGE)):
             draw_scores(panel, runs, part, "composite" if part == "reward" else part)
 
-    return _finding(result, runs, text, draw, table=table_of(runs))
+    return _finding(result, runs, text, draw, table=table_of(runs, result))
 
 
 def methods(name: str, title: str, kind: Kind, source: str, says: str, rows: Mapping[str, str]) -> Claim:
@@ -361,13 +364,13 @@ def searched(variants: Sequence[str], runs: Runs) -> tuple[list[str], list[Train
 
 
 def _best(samplers: Sequence[str], runs: Runs) -> tuple[dict[str, list[TrainedRun]], str]:
-    """Return `<sampler> at its best` -> runs, and a sentence on what was chosen."""
+    """Return `<sampler> at its best` -> runs, and the values of eta that were chosen."""
     best, said = {}, []
     for sampler in samplers:
         names = {variant: f"{eta:g}" for eta, variant in ETAS[sampler].items()}
         chosen, best[f"{sampler} at its best"] = searched(tuple(names), runs)
         said.append(f"{sampler} {', '.join(names[variant] for variant in chosen)}")
-    return best, f"Best eta on the other four seeds, for each seed: {'; '.join(said)}."
+    return best, f"Best eta for each seed: {'; '.join(said)}."
 
 
 def _table_of_etas(runs: Runs) -> list[list[str]]:
@@ -398,8 +401,8 @@ def _find_by_eta(result: Compared, compared: Runs, chosen: str, runs: Runs) -> F
         _draw_etas(left, ALL_SAMPLERS, runs)
         draw_compared(right, result)
 
-    text = f"{describe(result, compared)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
-    return _finding(result, runs, text, draw, table=_table_of_etas(runs))
+    text, table = f"{describe(result, compared)} {chosen}", comparison_table(result, compared)
+    return _finding(result, runs, text, draw, compared=table, table=_table_of_etas(runs))
 
 
 def _find_search(material: Material) -> Finding:

@@ -51,14 +51,15 @@ def _find(material: Material) -> Finding:
     ahead = holm({name: difference(material.runs[name], material.runs[DEFAULT]) for name in cheaper})
     better = [name for name, d in ahead.items() if d.value > 0 and d.corrected < LEVEL]
     best = max(cheaper, key=lambda name: ends[name][0])
-    listed = "; ".join(f"{name} ({points[name][0]:.1f} exaFLOPs, {points[name][1]:+.3f})" for name in on_front)
     text = (
-        f"On the front of gain for cost are {listed} (before iteration {last} the learning rate had not fallen to 0, "
-        f"as at the end of a run; the front is the best of {len(points)} means, which flatters it). Of {len(cheaper)} "
-        f"variants that cost no more than the settings of recipes/paper.yaml {len(better)} end higher after the "
-        f"correction{': ' * bool(better)}{', '.join(better)}; the highest mean among "
-        f"them is {best}, {ahead[best]} (p {ahead[best].corrected:.2g})."
+        f"Below is the front of gain for cost, the best of {len(points)} means, which flatters it; before iteration "
+        f"{last} the learning rate had not fallen to 0. Of {len(cheaper)} variants that cost no more than the settings "
+        f"of recipes/paper.yaml {len(better)} end higher after the correction"
+        f"{': ' * bool(better)}{', '.join(better)}; the highest mean is that of {best}, {ahead[best]} (p "
+        f"{ahead[best].corrected:.2g})."
     )
+    table = [["variant", "exaFLOPs", "gain"]]
+    table += [[name, f"{points[name][0]:.1f}", f"{points[name][1]:+.3f}"] for name in on_front]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -78,7 +79,7 @@ def _find(material: Material) -> Finding:
     margin = margin_of(material.runs)
     excluded = all(d.high < margin for d in ahead.values())
     verdict: Verdict = "not held" if better else "held" if excluded else "not decidable"
-    return Finding(verdict=verdict, text=text, draw=draw, rows=rows)
+    return Finding(verdict=verdict, text=text, draw=draw, rows=rows, table=table)
 
 
 CLAIMS = (

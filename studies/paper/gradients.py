@@ -128,26 +128,26 @@ def find_equalizer(material: Material) -> Finding:
     """Check the caption of Figure 3 with the same measurement."""
     norms = _measured(material)
 
-    def saved(values: np.ndarray) -> str:
-        return (
-            f"{100 * room_for_importance(norms.weight * values):.1f} % with the equalizer and "
-            f"{100 * room_for_importance(values):.0f} % without"
-        )
-
     text = (
-        f"The equalizer takes the ratio of the largest to the smallest norm from {spread(norms.velocity):.1f} to "
-        f"{spread(norms.weight * norms.velocity):.2f} on the velocity, and from {spread(norms.policy):.1f} to "
-        f"{spread(norms.weight * norms.policy):.1f} for the policy gradient on the weights. If a part of the steps is "
-        f"trained, drawing them in proportion to the policy gradient's norms instead of evenly would save "
-        f"{saved(norms.policy)} of its second moment, and in proportion to those of the log-prob's gradient "
-        f"{saved(norms.log_prob)} of that one's."
+        "Largest over smallest norm, and the second moment that drawing the trained steps in proportion to the norms "
+        "would save over drawing them evenly."
     )
+    table = [["gradient", "ratio without", "ratio with", "saved without", "saved with the equalizer"]]
+    for name, values in (
+        ("log-prob, on the velocity", norms.velocity),
+        ("log-prob, on the weights", norms.log_prob),
+        ("policy gradient, on the weights", norms.policy),
+    ):
+        both = (values, norms.weight * values)
+        saved = [f"{100 * room_for_importance(norm):.1f} %" for norm in both]
+        table.append([name, f"{spread(both[0]):.1f}", f"{spread(both[1]):.2f}", *saved])
     rows = [
         {name: row[name] for name in ("step", "sigma", "weight")}
         | {f"equalized_{name}": row["weight"] * row[name] for name in ("velocity", "log_prob", "policy")}
         for row in _rows(norms)
     ]
-    return Finding(verdict=judge_equalizer(norms), text=text, draw=lambda figure: _draw(figure, norms), rows=rows)
+    draw = functools.partial(_draw, norms=norms)
+    return Finding(verdict=judge_equalizer(norms), text=text, draw=draw, rows=rows, table=table)
 
 
 def _rows(norms: Norms) -> list[dict[str, float]]:

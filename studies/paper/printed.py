@@ -86,11 +86,10 @@ def find_print(material: Material) -> Finding:
     far = [loops["paper", start][-1][1] / TARGET for start in STARTS]
     text = (
         f"With the score as printed, -(x - x0_hat)/s^2, the weights of four modes move by {drift['printed']:.2f} in "
-        f"L1, and with -(x - (1-s) x0_hat)/s^2 by {drift['ours']:.2f} (flow, {STEPS} steps, shift {SHIFT:g}, eta "
-        f"{ETA:g}). In a loop where KL = constant / lambda, Eq. 42 as printed brings the KL to its target from "
-        f"{arrived['paper']} of {len(STARTS)} starts outside its band, and after {UPDATES} updates leaves it between "
-        f"{min(far):.2g} and {max(far):.2g} times the target; the opposite direction does from "
-        f"{arrived['ppo']} of {len(STARTS)}."
+        f"L1; with -(x - (1-s) x0_hat)/s^2 by {drift['ours']:.2f} (flow, {STEPS} steps, shift {SHIFT:g}, eta {ETA:g}). "
+        f"Where KL = constant / lambda, Eq. 42 as printed brings the KL to its target from {arrived['paper']} of "
+        f"{len(STARTS)} starts, and after {UPDATES} updates leaves it between {min(far):.2g} and {max(far):.2g} times "
+        f"the target; the opposite direction does from {arrived['ppo']} of {len(STARTS)}."
     )
     rows: list[dict[str, object]] = [{"part": "score", "name": name, "drift": value} for name, value in drift.items()]
     rows += [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -92,21 +92,29 @@ def find_step_noise(material: Material) -> Finding:
     fewest = min(_below(noise["c", *cell]) / cell[0] for cell in GRID)
     said = ", ".join(f"({name}) {'true' if true else 'false'}" for name, true in statements.items())
     text = (
-        f"The paper's three statements, each asked on {len(GRID)} schedules, are {said}: at 20 steps, shift 5 and eta "
-        f"{STEP_ETA:g}, step 0 of sage has std {float(a['sage'][0]):.3f} in (a), where its interval is empty, "
-        f"flow {float(b['flow'][0]):.2f} against sage's {float(b['sage'][0]):.2f} in (b), and in (c) sage adds less "
-        f"than flow at {_below(c)} of 20 steps (at {fewest:.0%} or more on every schedule). "
-        f"But step 0 of sage in (c) is set by its clamp, with std {float(c['sage'][0]):.3f} against flow's "
-        f"{float(c['flow'][0]):.3f}; the variances of all steps add up to std {_total(c['sage']):.2f} for sage, "
-        f"{_total(c['flow']):.2f} for flow and {_total(c['exact']):.2f} for exact."
+        f"Over {len(GRID)} schedules: {said}. The table is for 20 steps, shift 5 and eta {STEP_ETA:g}. The interval of "
+        f"step 0 of sage is empty in (a). In (c) sage adds less than flow at {_below(c)} of 20 steps, and at "
+        f"{fewest:.0%} or more on every schedule, but its step 0 is set by its clamp, with std "
+        f"{float(c['sage'][0]):.3f} against flow's {float(c['flow'][0]):.3f}."
     )
+    table = [
+        ["std of the noise", *NOISY],
+        *([f"step 0 in ({name})", *_cells(std, lambda value: float(value[0]))] for name, std in zip("abc", (a, b, c))),
+        ["all steps in (c)", *_cells(c, _total)],
+    ]
     rows = [
         {"regime": regime, "steps": steps, "shift": shift, "eta": STEP_ETA, "sampler": name, "step": t, "std": value}
         for (regime, steps, shift), std in noise.items()
         for name in NOISY
         for t, value in enumerate(std[name].tolist())
     ]
-    return Finding(verdict=verdict, text=text, draw=lambda figure: _draw_step_noise(figure, noise), rows=rows)
+    return Finding(
+        verdict=verdict, text=text, draw=lambda figure: _draw_step_noise(figure, noise), rows=rows, table=table
+    )
+
+
+def _cells(std: Noise, value: Callable[[Tensor], float]) -> list[str]:
+    return [f"{value(std[name]):.3f}" for name in NOISY]
 
 
 def _total(std: Tensor) -> float:
@@ -181,19 +189,18 @@ def find_excess_noise(material: Material) -> Finding:
     spread = Mixture().spread()
     verdict = judge_excess_noise(list(worlds.values()))
 
-    def at_one(distances: Distances) -> str:
-        return ", ".join(f"{name} {distances[name, etas[-1]].mean():.3f}" for name in NOISY)
-
     text = (
-        f"With {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}, samples of the Gaussian mixture end at a mean "
-        f"distance of {at_one(mixture)} from the nearest mode (ode {mixture['ode', 0.0].mean():.3f}; samples of the "
-        f"mixture itself {spread:.3f}), and decoded "
-        f"videos of the testbed's base model at {at_one(videos)} from the nearest true clip (ode "
-        f"{videos['ode', 0.0].mean():.3f}; true clips through the autoencoder {floor.mean():.3f}). "
-        f"Over all eta the distance of sage, less that of the nearer of flow and dance, lies between "
+        f"Mean distance with {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}. Over all eta the distance of sage, "
+        f"less that of the nearer of flow and dance, lies between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(mixture))} on the mixture and between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(videos))} on the testbed."
     )
+    ends = {name: (name, etas[-1]) for name in NOISY} | {"ode": ("ode", 0.0)}
+    table = [
+        ["sampler", "mixture: to the nearest mode", "testbed: to the nearest true clip"],
+        *([name, f"{mixture[key].mean():.3f}", f"{videos[key].mean():.3f}"] for name, key in ends.items()),
+        ["the data; true clips through the autoencoder", f"{spread:.3f}", f"{floor.mean():.3f}"],
+    ]
     rows = [
         {
             "world": world, "sampler": name, "eta": eta, "distance": values.mean(),
@@ -217,7 +224,7 @@ def find_excess_noise(material: Material) -> Finding:
             left.plot(etas, [predicted[name, eta] for eta in etas], ":", color=COLOR[name], linewidth=1)
         left.legend(fontsize=8, title="dotted: predicted from the table", title_fontsize=8)
 
-    return Finding(verdict=verdict, text=text, draw=draw, rows=rows)
+    return Finding(verdict=verdict, text=text, draw=draw, rows=rows, table=table)
 
 
 def _gaps(distances: Distances) -> tuple[float, float]:
