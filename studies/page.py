@@ -101,14 +101,9 @@ def markdown(
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "## Protocol", "", "\n\n".join(protocol)]
     for claim, finding in findings.items():
-        lines += [
-            "",
-            f"## {claim.title}",
-            "",
-            f"**{finding.verdict.capitalize()}.** *{claim.label}.* {finding.text}",
-            "",
-        ]
-        lines += [f"![{claim.title}]({claim.name}.svg)", ""]
+        verdict = f"**{finding.verdict.capitalize()}.** *{claim.label}.*"
+        lines += ["", f"## {claim.title}", "", f"![{claim.title}]({claim.name}.svg)", ""]
+        lines += [f"{verdict} {finding.text}", ""]
         for table in filter(None, (finding.compared, finding.table)):
             lines += [*_table(table), ""]
         lines += [f"[Data]({claim.name}.csv)."]
