@@ -5,6 +5,7 @@ tests/test_docs.py fails while they differ from what the code says.
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.cli import COMMANDS, Command
@@ -88,7 +89,7 @@ def _meaning(action: argparse.Action) -> str:
     return text + f" (default: {action.default})" * untold
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [f"| {' | '.join(map(_one_line, row))} |\n" for row in (head, *rows)]
     return lines[0] + "|" + "---|" * len(head) + "\n" + "".join(lines[1:])
 
