@@ -9,6 +9,9 @@ import difflib
 import signal
 from collections.abc import Iterable
 
+HANGING = "hanging"
+"""Name of a thread whose call did not return in time. A command does not wait for it when the process ends."""
+
 
 class UserError(ValueError):
     """A wrong setting, file or option. Exit status 2."""
