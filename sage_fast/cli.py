@@ -9,11 +9,12 @@ import importlib
 import os
 import select
 import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from sage_fast import __version__
-from sage_fast.util.errors import RunError, Stopped, UserError, nearest, printable, reason
+from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, nearest, printable, reason
 from sage_fast.util.profiling import ranges, tools_of_environment
 
 EPILOG = """examples:
@@ -146,7 +147,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a user error, 1 for a failed run."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words))
+    status = guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words))
+    if any(thread.name == HANGING for thread in threading.enumerate()):
+        os._exit(status)  # the package that hangs may have an exit hook, as wandb has, which would hang too
+    return status
 
 
 def guarded(name: str, command: Callable[[], int]) -> int:

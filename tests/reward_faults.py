@@ -87,6 +87,11 @@ class Returns:
         print("a reward may print", flush=True)
         if self.what == "in place":
             videos.zero_()
+        if self.what == "ends its children":
+            own = os.getpid()
+            for process in Path(f"/proc/{own}/task/{own}/children").read_text().split():
+                os.kill(int(process), signal.SIGTERM)
+            time.sleep(0.3)
         if self.what == "fork" and os.fork() == 0:
             return {"a": [9.0] * count}
         return {

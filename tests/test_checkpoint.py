@@ -138,7 +138,7 @@ def test_the_best_checkpoint_is_that_under_the_weights_of_today(tmp_path: Path) 
     assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [2, 3]
 
 
-@pytest.mark.parametrize("damage", ["missing", "torn", "without the part"])
+@pytest.mark.parametrize("damage", ["missing", "torn", "unreadable", "without the part"])
 def test_a_best_checkpoint_that_cannot_be_compared_is_kept(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +152,9 @@ def test_a_best_checkpoint_that_cannot_be_compared_is_kept(
         file.unlink()
     elif damage == "torn":
         os.truncate(file, 20)
+    elif damage == "unreadable":
+        file.unlink()
+        file.mkdir()
     else:
         write_atomic(file, json.dumps(json.loads(file.read_text()) | {"weights": {"y": 1.0}}))
     evaluated(tmp_path, 2, 0.1)

@@ -47,9 +47,9 @@ if [[ $1 == show ]]; then echo 127.0.0.1; echo node-2; else echo "$@" >> "$SCONT
 SCANCEL = """#!/usr/bin/env bash
 [[ "$*" == "--signal=TERM 70123.0" ]] && kill -TERM "$(< "$SCONTROL_LOG.step")"
 """
-# Stands in for Python: records how it was started, waits for a signal or not, and exits with a status.
+# Stands in for Python: records how it was started, waits for a signal or several or none, and exits with a status.
 RECORDER = """#!/usr/bin/env bash
-trap 'echo TERM >> "started.$RANK"; exit ${STATUS_ON_TERM:-0}' TERM
+trap 'echo TERM >> "started.$RANK"; ((--SIGNALS > 0)) || exit ${STATUS_ON_TERM:-0}' TERM
 printf '%s\\n' "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" "$@" \\
     > "started.$RANK.part"
 mv "started.$RANK.part" "started.$RANK"
@@ -151,21 +151,32 @@ def test_the_time_limit_stops_every_rank_and_queues_the_job_again(submit: Submit
         assert (tmp_path / f"started.{rank}").read_text().endswith("TERM\n")
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)], ids=["at once", "at limit"])
-def test_a_cancelled_job_is_not_queued_again(
-    submit: Submit, tmp_path: Path, numbers: tuple[signal.Signals, ...]
+@pytest.mark.parametrize(
+    ("numbers", "left", "again"),
+    [
+        ((signal.SIGTERM,), 9000, False),
+        ((signal.SIGUSR1, signal.SIGTERM), 900, False),
+        ((signal.SIGUSR1, signal.SIGTERM), 0, True),
+    ],
+    ids=["cancelled", "cancelled while it stops", "hangs until its limit"],
+)
+def test_a_cancelled_job_is_not_queued_again_and_one_that_hangs_is(
+    submit: Submit, tmp_path: Path, numbers: tuple[signal.Signals, ...], left: int, again: bool
 ) -> None:
-    """`scancel` sends SIGTERM, also to a job that is stopping at its limit."""
-    process = submit("config.yaml", "runs", WAITS="600", STATUS_ON_TERM="143")
+    """Slurm sends SIGTERM at `scancel`, and at the limit itself to what still runs; `left` is the time until then."""
+    given = {"SLURM_JOB_END_TIME": str(int(time.time()) + left), "SIGNALS": str(len(numbers))}
+    process = submit("config.yaml", "runs", WAITS="600", STATUS_ON_TERM="143", **given)
     started(process, tmp_path)
-    process.send_signal(signal.SIGSTOP)  # so that both signals are there before the script handles one
-    for number in numbers:
+    files = [tmp_path / f"started.{rank}" for rank in range(2)]
+    for count, number in enumerate(numbers, start=1):
         process.send_signal(number)
-    process.send_signal(signal.SIGCONT)
-    assert process.wait(60) == 143
-    assert requeued(tmp_path) == []
-    for rank in range(2):
-        assert (tmp_path / f"started.{rank}").read_text().endswith("TERM\n")
+        while count < len(numbers) and not all("TERM" in file.read_text() for file in files):
+            assert process.poll() is None
+            time.sleep(0.05)
+    assert process.wait(60) == (0 if again else 143)
+    assert requeued(tmp_path) == (["requeue 70123"] if again else [])
+    for file in files:
+        assert file.read_text().endswith("TERM\n" * len(numbers))
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["of this job", "of an earlier one"])

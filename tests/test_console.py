@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast.util import console
+from sage_fast.util.errors import printable
 
 SLOW = (
     "import logging, time\nfrom sage_fast.util import console\n"
@@ -172,3 +173,18 @@ def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path
     assert "ValueError: what ended it" in screen if end == "error" else "Fatal Python error: Aborted" in text
     subprocess.run(command, capture_output=True)
     assert log.read_text().startswith(text)  # the output of the earlier process is kept
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[31mred", "a\\x1b[31mred"),
+        ("two\nlines", "two\nlines"),
+        ("红色的圆\u3000向左", "红色的圆\u3000向左"),  # an ideographic space
+        ("👩\u200d🚀 at\u00a0dawn", "👩\u200d🚀 at\u00a0dawn"),
+        ("\u202eright to left", "\\u202eright to left"),
+        ("next\u2028line", "next\\u2028line"),
+    ],
+)
+def test_what_a_terminal_obeys_is_escaped_and_scripts_are_not(text: str, shown: str) -> None:
+    assert printable(text) == shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from sage_fast.cli import main
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.config.secrets import from_environment
+from sage_fast.config.secrets import from_environment, names_for_values
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.rewards.dry_run import dry_run_reward
 from sage_fast.rewards.http import HttpReward
@@ -135,7 +136,10 @@ def test_a_dry_run_shows_the_name_of_a_variable_and_an_address_takes_no_other(mo
         dry_run_reward(RewardConfig(name="http://there", args={"url": "${PLACE}"}))
 
 
-@pytest.mark.parametrize("hidden", ["http://me:hunter2@there/x", "http://there/x?a=hunter2", "http://there?hunter2"])
+@pytest.mark.parametrize(
+    "hidden",
+    ["http://me:hunter2@there/x", "http://there/x?a=hunter2", "http://there?hunter2", "http://me:hunter2/a@there/x"],
+)
 def test_the_address_of_a_server_holds_no_secret_and_none_is_shown(hidden: str) -> None:
     for make in (lambda: RewardConfig(name=hidden), lambda: HttpReward(hidden)):
         with pytest.raises(ValueError, match=r"'http://there(/x)?': expected (an|this) address") as caught:
@@ -166,3 +170,15 @@ def test_errors_of_a_reward_name_the_variable(how: str, workers: int, monkeypatc
     with pytest.raises(UserError, match=r"no answer from https://me:\$\{SAGE_KEY\}@there") as caught:
         CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
     assert "sk-7" not in str(caught.value)
+
+
+@pytest.mark.parametrize("secret", ["ab+cd/ef==", 'it\'s "a" \\b', "two\nlines"])
+def test_errors_that_quote_a_value_name_its_variable(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`requests` names the encoded address; the text of a KeyError is a Python literal."""
+    monkeypatch.setenv("SAGE_KEY", secret)
+    from_environment("${SAGE_KEY}", "args.key")
+    assert (
+        names_for_values(f"401 for https://there/x?{urlencode({'k': secret})}&n=1")
+        == "401 for https://there/x?k=${SAGE_KEY}&n=1"
+    )
+    assert names_for_values(repr({"k": secret})) in ("{'k': '${SAGE_KEY}'}", "{'k': \"${SAGE_KEY}\"}")

@@ -7,6 +7,7 @@ import os
 import shlex
 import sqlite3
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -289,6 +290,7 @@ class Hanging(TensorBoardTracker):
 
     def start(self) -> None:
         self.threads.append(threading.current_thread())
+        self._act("start")
         super().start()
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
@@ -310,6 +312,7 @@ class Hanging(TensorBoardTracker):
 @pytest.fixture
 def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hanging]]:
     monkeypatch.setattr(trackers, "SECONDS", 0.5)
+    monkeypatch.setattr(trackers, "SECONDS_AT_ENDS", 0.5)
     monkeypatch.setattr(Hanging, "threads", [], raising=False)
     monkeypatch.setattr(Hanging, "released", threading.Event(), raising=False)
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Hanging)
@@ -340,6 +343,33 @@ def test_a_tracker_that_hangs_or_exits_does_not_hold_or_end_the_run(
     assert f"tracker 'mlflow' failed {why} metrics.jsonl has every row" in " ".join(" ".join(caplog.messages).split())
     assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize(("hanging", "why"), [("start", " within 0.5 s"), ("start exits", ": 3")], indirect=["hanging"])
+@pytest.mark.fault("a tracker hangs, or calls sys.exit", "left out, with a note; the run goes on")
+def test_a_tracker_that_hangs_or_exits_at_the_start_ends_no_resume(
+    hanging: type[Hanging], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, [])
+    caplog.set_level(logging.INFO)
+    write(tmp_path, ["mlflow", "tensorboard"], start=1)
+    (line,) = (" ".join(message.split()) for message in caplog.messages)
+    assert line.startswith(f"note: tracker 'mlflow' does not start{why}; it is left out, and")
+    assert list(steps(events(tmp_path), "reward/mean")) == [2, 3]
+
+
+def test_a_process_ends_although_the_package_of_a_tracker_hangs_at_exit(tmp_path: Path) -> None:
+    """wandb's exit hook calls `finish` again."""
+    code = (
+        "import atexit, time; from sage_fast import cli; from tests.test_trackers import *\n"
+        "Hanging.call, Hanging.released, trackers.SECONDS = 'log', threading.Event(), 0.5\n"
+        "trackers.LOGGER_TYPE_TO_CLASS['mlflow'] = Hanging\n"
+        "Hanging.threads = []; atexit.register(time.sleep, 1000)\n"
+        f"cli._run = lambda words: write(Path({str(tmp_path)!r}), ['mlflow']) and 3\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, timeout=300, check=False)
+    assert done.returncode == 3
 
 
 @pytest.mark.parametrize("hanging", [""], indirect=True)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote_plus
 
 from sage_fast.util.errors import UserError
 
@@ -56,13 +57,14 @@ def from_environment(value: Any, name: str) -> Any:
 def names_for_values(text: str) -> str:
     """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward."""
     for value in sorted(_given, key=len, reverse=True):
-        text = text.replace(value, f"${{{_given[value]}}}") if len(value) >= SHORTEST else text
+        for form in (value, repr(value)[1:-1], quote_plus(value)) if len(value) >= SHORTEST else ():
+            text = text.replace(form, f"${{{_given[value]}}}")
     return text
 
 
 def bare_address(address: str) -> str:
     """Return an address without user, query and fragment, which may hold secrets."""
-    return re.sub(r"(?<=://)[^/?#]*@|[?#].*", "", address)
+    return re.sub(r"(?<=://)[^?#]*@|[?#].*", "", address)
 
 
 def refuse_secrets(value: Any, name: str) -> None:

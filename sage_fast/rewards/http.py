@@ -59,7 +59,7 @@ class HttpReward:
 
     def __init__(self, url: str, dtype: str = "float16", retry_seconds: float = 300.0) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        if parts.scheme not in ("http", "https") or not parts.hostname or bare_address(url) != url:
             raise ValueError(f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000")
         if dtype not in get_args(VideoType):
             raise ValueError(f"dtype = {dtype!r}: {nearest(dtype, get_args(VideoType))}")

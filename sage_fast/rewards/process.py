@@ -142,7 +142,7 @@ def _fork_guard(descriptor: int) -> None:
         os.close(descriptor)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == own:
+        while os.getppid() == own:  # a reward may send SIGTERM to all its children
             signal.sigwait([signal.SIGTERM])
         os.killpg(0, signal.SIGKILL)
 

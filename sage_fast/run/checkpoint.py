@@ -125,7 +125,7 @@ def _rewards(run: Path, folders: Iterable[Path], weights: Mapping[str, float]) -
         except FileNotFoundError:
             if not (folder / "state.json").is_file():  # only weights are left: it was the best one
                 rewards[folder] = math.nan
-        except UserError:
+        except (OSError, UserError):
             rewards[folder] = math.nan
     return rewards
 

@@ -27,7 +27,7 @@ from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.rewards.errors import fulfil
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import RunError, UserError, in_one_line, nearest
+from sage_fast.util.errors import HANGING, RunError, UserError, in_one_line, nearest
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ CHANCES = 3
 """Failed calls after which a tracker is dropped."""
 SECONDS = 60.0
 """How long a call of a tracker may take; then it is dropped at once."""
+SECONDS_AT_ENDS = 600.0
+"""How long it may take to start when a run is resumed, and to finish, which uploads what is left."""
 
 
 class Tracker:
@@ -65,7 +67,7 @@ class Tracker:
         try:
             self.tracker.start()
             self._store_settings()
-        except Exception as error:  # each tracker has its own exceptions for a missing login or server
+        except (Exception, SystemExit) as error:  # each tracker has its own for a missing login or server
             raise RunError(f"tracker {name!r} does not start: {error}") from error
 
     @classmethod
@@ -176,13 +178,15 @@ class _Thread:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._calls,), name="tracker", daemon=True).start()
+        self._thread = threading.Thread(target=_serve, args=(self._calls,), name="tracker", daemon=True)
+        self._thread.start()
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Future[Any]:
-        """Call a function; return after it, or after `seconds`."""
+        """Call a function; return after it, or after `seconds` with a future that is not done."""
         future: Future[Any] = Future()
         self._calls.put((future, function, *arguments))
-        futures.wait([future], seconds)
+        if futures.wait([future], seconds).not_done:
+            self._thread.name = HANGING
         return future
 
     def end(self) -> None:
@@ -206,31 +210,33 @@ class Trackers:
         self._threads = {name: _Thread() for name in config.tracking.trackers}
         self._started: dict[str, Tracker] = {}
         for name, thread in self._threads.items():
-            start = thread.call(TRACKERS.get(name, Tracker), name, config, run, run_id, iteration)
-            if iteration > 0 and isinstance(error := start.exception(), RunError):
+            seconds = SECONDS_AT_ENDS if iteration > 0 else None
+            start = thread.call(TRACKERS.get(name, Tracker), name, config, run, run_id, iteration, seconds=seconds)
+            error = start.exception() if start.done() else f"tracker {name!r} does not start within {seconds:g} s"
+            if iteration > 0 and isinstance(error, RunError | str):
                 log.info(wrapped(f"note: {error}; it is left out, and metrics.jsonl has every row"))
             else:
                 self._started[name] = start.result()
         self._failures: Counter[str] = Counter()
 
     def log(self, values: Values, step: int) -> None:
-        self._each(lambda tracker: tracker.log(values, step))
+        self._each(lambda tracker: tracker.log(values, step), SECONDS)
 
     def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
         sheet = functools.cache(lambda: contact_sheet(videos, prompts[: len(videos)]))
-        self._each(lambda tracker: tracker.show(files, sheet, prompts, step))
+        self._each(lambda tracker: tracker.show(files, sheet, prompts, step), SECONDS)
 
     def finish(self) -> None:
-        self._each(lambda tracker: tracker.finish())
+        self._each(lambda tracker: tracker.finish(), SECONDS_AT_ENDS)
         for thread in self._threads.values():
             thread.end()
 
-    def _each(self, act: Callable[[Tracker], object]) -> None:
-        """Call `act` on each tracker. Failures are reported, not raised."""
+    def _each(self, act: Callable[[Tracker], object], seconds: float) -> None:
+        """Call `act` on each tracker, for at most `seconds` each. Failures are reported, not raised."""
         for name, tracker in list(self._started.items()):
-            future = self._threads[name].call(act, tracker, seconds=SECONDS)
+            future = self._threads[name].call(act, tracker, seconds=seconds)
             hangs = not future.done()
-            error = TimeoutError(f"no answer within {SECONDS:g} s") if hangs else future.exception()
+            error = TimeoutError(f"no answer within {seconds:g} s") if hangs else future.exception()
             if error is None:
                 continue
             self._failures[name] += 1

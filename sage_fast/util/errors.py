@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import difflib
 import signal
+import unicodedata
 from collections.abc import Iterable
+
+HANGING = "hanging"
+"""Name of a thread whose call did not return in time. A command does not wait for it when the process ends."""
 
 
 class UserError(ValueError):
@@ -87,8 +91,17 @@ def in_one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would obey, in text of a file, of the network or of a plug-in."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """Escape what a terminal would obey, in text of a file, of the network or of a plug-in.
+
+    Spaces of any width and the joiners of emoji stay: prompts are written in many scripts.
+    """
+    harmless = "\n\u200c\u200d"
+    return "".join(
+        c
+        if c.isprintable() or c in harmless or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def reason(error: OSError | UserError) -> str:
