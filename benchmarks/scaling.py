@@ -140,6 +140,9 @@ def count_gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> d
         layer.register_forward_hook(lambda layer, *_: calls.append(sum(p.numel() for p in layer.parameters())))
         for layer in policy.sharded_units()
     ]
+    weights = [p for layer in policy.sharded_units() for p in layer.parameters()]
+    for p in weights:
+        p.ds_id = None  # as ZeRO-3 marks them: then every layer runs its own forward
     with policy.device, torch.no_grad():
         modulation, final = policy.forward.modulation(torch.zeros(1), policy.dtype)
         of_adaln = len(calls)
@@ -148,6 +151,8 @@ def count_gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> d
         policy.forward(x, Inputs(modulation=modulation, final=final, context=context, mask=None))
     for hook in hooks:
         hook.remove()
+    for p in weights:
+        del p.ds_id
     adaln, blocks = calls[:of_adaln], calls[of_adaln:]
     anchor = adaln + blocks
     parts = {"rollout": blocks, "anchor": anchor, "training": 2 * anchor + recomputed * blocks}
