@@ -132,6 +132,19 @@ def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(graphs) == 3
 
 
+def test_a_refused_graph_that_leaves_a_large_pool_ends_no_run() -> None:
+    """The pool is freed with the graphs that fitted before; the next rollout records theirs again."""
+    growth = iter([POOL, 2 * POOL, POOL])
+    policy = tiny_model(settings()).policy
+    graphs = StepGraphs(policy, lambda run: (*rerun(run)[:2], next(growth)), max_memory=2.5 * POOL)
+    found = []
+    for count in (1, 1, 2, 2, 1, 1, 1):
+        assert_same_bits(roll(policy, PROMPTS[:1] * count, 0, graphs), roll(policy, PROMPTS[:1] * count))
+        found.append(len(graphs))
+    assert found == [0, 1, 1, 1, 0, 1, 1]
+    assert len(graphs.refused) == 1
+
+
 def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> None:
     """A further text length costs its text; the least recently used gives way when that is too much."""
     policy = tiny_model(settings()).policy

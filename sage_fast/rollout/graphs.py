@@ -148,14 +148,16 @@ class StepGraphs:
         if key not in self._graphs:
             for other in [other for other in self._graphs if other[0] != key[0]]:
                 del self._graphs[other]  # recorded with weights that were replaced
-            if (graph := self._recorded(key, inputs)) is None:
+            if (recorded := self._recorded(key, inputs)) is None:
                 return None
-            self._graphs[key] = graph
+            self._graphs[key] = recorded
         self._graphs.move_to_end(key)
-        while len(self._graphs) > MAX_GRAPHS or self._kept(self._graphs.values()) > self.max_memory:
+        while self._graphs and (len(self._graphs) > MAX_GRAPHS or self._kept(self._graphs.values()) > self.max_memory):
             self._graphs.popitem(last=False)
-        self._graphs[key].load(inputs)
-        return self._graphs[key]
+        graph = self._graphs.get(key)  # evicted too if a refused graph has left a pool too large for any
+        if graph is not None:
+            graph.load(inputs)
+        return graph
 
     def __len__(self) -> int:
         return len(self._graphs)
