@@ -82,6 +82,22 @@ def test_blocks_may_differ_in_mode(mode: str, count: int) -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_each_of_several_networks_recomputes_its_share() -> None:
+    """A forward may run one of them alone, as experts of noise levels do: its activations have to fit too."""
+    x, sigma, text = inputs(PROMPTS)
+    models = [tiny_model(settings()) for _ in range(2)]
+    first, second = (model.policy for model in models)
+    first.networks["second"] = second.transformer
+    assert len(first.block_list()) == 6
+    models[0].set_checkpointing(Recomputation("attention", 3, 6))
+    for model in models:
+        again = Blocks(model)
+        v = model.policy.velocity(x, model.policy.condition(sigma, text))
+        with again:
+            v.backward(torch.randn_like(v))
+        assert again.ran == [1, 0]  # of three
+
+
 class Blocks:
     """Which blocks run within the context."""
 
