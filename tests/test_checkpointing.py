@@ -206,6 +206,27 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert setup.choose_checkpointing(config, model) == (Recomputation("none", 3, 3), False, 0)
 
 
+def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a large batch takes more than all recomputation frees. In the plan too."""
+    config = settings(
+        model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True,
+        sampling__batch_size=1000,
+    )  # fmt: skip
+    model = tiny_model(settings())
+    cost, trained = model.spec.cost(config), sum(p.numel() for p in model.policy.parameters().values())
+    assert cost.step > cost.activations["none"] - cost.activations["full"]
+    free = (cost.activations["none"] + 12 * trained + 1) / setup.MEMORY_SHARE
+    monkeypatch.setattr(setup, "free_bytes", lambda device: free)
+    monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
+    chosen, _, left = setup.choose_checkpointing(config, model)
+    assert chosen == Recomputation("none", 3, 3)
+    assert left < cost.step
+    weights = sum(p.nbytes for _, p in model.policy.named_parameters()) + 4.0 * cost.decoder_weights
+    memory = plan(config, model.spec, gpu_memory=free + weights).memory
+    assert "activations, auto chooses none" in memory
+    assert "CUDA graphs" not in memory
+
+
 @pytest.mark.parametrize(("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 48), ("", 1, 80)])
 def test_a_run_takes_the_mode_of_its_plan(
     name: str, ranks: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch
