@@ -139,7 +139,8 @@ class StepGraphs:
         """
         inputs = StepInputs(coefs, conditions, seeds, latents, history)
         self.policy.refresh()  # a replay does not do this
-        key = (weights_key(self.policy), tuple((t.shape, t.dtype) for t in inputs.tensors()))
+        shapes = tuple((t.shape, t.dtype) for t in inputs.tensors())
+        key = (weights_key(self.policy), self.policy.guidance_scale, shapes)
         if key in self.refused or latents.shape in self.refused or (self._failed and key not in self._graphs):
             return None
         if key not in self._seen:
@@ -203,7 +204,7 @@ def _buffers(graphs: Iterable[StepGraph]) -> Buffers:
 
 
 def weights_key(policy: Policy) -> int:
-    """Return a hash that changes if a weight, an adapter or a recorded setting is replaced, not by in-place updates."""
+    """Return a hash that changes if a weight, an adapter or the attention is replaced, not by in-place updates."""
     addresses = [p.data_ptr() for _, p in policy.named_parameters()]
     adapters = [
         (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.items())
@@ -211,4 +212,4 @@ def weights_key(policy: Policy) -> int:
         for layer in network.modules()
         if isinstance(layer, LoraLayer)
     ]
-    return hash((*addresses, *adapters, policy.guidance_scale, policy.attention))
+    return hash((*addresses, *adapters, policy.attention))
