@@ -136,12 +136,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(arguments)
     if not rest:
         return options, {}
+    if not COMMANDS[options.command].settings:
+        what = "option" if rest[0].startswith("-") else "argument"
+        raise UserError(f"unknown {what} {rest[0].partition('=')[0]}; see sage-fast {options.command} --help")
     from sage_fast.config.command_line import overrides_of
 
-    overrides = overrides_of(rest)
-    if not COMMANDS[options.command].settings:
-        raise UserError(f"unknown option --{next(iter(overrides))}")
-    return options, overrides
+    return options, overrides_of(rest)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -226,11 +226,21 @@ def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, b
     graphs = graph_bytes(cost, config.sampling, config.model, config.train) if on_gpu else 0.0
     asked = config.model.gradient_checkpointing
     settings = Objective.of(config), config.model, config.train, config.sampling
-    beside = beside_rollouts(*settings, policy, cost, room - graphs, ranks=world_size(), on_gpu=on_gpu)
-    fits = fitting_recomputation(asked, cost.activations, room - graphs - beside, len(policy.block_list()))
+    left = room - set_aside(graphs, asked, cost, room)
+    beside = beside_rollouts(*settings, policy, cost, left, ranks=world_size(), on_gpu=on_gpu)
+    fits = fitting_recomputation(asked, cost.activations, left - beside, len(policy.block_list()))
     recomputed, in_rollout = zip(*all_gather_object((fits, beside > 0)))
     chosen = max(recomputed, key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
     return chosen, all(in_rollout), room - beside - chosen.mean(cost.activations) if graphs else 0.0
+
+
+def set_aside(graphs: float, asked: str, cost: Cost, room: float) -> float:
+    """Return the bytes of `room` kept for CUDA graphs: up to `graphs`, beside the least activations of what is `asked`.
+
+    0 if not even one graph fits beside them: keeping room for none would only cost recomputation.
+    """
+    most = room - cost.activations[MODES[-1] if asked == "auto" else asked]
+    return min(graphs, most) if most >= cost.step + cost.context else 0.0
 
 
 def beside_rollouts(

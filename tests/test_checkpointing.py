@@ -82,6 +82,22 @@ def test_blocks_may_differ_in_mode(mode: str, count: int) -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_each_of_several_networks_recomputes_its_share() -> None:
+    """A forward may run one of them alone, as experts of noise levels do: its activations have to fit too."""
+    x, sigma, text = inputs(PROMPTS)
+    models = [tiny_model(settings()) for _ in range(2)]
+    first, second = (model.policy for model in models)
+    first.networks["second"] = second.transformer
+    assert len(first.block_list()) == 6
+    models[0].set_checkpointing(Recomputation("attention", 3, 6))
+    for model in models:
+        again = Blocks(model)
+        v = model.policy.velocity(x, model.policy.condition(sigma, text))
+        with again:
+            v.backward(torch.randn_like(v))
+        assert again.ran == [1, 0]  # of three
+
+
 class Blocks:
     """Which blocks run within the context."""
 
@@ -188,6 +204,27 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left >= graphs
     config.sampling.cuda_graphs = False
     assert setup.choose_checkpointing(config, model) == (Recomputation("none", 3, 3), False, 0)
+
+
+def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a large batch takes more than all recomputation frees. In the plan too."""
+    config = settings(
+        model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True,
+        sampling__batch_size=1000,
+    )  # fmt: skip
+    model = tiny_model(settings())
+    cost, trained = model.spec.cost(config), sum(p.numel() for p in model.policy.parameters().values())
+    assert cost.step > cost.activations["none"] - cost.activations["full"]
+    free = (cost.activations["none"] + 12 * trained + 1) / setup.MEMORY_SHARE
+    monkeypatch.setattr(setup, "free_bytes", lambda device: free)
+    monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
+    chosen, _, left = setup.choose_checkpointing(config, model)
+    assert chosen == Recomputation("none", 3, 3)
+    assert left < cost.step
+    weights = sum(p.nbytes for _, p in model.policy.named_parameters()) + 4.0 * cost.decoder_weights
+    memory = plan(config, model.spec, gpu_memory=free + weights).memory
+    assert "activations, auto chooses none" in memory
+    assert "CUDA graphs" not in memory
 
 
 @pytest.mark.parametrize(("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 48), ("", 1, 80)])

@@ -442,6 +442,22 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert not run.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        (["export", "run", "--output", "out"], "option --output"),
+        (["compare", "--sampling.eta", "3", "run"], "option --sampling.eta"),
+        (["compare", "run", "--train.seed=3"], "option --train.seed"),
+        (["doctor", "extra"], "argument extra"),
+    ],
+)
+def test_commands_without_settings_do_not_speak_of_them(
+    words: list[str], unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"sage-fast {words[0]}: unknown {unknown}; see sage-fast {words[0]} --help\n"
+
+
 def test_word_unknown_to_the_testbed_is_found_before_the_run_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

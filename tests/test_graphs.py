@@ -115,6 +115,18 @@ def test_weights_in_place_and_replaced() -> None:
     assert len(graphs) == 1  # those of other weights are gone
 
 
+def test_evaluations_with_another_guidance_leave_the_graphs_of_training() -> None:
+    """`eval.guidance_scale`: its graphs and those of training are recorded once."""
+    policy = tiny_model(settings()).policy
+    recordings: list[Recordable] = []
+    graphs = StepGraphs(policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=math.inf)
+    for _ in range(2):
+        for guidance in (1.0, 3.0, 5.0):
+            with policy.at_guidance(guidance):
+                assert_same_bits(twice(policy, PROMPTS[:1], graphs), roll(policy, PROMPTS[:1]))
+    assert len(recordings) == len(graphs) == 3
+
+
 def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is freed with the last graph only, so a graph that does not fit into it is not recorded again."""
     policy = tiny_model(settings()).policy
@@ -130,6 +142,19 @@ def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in range(1, 6):
         twice(policy, PROMPTS[:1] * count, graphs)
     assert len(graphs) == 3
+
+
+def test_a_refused_graph_that_leaves_a_large_pool_ends_no_run() -> None:
+    """The pool is freed with the graphs that fitted before; the next rollout records theirs again."""
+    growth = iter([POOL, 2 * POOL, POOL])
+    policy = tiny_model(settings()).policy
+    graphs = StepGraphs(policy, lambda run: (*rerun(run)[:2], next(growth)), max_memory=2.5 * POOL)
+    found = []
+    for count in (1, 1, 2, 2, 1, 1, 1):
+        assert_same_bits(roll(policy, PROMPTS[:1] * count, 0, graphs), roll(policy, PROMPTS[:1] * count))
+        found.append(len(graphs))
+    assert found == [0, 1, 1, 1, 0, 1, 1]
+    assert len(graphs.refused) == 1
 
 
 def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> None:

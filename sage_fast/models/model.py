@@ -41,8 +41,9 @@ class Model:
         """Set what the backward recomputes; `gathered` as in `checkpointing.set_checkpointing`."""
         self.checkpointing = chosen
         others = chosen.faster if chosen.count < chosen.blocks else None
-        first = self.policy.block_list()[: chosen.count]
-        for network in self.policy.networks.values():
+        for network in self.policy.networks.values():  # a forward may run one of them alone: each takes its share
+            blocks = getattr(network, self.policy.blocks)
+            first = blocks[: -(-chosen.count * len(blocks) // chosen.blocks)]
             set_checkpointing(network, chosen.mode, others=others, first=first, gathered=gathered)
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:

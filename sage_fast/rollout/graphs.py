@@ -139,7 +139,8 @@ class StepGraphs:
         """
         inputs = StepInputs(coefs, conditions, seeds, latents, history)
         self.policy.refresh()  # a replay does not do this
-        key = (weights_key(self.policy), tuple((t.shape, t.dtype) for t in inputs.tensors()))
+        shapes = tuple((t.shape, t.dtype) for t in inputs.tensors())
+        key = (weights_key(self.policy), self.policy.guidance_scale, shapes)
         if key in self.refused or latents.shape in self.refused or (self._failed and key not in self._graphs):
             return None
         if key not in self._seen:
@@ -148,14 +149,16 @@ class StepGraphs:
         if key not in self._graphs:
             for other in [other for other in self._graphs if other[0] != key[0]]:
                 del self._graphs[other]  # recorded with weights that were replaced
-            if (graph := self._recorded(key, inputs)) is None:
+            if (recorded := self._recorded(key, inputs)) is None:
                 return None
-            self._graphs[key] = graph
+            self._graphs[key] = recorded
         self._graphs.move_to_end(key)
-        while len(self._graphs) > MAX_GRAPHS or self._kept(self._graphs.values()) > self.max_memory:
+        while self._graphs and (len(self._graphs) > MAX_GRAPHS or self._kept(self._graphs.values()) > self.max_memory):
             self._graphs.popitem(last=False)
-        self._graphs[key].load(inputs)
-        return self._graphs[key]
+        graph = self._graphs.get(key)  # evicted too if a refused graph has left a pool too large for any
+        if graph is not None:
+            graph.load(inputs)
+        return graph
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -201,7 +204,7 @@ def _buffers(graphs: Iterable[StepGraph]) -> Buffers:
 
 
 def weights_key(policy: Policy) -> int:
-    """Return a hash that changes if a weight, an adapter or a recorded setting is replaced, not by in-place updates."""
+    """Return a hash that changes if a weight, an adapter or the attention is replaced, not by in-place updates."""
     addresses = [p.data_ptr() for _, p in policy.named_parameters()]
     adapters = [
         (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.items())
@@ -209,4 +212,4 @@ def weights_key(policy: Policy) -> int:
         for layer in network.modules()
         if isinstance(layer, LoraLayer)
     ]
-    return hash((*addresses, *adapters, policy.guidance_scale, policy.attention))
+    return hash((*addresses, *adapters, policy.attention))

@@ -33,6 +33,7 @@ from sage_fast.loading import (
     configured_prompts,
     fitting_recomputation,
     rollout_gradient_bytes,
+    set_aside,
     stored_rollouts,
     training_room,
 )
@@ -221,12 +222,12 @@ def _fit_into(
 ) -> tuple[Recomputation, bool, float]:
     """Return what is recomputed, whether rollouts train steps, and the bytes of CUDA graphs, in `room` bytes."""
     _, model, train, sampling = settings
-    graphs = graph_bytes(cost, sampling, model, train)
-    beside = beside_rollouts(*settings, policy, cost, room - graphs, ranks=ranks, on_gpu=True)
-    left, blocks = room - beside, len(policy.block_list())
-    fits = fitting_recomputation(model.gradient_checkpointing, cost.activations, left - graphs, blocks)
+    asked, graphs = model.gradient_checkpointing, graph_bytes(cost, sampling, model, train)
+    beside_graphs = room - set_aside(graphs, asked, cost, room)
+    beside = beside_rollouts(*settings, policy, cost, beside_graphs, ranks=ranks, on_gpu=True)
+    fits = fitting_recomputation(asked, cost.activations, beside_graphs - beside, len(policy.block_list()))
     recomputation, in_rollout = chosen or (fits, beside > 0)
-    left -= recomputation.mean(cost.activations)
+    left = room - beside - recomputation.mean(cost.activations)
     return recomputation, in_rollout, min(graphs, left) if left >= cost.step + cost.context else 0.0
 
 
