@@ -399,7 +399,7 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     x, step = torch.randn(batch, 32, 8, 16, 16), torch.zeros(1, dtype=torch.int64)
     coefs, seeds = table.coefficients(1), torch.zeros(batch, dtype=torch.int64)
     denoise(policy, coefs, conditions.at(step), seeds, x, step)  # makes the rotary table
-    weights = [p._weight for p in policy.forward.projections]
+    weights = [p._buffer for p in policy.forward.projections]
     with Live(x, *transformer.parameters(), *weights) as live:
         denoise(policy, coefs, conditions.at(step), seeds, x, step)
     tokens, passes = 8 * 16 * 16 + text, len(conditions.tensors()) // 3
