@@ -200,7 +200,7 @@ class Trainer:
                 batch = self._batch(samples, shares[data_rank()], tables[0].sigmas, steps)
                 batch.rollout_steps = sum(map(rollouts.count, shares))
 
-            alike = [(self.replay.lengths[sample.key], tables[sample.group]) for sample in batch.samples]
+            alike = [(self.replay.lengths[sample.prompt], tables[sample.group]) for sample in batch.samples]
             own_groups = [sample.group for sample in batch.samples]
             runs = rollout_runs(alike, own_groups, rollouts, self.config.sampling.batch_size)
             denoised = SampleRollouts(self.policy, batch, groups, self.graphs, watch)
@@ -227,7 +227,7 @@ class Trainer:
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
             offload=self.config.sampling.offload_trajectories,
         )
-        needed = {key for sample in own for key in (sample.key, self.embeddings[sample.key].negative)}
+        needed = {key for sample in own for key in (sample.prompt, self.embeddings[sample.prompt].negative)}
         embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
         return Batch(
             numbers=numbers,
@@ -243,7 +243,7 @@ class Trainer:
     def _assigned(self, samples: Sequence[Sample], rollouts: Rollouts) -> list[list[int]]:
         """Return the indices of the samples assigned to each rank, balanced by token count (both CFG passes)."""
         video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
-        tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
+        tokens = [sum(video + text for text in texts[sample.prompt]) for sample in samples]
         return assign_to_ranks(tokens, data_size(), self.config.sampling.batch_size, rollouts)
 
     def _coefficients(self, table: TransitionTable) -> Tensor:
@@ -276,8 +276,8 @@ class Trainer:
             return
         losses, sums = [], torch.zeros(4, device=self.device)
         early, late = batch.gradients.split(mine)
-        transitions = sorted(late, key=lambda transition: self.replay.lengths[batch.samples[transition[0]].key])
-        runs = self.replay.runs([batch.samples[i].key for i, _ in transitions], self.config.train.batch_size)
+        transitions = sorted(late, key=lambda transition: self.replay.lengths[batch.samples[transition[0]].prompt])
+        runs = self.replay.runs([batch.samples[i].prompt for i, _ in transitions], self.config.train.batch_size)
 
         def idle() -> None:  # on a trained transition: other stored latents may be uninitialised
             stand_in = transitions[:1] or batch.trajectories.trained[:1]

@@ -78,7 +78,7 @@ class SampleRollouts:
                 x = torch.stack([self._starts[group] for group in groups])
             else:
                 x = initial_latents(self.latent_seeds[places], batch.trajectories.shape, self.policy.device)
-            keys = [batch.samples[place].key for place in places]
+            keys = [batch.samples[place].prompt for place in places]
             x = rollout(
                 *(self.policy, table, coefs, batch.conditioning, keys, self.seeds[places], x),
                 steps=steps,
