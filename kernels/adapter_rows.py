@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import MAX_PROGRAMS, WIDE_OPTIONS, power_of_2
+from sage_fast.kernels.common import MAX_PROGRAMS, WIDE_OPTIONS, contiguous_rows, power_of_2
 from torch import Tensor
 
 from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
@@ -138,15 +138,11 @@ def _adapter_rows_bwd_kernel(
     tl.store(d_up_ptr + split * width * up_rank + column * up_rank + u, d_up, mask=(column < width) & (u < up_rank))
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
     """Launch the forward; arguments as `sage_fast::adapter_rows`. Copies an x whose rows are not contiguous."""
     if len(down) > MAX_RANK:
         return adapter_rows_reference(x, down, gelu, gate)
-    x, gate = _rows(x), None if gate is None else _rows(gate)
+    x, gate = contiguous_rows(x), None if gate is None else contiguous_rows(gate)
     batch, rows, width = x.shape
     out = x.new_empty(batch, rows, width + len(down))
     if out.numel() == 0:
@@ -178,7 +174,7 @@ def adapter_rows_backward(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, u
     assert grad.is_contiguous()
     if max(inner.shape[1], up.shape[1]) > MAX_RANK:
         return adapter_rows_backward_reference(grad, inner, x, out, up)
-    x, inner, up = x.contiguous(), _rows(inner), _rows(up)
+    x, inner, up = x.contiguous(), contiguous_rows(inner), contiguous_rows(up)
     (rows, width), rank, up_rank = x.shape, inner.shape[1], up.shape[1]
     sizes = tile(x.itemsize)
     columns, row_tiles = -(-width // sizes["BLOCK"]), -(-rows // sizes["ROWS"])

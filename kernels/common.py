@@ -305,6 +305,11 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose values of a row lie next to each other, x itself if they do."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, int]:
     """Return (programs, rows per program) of a sample for the kernels that go over rows; the last program may be short.
 

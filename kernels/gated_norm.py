@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import WIDE_OPTIONS, power_of_2, rows_of_programs
-from sage_fast.kernels.norm_modulate import _normed, _rows, launch_backward
+from sage_fast.kernels.common import WIDE_OPTIONS, contiguous_rows, power_of_2, rows_of_programs
+from sage_fast.kernels.norm_modulate import _normed, launch_backward
 from torch import Tensor
 
 
@@ -60,7 +60,8 @@ def gated_norm(
     x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward; arguments as `sage_fast::gated_norm`. Copies inputs that are not contiguous."""
-    x, y, gate, scale, shift = x.contiguous(), y.contiguous(), _rows(gate), _rows(scale), _rows(shift)
+    x, y = x.contiguous(), y.contiguous()
+    gate, scale, shift = map(contiguous_rows, (gate, scale, shift))
     batch, rows, width = x.shape
     total, out = torch.empty_like(x), x.new_empty(batch, rows, width + pad)
     if x.numel() == 0:

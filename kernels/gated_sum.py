@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import LAUNCH_OPTIONS, power_of_2, rows_of_programs
-from sage_fast.kernels.norm_modulate import _rows
+from sage_fast.kernels.common import LAUNCH_OPTIONS, contiguous_rows, power_of_2, rows_of_programs
 from torch import Tensor
 
 
@@ -69,7 +68,7 @@ def _gated_sum_bwd_kernel(
 
 def gated_sum(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     """Launch the forward; arguments as `sage_fast::gated_sum`. Copies inputs that are not contiguous."""
-    x, y, gate = x.contiguous(), y.contiguous(), _rows(gate)
+    x, y, gate = x.contiguous(), y.contiguous(), contiguous_rows(gate)
     batch, rows, width = x.shape
     total = torch.empty_like(x)
     if x.numel() > 0:
@@ -92,7 +91,7 @@ def gated_sum(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
 def gated_sum_backward(grad: Tensor, gate: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     """Launch the backward; arguments as `sage_fast::gated_sum_backward`."""
-    grad, gate, y = grad.contiguous(), _rows(gate), None if y is None else y.contiguous()
+    grad, gate, y = grad.contiguous(), contiguous_rows(gate), None if y is None else y.contiguous()
     batch, rows, width = grad.shape
     dy = torch.empty_like(grad)
     programs, per_program = rows_of_programs(rows, batch, sums=y is not None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, power_of_2, rows_of_programs
+from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, contiguous_rows, power_of_2, rows_of_programs
 from torch import Tensor
 
 
@@ -129,13 +129,9 @@ def _norm_modulate_bwd_kernel(
             tl.store(out + 2 * width, dgate, mask=mask)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
 def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0, pad_rows: int = 0) -> Tensor:
     """Launch the forward; arguments as `sage_fast::norm_modulate`. Copies an x that is not contiguous."""
-    x, scale, shift = x.contiguous(), _rows(scale), _rows(shift)
+    x, scale, shift = x.contiguous(), contiguous_rows(scale), contiguous_rows(shift)
     batch, rows, width = x.shape
     out = x.new_empty(batch, rows + pad_rows, width + pad)
     if pad_rows:
@@ -185,9 +181,9 @@ def launch_backward(
 
     Returns dx; dy, or None without a gate; and the sums for scale, shift and, with a gate, gate.
     """
-    grad, x, scale = grad.contiguous(), x.contiguous(), _rows(scale)
+    grad, x, scale = grad.contiguous(), x.contiguous(), contiguous_rows(scale)
     residual, y = (None if tensor is None else tensor.contiguous() for tensor in (residual, y))
-    gate = None if gate is None else _rows(gate)
+    gate = None if gate is None else contiguous_rows(gate)
     batch, rows, width = x.shape
     dx = torch.empty_like(x)
     dy = torch.empty_like(x) if gate is not None else None

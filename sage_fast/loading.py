@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,28 +222,14 @@ def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, b
     policy, cost = model.policy, model.spec.cost(config)
     usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
     room = training_room(config, model.spec, policy, usable, ranks=world_size())
-    on_gpu = policy.device.type == "cuda"
-    graphs = graph_bytes(cost, config.sampling, config.model, config.train) if on_gpu else 0.0
-    asked = config.model.gradient_checkpointing
     settings = Objective.of(config), config.model, config.train, config.sampling
-    left = room - set_aside(graphs, asked, cost, room)
-    beside = beside_rollouts(*settings, policy, cost, left, ranks=world_size(), on_gpu=on_gpu)
-    fits = fitting_recomputation(asked, cost.activations, left - beside, len(policy.block_list()))
+    fits, beside, graphs = fit_training(*settings, policy, cost, room, ranks=world_size())
     recomputed, in_rollout = zip(*all_gather_object((fits, beside > 0)))
     chosen = max(recomputed, key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
     return chosen, all(in_rollout), room - beside - chosen.mean(cost.activations) if graphs else 0.0
 
 
-def set_aside(graphs: float, asked: str, cost: Cost, room: float) -> float:
-    """Return the bytes of `room` kept for CUDA graphs: up to `graphs`, beside the least activations of what is `asked`.
-
-    0 if not even one graph fits beside them: keeping room for none would only cost recomputation.
-    """
-    most = room - cost.activations[MODES[-1] if asked == "auto" else asked]
-    return min(graphs, most) if most >= cost.step + cost.context else 0.0
-
-
-def beside_rollouts(
+def fit_training(
     objective: Objective,
     model: ModelConfig,
     train: TrainConfig,
@@ -253,30 +239,34 @@ def beside_rollouts(
     room: float,
     *,
     ranks: int,
-    on_gpu: bool,
-) -> float:
-    """Return the bytes that rollouts take beside activations if they train steps; 0 if they do not.
+) -> tuple[Recomputation, float, float]:
+    """Fit activations, rollouts that train steps, and CUDA graphs into `room` bytes, for a run and for its plan.
 
-    They do where `train.rollout_gradients` allows it, it is exact, and it fits into `room` bytes with the least
-    activations: it saves a forward, and what is recomputed to make room for it costs one at most.
+    Rollouts train steps where `train.rollout_gradients` allows it, it is exact, and it fits with the least activations:
+    it saves a forward, and what is recomputed to make room for it costs one at most.
+
+    Returns:
+        What is recomputed, `auto` as little as fits; the bytes that rollouts take beside activations if they train
+        steps, 0 if they do not; the most bytes that CUDA graphs keep.
     """
-    asked = model.gradient_checkpointing
+    asked, on_gpu = model.gradient_checkpointing, policy.device.type != "cpu"  # a plan's policy is on `meta`
+    graphs = graph_bytes(cost, sampling, model, train) if on_gpu else 0.0
+    least = cost.activations[MODES[-1] if asked == "auto" else asked]
+    if room - least >= cost.step + cost.context:  # else not even one graph fits: recomputing for none would be in vain
+        room -= min(graphs, room - least)
     samples = len(share_of(train.prompts_per_iteration * train.group_size, ranks // model.sequence_parallel, 0))
     beside = rollout_gradient_bytes(policy, samples) + on_gpu * DECODING
-    fits = cost.activations[MODES[-1] if asked == "auto" else asked] + beside <= room
     missing = missing_for_rollout_gradients(objective, model, train, sampling)
-    allowed = {"off": False, "on": True, "auto": fits}[train.rollout_gradients]
-    return beside if allowed and missing is None else 0.0
+    if missing is not None or not {"off": False, "on": True, "auto": least + beside <= room}[train.rollout_gradients]:
+        beside = 0.0
+    if asked != "auto":
+        return Recomputation(asked), beside, graphs
+    return fastest_that_fits(cost.activations, room - beside, len(policy.block_list())), beside, graphs
 
 
 def rollout_gradient_bytes(policy: Policy, samples: int) -> float:
     """Return the bytes of the gradients that a rank's rollouts leave to the update: float32, one for each sample."""
     return 4.0 * samples * sum(p.numel() for p in policy.parameters().values())
-
-
-def fitting_recomputation(asked: str, needed: Mapping[str, float], room: float, blocks: int) -> Recomputation:
-    """Return what is `asked` for; `auto` is the least recomputation with which activations fit into `room` bytes."""
-    return fastest_that_fits(needed, room, blocks) if asked == "auto" else Recomputation(asked)
 
 
 def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, ranks: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,9 +37,10 @@ from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.gradients import RolloutGradients
 from sage_fast.rollout.graphs import StepGraphs
-from sage_fast.rollout.loop import initial_latents, rollout, rollout_runs
+from sage_fast.rollout.loop import rollout_runs
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
+from sage_fast.rollout.samples import GroupSteps, SampleRollouts
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_device
 from sage_fast.util.console import Progress
@@ -194,60 +194,28 @@ class Trainer:
         with fail_together(self.policy.collective_forwards):
             with watch("rollout"):
                 coefs = {table: self._coefficients(table) for table in set(tables)}
+                groups = [GroupSteps(table, coefs[table], trained) for table, trained in zip(tables, early)]
                 rollouts = Rollouts.of(tables, self.config.train.group_size, self.config.sampling.shared_initial_noise)
                 shares = self._assigned(samples, rollouts)
-                numbers = shares[data_rank()]
-                own = [samples[number] for number in numbers]
-                batch = self._batch(numbers, own, tables[0].sigmas, steps)
+                batch = self._batch(samples, shares[data_rank()], tables[0].sigmas, steps)
                 batch.rollout_steps = sum(map(rollouts.count, shares))
 
-            seeds, latent_seeds = torch.tensor([[one.seed for one in own], [one.latent_seed for one in own]])
-            starts: dict[int, Tensor] = {}  # group -> latents after the steps that its samples share
-
-            def denoise(places: Sequence[int], steps: range) -> Tensor:
-                groups, rows = [own[place].group for place in places], slice(places[0], places[-1] + 1)
-                table, ends = tables[groups[0]], steps.stop == rollouts.steps
-                with watch("rollout"):
-                    if steps.start:
-                        x = torch.stack([starts[group] for group in groups])
-                    else:
-                        x = initial_latents(latent_seeds[places], self.latent_shape, self.device)
-                    keys = [batch.keys[place] for place in places]
-                    given = (self.policy, table, coefs[table], batch.conditioning, keys, seeds[places], x)
-                    x = rollout(
-                        *given,
-                        steps=steps,
-                        record=functools.partial(batch.trajectories.record, rows) if ends else None,
-                        on_step=bar.update,
-                        graphs=self.graphs,
-                        trained=early[groups[0]],
-                        train=functools.partial(batch.gradients.train, watch, places[0]),
-                    )
-                    if ends:
-                        batch.trajectories.finish(rows, x, seeds[rows].to(self.device), table.sigmas)
-                    else:
-                        starts.update(zip(groups, x))
-                return x
-
-            alike = [(self.replay.lengths[sample.key], tables[sample.group]) for sample in own]
-            runs = rollout_runs(alike, [sample.group for sample in own], rollouts, self.config.sampling.batch_size)
+            alike = [(self.replay.lengths[sample.prompt], tables[sample.group]) for sample in batch.samples]
+            own_groups = [sample.group for sample in batch.samples]
+            runs = rollout_runs(alike, own_groups, rollouts, self.config.sampling.batch_size)
+            denoised = SampleRollouts(self.policy, batch, groups, self.graphs, watch)
             with Progress("rollout", sum(len(steps) for _, steps in runs), pause=self.pause) as bar:
-                missing = self.policy.states.padding(bar.total)
-                for places, steps_of_run in runs:
-                    latents = denoise(places, steps_of_run)
-                    if steps_of_run.stop == rollouts.steps:
-                        scorer.submit(latents, [own[place].prompt for place in places])
-                for _ in range(missing):  # dummy steps, so that collectives match
-                    denoise(runs[-1][0], range(1))
+                for finished, latents in denoised.finished(runs, bar):
+                    scorer.submit(latents, [sample.prompt for sample in finished])
             scorer.finish()
         with watch.waiting():
             return batch, scorer.gather(batch.numbers)
 
     def _batch(
-        self, numbers: Sequence[int], own: Sequence[Sample], sigmas: Tensor, steps: Sequence[Sequence[int]]
+        self, samples: Sequence[Sample], numbers: Sequence[int], sigmas: Tensor, steps: Sequence[Sequence[int]]
     ) -> Batch:
-        """Prepare this rank's samples: their conditions, and room for the trajectories."""
-        objective, keys = self.objective, [sample.key for sample in own]
+        """Prepare this rank's samples, those of `numbers`: their conditions, and room for the trajectories."""
+        objective, own = self.objective, [samples[number] for number in numbers]
         scores_rollout = objective.surrogate.scores_rollout
         serves_anchor = self.anchor is not None and self.reuses_velocities and scores_rollout
         keeps_velocities = serves_anchor or objective.stores_velocities
@@ -259,15 +227,15 @@ class Trainer:
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
             offload=self.config.sampling.offload_trajectories,
         )
-        needed = {*keys, *(self.embeddings[key].negative for key in keys)}
+        needed = {key for sample in own for key in (sample.prompt, self.embeddings[sample.prompt].negative)}
         embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
         return Batch(
             numbers=numbers,
-            keys=keys,
+            samples=own,
             coefs=self.constants.coefs,
             conditioning=self.policy.conditioning_table(sigmas[:-1], embeddings),
             trajectories=trajectories,
-            advantages=torch.zeros(len(keys), device=self.device),
+            advantages=torch.zeros(len(own), device=self.device),
             anchor_velocities={},
             gradients=RolloutGradients(self.policy, self.constants, equalizes=objective.equalizes),
         )
@@ -275,7 +243,7 @@ class Trainer:
     def _assigned(self, samples: Sequence[Sample], rollouts: Rollouts) -> list[list[int]]:
         """Return the indices of the samples assigned to each rank, balanced by token count (both CFG passes)."""
         video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
-        tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
+        tokens = [sum(video + text for text in texts[sample.prompt]) for sample in samples]
         return assign_to_ranks(tokens, data_size(), self.config.sampling.batch_size, rollouts)
 
     def _coefficients(self, table: TransitionTable) -> Tensor:
@@ -308,8 +276,8 @@ class Trainer:
             return
         losses, sums = [], torch.zeros(4, device=self.device)
         early, late = batch.gradients.split(mine)
-        transitions = sorted(late, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
-        runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
+        transitions = sorted(late, key=lambda transition: self.replay.lengths[batch.samples[transition[0]].prompt])
+        runs = self.replay.runs([batch.samples[i].prompt for i, _ in transitions], self.config.train.batch_size)
 
         def idle() -> None:  # on a trained transition: other stored latents may be uninitialised
             stand_in = transitions[:1] or batch.trajectories.trained[:1]

@@ -261,7 +261,7 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
         {key: x.double() for key, x in tensors.items()} for tensors in (rows.states, rows.log_probs)
     )
     batch.coefs = batch.coefs.double()
-    batch.advantages = torch.linspace(-1.5, 1.5, len(batch.keys), dtype=torch.float64)
+    batch.advantages = torch.linspace(-1.5, 1.5, len(batch.samples), dtype=torch.float64)
     return batch, sorted(rows.trained)
 
 
@@ -296,7 +296,7 @@ def test_gradient_of_the_whole_loss(
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
     monkeypatch.setattr(
-        "sage_fast.trainer.initial_latents",
+        "sage_fast.rollout.samples.initial_latents",
         lambda seeds, shape, device: torch.randn(len(seeds), *shape, dtype=torch.float64),
     )
     equalizer, bias = trainer.constants.equalizer.double(), trainer.constants.bias.double()

@@ -181,7 +181,7 @@ def test_gradient_norms_are_those_of_autograd(
     trainer = tiny_trainer(config, dtype=torch.float64)
     if trainer.objective.surrogate.scores_rollout:
         monkeypatch.setattr(
-            "sage_fast.trainer.initial_latents",
+            "sage_fast.rollout.samples.initial_latents",
             lambda seeds, shape, device: torch.randn(len(seeds), *shape, dtype=torch.float64),
         )
     perturb(trainer, 0.02, seed=8)

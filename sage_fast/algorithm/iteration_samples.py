@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.config.schema import TrainConfig
-from sage_fast.models.protocol import Key
 from sage_fast.util.seeding import permutation, sample_seeds
 
 
@@ -21,8 +20,7 @@ class Sample:
     Attributes:
         group: index of the group, one for each prompt of the iteration.
         index: index within the group.
-        prompt: prompt of the group.
-        key: key of the condition; a prompt is its own key.
+        prompt: prompt of the group, and key of its condition.
         seed: key of the noise.
         latent_seed: key of the initial latents; the same for the whole group with shared initial noise.
     """
@@ -30,7 +28,6 @@ class Sample:
     group: int
     index: int
     prompt: str
-    key: Key
     seed: int
     latent_seed: int
 
@@ -61,7 +58,7 @@ def draw_samples(
         seeds = sample_seeds(seed, iteration, group, range(train.group_size)).tolist()
         for index, own in enumerate(seeds):
             latent_seed = seeds[0] if shared else own
-            samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=own, latent_seed=latent_seed))
+            samples.append(Sample(group=group, index=index, prompt=text, seed=own, latent_seed=latent_seed))
     return samples
 
 

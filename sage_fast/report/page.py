@@ -208,7 +208,7 @@ def write_report(run: Path) -> Path:
     Raises:
         UserError: as `read_run`.
     """
-    data = read_run(Path(run))
+    data = read_run(run)
     count = data.settings.get("eval.num_videos")
     videos = cards(_sides(data), count if isinstance(count, int) and count > 0 else 6, data.left_out)
     before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")

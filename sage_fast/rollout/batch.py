@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from sage_fast.algorithm.iteration_samples import Sample
 from sage_fast.algorithm.schedule import Transition
-from sage_fast.models.protocol import ConditionTable, Key
+from sage_fast.models.protocol import ConditionTable
 from sage_fast.rollout.gradients import RolloutGradients
 from sage_fast.rollout.trajectories import Trajectories, on_device
 
@@ -20,7 +21,7 @@ class Batch:
 
     Attributes:
         numbers: number of each sample among those of all ranks.
-        keys: key of each sample's condition.
+        samples: the samples.
         coefs: float32 `[T, 6]` on the device, `TransitionTable.coefficients` of the scored transitions.
         conditioning: conditions at the T noise levels.
         trajectories: what is stored of the rollouts.
@@ -31,7 +32,7 @@ class Batch:
     """
 
     numbers: Sequence[int]
-    keys: Sequence[Key]
+    samples: Sequence[Sample]
     coefs: Tensor
     conditioning: ConditionTable
     trajectories: Trajectories

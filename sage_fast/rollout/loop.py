@@ -116,8 +116,9 @@ def rollout(
     seeds = seeds.to(policy.device)
     history = History.of(table, latents)
     steps = range(len(table)) if steps is None else steps
-    replays = graphs is not None and not {*trained}.issuperset(steps)
-    graph = graphs.prepare(coefs, conditions, seeds, latents, history) if graphs is not None and replays else None
+    graph = None
+    if graphs is not None and not {*trained}.issuperset(steps):
+        graph = graphs.prepare(coefs, conditions, seeds, latents, history)
     index = torch.arange(len(table), device=policy.device)
     x = latents
     for t in steps:

@@ -63,7 +63,7 @@ def check_parity(
         """Return micro-batches of the first samples that each step has."""
         by_step = itertools.groupby(batch.trajectories.trained, key=lambda transition: transition[1])
         transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
-        runs = replay.runs([batch.keys[i] for i, _ in transitions], train.batch_size)
+        runs = replay.runs([batch.samples[i].prompt for i, _ in transitions], train.batch_size)
         micros = [transitions[rows] for rows in runs]
         return [*micros, *micros[-1:] * policy.states.padding(len(micros))]
 

@@ -72,7 +72,7 @@ class Replay:
 
     def _inputs(self, batch: Batch, micro: Sequence[Transition]) -> Inputs:
         """Return the forward's inputs; equal steps are passed as a single row."""
-        keys, steps = [batch.keys[i] for i, _ in micro], [t for _, t in micro]
+        keys, steps = [batch.samples[i].prompt for i, _ in micro], [t for _, t in micro]
         same = len(set(steps)) == 1
         return batch.conditioning.at(keys, on_device(steps[:1] if same else steps, self.policy.device))
 
@@ -111,7 +111,7 @@ class Replay:
 
         `transitions` are ordered by step.
         """
-        alike = [(t, self.lengths[batch.keys[i]]) for i, t in transitions]
+        alike = [(t, self.lengths[batch.samples[i].prompt]) for i, t in transitions]
         work = [transitions[run] for run in bucket_by_length(alike, self.batch_size)]
         work += work[-1:] * self.policy.states.padding(len(work))
         return progress(work, "anchor", len(work), "forward")

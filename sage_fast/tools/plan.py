@@ -28,12 +28,10 @@ from sage_fast.algorithm.schedule import (
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt, texts_of
 from sage_fast.loading import (
-    beside_rollouts,
     check_prompt_sets,
     configured_prompts,
-    fitting_recomputation,
+    fit_training,
     rollout_gradient_bytes,
-    set_aside,
     stored_rollouts,
     training_room,
 )
@@ -46,7 +44,6 @@ from sage_fast.models.sharing import check_heads
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
-from sage_fast.rollout.recorder import graph_bytes
 from sage_fast.run.messages import config_warnings
 from sage_fast.run.method import method_of
 from sage_fast.tools.harness import H200_BF16_FLOPS
@@ -221,11 +218,7 @@ def _fit_into(
     chosen: tuple[Recomputation, bool] | None,
 ) -> tuple[Recomputation, bool, float]:
     """Return what is recomputed, whether rollouts train steps, and the bytes of CUDA graphs, in `room` bytes."""
-    _, model, train, sampling = settings
-    asked, graphs = model.gradient_checkpointing, graph_bytes(cost, sampling, model, train)
-    beside_graphs = room - set_aside(graphs, asked, cost, room)
-    beside = beside_rollouts(*settings, policy, cost, beside_graphs, ranks=ranks, on_gpu=True)
-    fits = fitting_recomputation(asked, cost.activations, beside_graphs - beside, len(policy.block_list()))
+    fits, beside, graphs = fit_training(*settings, policy, cost, room, ranks=ranks)
     recomputation, in_rollout = chosen or (fits, beside > 0)
     left = room - beside - recomputation.mean(cost.activations)
     return recomputation, in_rollout, min(graphs, left) if left >= cost.step + cost.context else 0.0
