@@ -103,6 +103,7 @@ class Returns:
             "matrix": {"a": torch.ones(count, 1)},
             "number": {"a": 1.0},
             "complex": {"a": torch.ones(count, dtype=torch.complex64)},
+            "nan": {"a": torch.full((count,), torch.nan)},
             "key": {3: torch.ones(count)},
         }.get(self.what, {"a": torch.ones(count)})
 

@@ -79,7 +79,7 @@ class CompositeReward:
             device: device of the run's videos.
 
         Raises:
-            UserError: a reward fails, does not return `[B]` for each part, or lacks a part that has a weight or a
+            UserError: a reward fails, does not return `[B]` for each part, scores no video with a finite number, or lacks a part that has a weight or a
                 normalisation; or two rewards return a part of the same name.
             RewardError: an in-process reward timed out and its thread cannot be killed.
         """
@@ -102,6 +102,12 @@ class CompositeReward:
                 if missing := sorted(names - parts.keys()):
                     returned = f"reward {source.entry.name!r} returns {sorted(parts)}"
                     raise UserError(f"{section}{setting} names {missing[0]!r}; {returned}")
+            for part in sorted(parts if source.needed is None else source.needed):
+                if not parts[part].isfinite().any():
+                    raise UserError(
+                        f"{where}: part {part!r} is {parts[part].tolist()} on made-up videos {list(videos.shape)} of "
+                        f"{texts[0]!r}; expected numbers: a video without one is dropped"
+                    )
             for part in parts:
                 own = source.entry.named(part)
                 for name in (own, own + RAW) if part in source.entry.normalisation else (own,):

@@ -255,7 +255,8 @@ class Run:
             return
         try:
             self.checkpoint()
-            log.info(f"stopped after {self.done} iterations; continue with --resume")
+            first = "" if isinstance(reason, Stopped) else "mend the cause, then "
+            log.info(f"stopped after {self.done} iterations; {first}continue with --resume")
         except (OSError, RankError) as error:
             log.info(f"stopped after {self.done} iterations, and no checkpoint could be written: {error}")
             if isinstance(reason, Stopped):  # its exit status would claim that nothing is lost
