@@ -132,12 +132,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         raise UserError(f"no such command; {nearest(arguments[0], COMMANDS)}")
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
-    options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(arguments)
-    if not rest:
-        return options, {}
-    from sage_fast.config.command_line import overrides_of
+    from sage_fast.config.command_line import overrides_of, settings_apart
 
-    overrides = overrides_of(rest)
+    words, given = settings_apart(arguments)
+    options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(words)
+    if not (overrides := overrides_of([*given, *rest])):
+        return options, {}
     if not COMMANDS[options.command].settings:
         raise UserError(f"unknown option --{next(iter(overrides))}")
     return options, overrides

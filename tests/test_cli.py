@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.cli import main
+from sage_fast.cli import main, parse
 from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build, dump
@@ -145,6 +145,13 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
         (["train", str(PAPER), "--dry-run", "--gpus", "64"], 2, "32 samples an iteration for 64 ranks"),
         (["train", str(PAPER), "--output", str(PAPER.parent)], 2, "already holds other files"),
         (["train", str(PAPER), "--resume", "--output", str(PAPER.parent)], 2, "no run to resume there"),
+        (["train", str(PAPER), "--data.prompts", "testbedd:train"], 2, "or .jsonl, or 'testbed:train'"),
+        (
+            ["train", "rnus/demo", "--resume"],
+            2,
+            "'rnus/demo': no such file or folder; expected a YAML file or a run folder",
+        ),
+        (["sample", str(PAPER), "--prompt", "a cat", "--prompt", " "], 2, "--prompt '': expected text, such as"),
         (["init", "mine", "--config", "demmo"], 2, "did you mean 'demo'?"),
         (["evaluate", "runs/demo"], 2, "sage-fast evaluate: no such command; expected one of init, train, "),
         (["evaluate", "runs/demo"], 2, "did you mean 'eval'?"),
@@ -212,9 +219,14 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
 
 
 def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    """The usage line says that the configuration comes first, as does the error for a value in its place."""
-    assert main(["train", "--sampling.eta", "0.7", str(PAPER)]) == 2
-    assert "config 0.7: no such file; it comes first" in capsys.readouterr().err
+    """They may stand anywhere; without a configuration their values are not taken for one."""
+    words = ["train", "--sampling.eta", "0.7", "--seed=5", str(PAPER), "--resume", "--output", "o", "--train.grad_clip"]
+    options, overrides = parse([*words, "-1"])
+    assert (options.config, options.resume) == (str(PAPER), True)
+    assert overrides == {"sampling.eta": "0.7", "seed": "5", "output": "o", "train.grad_clip": "-1"}
+    with pytest.raises(SystemExit):
+        main(["train", "--train.iterations", "5"])
+    assert "the following arguments are required: CONFIG" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert "usage: sage-fast train CONFIG [OPTION ...]" in capsys.readouterr().out
@@ -558,3 +570,16 @@ def test_a_full_disk_is_named_by_what_is_written(tmp_path: Path) -> None:
         assert "File name too long" in reason(error.value)
     assert reason(ConnectionError("no answer")) == "ConnectionError: no answer"
     assert reason(ConnectionError()) == "ConnectionError: "
+
+
+def test_a_mistyped_run_is_named_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "config.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    for mistyped in ("runs/dmo", "rnus/demo"):
+        for command in (["eval"], ["train", "--resume"], ["sample", "--prompt", "a cat"]):
+            assert main([*command, mistyped]) == 2
+            assert f"'{mistyped}': no such file or folder; expected" in (error := capsys.readouterr().err)
+            assert "did you mean 'runs/demo'?" in error

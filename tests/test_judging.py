@@ -171,7 +171,7 @@ def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere: no such file"),
+        (["nowhere"], "'nowhere': no such file or folder; expected a YAML file or a run folder"),
         (["EMPTY"], "nor a folder of videos: videos.csv"),
         (["base"], "'base' is the model of a run or of settings"),
         ([PAPER, PAPER], "two sources are called"),

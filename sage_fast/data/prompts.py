@@ -122,7 +122,9 @@ def _text_of(source: str) -> str:
     except OSError:  # not a possible file name
         found = False
     if not found:
-        raise UserError(f"prompt file {source!r}: no such file; expected {FORMATS}")
+        close = difflib.get_close_matches(source, SETS, n=1)
+        question = f", or {close[0]!r}" if close else ""
+        raise UserError(f"prompt file {source!r}: no such file; expected {FORMATS}{question}")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")

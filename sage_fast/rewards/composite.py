@@ -79,8 +79,8 @@ class CompositeReward:
             device: device of the run's videos.
 
         Raises:
-            UserError: a reward fails, does not return `[B]` for each part, scores no video with a finite number, or lacks a part that has a weight or a
-                normalisation; or two rewards return a part of the same name.
+            UserError: a reward fails, returns no finite score, does not return `[B]` for each part, or lacks a part
+                that has a weight or a normalisation; or two rewards return a part of the same name.
             RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         videos = dummy_videos(sampling).to(device)
