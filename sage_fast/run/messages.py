@@ -71,7 +71,8 @@ def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) 
     return (
         f"a signal can lose up to {train.checkpoint_interval} iterations: {seconds:.0f} s of one cannot be interrupted "
         f"and half of train.grace_seconds = {train.grace_seconds:g} is for that. {enough} is enough, if the scheduler "
-        f"waits longer: Slurm's --signal=B:USR1@{enough + 100} (scripts/slurm.sbatch), torchrun's --shutdown-timeout"
+        f"waits longer: Slurm's --signal=B:USR1@{enough + 100} (slurm.sbatch, which `init` writes), or "
+        "torchrun's --shutdown-timeout"
     )
 
 
