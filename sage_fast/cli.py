@@ -181,8 +181,9 @@ def _run(arguments: list[str]) -> int:
 
         argcomplete.autocomplete(_parser(COMMANDS, list_settings=True), always_complete_options=False)
     options, overrides = parse(arguments)
-    from sage_fast.util.console import log_to_screen
+    from sage_fast.util.console import leave_logs, log_to_screen
 
+    leave_logs()
     log_to_screen(quiet=getattr(options, "quiet", False))
     with ranges(*tools_of_environment()):
         return COMMANDS[options.command].load().run(options, overrides) or 0

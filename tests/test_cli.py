@@ -19,7 +19,7 @@ from sage_fast.config.load import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import claim_output
 from sage_fast.run.manifest import MANIFEST, write_manifest
-from sage_fast.run.messages import time_left
+from sage_fast.run.messages import seconds_left, time_left
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason
@@ -191,7 +191,11 @@ def test_a_run_says_how_long_it_still_takes(tmp_path: Path, capsys: pytest.Captu
     words = ["train", str(PAPER), "--output", str(tmp_path / "run"), *SMALL, "--train.iterations", "3"]
     assert main(words) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "  kl " in line]
-    assert [bool(re.match(r" *\d+[smhd] left  kl ", line)) for line in lines] == [True, True, False]
+    assert len(lines) == 3  # the last evaluation is left after the last iteration
+    assert all(re.match(r" *\d+[smhd] left  loss -?\d\.\de[+-]\d\d  kl \d", line) for line in lines)
+    assert all(re.search(r"  ratio within \d\.\de-\d\d of 1, \d+ % clipped$", line) for line in lines)
+    assert "iteration 3 of" not in (log := (tmp_path / "run" / "logs" / "rank-000.log").read_text())
+    assert [line in log for line in lines] == [True] * 3
     assert max(map(len, lines)) <= 80
     known = {0: "", 0.6: "1s left", 98: "98s left", 100: "2m left", 7200: "2h left", 3600 * 20.1: "20h left",
              86400 * 30: "30d left"}  # fmt: skip
@@ -583,3 +587,16 @@ def test_a_mistyped_run_is_named_with_the_nearest(
             assert main([*command, mistyped]) == 2
             assert f"'{mistyped}': no such file or folder; expected" in (error := capsys.readouterr().err)
             assert "did you mean 'runs/demo'?" in error
+
+
+def test_the_time_left_counts_the_evaluations() -> None:
+    def left(done: int, interval: int, evaluations: list[float]) -> float:
+        return seconds_left(done, 10, interval, 2.0, evaluations)
+
+    assert left(4, 0, []) == 12
+    assert left(4, 0, [5.0, 7.0]) == 12 + 6
+    assert left(3, 4, [6.0]) == 14 + 3 * 6  # after 4, 8 and 10
+    assert left(4, 4, [6.0]) == 12 + 3 * 6  # the row comes before the evaluation after it
+    assert left(8, 4, [6.0]) == 4 + 2 * 6
+    assert left(9, 4, [6.0]) == 2 + 6
+    assert left(10, 5, [6.0]) == 6  # in place of one at 10 there is the last
