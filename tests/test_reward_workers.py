@@ -625,7 +625,9 @@ def test_connections_that_say_nothing_of_use_keep_no_other_out(
     for connection in idle[:8]:
         connection.settimeout(20)
         assert connection.recv(1) == b"", "closed"
-    assert HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], [{}], 20, "id")["print"].isfinite().all()
+    assert (
+        HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], [{}], 20, "id")["print"].isfinite().all()
+    )
     monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_BEGIN", 0.5)
     for connection in idle[9:]:
         connection.settimeout(0.1)

@@ -33,6 +33,7 @@ from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, wri
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, seconds_left
 from sage_fast.run.method import method_of
 from sage_fast.run.preflight import check_metrics, check_output
+from sage_fast.run.profile import RunProfile
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
@@ -160,10 +161,11 @@ class Run:
             if self._evaluation_is_due and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None:
                 self.evaluate(f"iteration-{self.done:06d}", self.done)
             began, first, bar = time.monotonic() - sum(self.evaluation_seconds), self.done, Round()
+            profile = RunProfile(config.profiling.iterations, self.folder / "profile")
             for index in range(first, config.train.iterations):
                 self.stop.boundary(trainer.device)
                 completed = _Completed(trainer)
-                with bar.over(f"iteration {index + 1}/{config.train.iterations}"):
+                with profile.over(index), bar.over(f"iteration {index + 1}/{config.train.iterations}"):
                     row = trainer.iteration(index)
                 self.done, trainer.mid_iteration = index + 1, False  # complete even if the lines below fail
                 row |= throughput(trainer, row)
