@@ -156,7 +156,11 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
         (["evaluate", "runs/demo"], 2, "sage-fast evaluate: no such command; expected one of init, train, "),
         (["evaluate", "runs/demo"], 2, "did you mean 'eval'?"),
         (["init", "mine"], 0, "wrote config.yaml, my_rewards.py, prompts.txt, heldout.txt"),
-        (["init", "real", "--config", "hunyuanvideo15-480p"], 0, "wrote config.yaml, slurm.sbatch, prompts.txt, heldout.txt"),
+        (
+            ["init", "real", "--config", "hunyuanvideo15-480p"],
+            0,
+            "wrote config.yaml, slurm.sbatch, prompts.txt, heldout.txt",
+        ),
     ],
 )
 def test_what_needs_no_pytorch_does_not_wait_for_it(
