@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import make_folder_of, write_json
+from sage_fast.util.files import make_folder_of, write_atomic, write_json
 from sage_fast.util.imports import heavy_imports
 
 ONLY = {
+    "csv": ("operators",),
+    "plot": ("operators",),
     "size": ("operators", "rollout"),
     "part": ("rollout",),
     "path": ("rollout", "iteration"),
@@ -24,6 +27,8 @@ def add_arguments(add: Callable[..., object]) -> None:
     add("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
     add("--config", metavar="FILE", help="YAML file, for `bench iteration`")
     add("--json", type=Path, metavar="FILE", help="write every number to FILE, again after every row")
+    add("--csv", type=Path, metavar="FILE", help="for `bench operators`: write p20, p50, p80 and GB/s to FILE")
+    add("--plot", type=Path, metavar="FILE", help="for `bench operators`: draw GB/s by size into an .svg or .png")
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
     add("--part", action="append", help="for `bench rollout`: forward, step, rollout, train or decode")
     add("--path", action="append", help="for `bench rollout` or `iteration`: stock, eager, compiled, ...")
@@ -38,16 +43,20 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     Raises:
         UserError: the benchmark does not accept an option, or does not know a name.
     """
-    make_folder_of(options.json)
+    _check(options)
+    for option in ("json", "csv", "plot"):
+        make_folder_of(getattr(options, option), f"--{option}")
     with heavy_imports("bench"):
         from sage_fast.tools.harness import Save, save_nothing
 
     if options.compile:
         from sage_fast.benchmarks.compile_report import compile_report, format_table
 
-        print(format_table(compile_report()))
+        rows = compile_report()
+        print(format_table(rows))
+        if options.json is not None:
+            write_json({"rows": [dataclasses.asdict(row) for row in rows]}, options.json)
         return 0
-    _check(options)
     save: Save = save_nothing if options.json is None else functools.partial(write_json, path=options.json)
     if options.what == "iteration":
         from sage_fast.benchmarks import iteration
@@ -75,10 +84,24 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
 
         result = operators.run(_known("size", options.size, operators.SIZES), options.repetitions, save)
         print(operators.format_result(result))
+        if options.csv is not None:
+            write_atomic(options.csv, operators.format_csv(result))
+        if options.plot is not None:
+            from sage_fast.report.charts import picture
+
+            size, kind = (4.4 * len(operators.OPERATORS), 3.4), options.plot.suffix[1:]
+            write_atomic(options.plot, picture(functools.partial(operators.draw, result), size, kind, "operators"))
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.compile:
+        given = [name for name in (*ONLY, "config") if getattr(options, name) is not None]
+        if given or options.what != "operators":
+            wrong = f"--{given[0]}" if given else f"`bench {options.what}`"
+            raise UserError(f"--compile compiles every kernel and goes with --json alone, not with {wrong}")
+    if options.plot is not None and options.plot.suffix not in (".svg", ".png"):
+        raise UserError(f"--plot {str(options.plot)!r}: expected a file that ends in .svg or .png")
     if options.repetitions < 1:
         raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
     if (options.what == "iteration") != bool(options.config):

@@ -7,13 +7,16 @@ result gets no time. `sage-fast bench` prints the table and writes JSON.
 
 from __future__ import annotations
 
+import csv
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -312,16 +315,17 @@ def format_result(result: dict[str, Any]) -> str:
     lines = [
         head_line(env),
         "",
-        f"{'operator':<18}{'size':<16}{'fused':>11}{'eager':>11}{'x':>7}{'compiled':>11}{'x':>7}{'copy':>11}"
-        f"{'of limit':>10}",
+        f"{'operator':<18}{'size':<16}{'fused':>11}{'p20 to p80':>18}{'GB/s':>8}{'eager':>11}{'x':>7}{'compiled':>11}"
+        f"{'x':>7}{'copy':>11}{'of limit':>10}",
     ]
     for row in result["rows"]:
-        p50 = {name: times["p50"] for name, times in row["seconds"].items()}
-        fused = p50["fused"]
+        ms = {name: 1e3 * times["p50"] for name, times in row["seconds"].items()}
+        low, fused, high = (1e3 * row["seconds"]["fused"][at] for at in ("p20", "p50", "p80"))
+        spread, speed = f"{low:.3f} to {high:.3f}", row["bytes"] / fused / 1e6
         lines.append(
-            f"{row['operator']:<18}{row['size']:<16}{fused * 1e3:>8.3f} ms{p50['eager'] * 1e3:>8.2f} ms"
-            f"{p50['eager'] / fused:>6.1f}x{p50['compiled'] * 1e3:>8.2f} ms{p50['compiled'] / fused:>6.2f}x"
-            f"{p50['copy'] * 1e3:>8.2f} ms{p50['copy'] / fused:>9.0%}"
+            f"{row['operator']:<18}{row['size']:<16}{fused:>8.3f} ms{spread:>18}{speed:>8.1f}{ms['eager']:>8.2f} ms"
+            f"{ms['eager'] / fused:>6.1f}x{ms['compiled']:>8.2f} ms{ms['compiled'] / fused:>6.2f}x"
+            f"{ms['copy']:>8.2f} ms{ms['copy'] / fused:>9.0%}"
         )
     share = 12 * math.prod(SIZES["480p batch 1"]) / H200_BYTES_PER_SECOND / GUIDED_STEP_SECONDS
     lines += [
@@ -343,3 +347,33 @@ def format_result(result: dict[str, Any]) -> str:
     else:
         lines.append("There is no GPU row yet.")
     return "\n".join(lines)
+
+
+def format_csv(result: Mapping[str, Any]) -> str:
+    """Format one line per contender: milliseconds, and gigabytes per second at the median."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["operator", "size", "bytes", "contender", "p20_ms", "p50_ms", "p80_ms", "gb_per_s"])
+    for row in result["rows"]:
+        for name, times in row["seconds"].items():
+            speed = row["bytes"] / times["p50"] / 1e9
+            numbers = [1e3 * times["p20"], 1e3 * times["p50"], 1e3 * times["p80"], speed]
+            writer.writerow([row["operator"], row["size"], row["bytes"], name, *(f"{x:.6g}" for x in numbers)])
+    return text.getvalue()
+
+
+def draw(result: Mapping[str, Any], figure: Figure) -> None:
+    """Draw GB/s by size, one panel per operator, with a bar from p20 to p80. `copy` is the limit."""
+    panels = itertools.groupby(result["rows"], key=lambda row: row["operator"])
+    drawn = [(operator, list(rows)) for operator, rows in panels]
+    for axes, (operator, rows) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn):
+        axes.set(title=operator, ylabel="GB/s")
+        for name in rows[0]["seconds"]:
+            low, middle, high = (
+                [row["bytes"] / row["seconds"][name][at] / 1e9 for row in rows] for at in ("p80", "p50", "p20")
+            )
+            spread = [[m - one for m, one in zip(middle, low)], [one - m for m, one in zip(middle, high)]]
+            axes.errorbar(range(len(rows)), middle, yerr=spread, marker="o", capsize=3, label=name)
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(range(len(rows)), [row["size"].replace(" batch", "\nbatch") for row in rows])
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -133,14 +133,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         raise UserError(f"no such command; {nearest(arguments[0], COMMANDS)}")
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
-    options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(arguments)
-    if not rest:
+    from sage_fast.config.command_line import overrides_of, settings_apart
+
+    words, given = settings_apart(arguments)
+    options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(words)
+    if not (rest := [*given, *rest]):
         return options, {}
     if not COMMANDS[options.command].settings:
         what = "option" if rest[0].startswith("-") else "argument"
         raise UserError(f"unknown {what} {rest[0].partition('=')[0]}; see sage-fast {options.command} --help")
-    from sage_fast.config.command_line import overrides_of
-
     return options, overrides_of(rest)
 
 
@@ -185,8 +186,9 @@ def _run(arguments: list[str]) -> int:
 
         argcomplete.autocomplete(_parser(COMMANDS, list_settings=True), always_complete_options=False)
     options, overrides = parse(arguments)
-    from sage_fast.util.console import log_to_screen
+    from sage_fast.util.console import leave_logs, log_to_screen
 
+    leave_logs()
     log_to_screen(quiet=getattr(options, "quiet", False))
     with ranges(*tools_of_environment()):
         return COMMANDS[options.command].load().run(options, overrides) or 0

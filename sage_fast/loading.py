@@ -25,7 +25,7 @@ from sage_fast.config.schema import (
     TrainConfig,
 )
 from sage_fast.data.embeddings import cache_key, encode_cached
-from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts, texts_of
+from sage_fast.data.prompts import FORMATS, SETS, Prompt, metadata_of, negatives_of, read_prompts, texts_of
 from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
@@ -36,6 +36,7 @@ from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards import CompositeReward, Judge
+from sage_fast.rewards.interface import Metadata
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import graph_bytes, step_graphs
 from sage_fast.util.environment import format_bytes, free_bytes
@@ -124,7 +125,8 @@ def load_setup(
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
         texts, eval_texts = ([prompt.text for prompt in group] for group in (train_prompts, eval_prompts))
-        reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, texts, eval_texts)
+        metadata = metadata_of([*train_prompts, *eval_prompts])
+        reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, texts, eval_texts, metadata)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = Objective.of(config).surrogate
@@ -182,6 +184,7 @@ def load_rewards(
     sampling: SamplingConfig,
     prompts: Sequence[str],
     eval_prompts: Sequence[str],
+    metadata: Mapping[str, Metadata],
 ) -> tuple[CompositeReward, Judge | None]:
     """Load the reward and, if named, the judge; check each on one or two dummy videos of these prompts.
 
@@ -189,7 +192,7 @@ def load_rewards(
         UserError: one is missing or does not fit.
     """
     device = str(local_device())
-    reward, judge = CompositeReward.of(settings, device), None
+    reward, judge = CompositeReward.of(settings, device, metadata), None
     reward.check(sampling, prompts, device)
     for part in reward.parts:
         if part in ("reward", "overall") or part.startswith(JUDGE_PART):
@@ -198,7 +201,7 @@ def load_rewards(
                 "reserve for the composite and eval.judge; give it another name, or a reward.prefix such as my_"
             )
     if judge_name is not None:
-        judge = Judge(judge_name, settings, device)
+        judge = Judge(judge_name, settings, device, metadata=metadata)
         judge.check(sampling, eval_prompts, device)
     return reward, judge
 

@@ -46,6 +46,7 @@ from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_devic
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest
+from sage_fast.util.profiling import annotate
 from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, fail_together, world_size
 
 
@@ -284,8 +285,10 @@ class Trainer:
             self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
 
         for micro in self.policy.states.pad_to_largest([*early, *(transitions[rows] for rows in runs)], idle):
-            loss, policy, kl = self._loss(batch, micro)
-            self.engine.backward(loss.total.sum(), total)
+            with annotate("forward"):
+                loss, policy, kl = self._loss(batch, micro)
+            with annotate("backward"):
+                self.engine.backward(loss.total.sum(), total)
             metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
             losses.append(dataclasses.replace(loss, total=loss.total.detach(), policy=loss.policy.detach()))
             values = (loss.total.detach(), loss.kl, policy.square(), kl.square())

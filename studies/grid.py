@@ -193,7 +193,7 @@ def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[st
 
 
 def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells: Mapping[str, Config]) -> str:
-    """Return an sbatch script: `grid.sbatch` filled in, then `scripts/slurm.sbatch` from where it knows the run."""
+    """Return an sbatch script: `grid.sbatch` filled in, then `configs/slurm.sbatch` from where it knows the run."""
     values = {
         "LAST": str(len(cells) - 1),
         "GPUS": str(options.gpus),
@@ -203,7 +203,7 @@ def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells:
     }
     here = Path(__file__).parent
     head = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], (here / "grid.sbatch").read_text(encoding="utf-8"))
-    slurm = (here.parent / "scripts" / "slurm.sbatch").read_text(encoding="utf-8")
+    slurm = (here.parent / "configs" / "slurm.sbatch").read_text(encoding="utf-8")
     _, start, rest = slurm.replace("-m sage_fast train", "-m studies.grid").partition("MASTER_ADDR=")
     return head + start + rest
 

@@ -1,5 +1,6 @@
 """Settings that must stand before any test module is imported."""
 
+import atexit
 import gc
 import logging
 import os
@@ -28,6 +29,15 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as every process of ours starts
 gc.disable()  # while test modules are imported: a fifth faster
+
+
+def _end_quietly() -> None:
+    """Drop what is printed as the interpreter ends: 26 lines of Triton's bindings about leaks, below the failures."""
+    if "triton" in sys.modules:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+atexit.register(_end_quietly)
 
 # nohup and a shell's & leave signals ignored, which tests send and which a run then leaves ignored.
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):

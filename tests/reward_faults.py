@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,6 +108,7 @@ class Returns:
             "matrix": {"a": torch.ones(count, 1)},
             "number": {"a": 1.0},
             "complex": {"a": torch.ones(count, dtype=torch.complex64)},
+            "nan": {"a": torch.full((count,), torch.nan)},
             "key": {3: torch.ones(count)},
         }.get(self.what, {"a": torch.ones(count)})
 
@@ -123,3 +125,11 @@ class Named:
 
     def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         return {self.part: fingerprints(videos)}
+
+
+def count_and_print(videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The metadata's `count`, or -1, and the prints, so that a mix-up shows. Fails on a batch with count 3."""
+    if len(prompts) > 1 and any(one.get("count") == 3 for one in metadata):
+        raise ValueError("three in a batch")
+    counts = torch.tensor([float(one.get("count", -1)) for one in metadata])
+    return {"count": counts, "print": fingerprints(videos)}

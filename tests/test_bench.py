@@ -1,5 +1,6 @@
 """The benchmark runs end to end at a tiny size, refuses to time wrong results, and says which rows it lacks."""
 
+import csv
 import dataclasses
 import functools
 import importlib
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from sage_fast.benchmarks import compile_report
 from sage_fast.benchmarks import operators as bench
 from sage_fast.benchmarks import rollout as rollout_bench
 from sage_fast.benchmarks.rung import PARTS, Rung, random_decoders, random_transformer
@@ -54,23 +56,47 @@ def inductor_in_soak(request: pytest.FixtureRequest) -> None:
 @pytest.mark.usefixtures("inductor_in_soak")
 def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--size", "tiny", "--size", "tiny tokens"]
-    assert main(["bench", *sizes, "--repetitions", "2", "--json", str(tmp_path / "out" / "b.json")]) == 0
+    json_file, csv_file, plot = (tmp_path / folder / f"b.{folder}" for folder in ("json", "csv", "svg"))
+    files = ["--json", str(json_file), "--csv", str(csv_file), "--plot", str(plot)]
+    assert main(["bench", *sizes, "--repetitions", "2", *files]) == 0
     out = capsys.readouterr().out
     assert all(operator in out for operator in OPERATORS)
     assert "There is no GPU row yet" in out
-    result = json.loads((tmp_path / "out" / "b.json").read_text())
+    result = json.loads(json_file.read_text())
     assert f"fused = {result['environment']['operators']}" in out, "the reference must not pass for a fused operator"
     for row, share in zip(result["rows"], (0.5, 1.5, 0.5, 0.5, 0.5)):
         row["seconds"]["copy"]["p50"] = share * row["seconds"]["fused"]["p50"]
     assert "Above 100% a copy is no limit" in bench.format_result(result)
     result["rows"][1]["seconds"]["copy"]["p50"] = 0.0
     assert "Above 100% a copy is no limit" not in bench.format_result(result)
-    result = json.loads((tmp_path / "out" / "b.json").read_text())
+    result = json.loads(json_file.read_text())
     assert {"commit", "date", "device", "threads", "operators", "torch"} <= result["environment"].keys()
     assert [row["operator"] for row in result["rows"]] == [*OPERATORS]
     for row in result["rows"]:
         assert set(row["seconds"]) == {"fused", "eager", "compiled", "copy"}
         assert all(times["p20"] <= times["p50"] <= times["p80"] for times in row["seconds"].values())
+        fused = row["seconds"]["fused"]
+        assert f"{1e3 * fused['p20']:.3f} to {1e3 * fused['p80']:.3f}" in out
+    written = list(csv.DictReader(csv_file.open()))
+    measured = [(row, name) for row in result["rows"] for name in row["seconds"]]
+    assert [(line["operator"], line["contender"]) for line in written] == [
+        (row["operator"], name) for row, name in measured
+    ]
+    for line, (row, name) in zip(written, measured):
+        assert float(line["p50_ms"]) == pytest.approx(1e3 * row["seconds"][name]["p50"], rel=1e-4)
+        speed = float(line["gb_per_s"]) * 1e9 * row["seconds"][name]["p50"]
+        assert speed == pytest.approx(row["bytes"], rel=1e-4)
+    drawn = plot.read_text()
+    assert all(f">{text}<" in drawn for text in [*OPERATORS, "fused", "eager", "compiled", "copy", "GB/s"])
+
+
+def test_compile_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = compile_report.Row(
+        kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0, loads=[16], stores=[4]
+    )
+    monkeypatch.setattr(compile_report, "compile_report", lambda: [row])
+    assert main(["bench", "--compile", "--json", str(tmp_path / "c.json")]) == 0
+    assert json.loads((tmp_path / "c.json").read_text()) == {"rows": [dataclasses.asdict(row)]}
 
 
 @pytest.mark.soak
@@ -432,6 +458,10 @@ def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
     ("arguments", "message"),
     [
         (["--part", "forward"], "--part goes with `bench rollout`"),
+        (["--compile", "--size", "nonsense"], "goes with --json alone, not with --size"),
+        (["--compile", "rollout"], "goes with --json alone, not with `bench rollout`"),
+        (["--plot", "a.jpeg"], "--plot 'a.jpeg': expected a file that ends in .svg or .png"),
+        (["rollout", "--csv", "a.csv"], "--csv goes with `bench operators`"),
         (["--budget", "9"], "--budget goes with `bench rollout`"),
         (["rollout", "--budget", "0"], "--budget 0: expected seconds above 0"),
         (["rollout", "--part", "froward"], "did you mean 'forward'"),

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.cli import main
+from sage_fast.cli import main, parse
 from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import claim_output
 from sage_fast.run.manifest import MANIFEST, write_manifest
-from sage_fast.run.messages import time_left
+from sage_fast.run.messages import seconds_left, time_left
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason
@@ -145,11 +145,22 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
         (["train", str(PAPER), "--dry-run", "--gpus", "64"], 2, "32 samples an iteration for 64 ranks"),
         (["train", str(PAPER), "--output", str(PAPER.parent)], 2, "already holds other files"),
         (["train", str(PAPER), "--resume", "--output", str(PAPER.parent)], 2, "no run to resume there"),
+        (["train", str(PAPER), "--data.prompts", "testbedd:train"], 2, "or .jsonl, or 'testbed:train'"),
+        (
+            ["train", "rnus/demo", "--resume"],
+            2,
+            "'rnus/demo': no such file or folder; expected a YAML file or a run folder",
+        ),
+        (["sample", str(PAPER), "--prompt", "a cat", "--prompt", " "], 2, "--prompt '': expected text, such as"),
         (["init", "mine", "--config", "demmo"], 2, "did you mean 'demo'?"),
         (["evaluate", "runs/demo"], 2, "sage-fast evaluate: no such command; expected one of init, train, "),
         (["evaluate", "runs/demo"], 2, "did you mean 'eval'?"),
         (["init", "mine"], 0, "wrote config.yaml, my_rewards.py, prompts.txt, heldout.txt"),
-        (["init", "real", "--config", "hunyuanvideo15-480p"], 0, "wrote config.yaml, prompts.txt, heldout.txt"),
+        (
+            ["init", "real", "--config", "hunyuanvideo15-480p"],
+            0,
+            "wrote config.yaml, slurm.sbatch, prompts.txt, heldout.txt",
+        ),
     ],
 )
 def test_what_needs_no_pytorch_does_not_wait_for_it(
@@ -184,7 +195,11 @@ def test_a_run_says_how_long_it_still_takes(tmp_path: Path, capsys: pytest.Captu
     words = ["train", str(PAPER), "--output", str(tmp_path / "run"), *SMALL, "--train.iterations", "3"]
     assert main(words) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "  kl " in line]
-    assert [bool(re.match(r" *\d+[smhd] left  kl ", line)) for line in lines] == [True, True, False]
+    assert len(lines) == 3  # the last evaluation is left after the last iteration
+    assert all(re.match(r" *\d+[smhd] left  loss -?\d\.\de[+-]\d\d  kl \d", line) for line in lines)
+    assert all(re.search(r"  ratio within \d\.\de-\d\d of 1, \d+ % clipped$", line) for line in lines)
+    assert "iteration 3 of" not in (log := (tmp_path / "run" / "logs" / "rank-000.log").read_text())
+    assert [line in log for line in lines] == [True] * 3
     assert max(map(len, lines)) <= 80
     known = {0: "", 0.6: "1s left", 98: "98s left", 100: "2m left", 7200: "2h left", 3600 * 20.1: "20h left",
              86400 * 30: "30d left"}  # fmt: skip
@@ -212,9 +227,14 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
 
 
 def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    """The usage line says that the configuration comes first, as does the error for a value in its place."""
-    assert main(["train", "--sampling.eta", "0.7", str(PAPER)]) == 2
-    assert "config 0.7: no such file; it comes first" in capsys.readouterr().err
+    """They may stand anywhere; without a configuration their values are not taken for one."""
+    words = ["train", "--sampling.eta", "0.7", "--seed=5", str(PAPER), "--resume", "--output", "o", "--train.grad_clip"]
+    options, overrides = parse([*words, "-1"])
+    assert (options.config, options.resume) == (str(PAPER), True)
+    assert overrides == {"sampling.eta": "0.7", "seed": "5", "output": "o", "train.grad_clip": "-1"}
+    with pytest.raises(SystemExit):
+        main(["train", "--train.iterations", "5"])
+    assert "the following arguments are required: CONFIG" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert "usage: sage-fast train CONFIG [OPTION ...]" in capsys.readouterr().out
@@ -574,3 +594,29 @@ def test_a_full_disk_is_named_by_what_is_written(tmp_path: Path) -> None:
         assert "File name too long" in reason(error.value)
     assert reason(ConnectionError("no answer")) == "ConnectionError: no answer"
     assert reason(ConnectionError()) == "ConnectionError: "
+
+
+def test_a_mistyped_run_is_named_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "config.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    for mistyped in ("runs/dmo", "rnus/demo"):
+        for command in (["eval"], ["train", "--resume"], ["sample", "--prompt", "a cat"]):
+            assert main([*command, mistyped]) == 2
+            assert f"'{mistyped}': no such file or folder; expected" in (error := capsys.readouterr().err)
+            assert "did you mean 'runs/demo'?" in error
+
+
+def test_the_time_left_counts_the_evaluations() -> None:
+    def left(done: int, interval: int, evaluations: list[float]) -> float:
+        return seconds_left(done, 10, interval, 2.0, evaluations)
+
+    assert left(4, 0, []) == 12
+    assert left(4, 0, [5.0, 7.0]) == 12 + 6
+    assert left(3, 4, [6.0]) == 14 + 3 * 6  # after 4, 8 and 10
+    assert left(4, 4, [6.0]) == 12 + 3 * 6  # the row comes before the evaluation after it
+    assert left(8, 4, [6.0]) == 4 + 2 * 6
+    assert left(9, 4, [6.0]) == 2 + 6
+    assert left(10, 5, [6.0]) == 6  # in place of one at 10 there is the last

@@ -22,7 +22,7 @@ from tests.test_docs import blocks
 from tests.tiny import arguments
 
 REPOSITORY = Path(__file__).parent.parent
-SCRIPT = REPOSITORY / "scripts" / "slurm.sbatch"
+SCRIPT = REPOSITORY / "configs" / "slurm.sbatch"
 
 # Like srun: one process per task with its number in the environment, the largest status, signals for the tasks.
 SRUN = """#!/usr/bin/env bash

@@ -276,6 +276,9 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
             r"trackers = .wandb.: expected a list of text, such as \[one, two\]",
         ),
         ("a red circle moves left " * 20, "expected a mapping of settings"),
+        ("seed: 3\nsampling:\n  eta: 1\n\n  etta: 2\n", r"c.yaml, line 5: unknown setting 'sampling.etta'; did you"),
+        ("# a\nsampling.etta: 2\n", r"c.yaml, line 2: unknown setting 'sampling.etta'; did you mean"),
+        ("sampling: 3\n", r"c.yaml, line 1: 'sampling' is a section of settings: sampling.sampler"),
         ("a red circle moves left " * 20 + ": 1", "unknown setting 'a red .* \\[...\\]'; did you mean"),
     ],
 )
@@ -310,6 +313,15 @@ def test_config_file_that_is_no_file(tmp_path: Path) -> None:
         load(tmp_path / "missing.yaml")
     with pytest.raises(UserError, match=r"a folder; expected a YAML file, such as .*config.yaml"):
         load(tmp_path)
+
+
+def test_an_unknown_key_of_a_base_is_named_with_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text("reward:\n  args: {any: 1}\n  nmae: x\n")
+    (tmp_path / "top.yaml").write_text("base: below.yaml\nseed: 3\n")
+    with pytest.raises(
+        UserError, match=r"below.yaml, line 3: unknown setting 'reward.nmae'; did you mean 'reward.name'"
+    ):
+        load(tmp_path / "top.yaml")
 
 
 def test_a_section_without_settings_leaves_the_defaults(tmp_path: Path) -> None:

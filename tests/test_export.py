@@ -1,10 +1,11 @@
 """Exported weights: equal updates in every layout, in peft and in diffusers, with a card."""
 
+import dataclasses
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.manifest import FOR_TRAINING, MANIFEST, keep_weights, write_manifest
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU, settings
-from tests.tiny_checkpoint import tiny_transformer
+from tests.tiny_checkpoint import tiny_transformer, write_tiny_checkpoint
 
 # What each layer of the other checkpoints is made of, as diffusers' conversion script (original) and ComfyUI's own
 # key map have it: name -> diffusers' layers, whose rows follow each other. Written the other way round than
@@ -350,6 +351,47 @@ def test_the_licence_is_the_models_own() -> None:
     card = ModelCard(model_card(Path("none"), settings(), spec, iteration=1, base=BASE, files=[]))
     assert (card.data.license, card.data.license_name) == ("other", "tencent-hunyuan-community")
     assert card.data.license_link == "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
+    tuning: Literal["lora", "full"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run it in the exported folder, on a tiny checkpoint of the real classes."""
+    checkpoint, run = write_tiny_checkpoint(tmp_path / "model", seed=1), tmp_path / "run"
+    parts = ModelConfig(path=str(checkpoint), tuning=tuning, dtype="float32", lora_rank=2)
+    model = load_model(parts, SamplingConfig(), CPU, seed=0)
+    for p in model.policy.networks["transformer"].parameters():
+        if p.requires_grad:
+            nn.init.normal_(p, std=0.1)
+    model.policy.save_weights(run / "weights")
+    write_manifest(run / "weights", 3)
+    small = {"num_frames": 5, "height": 32, "width": 32, "guidance_scale": 1.5}
+    config = settings(output=str(run), **{f"sampling__{key}": value for key, value in small.items()}, eval__steps=2)
+    (run / "config.yaml").write_text(dump(dataclasses.replace(config, model=parts)))
+    export(run, tmp_path / "out", BASE)
+    card = (tmp_path / "out" / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", card, re.S)[1]  # type: ignore[index]
+    monkeypatch.chdir(tmp_path / "out")
+    names: dict[str, Any] = {}
+    exec(compile(code.replace(BASE, str(checkpoint)).replace('"cuda"', '"cpu"'), "card", "exec"), names)
+    assert Path("video.mp4").stat().st_size > 300
+    assert names["pipe"].guider.guidance_scale == 1.5
+    tuned = {name.replace(".default_0.", ".default."): p for name, p in names["pipe"].transformer.named_parameters()}
+    for name, weight in model.policy.snapshot().items():
+        own = tuned[name.removeprefix("transformer.")].float()  # bfloat16 there
+        torch.testing.assert_close(own, weight, rtol=0.01, atol=1e-3)
+
+
+def test_the_card_has_the_picture_of_its_run(run: Path, tmp_path: Path) -> None:
+    (run / "comparison.png").write_bytes(b"png")
+    export(run, tmp_path / "out", BASE)
+    assert "](comparison.png)" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "comparison.png").read_bytes() == b"png"
+    shutil.copytree(run / "weights", run / "checkpoints" / "iteration-000012")  # newer than the picture
+    export(run, tmp_path / "newer", BASE)
+    assert "comparison.png" not in (tmp_path / "newer" / "README.md").read_text()
+    assert not (tmp_path / "newer" / "comparison.png").exists()
 
 
 def test_the_card_has_no_scores_of_other_weights(run: Path, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere: no such file"),
+        (["nowhere"], "'nowhere': no such file or folder; expected a YAML file or a run folder"),
         (["EMPTY"], "nor a folder of videos: videos.csv"),
         (["base"], "'base' is the model of a run or of settings"),
         ([PAPER, PAPER], "two sources are called"),
@@ -199,7 +199,7 @@ def test_a_reward_that_hangs_on_videos_of_another_program_is_named() -> None:
     """There is no model then, whose gathered weights other ranks could wait for."""
     hangs = {"reward__name": "tests.test_rewards:hangs", "reward__weights": {"red": 1}, "reward__timeout_seconds": 0.3}
     config = settings(**hangs, sampling__batch_size=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
-    reward, judge = load_rewards(config.reward, None, config.sampling, ["a", "b"], ["a", "b"])
+    reward, judge = load_rewards(config.reward, None, config.sampling, ["a", "b"], ["a", "b"], {})
     scoring = Scoring(config=config, reward=reward, judge=judge)
     with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
         score_videos(scoring, ["a", "b"], [0, 1], lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))]))

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -24,6 +25,7 @@ from sage_fast.models.decoder import PendingVideos
 from sage_fast.models.load import find_spec
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.scoring import VideoScorer
+from sage_fast.run.profile import RunProfile
 from sage_fast.tools import profile as iteration_profile
 from sage_fast.tools.plan import plan
 from sage_fast.tools.profile import (
@@ -42,6 +44,7 @@ from sage_fast.tools.profile import (
     phase_table,
 )
 from sage_fast.util import metrics, profiling
+from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import Stopwatch
 from sage_fast.util.profiling import annotate, ranges
 from tests.test_cli import PAPER, SMALL
@@ -89,10 +92,11 @@ def test_ranges_of_an_iteration(domain: RecordingDomain) -> None:
     ]
     rollout = [("rollout",), *[path for step in steps for path in step]]
     submit, score = [("decode",)], [("decode",), ("reward",)]  # a chunk is scored after the next one's rollout
+    micro = [("train", "forward"), ("train", "backward")]
     assert domain.pushed == [
         ("rollout",),  # conditioning
         *[*rollout, *submit, *rollout, *score, *submit, *score],
-        *[("anchor",), ("train",), ("train", "optimizer")],
+        *[("anchor",), ("train",), *micro * 4, ("train", "optimizer")],  # 30 transitions, 8 at a time
     ]
     assert not any(domain.stacks.values())
 
@@ -465,3 +469,55 @@ def test_phase_table_by_hand() -> None:
     assert table["decode"]["flops"] is None
     assert table["other"]["seconds"] == 1.0
     assert (table["total"]["mfu"], table["total"]["busy_seconds"]) == (pytest.approx(14 / 64), 5.5)
+
+
+def names_in(trace: Path) -> set[str]:
+    return {event.get("name", "") for event in json.loads(gzip.open(trace).read())["traceEvents"]}
+
+
+def test_iterations_of_a_run_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, rank = tmp_path / "run", "rank-000"
+    window = ["--train.iterations", "4", "--profiling.iterations", "[2, 3]"]
+    assert main(["train", str(PAPER), "--output", str(run), *SMALL, *window]) == 0
+    assert [path.name for path in (run / "profile").iterdir()] == [f"{rank}.json.gz"]  # no memory of a GPU
+    names = names_in(run / "profile" / f"{rank}.json.gz")
+    assert {"iteration 1", "iteration 2", "rollout", "step 0", "forward", "backward", "optimizer"} <= names
+    assert not {"iteration 0", "iteration 3"} & names
+
+
+def test_a_gpu_also_leaves_a_snapshot_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded before the window or after it, and an error ends the profile."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *off: calls.append("off" if off else "on"))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
+    monkeypatch.setattr(
+        torch.profiler,
+        "profile",
+        functools.partial(torch.profiler.profile, activities=[torch.profiler.ProfilerActivity.CPU]),
+    )
+    profile = RunProfile([2, 3], tmp_path / "profile")
+    for index, expected in enumerate([[], ["on"], ["on", "rank-000.pickle", "off"], ["on", "rank-000.pickle", "off"]]):
+        with profile.over(index):
+            assert profiling.is_profiled() == (index in (1, 2))
+        assert calls == expected
+    broken = RunProfile([1, 2], tmp_path / "broken")
+    with pytest.raises(OSError, match="full"), broken.over(0):
+        raise OSError("full")
+    assert calls[3:] == ["on", "off"]
+    assert not profiling.is_profiled()
+    assert not (tmp_path / "broken").exists()
+
+
+@pytest.mark.parametrize(
+    ("iterations", "why"),
+    [
+        ([3], "the first and the last"),
+        ([0, 2], "counted from 1"),
+        ([3, 2], "such as"),
+        ([4, 9], "no more than train.it"),
+    ],
+)
+def test_iterations_that_cannot_be_profiled(iterations: list[int], why: str) -> None:
+    with pytest.raises(UserError, match=f"^profiling.iterations = .*{why}"):
+        settings(profiling__iterations=iterations, train__iterations=8)

@@ -20,7 +20,7 @@ from sage_fast.config.command_line import overrides_of
 from sage_fast.config.load import dump, from_overrides
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
-from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
+from sage_fast.data.prompts import Prompt, metadata_of, negatives_of, read_prompts
 from sage_fast.eval.evaluation import prompts_and_seeds
 from sage_fast.loading import load_setup
 from sage_fast.models.hub import reachable
@@ -103,7 +103,8 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("p.jsonl", '{"prompt": "a", "seed": true}\n', "line 1: seed = True: expected a whole number"),
         ("p.jsonl", '{"prompt": "a", "seed": -1}\n', "line 1: seed = -1: expected a whole number"),
         ("p.jsonl", '{"prompt": "a", "seed": 1e99}\n', "line 1: seed = 1e\\+99: expected a whole number"),
-        ("p.jsonl", '{"prompt": "a", "width": 640}\n', "line 1: unknown key 'width'"),
+        ("p.jsonl", '{"prompt": "a", "negative_promt": "b"}\n', "unknown key 'negative_promt'; .*'negative_prompt'"),
+        ("p.jsonl", '{"prompt": "a", "count": NaN}\n', "line 1: not valid JSON: NaN is no number"),
         ("p.json", "[]", "expected UTF-8 text .*the nearest is .jsonl"),
         ("p.csv", "prompt,seed\n", "the nearest is .jsonl"),
     ],
@@ -130,6 +131,17 @@ def test_a_prompt_has_one_negative_prompt() -> None:
     with pytest.raises(UserError, match=r"test.jsonl, line 3: negative_prompt = 'dark'; .* '' in train.jsonl, line 1"):
         negatives_of([first, Prompt(text=CAT, negative="dark", where="test.jsonl, line 3")])
     assert negatives_of([first, first]) == {}
+
+
+def test_further_keys_are_metadata(tmp_path: Path) -> None:
+    row = {"prompt": CAT, "seed": 3, "speed": 2.5, "target": {"text": "open", "box": [1, None]}, "note": None}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    (prompt,) = read_prompts(str(tmp_path / "p.jsonl"))
+    assert prompt.metadata == {"speed": 2.5, "target": {"text": "open", "box": [1, None]}, "note": None}
+    assert metadata_of([prompt, Prompt(text=DOG), prompt]) == {CAT: prompt.metadata}
+    other = Prompt(text=CAT, metadata={"speed": 3}, where="test.jsonl, line 2")
+    with pytest.raises(UserError, match=r"test.jsonl, line 2: speed = 3; the same prompt has 2.5 in .*p.json"):
+        metadata_of([prompt, other])
 
 
 # -- negative prompts and seeds ---------------------------------------------------------------------------------------
@@ -410,6 +422,33 @@ def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str
         assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
         assert read_json(run / "eval" / "after.json")["prompts"] == ["a hill", "a lake"]
         assert not (run / "embeddings").exists()
+
+
+def test_metadata_reach_training_evaluations_and_saved_videos(there: Path) -> None:
+    """The reward fails without a count, so that each place that scores a video has to pass it on."""
+    Path("counted.py").write_text(
+        "def count(videos, prompts, metadata):\n    return {'bright': [float(one['count']) for one in metadata]}\n"
+    )
+    Path("prompts.jsonl").write_text("\n".join(json.dumps(row | {"count": 3}) for row in PROMPTS))
+    held = [{"prompt": text, "count": count} for count, text in enumerate(("a hill", "a lake"))]
+    Path("held.jsonl").write_text("\n".join(map(json.dumps, held)))
+    own = [*TINY, *arguments(reward__name="counted:count", reward__on_failure="stop", data__eval_prompts="held.jsonl")]
+    own += ["--eval.judge", "counted:count"]
+    status, out = call("train", "c.yaml", *own, "--output", "runs/counted")
+    assert status == 0, out
+    for name in ("before", "after"):
+        scores = read_json(Path("runs", "counted", "eval", f"{name}.json"))
+        assert scores["parts"] == {"bright": [0, 1], "judge/bright": [0, 1]}
+    assert read_metrics(Path("runs", "counted", "metrics.jsonl"))[0]["reward/mean"] == 3
+    assert "prompts (metadata: count)" in call("train", "c.yaml", *own, "--dry-run")[1]
+    assert call("eval", "runs/counted", "--folder", "out", "--scorer", "counted:count")[0] == 0
+    folder = next(Path("out", "videos").iterdir())
+    videos = ["eval", str(folder), *arguments(reward__name="counted:count", reward__weights="{bright: 1}")]
+    status, out = call(*videos, "--json", "scores.json", "--data.eval_prompts", "held.jsonl")
+    assert status == 0, out
+    assert read_json(Path("scores.json"))["parts"]["bright"] == [0, 1]
+    status, out = call(*videos)
+    assert (status, "KeyError: 'count'" in out) == (2, True)
 
 
 def test_a_prompt_that_is_not_embedded_asks_for_the_encoders(there: Path) -> None:

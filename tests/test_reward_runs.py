@@ -104,8 +104,8 @@ def test_more_than_the_share_stops_the_run_with_a_checkpoint(server: ForkServer,
     assert (
         "2 of 4 samples have no score, more than reward.max_dropped = 0.25 of them; the last: dropped a sample" in log
     )
-    assert "tests/reward_faults.py:68: SystemExit: 4" in log
-    assert "stopped after 0 iterations; continue with --resume" in log
+    assert "tests/reward_faults.py:69: SystemExit: 4" in log
+    assert "stopped after 0 iterations; mend the cause, then continue with --resume" in log
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["iteration-000000"]
 
 
@@ -185,7 +185,7 @@ def test_serve_reward_finds_rewards_of_a_package_and_of_the_current_folder(tmp_p
     line = server.stdout.readline()
     assert line.startswith("serves stranger, my_rewards:mine (bright, print) at http://127.0.0.1:"), line
     videos = torch.rand(2, 5, 3, 16, 16)
-    parts = HttpReward(line.split()[-1], dtype="float32").score(videos, ["a", "b"], 60, "id")
+    parts = HttpReward(line.split()[-1], dtype="float32").score(videos, ["a", "b"], [{}, {}], 60, "id")
     torch.testing.assert_close(parts["print"], fingerprints(videos).float(), rtol=0, atol=0)
     torch.testing.assert_close(parts["bright"], 3 * videos.mean((1, 2, 3, 4)))
     server.send_signal(signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import gc
 import http.client
 import json
@@ -29,6 +30,7 @@ from sage_fast.rewards import CompositeReward, Scores
 from sage_fast.rewards.errors import RewardFailure, TransportFailure
 from sage_fast.rewards.failure_policy import FAILURES_TO_OPEN, TIMEOUTS, FailurePolicy
 from sage_fast.rewards.http import HttpReward, read_request
+from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.process import ChildProcess
 from sage_fast.rewards.server import RewardServer
 from sage_fast.rewards.source import POLL_SECONDS, Source
@@ -70,7 +72,9 @@ class Fake:
     def __init__(self, score: Callable[[torch.Tensor, list[str]], dict[str, torch.Tensor]]) -> None:
         self._score = score
 
-    def score(self, videos: torch.Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, torch.Tensor]:
+    def score(
+        self, videos: torch.Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
+    ) -> dict[str, torch.Tensor]:
         return self._score(videos, prompts)
 
     def close(self) -> None:
@@ -80,6 +84,41 @@ class Fake:
 def through(*backends: Fake) -> tuple[CompositeReward, Source]:
     source = Source(config(), "reward.name", backends, config(), {"print"})
     return CompositeReward([source], config()), source
+
+
+METADATA = {prompt: {"count": i, "box": {"at": [i, None]}} for i, prompt in enumerate(PROMPTS) if i != 5}
+
+
+@contextlib.contextmanager
+def reached(how: str) -> Iterator[CompositeReward]:
+    """A reward that takes metadata: in this process, in its own, or behind HTTP."""
+    settings = config(name="tests.reward_faults:count_and_print", weights={"count": 1.0, "print": 0.0})
+    if how != "http":
+        yield CompositeReward.of(dataclasses.replace(settings, workers=int(how == "process")), metadata=METADATA)
+        return
+    with RewardServer(CompositeReward.of(settings), "127.0.0.1", 0) as server:  # which knows no metadata itself
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield CompositeReward.of(dataclasses.replace(settings, name=server.address), metadata=METADATA)
+        server.shutdown()
+
+
+@pytest.mark.parametrize("how", ["inline", "process", "http"])
+def test_each_sample_keeps_its_metadata(how: str) -> None:
+    """Also when a batch fails and its videos are scored one by one, and where a prompt has none."""
+    with reached(how) as reward:
+        chunks = in_chunks(reward, 4)
+    assert [chunk.parts["count"].tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, -1, 6, 7]]
+    assert [chunk.retried for chunk in chunks] == [4, 0]
+    for place, chunk in enumerate(chunks):
+        expected = fingerprints(VIDEOS[4 * place : 4 * place + 4]).float()
+        torch.testing.assert_close(chunk.parts["print"], expected, rtol=0, atol=1e-3)
+
+
+def test_metadata_is_sent_only_where_there_is_some() -> None:
+    """Servers of others may not know the key; a reward that does not ask for it never sees it."""
+    plain = json.loads(reward_http.format_request(VIDEOS[:1], ["a"], [{}], "id", "uint8"))
+    assert sorted(plain) == ["id", "prompts", "schema", "videos"]
+    assert CompositeReward(Fingerprint().score, config(), METADATA)(VIDEOS, PROMPTS).dropped == 0  # type: ignore[arg-type]
 
 
 # -- one process, every failure ---------------------------------------------------------------------------------------
@@ -146,11 +185,11 @@ def test_a_process_that_always_dies_opens_the_circuit_and_is_started_again() -> 
     policy.failures = FAILURES_TO_OPEN - 1
     why = "exit status 3; no answer 5 times in a row: it is called again after 60 s"
     with pytest.raises(TransportFailure, match=why):
-        policy.call(VIDEOS[:1], ["x"])
+        policy.call(VIDEOS[:1], ["x"], [{}])
     with pytest.raises(TransportFailure, match="no answer 5 times in a row; it is called again after 60 s"):
-        policy.call(VIDEOS[:1], ["a"])
+        policy.call(VIDEOS[:1], ["a"], [{}])
     policy.open_until = time.monotonic()
-    assert policy.call(VIDEOS[:1], ["a"])["print"].tolist() == fingerprints(VIDEOS[:1]).float().tolist()
+    assert policy.call(VIDEOS[:1], ["a"], [{}])["print"].tolist() == fingerprints(VIDEOS[:1]).float().tolist()
     assert policy.failures == 0
     process.close()
 
@@ -197,7 +236,7 @@ def test_the_cooldown_grows_until_there_is_an_answer() -> None:
         found = []
         for _ in range(12):
             with pytest.raises(type(problem[0])):
-                policy.call(VIDEOS[:1], ["a"])
+                policy.call(VIDEOS[:1], ["a"], [{}])
             found.append(max(0, round(policy.open_until - time.monotonic())))
             policy.open_until = 0
         return found
@@ -206,7 +245,7 @@ def test_the_cooldown_grows_until_there_is_an_answer() -> None:
     problem[:] = [TransportFailure("gone")]
     assert cooldowns() == [0, 0, 0, 0, 60, 120, 240, 480, 960, 1800, 1800, 1800]
     problem.clear()
-    policy.call(VIDEOS[:1], ["a"])
+    policy.call(VIDEOS[:1], ["a"], [{}])
     problem[:] = [TransportFailure("gone")]
     assert cooldowns()[:6] == [0, 0, 0, 0, 60, 120]
     problem[:] = [RewardFailure("the reward's own")]
@@ -292,7 +331,8 @@ def test_numbers_of_any_kind(what: str) -> None:
     ("empty", r"weights names 'a'; reward .* returns \[\]"), ("none", "returned NoneType; expected a mapping"),
     ("text", r"part 'a': expected numbers \[2\], got list"), ("matrix", r"expected shape \[2\], got \[2, 1\]"),
     ("number", r"expected shape \[2\], got \[\]"), ("complex", "expected real numbers, got torch.complex64"),
-    ("key", "a part named 3; expected text"), ("in place", "changes the videos in place"),
+    ("key", "a part named 3; expected text"), ("nan", r"part 'a' is \[nan, nan\] on made-up .*; expected num"),
+    ("in place", "changes the videos in place"),
 ])  # fmt: skip
 def test_what_is_no_score_is_found_before_the_run(what: str, why: str) -> None:
     settings = RewardConfig(name="tests.reward_faults:Returns", args={"what": what}, weights={"a": 1.0})
@@ -413,7 +453,7 @@ def test_a_server_scores_on_its_own_device() -> None:
     reward = CompositeReward(where, config())
     with RewardServer(reward, "127.0.0.1", 0, "meta") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert HttpReward(server.address).score(VIDEOS[:2], PROMPTS[:2], 60, "id")["print"].tolist() == [0, 0]
+        assert HttpReward(server.address).score(VIDEOS[:2], PROMPTS[:2], [{}, {}], 60, "id")["print"].tolist() == [0, 0]
         server.shutdown()
     assert seen == ["meta"]
 
@@ -437,7 +477,7 @@ def test_what_the_server_refuses(
 
 
 def test_requests_that_are_none() -> None:
-    sound = json.loads(reward_http.format_request(VIDEOS[:2], PROMPTS[:2], "id", "float16"))
+    sound = json.loads(reward_http.format_request(VIDEOS[:2], PROMPTS[:2], [{}, {}], "id", "float16"))
     assert read_request(json.dumps(sound).encode())[2] == PROMPTS[:2]
 
     def videos(kind: str, shape: list[int]) -> str:
@@ -445,6 +485,7 @@ def test_requests_that_are_none() -> None:
         return base64.b64encode(len(header).to_bytes(8, "little") + header).decode()
 
     wrong = [("id", 3), ("id", "\ud800"), ("prompts", ["one"]), ("prompts", ["one", "\ud800"]), ("schema", "other/1")]
+    wrong += [("metadata", value) for value in (3, [{}], [{}, 3])]
     wrong += [("videos", text) for text in ("!!", "\ud800", 3, *(
         videos(kind, shape) for kind in ("F16", "BOOL") for shape in ([2, 0, 3, 2**63, 1], [2, 2**62, 3, 4, 4], [2**64])
     ))]  # fmt: skip
@@ -496,7 +537,7 @@ def test_a_server_that_drips_is_given_up_in_time(start: bytes) -> None:
     peer = Peer([start, *[b"x"] * 100], every=0.1)
     begun = time.monotonic()
     with pytest.raises(TransportFailure, match="no whole answer in time"):
-        HttpReward(peer.url).score(VIDEOS[:1], ["a"], 0.5, "id")
+        HttpReward(peer.url).score(VIDEOS[:1], ["a"], [{}], 0.5, "id")
     assert time.monotonic() - begun < 5
 
 
@@ -504,7 +545,7 @@ def test_a_server_that_always_says_continue_is_given_up_in_time() -> None:
     peer = Peer([b"HTTP/1.1 100 Continue\r\n\r\n"] * 100, every=0.1)
     begun = time.monotonic()
     with pytest.raises(TransportFailure, match="no whole answer in time"):
-        HttpReward(peer.url).score(VIDEOS[:1], ["a"], 0.5, "id")
+        HttpReward(peer.url).score(VIDEOS[:1], ["a"], [{}], 0.5, "id")
     assert time.monotonic() - begun < 5
 
 
@@ -528,7 +569,7 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(cut: bytes, monkeypatch: p
 ])  # fmt: skip
 def test_an_answer_that_does_not_fit_is_a_fault_of_the_reward(body: bytes, why: str) -> None:
     with pytest.raises(RewardFailure, match=why) as error:
-        HttpReward(Peer([whole(body)]).url).score(VIDEOS[:2], ["a", "b"], 20, "id")
+        HttpReward(Peer([whole(body)]).url).score(VIDEOS[:2], ["a", "b"], [{}, {}], 20, "id")
     assert error.type is RewardFailure
 
 
@@ -539,7 +580,7 @@ def test_an_answer_that_does_not_fit_is_a_fault_of_the_reward(body: bytes, why: 
 ])  # fmt: skip
 def test_what_a_server_says_cannot_steer_the_terminal(answer: bytes) -> None:
     with pytest.raises(RewardFailure) as error:
-        HttpReward(Peer([answer]).url).score(VIDEOS[:1], ["a"], 20, "id")
+        HttpReward(Peer([answer]).url).score(VIDEOS[:1], ["a"], [{}], 20, "id")
     assert str(error.value).replace("\n", "").isprintable()
 
 
@@ -550,7 +591,7 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
     slow = [socket.create_connection(server.server_address[:2]) for _ in range(20)]  # type: ignore[arg-type]
     for connection in slow:
         connection.sendall(head)
-    parts = HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], 20, "id")
+    parts = HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], [{}], 20, "id")
     assert parts["print"].isfinite().all()
     begun = time.monotonic()
     for connection in slow:
@@ -585,7 +626,9 @@ def test_connections_that_say_nothing_of_use_keep_no_other_out(
     for connection in idle[:8]:
         connection.settimeout(20)
         assert connection.recv(1) == b"", "closed"
-    assert HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], 20, "id")["print"].isfinite().all()
+    assert (
+        HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], [{}], 20, "id")["print"].isfinite().all()
+    )
     monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_BEGIN", 0.5)
     for connection in idle[9:]:
         connection.settimeout(0.1)
@@ -605,11 +648,11 @@ def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplo
     reward = CompositeReward(Fingerprint().score, config())  # type: ignore[arg-type]
     with RewardServer(reward, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert HttpReward(server.address).score(VIDEOS[:1], ["a"], 20, "id")["print"].isfinite().all()
+        assert HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20, "id")["print"].isfinite().all()
         for token in ("open sesam", "open sesam\xe9", ""):
             monkeypatch.setenv(reward_http.TOKEN, token)
             with pytest.raises(RewardFailure, match="status 401: expected the token of this server"):
-                HttpReward(server.address).score(VIDEOS[:1], ["a"], 20, "id")
+                HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20, "id")
         server.shutdown()
     assert "refused a request of 127.0.0.1: expected the token" in caplog.text
     assert "sesam" not in caplog.text
@@ -630,7 +673,7 @@ def test_a_client_that_goes_away_costs_a_line(server: RewardServer, caplog: pyte
 def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
     backend = ChildProcess(config(), "reward.name", "cpu")
     source = Source(config(), "reward.name", [backend], config(), None)
-    assert source.submit(FailurePolicy.call, VIDEOS[:1], PROMPTS[:1]).result()["print"].shape == (1,)
+    assert source.submit(FailurePolicy.call, VIDEOS[:1], PROMPTS[:1], [{}]).result()["print"].shape == (1,)
     child = backend._process
     assert child is not None
     del source

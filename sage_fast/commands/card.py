@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from sage_fast import __version__
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.eval.scores import paired_table, read_evaluations
 from sage_fast.eval.text import format_paired_table
 from sage_fast.models.lora import LORA_FILE
@@ -22,6 +22,9 @@ from sage_fast.models.spec import Spec
 from sage_fast.util.console import wrapped
 
 log = logging.getLogger(__name__)
+
+PICTURE = "comparison.png"
+"""File of a run that the card shows beside it."""
 
 
 def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: str | None, files: Iterable[str]) -> str:
@@ -52,7 +55,7 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         f"{sampling.guidance_scale:g}, shift {sampling.shift:g}, {sampling.num_frames} frames of {sampling.width} x "
         f"{sampling.height}; evaluated at guidance scale {config.eval_guidance_scale:g} with "
         f"{config.eval.steps} steps of {config.eval.sampler}.",
-        "Use": _use(base, files, spec.main_network(), lora=lora),
+        "Use": _use(base, files, spec, sampling, config.eval.steps, lora=lora),
         "Held-out prompts": _evaluation(run, iteration),
         "Settings": f"```yaml\n{_settings(config, base)}```",
     }
@@ -62,18 +65,32 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
 
 
-def _use(base: str | None, files: Iterable[str], part: str, *, lora: bool) -> str:
-    """Return what each file is for, and the lines that load the weights."""
+def _use(
+    base: str | None, files: Iterable[str], spec: Spec, sampling: SamplingConfig, steps: int, *, lora: bool
+) -> str:
+    """Return what each file is for, and code that samples a video at the guidance scale of the training."""
     listed = [f"- `{name}`: {text}" for name in sorted(files) if (text := _purpose(name))]
-    code = [
-        "from diffusers import DiffusionPipeline",
-        "",
-        f'pipe = DiffusionPipeline.from_pretrained("{base or "BASE"}")',
-    ]
+    part, scale = spec.main_network(), sampling.guidance_scale
     if lora:
-        code.append(f'pipe.{part}.load_lora_adapter(FOLDER, weight_name="{LORA_FILE}", prefix=None)')
+        load = f'pipe.{part}.load_lora_adapter(weights, weight_name="{LORA_FILE}", prefix=None)'
     else:
-        code.append(f'pipe.{part} = type(pipe.{part}).from_pretrained(FOLDER, subfolder="{part}")')
+        load = f'pipe.{part} = type(pipe.{part}).from_pretrained(weights, subfolder="{part}", dtype=torch.bfloat16)'
+    size = f"height={sampling.height}, width={sampling.width}, num_frames={sampling.num_frames}"
+    further = f"num_inference_steps={steps}" + ("" if spec.set_guidance else f", guidance_scale={scale:g}")
+    code = [
+        "import torch",
+        "from diffusers import DiffusionPipeline",
+        "from diffusers.utils import export_to_video",
+        "",
+        'weights = "."  # the folder of this file, or the name of this repository on the hub',
+        f'base = "{base or "BASE"}"' + ("" if base else "  # the folder or the hub id of the base model"),
+        "pipe = DiffusionPipeline.from_pretrained(base, dtype=torch.bfloat16)",
+        load,
+        'pipe.to("cuda")',
+        *([spec.set_guidance.format(scale)] if spec.set_guidance else []),
+        f'video = pipe("a prompt", {size}, {further}).frames[0]',
+        f'export_to_video(video, "video.mp4", fps={spec.fps})',
+    ]
     return "\n".join([*listed, "", "```python", *code, "```"]).strip()
 
 
@@ -87,7 +104,7 @@ def _purpose(file: str) -> str | None:
 
 
 def _evaluation(run: Path, iteration: int) -> str:
-    """Return the table of scores before and after training.
+    """Return the table of scores before and after training, and the run's picture of both.
 
     Args:
         iteration: iterations the weights were trained for; may exceed that of the last evaluation.
@@ -103,7 +120,10 @@ def _evaluation(run: Path, iteration: int) -> str:
             f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration "
             f"{scores['iteration']}."
         )
-    return format_paired_table(paired_table(found["before"], scores))
+    table = format_paired_table(paired_table(found["before"], scores))
+    if not (run / PICTURE).is_file():
+        return table
+    return f"{table}\n\n![The base model, during and after training, on the same prompts and seeds]({PICTURE})"
 
 
 def _settings(config: Config, base: str | None) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sage_fast.commands.sources import Source
 from sage_fast.config.schema import AttentionBackend, Config, RewardConfig, SamplingConfig
+from sage_fast.data.prompts import metadata_of
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
 from sage_fast.eval.text import format_table
 from sage_fast.eval.videoset import (
@@ -33,6 +34,7 @@ from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.playback import read_video
 from sage_fast.rewards import Judge
+from sage_fast.rewards.interface import Metadata
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.run.folder import save_video
 from sage_fast.util.errors import UserError, printable
@@ -69,10 +71,12 @@ def run_eval(
     initialize(config.timeout_minutes)
     videos = {s.label: read_folder(s.label, Path(s.path)) for s in sources if s.config is None}
     known = [prompt for found in videos.values() for prompt in found.prompts]
+    files = configured_prompts(config.data)
     if len(videos) < len(sources):
-        known = [prompt.text for prompt in configured_prompts(config.data)[1]]
-    further = _scorers(scorers, config.reward, config.sampling, known)
-    evaluator = _Evaluator(sources, config, further, videos)
+        known = [prompt.text for prompt in files[1]]
+    metadata = metadata_of([*files[0], *files[1]])
+    further = _scorers(scorers, config.reward, config.sampling, known, metadata)
+    evaluator = _Evaluator(sources, config, further, videos, metadata)
     watching = {JUDGE_PART: config.eval.judge} | {f"{short}/": name for short, name in zip(further, scorers)}
     evaluations: dict[str, dict[str, Any]] = {}
     sets: list[VideoSet] = []
@@ -93,13 +97,17 @@ def run_eval(
 
 
 def _scorers(
-    names: Sequence[str], settings: RewardConfig, sampling: SamplingConfig, prompts: Sequence[str]
+    names: Sequence[str],
+    settings: RewardConfig,
+    sampling: SamplingConfig,
+    prompts: Sequence[str],
+    metadata: Mapping[str, Metadata],
 ) -> dict[str, Judge]:
     """Load and check the additional rewards, keyed by `short_names`."""
     scorers: dict[str, Judge] = {}
     device = str(local_device())
     for name, short in zip(names, short_names(names)):
-        scorers[short] = Judge(name, settings, device, "--scorer")
+        scorers[short] = Judge(name, settings, device, "--scorer", metadata)
         scorers[short].check(sampling, prompts, device)
     return scorers
 
@@ -150,6 +158,7 @@ class _Evaluator:
         config: Config,
         scorers: Mapping[str, Judge],
         videos: Mapping[str, VideoSet],
+        metadata: Mapping[str, Metadata],
     ) -> None:
         self.config, self.scorers, self.videos = config, scorers, videos
         self.several = len(sources) > 1
@@ -158,7 +167,7 @@ class _Evaluator:
         self.loaded: Source | None = first
         if first is None:
             known = [prompt for found in videos.values() for prompt in found.prompts]
-            reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, known, known)
+            reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, known, known, metadata)
             self.scoring = Scoring(config=config, reward=reward, judge=judge)
             return
         assert first.config is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sage_fast.commands.card import model_card
+from sage_fast.commands.card import PICTURE, model_card
 from sage_fast.commands.sources import is_checkpoint, newest_weights
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.load import load
@@ -78,6 +78,8 @@ def _write(source: Path, folder: Path, base: str | None) -> None:
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     card = model_card(run, config, spec, iteration=iteration, base=base, files=names)
     (folder / "README.md").write_text(card, encoding="utf-8")
+    if f"({PICTURE})" in card:
+        shutil.copyfile(run / PICTURE, folder / PICTURE)
 
 
 def _base(model_path: str, base: str | None) -> str | None:

@@ -67,7 +67,7 @@ def _shipped() -> list[str]:
 
 
 def init(folder: Path, name: str) -> str:
-    """Write config.yaml, prompts.txt and heldout.txt, and my_rewards.py for a configuration of the testbed.
+    """Write config.yaml, prompts.txt and heldout.txt, and my_rewards.py for the testbed or slurm.sbatch for a cluster.
 
     Args:
         folder: created if missing.
@@ -84,8 +84,8 @@ def init(folder: Path, name: str) -> str:
     config = load(_FOLDER / f"{name}.yaml")
     on_testbed = config.data.prompts in SETS
     texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", OWN | OWN_REWARD if on_testbed else OWN)}
-    if on_testbed:
-        texts["my_rewards.py"] = (_FOLDER / "my_rewards.py").read_text(encoding="utf-8")
+    extra = "my_rewards.py" if on_testbed else "slurm.sbatch"
+    texts[extra] = (_FOLDER / extra).read_text(encoding="utf-8")
     for file, source in (("prompts.txt", config.data.prompts), ("heldout.txt", config.data.eval_prompts)):
         path = source if on_testbed else str(_FOLDER / source.removeprefix("configs/"))
         texts[file] = "".join(f"{prompt.text}\n" for prompt in read_prompts(path))

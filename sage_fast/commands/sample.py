@@ -29,10 +29,12 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     A prompt's own seed is used if it has one.
 
     Raises:
-        UserError: there is no prompt, the folder is a file, or as `load_setup`.
+        UserError: there is no prompt, or an empty one, the folder is a file, or as `load_setup`.
     """
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
+    if not all(text.strip() for text in options.prompt):
+        raise UserError("--prompt '': expected text, such as --prompt 'a cat, asleep'")
     config = load_source("sample", options.config, overrides)
     from sage_fast.commands.videos import generate, save_videos
     from sage_fast.loading import load_setup

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 
 from sage_fast.config.load import load
-from sage_fast.data.prompts import read_prompts
+from sage_fast.data.prompts import metadata_of, read_prompts
 from sage_fast.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -33,15 +33,15 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.largest < 1:
         raise UserError(f"--largest {options.largest}: expected at least 1 MiB, such as 1024")
     config = load(options.config, overrides)
-    prompts = [prompt.text for prompt in read_prompts(config.data.prompts)]
+    prompts = read_prompts(config.data.prompts)
     from sage_fast.rewards import CompositeReward
     from sage_fast.rewards.http import TOKEN
     from sage_fast.rewards.server import RewardServer
     from sage_fast.util.ranks import initialize
 
     device = str(initialize())
-    reward = CompositeReward.of(config.reward, device)
-    reward.check(config.sampling, prompts, device)
+    reward = CompositeReward.of(config.reward, device, metadata_of(prompts))
+    reward.check(config.sampling, [prompt.text for prompt in prompts], device)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = RewardServer(reward, options.host, options.port, device, options.largest * 2**20)
     try:

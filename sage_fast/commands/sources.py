@@ -6,6 +6,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import math
 import re
@@ -182,7 +183,7 @@ def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | N
     Raises:
         UserError: as `load`; or the folder is no run, the run has no weights, or the named weights are damaged.
     """
-    run = Path(source)
+    run = _existing(source)
     if run.is_dir() and not (run / "config.yaml").is_file():
         raise UserError(f"{source!r} is no run folder: config.yaml is missing")
     if not run.is_dir() or "model.weights" in overrides:
@@ -191,6 +192,21 @@ def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | N
         return config, None
     weights, iteration = newest_weights(run)
     return load(run / "config.yaml", {"model.weights": str(weights)} | dict(overrides)), iteration
+
+
+def _existing(source: str) -> Path:
+    """Return the path of a run folder or a YAML file.
+
+    Raises:
+        UserError: there is none; names a run beside it, or in `runs`, with a similar name.
+    """
+    path = Path(source)
+    if not path.exists():
+        runs = [str(file.parent) for folder in (path.parent, Path("runs")) for file in folder.glob("*/config.yaml")]
+        close = difflib.get_close_matches(source, runs, n=1)
+        question = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"{source!r}: no such file or folder; expected a YAML file or a run folder{question}")
+    return path
 
 
 def newest_weights(run: Path) -> tuple[Path, int]:
@@ -231,7 +247,7 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     Raises:
         UserError: there is no run, or as `load`.
     """
-    path = Path(source)
+    path = _existing(source)
     own = path if path.is_dir() else path.parent
     is_run = path.is_dir() or (path.name == "config.yaml" and (own / "run.json").is_file())
     file = own / "config.yaml" if is_run else path

@@ -16,6 +16,24 @@ from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 
 
+def settings_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into its own words and its settings, each followed by its value.
+
+    A setting is an option with a dot in its name, or one that is named like a setting, such as `--seed`.
+    """
+    own, given, rest = [], [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        key, assigned, _ = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not ("." in key or key in settings_of(Config)):
+            own.append(word)
+            continue
+        given.append(word)
+        if not assigned and rest and not rest[0].startswith("--"):
+            given.append(rest.pop(0))
+    return own, given
+
+
 def overrides_of(arguments: Sequence[str]) -> dict[str, str]:
     """Parse `--key.path value` and `--key.path=value` to dotted key -> value as typed; the last one wins.
 

@@ -162,9 +162,8 @@ def kind(hint: Any) -> str:
         inside = get_args(hint)[0]
         if get_origin(inside) is dict:
             return "a list of mappings, such as [{name: one}, {name: two}]"
-        return (
-            "a list of numbers, such as [0, 1]" if inside is float else f"a list of {kind(inside)}, such as [one, two]"
-        )
+        numbers = inside in (int, float)
+        return "a list of numbers, such as [0, 1]" if numbers else f"a list of {kind(inside)}, such as [one, two]"
     return " or ".join("null" if member is types.NoneType else KINDS[member] for member in _members(hint) or (hint,))
 
 

@@ -41,10 +41,7 @@ def load(
     Raises:
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
-    path = Path(path)
-    if overrides and not path.exists():
-        raise UserError(f"config {path}: no such file; it comes first, before settings such as --sampling.eta 0.7")
-    return build(_merged(_read(path), *map(leaves, overlays), _given(overrides or {})))
+    return build(_merged(_read(Path(path)), *map(leaves, overlays), _given(overrides or {})))
 
 
 def from_overrides(overrides: Mapping[str, str]) -> Config:
@@ -68,13 +65,15 @@ def keys_of(path: Path) -> list[str]:
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
     tree = read_yaml(path)
-    base = tree.pop("base", None)
+    base, own = tree.pop("base", None), leaves(tree)
+    for key in _entries_joined(own).keys() - settings_of(Config).keys():
+        raise UserError(f"config {path}{_line_of(key, path)}: {_unknown(key)}")
     if base is None:
-        return leaves(tree)
+        return own
     if not isinstance(base, str) or not base or path.resolve() in above:
         expected = "it leads back to this file" if isinstance(base, str) and base else "expected another YAML file"
         raise UserError(f"config {path}: base = {base!r}: {expected}")
-    return _merged(_read(path.parent / base, (*above, path.resolve())), leaves(tree))
+    return _merged(_read(path.parent / base, (*above, path.resolve())), own)
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,6 +239,18 @@ def _typed(key: str, text: str) -> Any:
     setting = settings_of(Config).get(key)
     as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
     return text if setting is not None and setting.is_text and as_typed else value
+
+
+def _line_of(key: str, path: Path) -> str:
+    """Return `, line 3`, where a YAML file sets a dotted key; empty if that cannot be told."""
+    node, line = yaml.compose(path.read_text(encoding="utf-8"), _Loader), ""
+    while isinstance(node, yaml.MappingNode):
+        inside = [pair for pair in node.value if f"{key}.".startswith(f"{pair[0].value}.")]
+        if not inside:
+            break
+        (name, node), line = inside[0], f", line {inside[0][0].start_mark.line + 1}"
+        key = key.removeprefix(name.value).removeprefix(".")
+    return line
 
 
 def _unknown(key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import pkgutil
 import textwrap
@@ -33,26 +34,28 @@ class Prompt:
         text: the prompt.
         negative: negative prompt for guidance; empty if the record has none.
         seed: seed of the first video in `eval` and `sample`; None derives it from the seed of the run.
+        metadata: further keys of the record, for rewards that take them.
         where: file and line.
     """
 
     text: str
     negative: str = ""
     seed: int | None = None
+    metadata: Fields = dataclasses.field(default_factory=dict)
     where: str = dataclasses.field(default="", compare=False)
 
 
 def read_prompts(source: str) -> list[Prompt]:
     """Read the prompts of a UTF-8 file, or of a shipped set.
 
-    `.jsonl` has one object per line with the keys `KEYS`, of which only `prompt` is required. Any other file is text
-    with one prompt per line; blank lines are skipped.
+    `.jsonl` has one object per line. Of the keys `KEYS` only `prompt` is required; further keys are metadata. Any other
+    file is text with one prompt per line; blank lines are skipped.
 
     Args:
         source: path, or a name in `SETS`.
 
     Raises:
-        UserError: missing, not UTF-8, malformed, or with an unknown key, or a wrong type; names file and line.
+        UserError: missing, not UTF-8, malformed, or with a misspelt key, or a wrong type; names file and line.
     """
     if source in SETS:
         return [Prompt(text=text) for text in pkgutil.resolve_name(SETS[source])()]
@@ -81,20 +84,35 @@ def texts_of(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
-    """Return prompt -> negative prompt for the prompts that have one.
+    """Return prompt -> negative prompt for the prompts that have one; errors as `_firsts`."""
+    return {text: first.negative for text, first in _firsts(prompts).items() if first.negative}
+
+
+def metadata_of(prompts: Iterable[Prompt]) -> dict[str, Fields]:
+    """Return prompt -> metadata for the prompts that have any; errors as `_firsts`."""
+    return {text: first.metadata for text, first in _firsts(prompts).items() if first.metadata}
+
+
+def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
+    """Return prompt -> its first record.
 
     Raises:
-        UserError: a prompt has two. Sampling, training and evaluation must use the same policy for a prompt.
+        UserError: another record of the prompt has other values. Sampling, training and evaluation must use the same
+            policy and the same reward for a prompt.
     """
     known: dict[str, Prompt] = {}
     for prompt in prompts:
         first = known.setdefault(prompt.text, prompt)
-        if first.negative != prompt.negative:
-            raise UserError(
-                f"{prompt.where}: negative_prompt = {prompt.negative!r}; the same prompt has {first.negative!r} in "
-                f"{first.where}; expected one negative prompt for a prompt, in training and evaluation alike"
-            )
-    return {text: prompt.negative for text, prompt in known.items() if prompt.negative}
+        own, other = ({"negative_prompt": record.negative, **record.metadata} for record in (prompt, first))
+        for key in own | other:
+            if own.get(key) != other.get(key):
+                name = textwrap.shorten(key, 60)
+                raise UserError(
+                    f"{prompt.where}: {name} = {repr(own.get(key))[:60]}; the same prompt has "
+                    f"{repr(other.get(key))[:60]} in {first.where}; expected one {name} for a prompt, in training and "
+                    "evaluation alike"
+                )
+    return known
 
 
 def _text_of(source: str) -> str:
@@ -104,7 +122,9 @@ def _text_of(source: str) -> str:
     except OSError:  # not a possible file name
         found = False
     if not found:
-        raise UserError(f"prompt file {source!r}: no such file; expected {FORMATS}")
+        close = difflib.get_close_matches(source, SETS, n=1)
+        question = f", or {close[0]!r}" if close else ""
+        raise UserError(f"prompt file {source!r}: no such file; expected {FORMATS}{question}")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")
@@ -117,14 +137,14 @@ def _text_of(source: str) -> str:
 
 def _json_fields(line: str, where: str) -> Fields:
     try:
-        fields = json.loads(line, object_pairs_hook=_without_duplicates)
+        fields = json.loads(line, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise UserError(f'{where}: expected an object, such as {{"prompt": "a cat"}}')
-    return {key: value for key, value in fields.items() if value is not None or key == "prompt"}
+    return {key: value for key, value in fields.items() if value is not None or key not in KEYS[1:]}
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
@@ -134,10 +154,15 @@ def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object
     return dict(pairs)
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
 def _prompt(fields: Fields, where: str) -> Prompt:
-    if unknown := fields.keys() - set(KEYS):
-        key = min(unknown)
-        raise UserError(f"{where}: unknown key {textwrap.shorten(key, 60)!r}; {nearest(key, KEYS)}")
+    metadata = {key: value for key, value in fields.items() if key not in KEYS}
+    for key in sorted(metadata):
+        if difflib.get_close_matches(key, KEYS[:2], n=1, cutoff=0.85):
+            raise UserError(f"{where}: unknown key {textwrap.shorten(key, 60)!r}; {nearest(key, KEYS)}")
     if "prompt" not in fields:
         raise UserError(f"{where}: 'prompt' is missing")
     text, negative = (_text(fields, key, where) for key in ("prompt", "negative_prompt"))
@@ -146,7 +171,7 @@ def _prompt(fields: Fields, where: str) -> Prompt:
     seed = fields.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise UserError(f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1")
-    return Prompt(text=text, negative=negative, seed=seed, where=where)
+    return Prompt(text=text, negative=negative, seed=seed, metadata=metadata, where=where)
 
 
 def _text(fields: Fields, key: str, where: str) -> str:

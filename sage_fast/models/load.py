@@ -67,8 +67,8 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     if not Path(path).is_dir():
         if not is_hub_id(path):
             raise UserError(
-                f"model.path = {given!r}: no such folder; expected {', '.join(map(repr, CHECKPOINTS))}, a local folder "
-                f"in diffusers format, or a hub id such as {(named or default_family()).published}"
+                f"model.path = {given!r}: no such folder; {nearest(path, CHECKPOINTS)}; or a local folder in diffusers "
+                f"format, or a hub id such as {(named or default_family()).published}"
             )
         if not fetch:
             return (named or default_family())(path)

@@ -79,6 +79,8 @@ class Spec:
         lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular expression.
         prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; files always do.
         lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
+        set_guidance: the line that sets the guidance scale `{:g}` of a diffusers pipeline `pipe`, for the cards; empty:
+            its call takes `guidance_scale`.
         license: name and address of the checkpoint's licence, for the cards of models trained from it.
     """
 
@@ -94,6 +96,7 @@ class Spec:
     encoder_weights: ClassVar[int] = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ()
     lora_layouts: ClassVar[Mapping[str, Callable[[str], Place]]] = {}
+    set_guidance: ClassVar[str] = ""
     license: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, path: str = "", layouts: Mapping[str, Mapping[str, Any]] | None = None) -> None:

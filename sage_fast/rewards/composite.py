@@ -11,7 +11,7 @@ from torch import Tensor
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.failure_policy import FailurePolicy, Outcome
-from sage_fast.rewards.interface import Pending, Reward, Scores
+from sage_fast.rewards.interface import Metadata, Pending, Reward, Scores
 from sage_fast.rewards.load import backend_class, connect
 from sage_fast.rewards.source import Source
 from sage_fast.util.errors import RewardError, UserError, first_line
@@ -28,19 +28,27 @@ class CompositeReward:
     Args:
         reward: one reward, called in this process; or sources, as created by `of`.
         config: weights, and what to do about failures.
+        metadata: prompt -> its metadata, for the rewards that take it; a prompt may have none.
     """
 
-    def __init__(self, reward: Reward | Sequence[Source], config: RewardConfig) -> None:
+    def __init__(
+        self,
+        reward: Reward | Sequence[Source],
+        config: RewardConfig,
+        metadata: Mapping[str, Metadata] | None = None,
+    ) -> None:
         if not isinstance(reward, Sequence):
             inline = backend_class("inline")(config.name, reward)
             reward = [Source(config, "reward.name", [inline], config, config.needed)]
         self.sources = list(reward)
-        self.config = config
+        self.config, self.metadata = config, metadata or {}
         self.weights: Mapping[str, float] = config.part_weights
         self.parts: list[str] = []
 
     @classmethod
-    def of(cls, config: RewardConfig, device: str = "cpu") -> CompositeReward:
+    def of(
+        cls, config: RewardConfig, device: str = "cpu", metadata: Mapping[str, Metadata] | None = None
+    ) -> CompositeReward:
         """Create the rewards that the settings name.
 
         Raises:
@@ -50,7 +58,7 @@ class CompositeReward:
             Source(entry, key, connect(entry, key, device), config, entry.needed)
             for key, entry in config.keyed_entries.items()
         ]
-        return cls(sources, config)
+        return cls(sources, config, metadata)
 
     @property
     def names(self) -> list[str]:
@@ -71,8 +79,8 @@ class CompositeReward:
             device: device of the run's videos.
 
         Raises:
-            UserError: a reward fails, does not return `[B]` for each part, or lacks a part that has a weight or a
-                normalisation; or two rewards return a part of the same name.
+            UserError: a reward fails, returns no finite score, does not return `[B]` for each part, or lacks a part
+                that has a weight or a normalisation; or two rewards return a part of the same name.
             RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         videos = dummy_videos(sampling).to(device)
@@ -82,7 +90,7 @@ class CompositeReward:
             where = f"{source.key} = {source.entry.name!r}"
             try:
                 with torch.random.fork_rng(devices=[]):
-                    parts = source.submit(FailurePolicy.call, videos, texts).result()
+                    parts = source.submit(FailurePolicy.call, videos, texts, self._metadata_of(texts)).result()
             except RewardFailure as error:
                 if str(error).startswith(where):  # it could not be created
                     raise UserError(str(error)) from error
@@ -94,6 +102,12 @@ class CompositeReward:
                 if missing := sorted(names - parts.keys()):
                     returned = f"reward {source.entry.name!r} returns {sorted(parts)}"
                     raise UserError(f"{section}{setting} names {missing[0]!r}; {returned}")
+            for part in sorted(parts if source.needed is None else source.needed):
+                if not parts[part].isfinite().any():
+                    raise UserError(
+                        f"{where}: part {part!r} is {parts[part].tolist()} on made-up videos {list(videos.shape)} of "
+                        f"{texts[0]!r}; expected numbers: a video without one is dropped"
+                    )
             for part in parts:
                 own = source.entry.named(part)
                 for name in (own, own + RAW) if part in source.entry.normalisation else (own,):
@@ -108,16 +122,16 @@ class CompositeReward:
 
     def submit(self, videos: Tensor, prompts: Sequence[str]) -> Pending:
         """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away."""
-        texts = list(prompts)
+        texts, metadata = list(prompts), self._metadata_of(prompts)
         order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].in_background)
-        futures = {i: self.sources[i].submit(FailurePolicy.score, videos, texts) for i in order}
+        futures = {i: self.sources[i].submit(FailurePolicy.score, videos, texts, metadata) for i in order}
         return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, texts))
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Scores:
         """Call `submit` and wait for the scores."""
         return self.submit(videos, prompts).result()
 
-    def raw(self, videos: Tensor, prompts: Sequence[str], device: str) -> dict[str, Tensor]:
+    def raw(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], device: str) -> dict[str, Tensor]:
         """Call each reward once; return each part unnormalised, float32 `[B]`.
 
         Args:
@@ -127,9 +141,9 @@ class CompositeReward:
             RewardFailure: a reward failed.
             RewardError: an in-process reward timed out and its thread cannot be killed.
         """
-        texts, here = list(prompts), videos.to(device)
+        here = videos.to(device)
         futures = [
-            source.submit(FailurePolicy.call, videos if source.in_background else here, texts)
+            source.submit(FailurePolicy.call, videos if source.in_background else here, prompts, metadata)
             for source in self.sources
         ]
         return {
@@ -137,6 +151,9 @@ class CompositeReward:
             for source, future in zip(self.sources, futures)
             for part, values in future.result().items()
         }
+
+    def _metadata_of(self, prompts: Sequence[str]) -> list[Metadata]:
+        return [self.metadata.get(prompt, {}) for prompt in prompts]
 
     def _join(self, prompts: list[str], outcomes: list[Outcome]) -> Scores:
         """Join the rewards' results to the composite and all parts; all are NaN for a video without a score.
@@ -206,14 +223,22 @@ class Judge(CompositeReward):
         name: as in `reward.name`.
         policy: what to do about failures, and the timeout.
         key: setting or option that holds the name, for messages.
+        metadata: as of `CompositeReward`.
 
     Raises:
         UserError: as `load_reward`.
     """
 
-    def __init__(self, name: str, policy: RewardConfig, device: str = "cpu", key: str = "eval.judge") -> None:
+    def __init__(
+        self,
+        name: str,
+        policy: RewardConfig,
+        device: str = "cpu",
+        key: str = "eval.judge",
+        metadata: Mapping[str, Metadata] | None = None,
+    ) -> None:
         entry = RewardEntry(name=name, weights={})
-        super().__init__([Source(entry, key, connect(entry, key, device), policy, needed=None)], policy)
+        super().__init__([Source(entry, key, connect(entry, key, device), policy, needed=None)], policy, metadata)
         self.weights = {}
 
 

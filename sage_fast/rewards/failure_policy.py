@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure
+from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import RewardError, first_line
 
 TIMEOUTS = 2
@@ -45,10 +46,13 @@ class Backend(Protocol):
     @property
     def patience(self) -> float: ...
 
-    def score(self, videos: Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, Tensor]:
+    def score(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
+    ) -> dict[str, Tensor]:
         """Score videos; return each part, float32 `[B]` on the CPU.
 
         Args:
+            metadata: one mapping per prompt.
             seconds: time limit; 0: none.
             name: id of the call; a repeated call keeps it.
 
@@ -96,7 +100,7 @@ class FailurePolicy:
     def circuit_open(self) -> bool:
         return time.monotonic() < self.open_until
 
-    def score(self, videos: Tensor, prompts: list[str]) -> Outcome:
+    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> Outcome:
         """Score a batch, in several calls if need be.
 
         Raises:
@@ -105,22 +109,22 @@ class FailurePolicy:
         outcome = Outcome()
         errors, count = outcome.errors, len(prompts)
         deadline = time.monotonic() + TIMEOUTS * self.timeout if self.timeout else math.inf
-        raised = self._attempt(outcome, videos, prompts, list(range(count)))
+        raised = self._attempt(outcome, videos, prompts, metadata, list(range(count)))
         if errors:
             outcome.retried = len(errors)
             why = first_line(next(iter(errors.values())))
             outcome.note = f"{why}; called again for {len(errors)} of {count} videos"
         for _ in range(self.retries):
             if errors and time.monotonic() < deadline:
-                raised = self._attempt(outcome, videos, prompts, list(errors))
+                raised = self._attempt(outcome, videos, prompts, metadata, list(errors))
         for i in list(errors) if raised and len(errors) > 1 else []:
             if time.monotonic() < deadline:
-                self._attempt(outcome, videos, prompts, [i])
+                self._attempt(outcome, videos, prompts, metadata, [i])
         for values in outcome.parts.values():
             values[list(errors)] = torch.nan
         return outcome
 
-    def call(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+    def call(self, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> dict[str, Tensor]:
         """Make one call; send it again while the transport fails and the backend's patience lasts.
 
         Raises:
@@ -132,7 +136,7 @@ class FailurePolicy:
         name, start, wait = uuid.uuid4().hex, time.monotonic(), FIRST_WAIT
         while True:
             try:
-                parts = self.backend.score(videos, prompts, self.timeout, name)
+                parts = self.backend.score(videos, prompts, metadata, self.timeout, name)
             except TransportFailure as error:
                 spent = time.monotonic() - start
                 if spent >= self.backend.patience:
@@ -147,11 +151,13 @@ class FailurePolicy:
                 self.failures = 0
                 return parts
 
-    def _attempt(self, outcome: Outcome, videos: Tensor, prompts: list[str], chosen: list[int]) -> bool:
+    def _attempt(
+        self, outcome: Outcome, videos: Tensor, prompts: list[str], metadata: list[Metadata], chosen: list[int]
+    ) -> bool:
         """Make one call for the chosen videos; return whether it raised."""
         try:
             given = videos if len(chosen) == len(prompts) else videos[chosen]
-            parts = self.call(given, [prompts[i] for i in chosen])
+            parts = self.call(given, [prompts[i] for i in chosen], [metadata[i] for i in chosen])
             if missing := (self.needed or set()) - parts.keys():
                 raise RewardFailure(f"returned {sorted(parts)}, without {sorted(missing)}")
         except RewardError:

@@ -27,6 +27,7 @@ from torch import Tensor
 from sage_fast.config.fields import is_unicode
 from sage_fast.config.secrets import bare_address
 from sage_fast.rewards.errors import RewardFailure, TransportFailure
+from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.load import checked
 from sage_fast.util.errors import nearest, printable
 from sage_fast.util.files import json_value
@@ -71,7 +72,9 @@ class HttpReward:
     def patience(self) -> float:
         return self.retry_seconds if self._answered else min(self.retry_seconds, SECONDS_TO_FIND)
 
-    def score(self, videos: Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, Tensor]:
+    def score(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
+    ) -> dict[str, Tensor]:
         """Send one request; return each part, float32 `[B]`, NaN for null.
 
         Raises:
@@ -79,7 +82,7 @@ class HttpReward:
             RewardFailure: the server answered with an error; its own words.
         """
         try:
-            status, text = self._post(format_request(videos, prompts, name, self.dtype), seconds)
+            status, text = self._post(format_request(videos, prompts, metadata, name, self.dtype), seconds)
         except ssl.SSLError as error:
             raise RewardFailure(f"{self.url}: {error}") from error
         except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -152,17 +155,18 @@ def _at_most(seconds: float, connection: socket.socket) -> Iterator[None]:
 # -- the format -------------------------------------------------------------------------------------------------------
 
 
-def format_request(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes:
-    """Format a request."""
+def format_request(videos: Tensor, prompts: list[str], metadata: list[Metadata], name: str, dtype: str) -> bytes:
+    """Format a request; it has the key `metadata` if a prompt has any."""
     values = videos.detach().cpu()
     values = (values * 255).round().to(torch.uint8) if dtype == "uint8" else values.to(getattr(torch, dtype))
-    head = json.dumps({"schema": SCHEMA, "id": name, "prompts": prompts})
+    known = {"metadata": metadata} if any(metadata) else {}
+    head = json.dumps({"schema": SCHEMA, "id": name, "prompts": prompts} | known)
     encoded = base64.b64encode(save({"videos": values.contiguous()}))
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
 
 
-def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
-    """Parse a request: id, videos float32 `[B, F, 3, H, W]` in [0, 1], and B prompts.
+def read_request(body: bytes) -> tuple[str, Tensor, list[str], list[Metadata]]:
+    """Parse a request: id, videos float32 `[B, F, 3, H, W]` in [0, 1], B prompts, and the metadata of each.
 
     Raises:
         ValueError: the request is malformed; says what is wrong.
@@ -170,12 +174,15 @@ def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
     try:
         request = json.loads(body)
         name, prompts = request["id"], request["prompts"]
+        metadata = request.get("metadata", [{}] * len(prompts))
         videos = load(base64.b64decode(request["videos"], validate=True))["videos"]
         texts = isinstance(prompts, list) and all(isinstance(t, str) and is_unicode(t) for t in (name, *prompts))
         if request["schema"] != SCHEMA or not texts or len(name) > 100:
             raise ValueError("another schema, an id or a prompt that is no text, or an id above 100 characters")
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel() or len(videos) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
+        if len(metadata) != len(prompts) or not all(isinstance(of_one, dict) for of_one in metadata):
+            raise ValueError(f"metadata that is no list of {len(prompts)} objects")
         if str(videos.dtype).removeprefix("torch.") not in get_args(VideoType):
             raise ValueError(f"{videos.dtype} in place of {', '.join(get_args(VideoType))}")
     except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
@@ -183,7 +190,7 @@ def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
             f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "
             f"(docs/how-to/reward-server.md): {type(error).__name__}: {error}"
         ) from error
-    return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts
+    return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts, metadata
 
 
 def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.rewards.errors import RewardFailure, failure, fulfil
+from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.load import called
 from sage_fast.util.errors import RewardError
 
@@ -35,7 +36,9 @@ class InProcess:
     def __init__(self, name: str, reward: Any, device: str | None = None) -> None:
         self.name, self.reward, self.device = name, reward, device
 
-    def score(self, videos: Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, Tensor]:
+    def score(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
+    ) -> dict[str, Tensor]:
         gpu = torch.cuda.is_available()
         device, stream = (torch.cuda.current_device(), torch.cuda.current_stream()) if gpu else (-1, None)
 
@@ -43,7 +46,7 @@ class InProcess:
             with torch.cuda.device(device), torch.cuda.stream(stream):  # restores both if the reward changes them
                 given = videos if self.device is None else videos.to(self.device)
                 version = given._version
-                parts = called(self.reward, given, prompts)
+                parts = called(self.reward, given, prompts, metadata)
             if given._version != version:
                 raise RewardFailure("changes the videos in place; it has to work on a copy, videos.clone()")
             return parts

@@ -10,10 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+Metadata = Mapping[str, Any]
+"""The further keys of a prompt's record in a JSON-lines file."""
+
 
 class Reward(Protocol):
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        """Score `videos [B, F, 3, H, W]` in [0, 1] against their prompts; each part is `[B]`."""
+        """Score `videos [B, F, 3, H, W]` in [0, 1] against their prompts; each part is `[B]`.
+
+        A reward with a parameter `metadata` also gets a list of B `Metadata`.
+        """
         ...
 
 

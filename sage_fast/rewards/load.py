@@ -17,6 +17,7 @@ from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment, names_for_values
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Backend
+from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin
 
@@ -105,14 +106,25 @@ def score_of(reward: Any) -> Callable[[Tensor, list[str]], object]:
     return method if inspect.isroutine(method) else reward
 
 
-def called(reward: Any, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+def called(reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> dict[str, Tensor]:
     """Call a reward without gradients; return each part, float32 `[B]` on the CPU, sorted by name.
+
+    It gets `metadata` if it has a parameter of this name.
 
     Raises:
         RewardFailure: it did not return parts. Whatever the reward raises passes through.
     """
+    score = score_of(reward)
+    known = {"metadata": [dict(of_one) for of_one in metadata]} if takes_metadata(score) else {}
     with torch.no_grad():
-        return checked(score_of(reward)(videos, list(prompts)), len(prompts))
+        return checked(score(videos, list(prompts), **known), len(prompts))
+
+
+def takes_metadata(score: Callable[..., object]) -> bool:
+    try:
+        return "metadata" in inspect.signature(score).parameters
+    except ValueError:  # a builtin without a signature
+        return False
 
 
 def checked(returned: object, count: int) -> dict[str, Tensor]:

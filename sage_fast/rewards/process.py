@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure
+from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.load import called, load_reward
 from sage_fast.util.errors import SIGNALS, UserError
 
@@ -56,7 +57,9 @@ class ChildProcess:
         self._closed = self._idle = False
         self._spawn()
 
-    def score(self, videos: Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, Tensor]:
+    def score(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
+    ) -> dict[str, Tensor]:
         if self._closed:
             raise RewardFailure("its process was ended with the run")
         if self._process is None:
@@ -70,7 +73,7 @@ class ChildProcess:
             with open(os.memfd_create("videos"), "rb") as memory:
                 path = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
                 torch.from_file(path, shared=True, size=videos.numel(), dtype=torch.float32).copy_(videos.flatten())
-                message = {"path": path, "shape": list(videos.shape), "prompts": prompts}
+                message = {"path": path, "shape": list(videos.shape), "prompts": prompts, "metadata": metadata}
                 self._channel.send_bytes(json.dumps(message).encode())
                 reply = self._reply(seconds, f"no answer within {seconds:g} s for {len(videos)} videos")
             self._idle = True
@@ -188,5 +191,5 @@ def child(descriptor: int, parent: int) -> None:
             # A private mapping: changes that the reward makes to the videos stay in this process.
             shape = message["shape"]
             videos = torch.from_file(message["path"], shared=False, size=math.prod(shape), dtype=torch.float32)
-            parts = called(reward, videos.view(shape).to(device), message["prompts"])
+            parts = called(reward, videos.view(shape).to(device), message["prompts"], message["metadata"])
             reply["parts"] = {part: values.tolist() for part, values in parts.items()}

@@ -167,12 +167,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _score(self, body: bytes) -> tuple[int, dict[str, Any]]:
         """Return the status and content of the answer."""
         try:
-            name, videos, prompts = read_request(body)
+            name, videos, prompts, metadata = read_request(body)
         except ValueError as error:
             return 400, self._refused(str(error))
         start = time.monotonic()
         try:
-            parts = self.server.reward.raw(videos, prompts, self.server.device)
+            parts = self.server.reward.raw(videos, prompts, metadata, self.server.device)
         except RewardError as error:  # it timed out in this process and its thread cannot be killed
             return 503, self._refused(str(error))
         except Exception as error:

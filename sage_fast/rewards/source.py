@@ -17,6 +17,7 @@ from torch import Tensor
 from sage_fast.config.schema import RewardConfig, RewardEntry
 from sage_fast.rewards.errors import fulfil
 from sage_fast.rewards.failure_policy import Backend, FailurePolicy
+from sage_fast.rewards.interface import Metadata
 
 Result = TypeVar("Result")
 Jobs = queue.Queue[tuple[Future[Any], Callable[[FailurePolicy], Any]] | None]
@@ -51,15 +52,19 @@ class Source:
             self.close = weakref.finalize(self, _close, self._jobs, backends, os.getpid())
 
     def submit(
-        self, method: Callable[[FailurePolicy, Tensor, list[str]], Result], videos: Tensor, prompts: list[str]
+        self,
+        method: Callable[[FailurePolicy, Tensor, list[str], list[Metadata]], Result],
+        videos: Tensor,
+        prompts: list[str],
+        metadata: list[Metadata],
     ) -> Future[Result]:
         """Schedule a call of a method of `FailurePolicy`; block while the queue holds a job for every thread."""
         future: Future[Result] = Future()
         if self.in_background:
             given = videos.cpu()
-            self._jobs.put((future, lambda policy: method(policy, given, prompts)))
+            self._jobs.put((future, lambda policy: method(policy, given, prompts, metadata)))
         else:
-            future.set_result(method(self._policies[0], videos, prompts))
+            future.set_result(method(self._policies[0], videos, prompts, metadata))
         return future
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from sage_fast.algorithm.objective import Objective
@@ -15,7 +16,7 @@ LARGEST_START = 0.1
 
 
 def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
-    """Format an iteration's metrics and the time left as two lines; a third names a straggling rank.
+    """Format an iteration's metrics and the time left as three lines; a fourth names a straggling rank.
 
     They fit into 80 columns for up to four reward parts.
     """
@@ -24,16 +25,29 @@ def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str
     first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "
     first += " ".join(f"{part} {value:.3f}" for part, value in parts.items())
     if "ratio/mean" in row:
-        second = (
-            f"kl {row['kl/anchor']:.1e}  ratio 1{row['ratio/min'] - 1:+.1e}/{row['ratio/max'] - 1:+.1e}  "
-            f"clip {row['ratio/clip_fraction']:.2f}  |g| {row['grad_norm']:.1e}  "
-        )
+        off = max(1 - row["ratio/min"], row["ratio/max"] - 1)
+        second = f"loss {row['loss']:.1e}  kl {row['kl/anchor']:.1e}  ratio within {off:.1e} of 1, "
+        second += f"{100 * row['ratio/clip_fraction']:.0f} % clipped"
+        third = f"gradient norm {row['grad_norm']:.1e}  learning rate {row['learning_rate']:.1e}  "
     else:
-        second = "no update: the rewards of every group are equal  "
-    lines = [first, f"{time_left(seconds_left):>{len(label)}}  {second}{row['time/total']:.1f} s"]
+        second, third = "no update: the rewards of every group are equal", ""
+    lines = [first, f"{time_left(seconds_left):>{len(label)}}  {second}"]
+    lines.append(f"{'':>{len(label)}}  {third}{row['time/total']:.1f} s")
     if slow := straggler_line(row):
         lines.append(f"{'':>{len(label)}}  {slow}")
     return "\n".join(lines)
+
+
+def seconds_left(done: int, iterations: int, interval: int, iteration: float, evaluations: Sequence[float]) -> float:
+    """Estimate the seconds that a run still takes after `done` iterations, those of its evaluations included.
+
+    Args:
+        iterations, interval: `train.iterations` and `eval.interval`.
+        iteration: mean seconds of an iteration.
+        evaluations: seconds of the evaluations so far; none count as 0.
+    """
+    due = 1 + ((iterations - 1) // interval - (done - 1) // interval if interval else 0)  # 1: that of the final weights
+    return iteration * (iterations - done) + due * sum(evaluations) / max(1, len(evaluations))
 
 
 def time_left(seconds: float) -> str:
@@ -71,7 +85,8 @@ def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) 
     return (
         f"a signal can lose up to {train.checkpoint_interval} iterations: {seconds:.0f} s of one cannot be interrupted "
         f"and half of train.grace_seconds = {train.grace_seconds:g} is for that. {enough} is enough, if the scheduler "
-        f"waits longer: Slurm's --signal=B:USR1@{enough + 100} (scripts/slurm.sbatch), torchrun's --shutdown-timeout"
+        f"waits longer: Slurm's --signal=B:USR1@{enough + 100} (slurm.sbatch, which `init` writes), or "
+        "torchrun's --shutdown-timeout"
     )
 
 

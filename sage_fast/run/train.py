@@ -30,13 +30,14 @@ from sage_fast.parallel import check_engine
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
-from sage_fast.run.messages import config_warnings, format_row, grace_warning
+from sage_fast.run.messages import config_warnings, format_row, grace_warning, seconds_left
 from sage_fast.run.method import method_of
 from sage_fast.run.preflight import check_metrics, check_output
+from sage_fast.run.profile import RunProfile
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import log_to, wrapped
+from sage_fast.util.console import Round, log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped, in_one_line
 from sage_fast.util.files import atomic_path, read_json, write_atomic, write_json
@@ -95,12 +96,14 @@ class Run:
 
     Attributes:
         done: complete iterations.
+        evaluation_seconds: of each evaluation of this process.
         writer: metrics and trackers; None on ranks other than 0.
     """
 
     def __init__(self, config: Config, stop: Stop, report: Report, *, resume: bool) -> None:
         self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
         self.report = report
+        self.evaluation_seconds: list[float] = []
         self.setup = setup = load_setup(
             config, attention=_attention(config.model.attention, self.folder, resume=resume)
         )
@@ -109,8 +112,7 @@ class Run:
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(self.folder, dump(config))
-        if world_size() > 1:
-            log_to(self.folder / "logs" / f"rank-{rank():03d}.log")
+        log_to(self.folder / "logs" / f"rank-{rank():03d}.log")
         setup.encode(self.folder / "embeddings")
         policy = setup.model.policy
         self.trainer = trainer = Trainer(
@@ -158,17 +160,21 @@ class Run:
                 self.evaluate("before", 0, self._start_weights)
             if self._evaluation_is_due and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None:
                 self.evaluate(f"iteration-{self.done:06d}", self.done)
-            began, first = time.monotonic(), self.done
+            began, first, bar = time.monotonic() - sum(self.evaluation_seconds), self.done, Round()
+            profile = RunProfile(config.profiling.iterations, self.folder / "profile")
             for index in range(first, config.train.iterations):
                 self.stop.boundary(trainer.device)
                 completed = _Completed(trainer)
-                row = trainer.iteration(index)
+                with profile.over(index), bar.over(f"iteration {index + 1}/{config.train.iterations}"):
+                    row = trainer.iteration(index)
                 self.done, trainer.mid_iteration = index + 1, False  # complete even if the lines below fail
                 row |= throughput(trainer, row)
                 if self.writer is not None:
                     self.writer.write(row)
-                left = (time.monotonic() - began) / (self.done - first) * (config.train.iterations - self.done)
-                log.info(format_row(row, config.train.iterations, left))
+                seconds = (time.monotonic() - began - sum(self.evaluation_seconds)) / (self.done - first)
+                count, interval = config.train.iterations, config.eval.interval
+                left = seconds_left(self.done, count, interval, seconds, self.evaluation_seconds)
+                log.info(format_row(row, count, left))
                 if index == first and (
                     warning := grace_warning(row, config.train, collective=trainer.policy.collective_forwards)
                 ):
@@ -197,6 +203,7 @@ class Run:
         Scores and videos go into the run folder and the trackers.
         """
         log.info(f"evaluate ({name})")
+        began = time.monotonic()
         folder, shown = self.folder / "videos" / name, self.config.eval.num_videos
         # The videos of `comparison.png` are chosen by the final scores, so all candidates are kept until then.
         keep_all = name in ("before", "after") or iteration == self.config.eval.interval
@@ -223,6 +230,7 @@ class Run:
                 log.warning(wrapped(f"warning: {found}"))
         if name != "after":  # `train` draws the complete run
             self.draw(complete=False)
+        self.evaluation_seconds.append(time.monotonic() - began)
 
     def draw(self, *, complete: bool) -> None:
         """Draw the run's page on rank 0. A failure is reported, and never ends a run."""
@@ -255,7 +263,8 @@ class Run:
             return
         try:
             self.checkpoint()
-            log.info(f"stopped after {self.done} iterations; continue with --resume")
+            first = "" if isinstance(reason, Stopped) else "mend the cause, then "
+            log.info(f"stopped after {self.done} iterations; {first}continue with --resume")
         except (OSError, RankError) as error:
             log.info(f"stopped after {self.done} iterations, and no checkpoint could be written: {error}")
             if isinstance(reason, Stopped):  # its exit status would claim that nothing is lost

@@ -471,15 +471,21 @@ def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:
 def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:
     """Format the prompts and the rewards."""
     lines, notes = ["prompts and rewards"], []
-    lines.append(f"  {config.data.prompts}: {len(train)} prompts")
+    lines.append(f"  {config.data.prompts}: {len(train)} prompts{_keys_of(train)}")
     evaluated = min(config.eval.num_prompts, len(heldout))
-    lines.append(f"  {config.data.eval_prompts}: {len(heldout)} held-out prompts, of which {evaluated} are evaluated")
+    held = f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {evaluated} are evaluated"
+    lines.append(f"  {config.data.eval_prompts}: {held}")
     for key, entry in config.named_rewards.items():
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
         notes += dry_run_reward(entry, key)
     notes += [f"warning: {warning}" for warning in config_warnings(config)]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join(lines)
+
+
+def _keys_of(prompts: Sequence[Prompt]) -> str:
+    keys = sorted({key for prompt in prompts for key in prompt.metadata})
+    return f" (metadata: {', '.join(keys)})" if keys else ""
 
 
 def _format_weights(weights: Mapping[str, float]) -> str:

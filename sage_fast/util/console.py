@@ -19,7 +19,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.auto import tqdm
@@ -101,11 +101,16 @@ def leave_terminal() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
+def leave_logs() -> None:
+    """Write no more to the log of an earlier run in this process. It stays open: faulthandler has its descriptor."""
+    for handler in [handler for handler in PACKAGE.handlers if isinstance(handler, logging.FileHandler)]:
+        PACKAGE.removeHandler(handler)
+
+
 def log_to(path: Path) -> None:
     """Append the package's messages to `path` too, also those that are not printed, and the stack after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for other in [handler for handler in PACKAGE.handlers if isinstance(handler, logging.FileHandler)]:
-        PACKAGE.removeHandler(other)  # of an earlier run in this process
+    leave_logs()
     handler = logging.FileHandler(path, encoding="utf-8", errors="replace")
     handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     PACKAGE.setLevel(logging.DEBUG)
@@ -113,6 +118,48 @@ def log_to(path: Path) -> None:
     log.debug(f"process {os.getpid()} on {socket.gethostname()}")
     assert handler.stream is not None  # open from the start, without delay=True
     faulthandler.enable(handler.stream)
+
+
+class Round:
+    """A bar over one round of repeated work, such as an iteration, in a terminal or a notebook.
+
+    Every `Progress` within moves it, in place of a bar of its own, by its share of the time of the round before.
+    """
+
+    current: ClassVar[Round | None] = None
+
+    def __init__(self) -> None:
+        self._expected: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def over(self, title: str) -> Iterator[None]:
+        """Draw the bar within the block, which is one round."""
+        if not (shows() and _draws()):
+            yield
+            return
+        self._spent: dict[str, float] = {}
+        shape = "{desc}: {percentage:3.0f}%|{bar}|{postfix} [{elapsed}]"
+        Round.current = self
+        try:
+            with tqdm(
+                total=1.0, desc=title, miniters=0, leave=False, dynamic_ncols=True, bar_format=shape
+            ) as self._bar:
+                yield
+        finally:
+            Round.current = None
+        self._expected = self._spent
+
+    def move(self, part: Progress, seconds: float) -> None:
+        """Show how far a part has come in `seconds`."""
+        self._spent[part.what] = seconds
+        ahead = self._expected | {part.what: self._expected.get(part.what, 0.0) * part.done / part.total}
+        at = sum(ahead.get(what, 0.0) for what in self._spent) / (sum(self._expected.values()) or 1.0)
+        self._bar.set_postfix_str(f"{part.what} {part.done}/{part.total}", refresh=False)
+        self._bar.update(max(0.0, at - self._bar.n))
+
+
+def _draws() -> bool:
+    return IN_NOTEBOOK or sys.stderr.isatty()
 
 
 class Progress:
@@ -131,11 +178,11 @@ class Progress:
         self.what, self.total, self.unit, self.pause = what, total, unit, pause
         self.done = 0
         self._bar: Any = None
-        bar = IN_NOTEBOOK or sys.stderr.isatty()
-        self._prints = shows() and not bar
+        self._round = Round.current
+        self._prints = shows() and not _draws()
         self._start = time.monotonic()
         self._next_line = self._start + SECONDS_BETWEEN_LINES
-        if shows() and bar and total:
+        if shows() and _draws() and total and self._round is None:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True)
 
     def __enter__(self) -> Progress:
@@ -150,6 +197,8 @@ class Progress:
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
+        elif self._round is not None:
+            self._round.move(self, time.monotonic() - self._start)
         elif self._prints and time.monotonic() >= self._next_line and self.done < self.total:
             log.info(f"{self.what}: {self.done} of {self.total} {self.unit}s")
             now = time.monotonic()

@@ -134,15 +134,15 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
         write_atomic(path, text)
 
 
-def make_folder_of(file: Path | None) -> None:
-    """Create the parent folder of the file of `--json`. A path that cannot be written fails here, before the work.
+def make_folder_of(file: Path | None, option: str = "--json") -> None:
+    """Create the parent folder of the file of an option. A path that cannot be written fails here, before the work.
 
     Raises:
         UserError: `file` is a folder.
     """
     if file is not None:
         if file.is_dir():
-            raise UserError(f"--json {str(file)!r}: a folder; expected a file")
+            raise UserError(f"{option} {str(file)!r}: a folder; expected a file")
         file.parent.mkdir(parents=True, exist_ok=True)
 
 

@@ -2,7 +2,7 @@
 
     rollout > step k > transformer, transition
     decode, reward, anchor
-    train > optimizer
+    train > forward, backward, optimizer
 
 Ranges open and close on the host. They surround the replay of a CUDA graph; the graph itself contains none.
 """

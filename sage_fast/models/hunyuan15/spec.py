@@ -49,6 +49,7 @@ class HunyuanVideo15(Spec):
         r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
     )
     lora_layouts: ClassVar = {"original": original, "comfyui": comfyui}
+    set_guidance = "pipe.guider.guidance_scale = {:g}"
     license: ClassVar[tuple[str, str] | None] = (
         "tencent-hunyuan-community",
         "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE",
