@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -140,7 +140,7 @@ def count_gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> d
         layer.register_forward_hook(lambda layer, *_: calls.append(sum(p.numel() for p in layer.parameters())))
         for layer in policy.sharded_units()
     ]
-    weights = [p for layer in policy.sharded_units() for p in layer.parameters()]
+    weights: list[Any] = [p for layer in policy.sharded_units() for p in layer.parameters()]
     for p in weights:
         p.ds_id = None  # as ZeRO-3 marks them: then every layer runs its own forward
     with policy.device, torch.no_grad():
