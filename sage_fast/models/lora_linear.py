@@ -295,21 +295,24 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor, gate: Tensor, *rest: Any) -> Tensor:
-        up_buffer, up_bias, buffer, bias, ctx.up_scale, ctx.scale, *factors = rest
+        up_buffer, up_bias, buffer, bias, ctx.up_scale, ctx.scale, trains, *factors = rest
         ctx.up_pad, ctx.pad = len(up_buffer) - len(up_bias), len(buffer) - len(bias)
         ctx.up_rank, ctx.rank = (len(a) for a in factors[::2])
         (up_weight, up_down), (weight, down) = _views(up_buffer, ctx.up_pad), _views(buffer, ctx.pad)
         _write_product(x, up_down)
         inner = F.linear(x, up_weight, up_bias)
         hidden = torch.ops.sage_fast.adapter_rows(inner, down, True)
+        kept = [inner, hidden] if trains else []
+        del inner  # four times as wide as the stream: without gradients it does not outlive its reader
         y = F.linear(hidden, weight, bias)
-        ctx.save_for_backward(x, up_buffer, inner, hidden, buffer, gate, *([y] if ctx.needs_input_grad[2] else []))
+        del hidden
+        ctx.save_for_backward(x, up_buffer, buffer, gate, *kept, *([y] if ctx.needs_input_grad[2] else []))
         total: Tensor = torch.ops.sage_fast.gated_sum(stream, y, gate)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, up_buffer, inner, hidden, buffer, gate, *kept = ctx.saved_tensors
+        x, up_buffer, buffer, gate, inner, hidden, *kept = ctx.saved_tensors
         shape, (height, width) = x.shape, (size - ctx.pad for size in buffer.shape)
         dgate = torch.ops.sage_fast.gated_sum_backward(grad, gate, kept[0])[1].to(gate.dtype) if kept else None
         # dy is narrower than the hidden rows: dy s B is computed first, and [dy | dy s B] [W ; A] is one matmul.
@@ -323,7 +326,7 @@ class _FeedForward(torch.autograd.Function):
         up_views = _views(up_buffer, ctx.up_pad)
         dx, up_ddown = _input_gradients(d_inner, x, *up_views, ctx.needs_input_grad[0])
         factors = up_ddown[: ctx.up_rank], ctx.up_scale * up_dup, ddown[: ctx.rank], dup
-        return None if dx is None else dx.view(shape), grad, dgate, *[None] * 6, *factors
+        return None if dx is None else dx.view(shape), grad, dgate, *[None] * 7, *factors
 
 
 class _GeluOfTrained(torch.autograd.Function):
@@ -358,7 +361,7 @@ def feed_forward(up: Projection, down: Projection, x: Tensor, stream: Tensor, ga
     if up.pad and down.pad and not torch.compiler.is_compiling():
         return _FeedForward.apply(
             x, stream, gate, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
-            *up.factors, *down.factors,
+            torch.is_grad_enabled(), *up.factors, *down.factors,
         )  # fmt: skip
     (layer,) = up.layers
     if _is_at_hand(layer) and layer.bias.requires_grad and not torch.compiler.is_compiling():

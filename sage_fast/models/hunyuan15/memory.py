@@ -66,11 +66,12 @@ def step_bytes(
 ) -> float:
     """Return the peak bytes of a denoising step; arguments as in `activation_bytes`.
 
-    If all weights are trained, in float32, autocast keeps copies of the blocks' matrices in 16 bits.
+    If all weights are trained, in float32, autocast keeps copies of the blocks' matrices in 16 bits, but for those of
+    queries, keys and values, which are joined for each use.
     """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     padding = sum(padding_for(adapters * rank, bytes_per_value) for adapters in (1, 1, 3))
-    copies = 0 if rank or bytes_per_value == 4 else 2 * architecture["num_layers"] * 24 * d**2
+    copies = 0 if rank or bytes_per_value == 4 else 2 * architecture["num_layers"] * 18 * d**2
     return float(batch_size * tokens * bytes_per_value * (KEPT_BY_STEP * d + padding) + copies)
 
 
