@@ -135,7 +135,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     from sage_fast.config.command_line import overrides_of, settings_apart
 
-    words, given = settings_apart(arguments)
+    takes_settings = any(COMMANDS[name].settings for name in named)
+    words, given = settings_apart(arguments) if takes_settings else (list(arguments), [])
     options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(words)
     if not (rest := [*given, *rest]):
         return options, {}

@@ -215,7 +215,7 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     assert list((run / "checkpoints").iterdir())
     before, after = (sorted(p.name for p in (run / "videos" / n).glob("*.mp4")) for n in ("before", "after"))
     assert before == after
-    assert len(before) == 1
+    assert len(before) <= 2  # the first one, and the one with the largest gain
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [0, 1]
     evaluations = [json.loads((run / "eval" / f"{n}.json").read_text()) for n in ("before", "after")]

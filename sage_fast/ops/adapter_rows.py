@@ -63,9 +63,10 @@ def adapter_rows_backward_reference(
 def mm_in_float32(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in float32 (float64 for float64).
 
-    CUDA's matmul writes its float32 sums; the CPU's rounds them to the dtype of a first.
+    CUDA's matmul writes its float32 sums; the CPU's would round them to the dtype of a, so its operands are cast.
     """
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).to(compute_dtype(a))
+    dtype = compute_dtype(a)
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else a.to(dtype) @ b.to(dtype)
 
 
 register("adapter_rows", adapter_rows_reference, cpp=False)

@@ -112,7 +112,9 @@ class Run:
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(self.folder, dump(config))
-        log_to(self.folder / "logs" / f"rank-{rank():03d}.log")
+        own_log = self.folder / "logs" / f"rank-{rank():03d}.log"
+        if world_size() > 1:
+            log_to(own_log)
         setup.encode(self.folder / "embeddings")
         policy = setup.model.policy
         self.trainer = trainer = Trainer(
@@ -128,6 +130,8 @@ class Run:
         self._start_weights = trainer.policy.snapshot() if lacks_before else None
         if resume:
             self._resume()
+        if world_size() == 1:  # a refused resume has left the folder as it was
+            log_to(own_log)
         facts = describe(trainer, self.folder, self.done)
         log.info(trajectories)
         for warning in config_warnings(config):

@@ -165,9 +165,11 @@ def check_adapter_rows(kernels: Kernels, layout: Layout, x: Tensor, down: Tensor
     inner, up = (layout(torch.randn_like(out[:, : len(down)])) for _ in range(2))
 
     def backward(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        def run(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor) -> tuple[Tensor, ...]:
             dx = grad.clone()  # overwritten
-            return dx, *function(dx, *rest)
+            if x.dtype == torch.float64:  # the exact GELU: a kernel may round its own
+                out = adapter_rows_reference(x, x.new_empty(0, x.shape[1]), True)
+            return dx, *function(dx, inner, x, out, up)
 
         return run
 
