@@ -57,16 +57,21 @@ def adapter_rows_backward_reference(
         dA `[r, d]` and dx^T up `[d, q]` in float32.
     """
     torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad)
-    return mm_in_float32(inner.t(), out[:, : x.shape[1]]), mm_in_float32(grad.t(), up)
+    pairs = (inner.t(), out[:, : x.shape[1]]), (grad.t(), up)
+    if grad.is_cuda:
+        down, of_up = (mm_in_float32(a, b) for a, b in pairs)
+    else:  # a specification does not round its sums
+        down, of_up = (a.to(compute_dtype(a)) @ b.to(compute_dtype(b)) for a, b in pairs)
+    return down, of_up
 
 
 def mm_in_float32(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in float32 (float64 for float64).
 
-    CUDA's matmul writes its float32 sums; the CPU's would round them to the dtype of a, so its operands are cast.
+    CUDA's matmul writes its float32 sums; the CPU's rounds them to the dtype of a first.
     """
     dtype = compute_dtype(a)
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else a.to(dtype) @ b.to(dtype)
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
 
 
 register("adapter_rows", adapter_rows_reference, cpp=False)

@@ -19,7 +19,7 @@ READING_PATHS = {"sage_fast.trainer": 4050, "sage_fast.run.train": 7400}
 steps trained in the rollout, steps that a group shares. Of a run: these, memory that is fitted by block and by graph,
 metadata of prompts through every reward, a profile of some iterations, and checks of damaged or hostile input."""
 LONGEST_CHAIN = 11
-PACKAGE_LINES = 14820
+PACKAGE_LINES = 14825
 """As the reading paths, and: commands in files of their own, a plan of disk, evaluations and rewards, flash-attn 4, the
 operators of a feed-forward with an adapter."""
 LONGEST_FUNCTION = 60
