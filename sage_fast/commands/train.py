@@ -16,7 +16,7 @@ from sage_fast.config.schema import Config
 from sage_fast.config.secrets import from_environment
 from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.models.sharing import check_ranks
-from sage_fast.run.preflight import check_output
+from sage_fast.run.output import check_output
 from sage_fast.run.resume import began_here, launcher
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from sage_fast.config.load import dump, load
 from sage_fast.config.schema import Config
-from sage_fast.run.preflight import LOCK
+from sage_fast.run.output import LOCK
 from sage_fast.run.resume import LAUNCHERS, differences, launcher
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason

@@ -32,7 +32,7 @@ from sage_fast.run.folder import claim_output, locked, remove_partials, replace_
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, seconds_left
 from sage_fast.run.method import method_of
-from sage_fast.run.preflight import check_metrics, check_output
+from sage_fast.run.output import check_metrics, check_output
 from sage_fast.run.profile import RunProfile
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
