@@ -133,9 +133,8 @@ def load_setup(
     # A limit on the rollout's own steps would act on a rounding difference between rollout and training.
     limits = row.uses_ratio or row.uses_kl
     model = load_model(settings, config.sampling, device, config.seed, needs_agreement=limits)
-    gathered = "weights" in ENGINES[config.train.engine].shards
     recomputation, model.trains_in_rollout, left = choose_checkpointing(config, model)
-    model.set_checkpointing(recomputation, gathered=gathered)
+    model.set_checkpointing(recomputation, gathered=ENGINES[config.train.engine].gathers)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
     if prompts is None and any(prompt.seed is not None for prompt in train_prompts):
@@ -255,9 +254,8 @@ def fit_training(
     asked, on_gpu = model.gradient_checkpointing, policy.device.type != "cpu"  # a plan's policy is on `meta`
     graphs = graph_bytes(cost, sampling, model, train) if on_gpu else 0.0
     least = cost.activations[MODES[-1] if asked == "auto" else asked]
-    if room - least >= cost.step + cost.context:  # else not even one graph fits: recomputing for none would be in vain
-        room -= min(graphs, room - least)
-    samples = len(share_of(train.prompts_per_iteration * train.group_size, ranks // model.sequence_parallel, 0))
+    room -= cost.graphs_within(room - least, graphs)  # nothing if none fits: recomputing for none would be in vain
+    samples = samples_of_rank(train, ranks // model.sequence_parallel)
     beside = rollout_gradient_bytes(policy, samples) + on_gpu * DECODING
     missing = missing_for_rollout_gradients(objective, model, train, sampling)
     if missing is not None or not {"off": False, "on": True, "auto": least + beside <= room}[train.rollout_gradients]:
@@ -289,9 +287,14 @@ def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, 
     return MEMORY_SHARE * (usable - sum(held.weights.values())) - taken
 
 
+def samples_of_rank(train: TrainConfig, groups: int) -> int:
+    """Return an iteration's samples on a rank of the first of `groups`, which has the most."""
+    return len(share_of(train.samples, groups, 0))
+
+
 def stored_rollouts(config: Config, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
-    """Return an iteration's samples on a rank of the first of `groups`, and part -> bytes of their stored rollouts."""
-    samples = len(share_of(config.train.prompts_per_iteration * config.train.group_size, groups, 0))
+    """Return `samples_of_rank`, and part -> bytes of their stored rollouts."""
+    samples = samples_of_rank(config.train, groups)
     return samples, trajectory_bytes(config, math.prod(spec.latent_shape(config.sampling)), samples)
 
 

@@ -32,6 +32,11 @@ class EngineRow:
         """DeepSpeed's ZeRO stage; 0 shards nothing."""
         return len(self.shards)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered for each layer of a forward, and released after it."""
+        return "weights" in self.shards
+
 
 def _zero(*shards: str) -> EngineRow:
     settings = "sage_fast.parallel.settings:deepspeed_settings"

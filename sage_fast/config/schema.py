@@ -533,6 +533,11 @@ class TrainConfig(Section):
             f"needs train.engine = {_engines_that_shard('state')}, the nearest of which is zero1",
         )
 
+    @property
+    def samples(self) -> int:
+        """Return the number of samples of an iteration, over all ranks."""
+        return self.prompts_per_iteration * self.group_size
+
 
 def _engines_that_shard(*parts: str) -> str:
     """Return the names of the engines that shard these parts, as text."""

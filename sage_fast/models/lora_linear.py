@@ -148,7 +148,7 @@ class Projection(nn.Module):
         return self._one_sum(x, has_product=False)
 
     def _plain(self, x: Tensor) -> Tensor:
-        """Run the layers without an adapter: as one matmul if their weights are at hand, else their own forwards."""
+        """Run layers that have no adapter, as one matmul if all of their weights can be read here."""
         layers = self.layers
         if len(layers) == 1:
             return layers[0](x)

@@ -20,7 +20,7 @@ def check_ranks(train: TrainConfig, size: int, ranks: int) -> None:
         UserError: it has too few, or as `check_sequence_parallel`.
     """
     ranks = check_sequence_parallel(size, ranks)
-    samples = train.prompts_per_iteration * train.group_size
+    samples = train.samples
     if samples < ranks:
         raise UserError(
             f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = {train.group_size}: "

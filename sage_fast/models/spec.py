@@ -42,6 +42,10 @@ class Cost:
     step: float
     context: float
 
+    def graphs_within(self, room: float, most: float) -> float:
+        """Return the bytes that CUDA graphs keep of `room`: up to `most`, and 0 if not even one fits."""
+        return min(room, most) if room >= self.step + self.context else 0.0
+
 
 class Place(NamedTuple):
     """The place of a layer in another layout of the checkpoint.

@@ -79,8 +79,8 @@ def graph_bytes(cost: Cost, sampling: SamplingConfig, model: ModelConfig, train:
     They do if weights are gathered and released (ZeRO-3), and if ranks share samples, because DeepSpeed issues their
     exchanges from the host.
     """
-    gathers, shares = "weights" in ENGINES[train.engine].shards, model.sequence_parallel > 1
-    return 0.0 if not sampling.cuda_graphs or gathers or shares else cost.step + MAX_GRAPHS * cost.context
+    alone = not ENGINES[train.engine].gathers and model.sequence_parallel == 1
+    return cost.step + MAX_GRAPHS * cost.context if sampling.cuda_graphs and alone else 0.0
 
 
 def step_graphs(policy: Policy, cost: Cost, room: float) -> StepGraphs | None:

@@ -80,7 +80,13 @@ class SampleRollouts:
                 x = initial_latents(self.latent_seeds[places], batch.trajectories.shape, self.policy.device)
             keys = [batch.samples[place].prompt for place in places]
             x = rollout(
-                *(self.policy, table, coefs, batch.conditioning, keys, self.seeds[places], x),
+                self.policy,
+                table,
+                coefs,
+                batch.conditioning,
+                keys,
+                self.seeds[places],
+                x,
                 steps=steps,
                 record=functools.partial(batch.trajectories.record, rows) if ends else None,
                 on_step=bar.update,

@@ -370,7 +370,7 @@ def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
     Both are over all ranks and the whole iteration, rewards and waiting included.
     """
     config = trainer.config
-    samples, seconds = config.train.prompts_per_iteration * config.train.group_size, row["time/total"] * world_size()
+    samples, seconds = config.train.samples, row["time/total"] * world_size()
     found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
     if peak := peak_flops(trainer.device, trainer.policy.dtype):
         cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter

@@ -164,7 +164,7 @@ def plan(
     policy, objective = _meta_policy(spec, tuple(vars(config.model).items())), Objective.of(config)
     cost, latent = spec.cost(config), spec.latent_shape(s)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    samples, steps = train.prompts_per_iteration * train.group_size, longest_window(config)
+    samples, steps = train.samples, longest_window(config)
     rollout_steps, longest = _rollout_steps(s, train, ranks // sharing, config.seed)
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
@@ -221,7 +221,7 @@ def _fit_into(
     fits, beside, graphs = fit_training(*settings, policy, cost, room, ranks=ranks)
     recomputation, in_rollout = chosen or (fits, beside > 0)
     left = room - beside - recomputation.mean(cost.activations)
-    return recomputation, in_rollout, min(graphs, left) if left >= cost.step + cost.context else 0.0
+    return recomputation, in_rollout, cost.graphs_within(left, graphs)
 
 
 def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int) -> tuple[float, float]:
@@ -237,7 +237,7 @@ def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int)
     found = []
     for tables in draws if s.shared_initial_noise else draws[:1]:
         rollouts = Rollouts.of(tables, train.group_size, s.shared_initial_noise)
-        shares = assign_to_ranks([1] * groups * train.group_size, ranks, s.batch_size, rollouts)
+        shares = assign_to_ranks([1] * train.samples, ranks, s.batch_size, rollouts)
         steps = [rollouts.count(share) for share in shares]
         found.append((sum(steps), max(steps)))
     steps_of_all, longest = map(statistics.fmean, zip(*found))
