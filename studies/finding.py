@@ -103,7 +103,7 @@ def corrected(findings: Mapping[Claim, Finding]) -> dict[Claim, Finding]:
     for claim, finding in findings.items():
         if difference := tested.get(claim.name):
             fell = claim.by_p and finding.verdict == "held" and difference.corrected >= LEVEL
-            p = f"p {difference.corrected:.2g}, corrected for {len(tested)} claims."
             verdict = "not decidable" if fell else finding.verdict
-            found[claim] = dataclasses.replace(finding, verdict=verdict, text=f"{p} {finding.text}")
+            text = f"p {difference.corrected:.2g}. {finding.text}"
+            found[claim] = dataclasses.replace(finding, verdict=verdict, text=text)
     return found

@@ -32,7 +32,7 @@ def write_study(
     facts: Mapping[str, str],
     protocol: Sequence[str],
     *,
-    title: str = "Results",
+    title: str,
 ) -> Path:
     """Decide claims, write the figures and data of each into `results/`, then the pages; return the page's path.
 
@@ -101,9 +101,8 @@ def markdown(
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "## Protocol", "", "\n\n".join(protocol)]
     for claim, finding in findings.items():
-        verdict = f"**{finding.verdict.capitalize()}.** *{claim.label}.*"
-        lines += ["", f"## {claim.title}", "", f"![{claim.title}]({claim.name}.svg)", ""]
-        lines += [f"{verdict} {finding.text}", ""]
+        lines += ["", f"## {claim.title}", "", f"![{claim.name}]({claim.name}.svg)", ""]
+        lines += [f"**{finding.verdict.capitalize()}.** {finding.text}", ""]
         for table in filter(None, (finding.compared, finding.table)):
             lines += [*_table(table), ""]
         lines += [f"[Data]({claim.name}.csv)."]

@@ -138,7 +138,7 @@ def test_a_claim_is_held_only_if_its_p_stands_among_all_claims() -> None:
     assert {name: finding.verdict for name, finding in by_name.items()} == {
         "equalizer": "held", "methods": "not decidable", "samplers": "not decidable", "ratio": "held", "print": "held",
     }  # fmt: skip
-    assert by_name["methods"].text == "p 0.06, corrected for 4 claims. As found."
+    assert by_name["methods"].text == "p 0.06. As found."
     assert by_name["print"].text == "As found."
 
 

@@ -102,8 +102,8 @@ def find_lora_response(material: Material) -> Finding:
     shares = {(size, path): paths[path][size] for size in sizes for path in paths}
 
     text = (
-        "Share of an adapter's float32 effect on the velocity that is left in bfloat16, by the size of the elements of "
-        f"B: mean and 95 % interval of {seeds} draws. Stock peft adds the adapter's output to one that is rounded."
+        "Share of an adapter's float32 effect on the velocity that is left in bfloat16, by the size of B's elements: "
+        f"mean and 95 % interval of {seeds} draws. Stock peft adds the adapter's output to a rounded one."
     )
     table = [["size", "one accumulation", "stock peft"]]
     for size in sizes:

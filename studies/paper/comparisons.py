@@ -111,23 +111,19 @@ def base_score(runs: Runs) -> float:
     return float(np.mean([run.course()[0] for seeds in runs.values() for run in seeds]))
 
 
-def describe(result: Compared, runs: Runs) -> str:
-    """Name the base model's score, the margin, and the comparisons that exclude a gain of it."""
+def describe(result: Compared) -> str:
+    """Name the margin, and the comparisons that exclude a gain of it."""
     refuted = [name for name in result.single if result.excludes(name)]
-    return f"Base model {base_score(runs):.3f}, margin {result.margin:.3f}." + (
-        f" A gain of the margin is excluded for {', '.join(refuted)}." * bool(refuted)
-    )
+    which = f" for {', '.join(refuted)}" * (len(refuted) < len(result.single))
+    return f"Margin {result.margin:.3f}." + f" A gain of the margin is excluded{which}." * bool(refuted)
 
 
-def comparison_table(result: Compared, runs: Runs, part: str = "reward") -> list[list[str]]:
-    """Return a table of the differences: a row for each, with the scores of both sides, then the pooled one."""
-    rows = []
-    for name in result.single:
-        sides = [_score(runs[side], part) for side in name.split(" over ")]
-        rows.append([name, *sides, *_corrected(result, name)])
+def comparison_table(result: Compared) -> list[list[str]]:
+    """Return a table of the differences: a row for each, then the pooled one."""
+    rows = [[name, *_corrected(result, name)] for name in result.single]
     if len(rows) > 1:
-        rows.append(["pooled", "", "", *_pooled(result)])
-    return [["comparison", "first", "second", "difference", "p"], *rows]
+        rows.append(["pooled", *_pooled(result)])
+    return [["comparison", "difference", "p"], *rows]
 
 
 def _corrected(result: Compared, name: str) -> list[str]:
@@ -138,9 +134,8 @@ def _pooled(result: Compared) -> list[str]:
     return [str(result.pooled), f"{result.pooled.p:.2g}"]
 
 
-def _score(seeds: Sequence[TrainedRun], part: str = "reward") -> str:
-    mean, half = mean_interval(seeds, part)
-    return f"{mean:.3f} ± {half:.3f}"
+def _mean(seeds: Sequence[TrainedRun]) -> str:
+    return f"{np.mean([run.mean() for run in seeds]):.3f}"
 
 
 def rows_of(runs: Runs) -> list[dict[str, object]]:
@@ -211,8 +206,8 @@ def better(
             left.legend(ncols=1 + len(runs) // 6)
             draw_compared(right, result)
 
-        table = comparison_table(result, runs)
-        return _finding(result, runs, describe(result, runs), draw, judge=judge, compared=table)
+        table = comparison_table(result)
+        return _finding(result, runs, describe(result), draw, judge=judge, compared=table)
 
     height = max(3.4, 1.2 + 0.32 * len(versus))
     return Claim(
@@ -229,7 +224,7 @@ def _find_equalizer(material: Material) -> Finding:
     versus = [Versus(f"{sampler}-equalized", sampler) for sampler in ALL_SAMPLERS]
     runs = {name: material.runs[name] for v in versus for name in (v.second, v.first)}
     result, all_five = compare(versus[:-1], runs), compare(versus, runs)
-    table = [*comparison_table(result, runs), ["pooled, with exact", "", "", *_pooled(all_five)]]
+    table = [*comparison_table(result), ["pooled, with exact", *_pooled(all_five)]]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots(1, len(ALL_SAMPLERS) + 1, sharey=False, width_ratios=[1] * len(ALL_SAMPLERS) + [1.6])
@@ -242,7 +237,7 @@ def _find_equalizer(material: Material) -> Finding:
         short = {name.split("-")[0]: d for name, d in result.single.items()}
         draw_compared(axes[-1], dataclasses.replace(result, single=short))
 
-    return _finding(result, runs, describe(result, runs), draw, compared=table)
+    return _finding(result, runs, describe(result), draw, compared=table)
 
 
 KL = ("fixed", "stepwise", "moving")
@@ -263,7 +258,7 @@ def _find_strategies(material: Material) -> Finding:
         middle.set_ylabel("std of the rewards within a group")
         draw_compared(right, result)
 
-    return _finding(result, runs, describe(result, runs), draw, compared=comparison_table(result, runs))
+    return _finding(result, runs, describe(result), draw, compared=comparison_table(result))
 
 
 SCHEDULES = {"fixed": "dual", "two-stage": "two-stage", "milder": "milder"}
@@ -273,10 +268,6 @@ def _find_schedules(material: Material) -> Finding:
     runs = {label: material.runs[variant] for label, variant in SCHEDULES.items()}
     versus = [Versus("two-stage", other) for other in ("fixed", "milder")]
     result = compare(versus, runs)
-    table = comparison_table(result, runs)
-    for part in PARTS:
-        rows = comparison_table(compare(versus, runs, part), runs, part)[1:]
-        table += [[f"{part}: {name}", *cells] for name, *cells in rows]
 
     def draw(figure: Figure) -> None:
         *panels, right = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.3])
@@ -286,22 +277,17 @@ def _find_schedules(material: Material) -> Finding:
         panels[0].legend()
         draw_compared(right, result)
 
-    return _finding(result, runs, describe(result, runs), draw, compared=table)
+    return _finding(result, runs, describe(result), draw, compared=comparison_table(result))
 
 
 def table_of(runs: Runs, result: Compared) -> list[list[str]]:
     """Return a table of held-out scores, with the difference of `OURS` from each baseline: a row per label."""
-    base = [
-        f"{np.mean([run.course(part)[0] for seeds in runs.values() for run in seeds]):.3f}"
-        for part in ("reward", *PARTS)
-    ]
     rows = []
     for name, seeds in runs.items():
         versus = str(Versus(OURS, name))
         differs = _corrected(result, versus) if versus in result.single else ["", ""]
-        rows.append([name, _score(seeds), *(f"{mean_interval(seeds, part)[0]:.3f}" for part in PARTS), *differs])
-    head = ["", "composite", *PARTS, f"{OURS} over it", "p"]
-    return [head, ["base model", *base, "", ""], *rows, ["pooled", *[""] * 4, *_pooled(result)]]
+        rows.append([name, _mean(seeds), *differs])
+    return [["", "composite", f"{OURS} over it", "p"], *rows, ["pooled", "", *_pooled(result)]]
 
 
 OURS = "sage, dual"
@@ -315,7 +301,7 @@ def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
     judged = {f"{name}, {part}": d for part in JUDGE for name, d in compare(versus, runs, part).single.items()}
     fell = [name for name, d in holm(judged).items() if d.value < 0 and d.corrected < LEVEL]
     text = (
-        f"{describe(result, runs)} By the judge, sage with the dual KL is significantly behind a baseline in "
+        f"{describe(result)} By the judge SAGE-GRPO is significantly behind a baseline in "
         f"{len(fell)} of {len(judged)} comparisons{': ' * bool(fell)}{'; '.join(fell)}."
     )
 
@@ -364,21 +350,20 @@ def searched(variants: Sequence[str], runs: Runs) -> tuple[list[str], list[Train
 
 
 def _best(samplers: Sequence[str], runs: Runs) -> tuple[dict[str, list[TrainedRun]], str]:
-    """Return `<sampler> at its best` -> runs, and the values of eta that were chosen."""
+    """Return `<sampler>-best` -> runs, and the values of eta that were chosen."""
     best, said = {}, []
     for sampler in samplers:
         names = {variant: f"{eta:g}" for eta, variant in ETAS[sampler].items()}
-        chosen, best[f"{sampler} at its best"] = searched(tuple(names), runs)
-        said.append(f"{sampler} {', '.join(names[variant] for variant in chosen)}")
-    return best, f"Best eta for each seed: {'; '.join(said)}."
+        chosen, best[f"{sampler}-best"] = searched(tuple(names), runs)
+        said.append(f"{sampler} {'/'.join(name for variant, name in names.items() if variant in chosen)}")
+    return best, f"Best eta: {', '.join(said)}."
 
 
 def _table_of_etas(runs: Runs) -> list[list[str]]:
     """Return a table of held-out scores: a row per sampler with the equalizer and without KL, a column per eta."""
     etas = sorted({eta for names in ETAS.values() for eta in names})
     rows = [
-        [sampler, *(_score(runs[names[eta]]) if eta in names else "" for eta in etas)]
-        for sampler, names in ETAS.items()
+        [sampler, *(_mean(runs[names[eta]]) if eta in names else "" for eta in etas)] for sampler, names in ETAS.items()
     ]
     return [["eta", *(f"{eta:g}" for eta in etas)], *rows]
 
@@ -393,23 +378,20 @@ def _draw_etas(axes: Axes, samplers: Sequence[str], runs: Runs) -> None:
     axes.legend(ncols=2, fontsize=8)
 
 
-def _find_by_eta(result: Compared, compared: Runs, chosen: str, runs: Runs) -> Finding:
-    """Make the finding of a claim about best etas: its comparisons, and the scores of all etas."""
-
-    def draw(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2)
-        _draw_etas(left, ALL_SAMPLERS, runs)
-        draw_compared(right, result)
-
-    text, table = f"{describe(result, compared)} {chosen}", comparison_table(result, compared)
-    return _finding(result, runs, text, draw, compared=table, table=_table_of_etas(runs))
+def _draw_by_eta(result: Compared, runs: Runs, figure: Figure) -> None:
+    left, right = figure.subplots(1, 2)
+    _draw_etas(left, ALL_SAMPLERS, runs)
+    draw_compared(right, result)
 
 
 def _find_search(material: Material) -> Finding:
     runs = {name: material.runs[name] for name in SEARCH}
     best, chosen = _best(ALL_SAMPLERS, runs)
-    result = compare([Versus("sage at its best", f"{s} at its best") for s in SAMPLERS[:3]], best)
-    return _find_by_eta(result, best, chosen, runs)
+    result = compare([Versus("sage-best", f"{s}-best") for s in SAMPLERS[:3]], best)
+    return _finding(
+        result, runs, f"{describe(result)} {chosen}", partial(_draw_by_eta, result, runs),
+        compared=comparison_table(result), table=_table_of_etas(runs),
+    )  # fmt: skip
 
 
 EXACT = (*SEARCH, "sage-equal-noise", "exact-dual", "dual")
@@ -417,93 +399,93 @@ EXACT = (*SEARCH, "sage-equal-noise", "exact-dual", "dual")
 
 def _find_exact(material: Material) -> Finding:
     runs = {name: material.runs[name] for name in EXACT}
-    best, chosen = _best(("sage", "exact"), runs)
+    best, _ = _best(("sage", "exact"), runs)
     versus = [
         Versus("exact-equalized", "sage-equalized"),
         Versus("exact-equalized", "sage-equal-noise"),
         Versus("exact-dual", "dual"),
-        Versus("exact at its best", "sage at its best"),
+        Versus("exact-best", "sage-best"),
     ]
     result = compare(versus, runs | best)
-    compared = {name: (runs | best)[name] for v in versus for name in (v.first, v.second)}
-    return _find_by_eta(result, compared, chosen, runs)
+    draw = partial(_draw_by_eta, result, runs)
+    return _finding(result, runs, describe(result), draw, compared=comparison_table(result))
 
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="equalizer", title="The temporal gradient equalizer", kind="paper", source="Figure 3",
-        says="With the equalizer the reward ends higher, over the paper's four samplers taken together.",
+        says="With the equalizer the paper's four samplers end higher.",
         find=_find_equalizer, size=(14.0, 3.4),
         variants=tuple(name for sampler in ALL_SAMPLERS for name in (sampler, f"{sampler}-equalized")),
     ),
     Claim(
         name="kl-strategies", title="KL strategies where the KL acts", kind="paper", source="Figure 8",
-        says="Where the KL acts (lambda 0.2) the dual KL ends above fixed, stepwise and moving, taken together.",
+        says="Where the KL acts (lambda 0.2) the dual KL ends above fixed, stepwise and moving.",
         find=_find_strategies, size=(13.0, 3.6), variants=(*KL, "dual"),
     ),
     Claim(
         name="kl-schedules", title="Schedules of lambda", kind="paper", source="Figure 7",
-        says="The two-stage schedule ends above a fixed lambda and a milder schedule, taken together.",
+        says="The two-stage schedule ends above a fixed lambda and a milder schedule.",
         find=_find_schedules, size=(14.0, 3.4), variants=tuple(SCHEDULES.values()),
     ),
     methods(
         "methods", "Methods, KL and rewards", "paper", "Table 2, Setting B",
-        "With alignment-focused rewards SAGE-GRPO with the dual KL ends above the baselines, with and without KL, all "
-        "at eta 1, taken together.", METHODS["B"],
+        "With alignment-focused rewards, all at eta 1, SAGE-GRPO with the dual KL ends above the baselines with and "
+        "without KL.", METHODS["B"],
     ),
     methods(
         "methods-published", "Methods at their published eta", "ours", "Table 2, Setting B, which states no eta",
-        "With alignment-focused rewards SAGE-GRPO with the dual KL ends above the baselines without KL, each at its "
-        "published eta (dance 0.3, flow and cps 0.7, sage 0.5), taken together.", METHODS["published"],
+        "With alignment-focused rewards, each at its published eta (dance 0.3, flow and cps 0.7, sage 0.5), SAGE-GRPO "
+        "with the dual KL ends above the baselines without KL.",
+        METHODS["published"],
     ),
     methods(
         "methods-A", "Methods with averaged rewards", "ours",
-        "Table 2, Setting A, where the paper has it below each baseline without KL",
-        "With averaged rewards SAGE-GRPO with the dual KL ends above the baselines, with and without KL, all at eta 1, "
-        "taken together.", METHODS["A"],
+        "Table 2, Setting A, which has it below each baseline without KL",
+        "With averaged rewards, all at eta 1, SAGE-GRPO with the dual KL ends above the baselines with and without KL.",
+        METHODS["A"],
     ),
     better(
         "samplers", "The samplers alone", "ours", "Table 1",
-        "Without equalizer and KL, at eta 1, sage ends above dance, flow and cps, taken together.",
+        "Without equalizer and KL, at eta 1, sage ends above dance, flow and cps.",
         [Versus("sage", other) for other in SAMPLERS[:3]],
     ),
     Claim(
         name="eta-search", title="Each sampler at its best eta", kind="ours", source="Table 1, without its eta",
-        says="With the equalizer and without KL sage at its best eta ends above dance, flow and cps at theirs, taken "
-             "together.",
+        says="With the equalizer and without KL, sage at its best eta ends above dance, flow and cps at theirs.",
         find=_find_search, size=(11.0, 3.8), variants=SEARCH,
     ),
     better(
         "kl-acts", "A KL against none", "ours", "Table 2, which has it both ways",
-        "KLs that act (lambda 0.2) end above none, the four taken together.",
+        "The four KLs, where they act (lambda 0.2), end above none.",
         [Versus(name, "sage-equalized") for name in (*KL, "dual")],
     ),
     better(
         "kl-paper-lambda", "KL strategies at the paper's lambda", "ours",
-        "Figure 8 and Appendix A.6 say that it makes one",
-        "At lambda 1e-7 to 1e-5 it makes no difference to have a KL, whichever it is.",
+        "Figure 8 and Appendix A.6 say that it does",
+        "At lambda 1e-7 to 1e-5 it makes no difference to have a KL.",
         [Versus(f"{name}-paper-lambda", "sage-equalized") for name in (*KL, "dual")], judge=judge_equal,
     ),
     better(
-        "kl-feedback", "Feedback on lambda", "ours", "Equation 42, which the paper compares with nothing",
-        "Feedback in the printed direction ends above none and the usual direction, taken together.",
+        "kl-feedback", "Feedback on lambda", "ours", "Eq. 42, compared with nothing",
+        "Feedback in the printed direction ends above none and the usual direction.",
         [Versus("two-stage-paper", "two-stage"), Versus("two-stage-paper", "two-stage-ppo")],
     ),
     better(
-        "velocity-term", "The velocity term in closed form", "ours", "Equation 15 has the sampled one",
-        "The KL to the rollout policy in closed form is better than the sampled one.",
+        "velocity-term", "The velocity term in closed form", "ours", "Eq. 15, which is sampled",
+        "The KL to the rollout policy ends higher in closed form than sampled.",
         [Versus("dual", "velocity-term-sampled")],
     ),
     Claim(
         name="exact", title="The closed-form sampler", kind="beyond", source="arXiv 2605.23522 (Precise)",
-        says="Runs on rollouts of `exact` end above those of `sage`, taken together: at the same eta with and without "
-             "KL, at the same injected noise, and each at its best eta.",
+        says="`exact` ends above `sage`: at the same eta with and without KL, at the same injected noise, and each at "
+             "its best eta.",
         find=_find_exact, size=(11.0, 3.8),
         variants=EXACT,
     ),
     better(
         "dance-precise", "The SDE of dance in closed form", "beyond", "arXiv 2605.23522 (Precise)",
-        "At dance's published eta its SDE in closed form ends above its Euler step.",
+        "At dance's published eta its SDE ends higher in closed form than in Euler steps.",
         [Versus("dance-precise-eta-0.3", "dance-eta-0.3")],
     ),
     better(
@@ -513,24 +495,23 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     better(
         "bfloat16", "Training in bfloat16", "beyond", "",
-        "A policy whose frozen weights and activations are bfloat16 ends where one in float32 does.",
+        "With frozen weights and activations in bfloat16 a policy ends where one in float32 does.",
         [Versus("bfloat16", "dual")], judge=judge_equal,
     ),
     better("ema", "Averaged weights", "beyond", "", "An average of the weights scores higher than the last ones.",
            [Versus("dual", "no-ema")]),
     better("initial-noise", "Shared initial noise", "beyond", "",
-           "Groups with initial noise of their own for each sample are better than groups that share it.",
+           "Groups end higher with initial noise for each sample than with one for all.",
            [Versus("dual", "shared-initial-noise")]),
     better("groups", "Group size against prompts", "beyond", "",
-           "At 32 videos an iteration, 4 prompts with 8 videos each end above 2, 8 and 16 prompts, taken together.",
+           "Of 32 videos an iteration, 4 prompts with 8 each end above 2, 8 and 16 prompts.",
            [Versus("dual", f"groups-{name}") for name in ("2x16", "8x4", "16x2")]),
     better("fewer-steps", "Fewer noisy or trained steps", "beyond", "",
-           "A window of noisy steps, or a part of the trained steps, ends where all 8 steps do (with fewer than 4 "
-           "trained steps there are also fewer updates, one for each).",
+           "A window of noisy steps, or a part of the trained steps, ends where all 8 steps do (fewer than 4 trained "
+           "steps also have fewer updates).",
            [Versus(name, "steps-8") for name in
             ("window-4", "window-2", "window-1", "fraction-1/2", "fraction-1/4", "fraction-1/8")], judge=judge_equal),
     better("nft", "DiffusionNFT", "beyond", "our variant of arXiv 2509.16117",
-           "SAGE-GRPO with the dual KL ends above DiffusionNFT with either beta, with as many videos for the same "
-           "prompts.",
+           "SAGE-GRPO with the dual KL ends above DiffusionNFT with either beta, on as many videos.",
            [Versus("dual", "nft"), Versus("dual", "nft-beta-0.1"), Versus("exact-dual", "nft")]),
 )  # fmt: skip

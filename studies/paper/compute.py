@@ -39,7 +39,7 @@ def _find(material: Material) -> Finding:
             for point in later
         }
     last = max(i for curve in curves.values() for i in curve)
-    points = {f"{name}, {i} iterations": point for name, curve in curves.items() for i, point in curve.items()}
+    points = {f"{name}, {i}": point for name, curve in curves.items() for i, point in curve.items()}
     rows = [
         {"variant": name, "iterations": i, "exaflops": flops, "gain": gain}
         for name, curve in curves.items()
@@ -52,13 +52,12 @@ def _find(material: Material) -> Finding:
     better = [name for name, d in ahead.items() if d.value > 0 and d.corrected < LEVEL]
     best = max(cheaper, key=lambda name: ends[name][0])
     text = (
-        f"Below is the front of gain for cost, the best of {len(points)} means, which flatters it; before iteration "
-        f"{last} the learning rate had not fallen to 0. Of {len(cheaper)} variants that cost no more than the settings "
-        f"of recipes/paper.yaml {len(better)} end higher after the correction"
-        f"{': ' * bool(better)}{', '.join(better)}; the highest mean is that of {best}, {ahead[best]} (p "
-        f"{ahead[best].corrected:.2g})."
+        f"Of {len(cheaper)} variants that cost no more, {len(better)} end higher after the correction"
+        f"{': ' * bool(better)}{', '.join(better)}; {best} has the highest mean, {ahead[best]} (p "
+        f"{ahead[best].corrected:.2g}). The front of gain for cost, the best of {len(points)} means, flatters; "
+        f"before iteration {last} the learning rate had not fallen to 0."
     )
-    table = [["variant", "exaFLOPs", "gain"]]
+    table = [["variant, iterations", "exaFLOPs", "gain"]]
     table += [[name, f"{points[name][0]:.1f}", f"{points[name][1]:+.3f}"] for name in on_front]
 
     def draw(figure: Figure) -> None:
@@ -88,7 +87,7 @@ CLAIMS = (
         title="Reward for compute",
         kind="beyond",
         source="",
-        says="No variant that costs as much or less than the settings of recipes/paper.yaml ends higher.",
+        says="No variant that costs no more than recipes/paper.yaml ends higher.",
         find=_find,
         variants=tuple(protocol()),
         size=(10.0, 5.0),

@@ -100,11 +100,10 @@ def find_law(material: Material) -> Finding:
     """Check Figure 4 and Equation 37 on the testbed's base model with a new adapter."""
     norms = _measured(material)
     text = (
-        f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f} the norm of the log-prob's gradient on the "
-        f"velocity is N_t (Eq. 38) to a factor of {mismatch(norms.velocity, norms.by_row):.2f} at the worst step, "
-        f"where 1/sqrt(Sigma) is off by {mismatch(norms.velocity, norms.by_std):.1f}. On the trained weights the "
-        f"policy gradient is off from 1/sqrt(Sigma) by {mismatch(norms.policy, norms.by_std):.1f} and from N_t by "
-        f"{mismatch(norms.policy, norms.by_row):.1f}."
+        f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f}, at the worst step, the log-prob's gradient on "
+        f"the velocity is off from N_t (Eq. 38) by a factor of {mismatch(norms.velocity, norms.by_row):.2f} "
+        f"and from 1/sqrt(Sigma) by {mismatch(norms.velocity, norms.by_std):.1f}; the policy gradient on the weights "
+        f"by {mismatch(norms.policy, norms.by_row):.1f} and {mismatch(norms.policy, norms.by_std):.1f}."
     )
     return Finding(verdict=judge_law(norms), text=text, draw=lambda figure: _draw(figure, norms), rows=_rows(norms))
 

@@ -85,11 +85,11 @@ def find_print(material: Material) -> Finding:
     arrived = {name: sum(arrives(loops[name, start]) for start in STARTS) for name in names}
     far = [loops["paper", start][-1][1] / TARGET for start in STARTS]
     text = (
-        f"With the score as printed, -(x - x0_hat)/s^2, the weights of four modes move by {drift['printed']:.2f} in "
-        f"L1; with -(x - (1-s) x0_hat)/s^2 by {drift['ours']:.2f} (flow, {STEPS} steps, shift {SHIFT:g}, eta {ETA:g}). "
-        f"Where KL = constant / lambda, Eq. 42 as printed brings the KL to its target from {arrived['paper']} of "
-        f"{len(STARTS)} starts, and after {UPDATES} updates leaves it between {min(far):.2g} and {max(far):.2g} times "
-        f"the target; the opposite direction does from {arrived['ppo']} of {len(STARTS)}."
+        f"The printed score moves the weights of four modes by {drift['printed']:.2f} in L1, the one with the factor "
+        f"1 - s by {drift['ours']:.2f} (flow, {STEPS} steps, shift {SHIFT:g}, eta {ETA:g}). Where KL = constant / "
+        f"lambda, the printed feedback reaches the target from {arrived['paper']} of {len(STARTS)} starts and ends "
+        f"between {min(far):.2g} and {max(far):.2g} times it after {UPDATES} updates; the opposite direction reaches "
+        f"it from {arrived['ppo']}."
     )
     rows: list[dict[str, object]] = [{"part": "score", "name": name, "drift": value} for name, value in drift.items()]
     rows += [
@@ -123,7 +123,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="print",
         title="The formulas as printed",
         kind="paper",
-        source="the score below Equation 7, and Equation 42",
+        source="below Eq. 7, and Eq. 42",
         says="The score below Eq. 7 keeps the distribution, and the feedback of Eq. 42 keeps the KL near its target.",
         find=find_print,
     ),

@@ -92,10 +92,9 @@ def find_step_noise(material: Material) -> Finding:
     fewest = min(_below(noise["c", *cell]) / cell[0] for cell in GRID)
     said = ", ".join(f"({name}) {'true' if true else 'false'}" for name, true in statements.items())
     text = (
-        f"Over {len(GRID)} schedules: {said}. The table is for 20 steps, shift 5 and eta {STEP_ETA:g}. The interval of "
-        f"step 0 of sage is empty in (a). In (c) sage adds less than flow at {_below(c)} of 20 steps, and at "
-        f"{fewest:.0%} or more on every schedule, but its step 0 is set by its clamp, with std "
-        f"{float(c['sage'][0]):.3f} against flow's {float(c['flow'][0]):.3f}."
+        f"Over {len(GRID)} schedules: {said}. The table has 20 steps, shift 5, eta {STEP_ETA:g}. In (a) the interval "
+        f"of sage's step 0 is empty. In (c) sage adds less than flow at {_below(c)} of 20 steps, and at {fewest:.0%} "
+        f"or more on every schedule, but not at step 0, which its clamp sets."
     )
     table = [
         ["std of the noise", *NOISY],
@@ -190,8 +189,8 @@ def find_excess_noise(material: Material) -> Finding:
     verdict = judge_excess_noise(list(worlds.values()))
 
     text = (
-        f"Mean distance with {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}. Over all eta the distance of sage, "
-        f"less that of the nearer of flow and dance, lies between "
+        f"Mean distance with {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}. Over all eta sage, less the nearer "
+        f"of flow and dance, lies between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(mixture))} on the mixture and between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(videos))} on the testbed."
     )
@@ -301,8 +300,8 @@ CLAIMS: tuple[Claim, ...] = (
         kind="paper",
         source="Table 1 and Figure 9",
         says=(
-            "At step 0 the noise of sage is near zero on flow's schedule (a), and less than two thirds of flow's under "
-            "the same clamp (b); with each one's defaults it lies below flow's at most steps (c)."
+            "The noise of sage is near zero at step 0 on flow's schedule (a), there less than two thirds of flow's "
+            "under the same clamp (b), and with each one's defaults below flow's at most steps (c)."
         ),
         find=find_step_noise,
         size=(8.6, 6.6),
