@@ -189,8 +189,8 @@ def find_excess_noise(material: Material) -> Finding:
     verdict = judge_excess_noise(list(worlds.values()))
 
     text = (
-        f"Mean distance with {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}. Over all eta sage, less the nearer "
-        f"of flow and dance, lies between "
+        f"Mean distance with {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}. Over all eta the distance of sage "
+        f"less that of the nearer of flow and dance lies between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(mixture))} on the mixture and between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(videos))} on the testbed."
     )
