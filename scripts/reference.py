@@ -15,16 +15,16 @@ from sage_fast.config.schema import Config
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 SETTINGS = """# Settings
 
-`python -m scripts.reference` writes this page from `sage_fast/config/schema.py`. A YAML file holds the settings by
-section; a command takes any of them as `--section.name VALUE`. [choose-settings.md](../how-to/choose-settings.md) says
-which values to choose. A configuration is plain YAML: `1e-4` is a number, a mapping must not repeat a key, and nothing
-is substituted, so `${HOME}` is plain text.
+What every setting does. A YAML file holds the settings by section; a command takes any of them as
+`--section.name VALUE`. [choose-settings.md](../how-to/choose-settings.md) says which values to choose. A configuration
+is plain YAML: `1e-4` is a number, a mapping must not repeat a key, and nothing is substituted, so `${HOME}` is plain
+text. `python -m scripts.reference` writes this page from `sage_fast/config/schema.py`.
 """
 COMMAND_LINE = """# Commands
 
-`python -m scripts.reference` writes this page from the help texts. A command with `--SETTING VALUE` in its usage takes
-every setting of [settings.md](settings.md). The exit status is 0, 2 for a user's mistake, 1 for a failed run, 130 after
-Ctrl-C. Every command takes `--help`.
+What every command does and takes. One with `--SETTING VALUE` in its usage takes every setting of
+[settings.md](settings.md). The exit status is 0, 2 for a user's mistake, 1 for a failed run, 130 after Ctrl-C. Every
+command takes `--help`. `python -m scripts.reference` writes this page from the help texts.
 """
 
 
