@@ -11,8 +11,12 @@ SHIPPED = {
     "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
     "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",
     "pickscore": "sage_fast.rewards.clip:PickScoreReward",
+    "vlm": "sage_fast.rewards.vlm:VLMReward",
 }
 """Short names of the rewards that come with the package."""
+
+CLIENTS = {"vlm"}
+"""Those of them that only call a server. `url` is its address, which may change."""
 
 GROUP = "sage_fast.rewards"
 """Entry-point group for other packages: name = "package.module:Class"."""

@@ -204,8 +204,8 @@ class RewardEntry(Section):
     workers take in turn. Passed to a class that takes `device`; the videos are already there."""
     workers: int = within(0, least=0)
     """Processes per rank that score in parallel with the rollout. A hang or a crash in one ends neither the run nor the
-    call. 0: score in the run's own process, between two rollouts. For an HTTP reward: maximum number of concurrent
-    requests, at least 1."""
+    call. 0: score in the run's own process, between two rollouts. For a reward on a server, an address or `vlm`:
+    maximum number of concurrent calls, at least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -247,7 +247,7 @@ class RewardEntry(Section):
 
     @property
     def is_address(self) -> bool:
-        """Whether the reward is served over HTTP."""
+        """Whether the name is the address of a server of rewards."""
         return self.name.startswith(("http://", "https://"))
 
     @property

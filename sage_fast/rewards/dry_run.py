@@ -9,6 +9,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from sage_fast.config.fields import is_hub_id
+from sage_fast.config.rewards import CLIENTS
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.load import find_reward
 from sage_fast.util.errors import UserError
@@ -40,7 +41,7 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
 
 def reward_bytes(entry: RewardEntry, key: str = "reward.name") -> float | None:
     """Return the bytes that a reward takes on each rank's GPU, by the `gpu_bytes` of its class; None if unknown."""
-    if entry.is_address or entry.devices:  # its GPU, if any, is not the rank's own
+    if entry.is_address or entry.name in CLIENTS or entry.devices:  # its GPU, if any, is not the rank's own
         return 0.0
     each = getattr(find_reward(entry, key)[0], "gpu_bytes", None)
     return None if each is None else float(each) * max(1, entry.workers)

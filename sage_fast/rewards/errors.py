@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from sage_fast.config.secrets import names_for_values
 from sage_fast.util import plugins
 
@@ -29,6 +31,19 @@ class RewardFailure(Exception):
     Args:
         text: as formatted by `failure`: one line that says what happened, then frames if there are any.
     """
+
+
+class SomeFailed(RewardFailure):
+    """The reward failed on some videos of a call.
+
+    Args:
+        errors: video -> why it has no scores.
+        parts: scores of all videos, NaN for those.
+    """
+
+    def __init__(self, errors: dict[int, str], parts: dict[str, Tensor]) -> None:
+        super().__init__(next(iter(errors.values())))
+        self.errors, self.parts = errors, parts
 
 
 class TransportFailure(RewardFailure):

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure
+from sage_fast.rewards.errors import RewardFailure, SomeFailed, TransportFailure, failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import RewardError, first_line
 
@@ -57,7 +57,7 @@ class Backend(Protocol):
             name: id of the call; a repeated call keeps it.
 
         Raises:
-            RewardFailure: the reward failed.
+            RewardFailure: the reward failed; `SomeFailed`: on some of the videos.
             TransportFailure: no answer.
             RewardError: the in-process reward timed out and its thread cannot be killed.
         """
@@ -154,10 +154,14 @@ class FailurePolicy:
     def _attempt(
         self, outcome: Outcome, videos: Tensor, prompts: list[str], metadata: list[Metadata], chosen: list[int]
     ) -> bool:
-        """Make one call for the chosen videos; return whether it raised."""
+        """Make one call for the chosen videos; return whether it raised, for all of them."""
+        errors: dict[int, str] = {}
         try:
             given = videos if len(chosen) == len(prompts) else videos[chosen]
-            parts = self.call(given, [prompts[i] for i in chosen], [metadata[i] for i in chosen])
+            try:
+                parts = self.call(given, [prompts[i] for i in chosen], [metadata[i] for i in chosen])
+            except SomeFailed as failed:
+                parts, errors = failed.parts, failed.errors
             if missing := (self.needed or set()) - parts.keys():
                 raise RewardFailure(f"returned {sorted(parts)}, without {sorted(missing)}")
         except RewardError:
@@ -167,6 +171,7 @@ class FailurePolicy:
             return True
         for i in chosen:
             outcome.errors.pop(i, None)
+        outcome.errors |= {chosen[place]: error for place, error in errors.items()}
         for part, values in parts.items():
             outcome.parts.setdefault(part, torch.full((len(prompts),), torch.nan))[chosen] = values
             for i, value in zip(chosen, values.tolist()):

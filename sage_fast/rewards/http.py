@@ -1,4 +1,4 @@
-"""Rewards behind HTTP: the client, and the JSON format that client and server share (docs/how-to/reward-server.md).
+"""Rewards behind HTTP: the client, and the JSON format of `serve-reward` (docs/how-to/reward-server.md).
 
 Videos travel as a safetensors file with one tensor `videos [B, F, 3, H, W]` in base64; nothing is unpickled.
 """
@@ -25,11 +25,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sage_fast.config.fields import is_unicode
-from sage_fast.config.secrets import bare_address
+from sage_fast.config.secrets import bare_address, names_for_values
 from sage_fast.rewards.errors import RewardFailure, TransportFailure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.load import checked
-from sage_fast.util.errors import nearest, printable
+from sage_fast.util.errors import UserError, nearest, printable
 from sage_fast.util.files import json_value
 
 SCHEMA = "sage-fast-reward/1"
@@ -44,45 +44,44 @@ SECONDS_TO_FIND = 20.0
 VideoType = Literal["float16", "float32", "uint8"]
 
 
-class HttpReward:
-    """A reward on a server. No connection stays open between calls.
+class Client:
+    """A server that answers JSON with JSON. No connection stays open between requests.
 
     Args:
         url: address, such as http://127.0.0.1:8000.
-        dtype: dtype in which videos are sent; float16 is finer than the 8 bits of a video file.
+        path: appended to it for every request.
         retry_seconds: how long a failed request is sent again; 0 tries once.
 
     Raises:
-        ValueError: `url` is not an address, or `dtype` is unknown.
+        UserError: `url` is not an address.
     """
 
     in_background = True
 
-    def __init__(self, url: str, dtype: str = "float16", retry_seconds: float = 300.0) -> None:
+    def __init__(self, url: str, path: str, retry_seconds: float) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or bare_address(url) != url:
-            raise ValueError(f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000")
-        if dtype not in get_args(VideoType):
-            raise ValueError(f"dtype = {dtype!r}: {nearest(dtype, get_args(VideoType))}")
-        self.url, self.dtype, self.retry_seconds, self._answered = url, dtype, float(retry_seconds), False
-        self._host, self._port, self._path = parts.hostname, parts.port, f"{parts.path.rstrip('/')}/score"
+            raise UserError(f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000")
+        self.url, self.retry_seconds, self._answered = url, float(retry_seconds), False
+        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/") + path
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
 
     @property
     def patience(self) -> float:
         return self.retry_seconds if self._answered else min(self.retry_seconds, SECONDS_TO_FIND)
 
-    def score(
-        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
-    ) -> dict[str, Tensor]:
-        """Send one request; return each part, float32 `[B]`, NaN for null.
+    def close(self) -> None:
+        pass
+
+    def _post(self, body: bytes, seconds: float, key: str) -> bytes:
+        """Send a request with a key, or "" for none; return the answer of status 200.
 
         Raises:
             TransportFailure: no connection, no whole answer in time, or status 408, 429 or at least 500.
             RewardFailure: the server answered with an error; its own words.
         """
         try:
-            status, text = self._post(format_request(videos, prompts, metadata, name, self.dtype), seconds)
+            status, text = self._exchange(body, seconds, key)
         except ssl.SSLError as error:
             raise RewardFailure(f"{self.url}: {error}") from error
         except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -90,19 +89,13 @@ class HttpReward:
         if status != 200:
             lost = status >= 500 or status in (408, 429)
             self._answered |= not lost
-            raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_error_of(text)}")
-        parts = checked(read_response(text, name, self.url), len(prompts))
-        self._answered = True
-        return parts
+            why = names_for_values(f"{self.url}: status {status}: {_error_of(text)}")
+            raise (TransportFailure if lost else RewardFailure)(why)
+        return text
 
-    def close(self) -> None:
-        pass
-
-    def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
+    def _exchange(self, body: bytes, seconds: float, key: str) -> tuple[int, bytes]:
         end = time.monotonic() + seconds
-        headers = {"Content-Type": "application/json"}
-        if token():
-            headers["Authorization"] = f"Bearer {token()}"
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         connection = self._connect(self._host, self._port, timeout=seconds or None)
         try:
             connection.connect()
@@ -120,6 +113,33 @@ class HttpReward:
             return response.status, bytes(text)
         finally:
             connection.close()
+
+
+class HttpReward(Client):
+    """A reward behind `sage-fast serve-reward`, or a server that speaks its format.
+
+    Args:
+        url, retry_seconds: as for `Client`.
+        dtype: dtype in which videos are sent; float16 is finer than the 8 bits of a video file.
+
+    Raises:
+        UserError: `url` is not an address, or `dtype` is unknown.
+    """
+
+    def __init__(self, url: str, dtype: str = "float16", retry_seconds: float = 300.0) -> None:
+        super().__init__(url, "/score", retry_seconds)
+        if dtype not in get_args(VideoType):
+            raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(VideoType))}")
+        self.dtype = dtype
+
+    def score(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
+    ) -> dict[str, Tensor]:
+        """Send one request; return each part, float32 `[B]`, NaN for null."""
+        text = self._post(format_request(videos, prompts, metadata, name, self.dtype), seconds, token())
+        parts = checked(read_response(text, name, self.url), len(prompts))
+        self._answered = True
+        return parts
 
 
 def token() -> str:
@@ -226,6 +246,7 @@ def read_response(body: bytes, name: str, url: str) -> dict[str, Tensor]:
 def _error_of(body: bytes) -> str:
     """Return the error in a response, or else its first bytes."""
     try:
-        return printable(str(json.loads(body)["error"])[:4000])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        error = (answer := json.loads(body)).get("error", answer)
+        return printable(str(error["message"] if isinstance(error, dict) else error)[:4000])
+    except (ValueError, AttributeError, KeyError, RecursionError):
         return repr(body[:80])

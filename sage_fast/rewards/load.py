@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.fields import require
-from sage_fast.config.rewards import place_of_reward
+from sage_fast.config.rewards import CLIENTS, place_of_reward
 from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment, names_for_values
 from sage_fast.rewards.errors import RewardFailure, failure
@@ -43,7 +43,7 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
     Raises:
         UserError: as `load_reward`; in a separate process, its first call fails instead.
     """
-    if entry.is_address:
+    if entry.is_address or entry.name in CLIENTS:
         return [load_reward(entry, key, device) for _ in range(max(1, entry.workers))]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if entry.workers:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import load
+from sage_fast.config.rewards import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError
 
@@ -67,6 +68,7 @@ def _kept(config: Config, name: str) -> Any:
 def _scored_by(entry: RewardEntry) -> dict[str, Any]:
     """Return all that a reward's parts depend on. Where it runs does not matter; a server may change its address."""
     name, args = ("a server", {}) if entry.is_address else (entry.name, entry.args)
+    args = {key: value for key, value in args.items() if key != "url" or entry.name not in CLIENTS}
     return {"name": name, "args": args, "normalisation": entry.normalisation, "prefix": entry.prefix}
 
 

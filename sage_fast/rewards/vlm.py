@@ -1,0 +1,171 @@
+"""A vision-language model as a judge, behind any server of OpenAI's chat completions: vLLM, SGLang, a hosted one.
+
+Each video is one request: its frames as JPEG images, then a prompt that asks for lines such as
+"Alignment Score (1-5): X". The lines of this form in the prompt are the parts of the reward. An answer that does not
+hold each of them once, with a number in the range, is a failure; it never becomes a score.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sage_fast.rewards.errors import RewardFailure, SomeFailed, TransportFailure, fulfil
+from sage_fast.rewards.frames import levels
+from sage_fast.rewards.http import Client
+from sage_fast.rewards.interface import Metadata
+from sage_fast.util.errors import UserError, nearest
+
+TEMPLATES = ("general", "unified-reward")
+"""Prompts that come with the package: for any instruction model, and the published one of UnifiedReward 2.0."""
+JPEG_QUALITY = 95
+_LINE = re.compile(r"^(\w[\w ]*) Score \((\d+)-(\d+)\): \w+$", re.MULTILINE)
+
+
+class VLMReward(Client):
+    """Scores the parts that a prompt asks for, such as `alignment`, `physics` and `style`.
+
+    Args:
+        url: base URL of the server, such as http://127.0.0.1:8000/v1.
+        model: name under which the server offers the model.
+        template: one of `TEMPLATES`, or a text file with `{prompt}` and lines such as "Motion Score (1-10): X".
+        num_frames: number of evenly spaced frames, from the first on; shorter videos use all.
+        api_key: bearer token; "" for none.
+        extra_body: further fields of a request, which replace `temperature` 0 and `max_tokens` 4096.
+        retry_seconds: as for `Client`.
+
+    Raises:
+        UserError: an argument is not as expected.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        template: str = "general",
+        num_frames: int = 16,
+        api_key: str = "",
+        extra_body: Mapping[str, Any] | None = None,
+        retry_seconds: float = 300.0,
+    ) -> None:
+        super().__init__(url, "/chat/completions", retry_seconds)
+        if num_frames < 1:
+            raise UserError(f"num_frames = {num_frames}: expected at least 1")
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise UserError("api_key: expected printable ASCII characters")
+        self.template = _read_template(template)
+        self.parts = [_part(name) for name, _, _ in _LINE.findall(self.template)]
+        if not self.parts or "{prompt}" not in self.template:
+            raise UserError(
+                f"template = {template!r}: expected {{prompt}} and lines such as 'Alignment Score (1-5): X' in it"
+            )
+        self.num_frames, self.api_key = num_frames, api_key
+        self.fields = {"model": model, "temperature": 0, "max_tokens": 4096} | dict(extra_body or {})
+        self._call = ""
+        self._scores: dict[int, dict[str, float]] = {}
+        self._errors: dict[int, str] = {}
+
+    def score(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
+    ) -> dict[str, Tensor]:
+        """Send one request per video, all at once; return each part, float32 `[B]`. A repeated call sends the rest.
+
+        Raises:
+            SomeFailed: the answers for some videos hold no scores.
+            TransportFailure: some videos have no answer.
+        """
+        if name != self._call:
+            self._call, self._scores, self._errors = name, {}, {}
+        futures: dict[int, Future[dict[str, float]]] = {
+            i: Future() for i in range(len(prompts)) if i not in self._scores
+        }
+        for i, future in futures.items():  # an executor's threads would keep a run that ends waiting
+            given = (future, self._ask, videos[i], prompts[i], seconds)
+            threading.Thread(target=fulfil, args=given, daemon=True).start()
+        lost = None
+        for i, future in futures.items():
+            try:
+                self._scores[i] = future.result()
+            except TransportFailure as error:
+                lost = error
+            except RewardFailure as error:
+                self._scores[i], self._errors[i] = dict.fromkeys(self.parts, math.nan), str(error)
+        if lost is not None:
+            raise lost
+        parts = {part: torch.tensor([self._scores[i][part] for i in range(len(prompts))]) for part in self.parts}
+        if self._errors:
+            raise SomeFailed(self._errors, parts)
+        return parts
+
+    def _ask(self, video: Tensor, prompt: str, seconds: float) -> dict[str, float]:
+        """Ask for the scores of one video."""
+        if not video.isfinite().all():
+            raise RewardFailure("the video has values that are not finite")
+        count = min(self.num_frames, len(video))
+        images = [_data_url(video[i * len(video) // count]) for i in range(count)]
+        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+        content.append({"type": "text", "text": self.template.replace("{prompt}", prompt)})
+        body = self.fields | {"messages": [{"role": "user", "content": content}]}
+        text = self._post(json.dumps(body).encode(), seconds, self.api_key)
+        try:
+            choice = json.loads(text)["choices"][0]
+            answer, ended = str(choice["message"]["content"]), choice["finish_reason"]
+        except (TypeError, KeyError, IndexError) as error:
+            raise RewardFailure(f"{self.url}: an answer that is no chat completion: {text[:80]!r}") from error
+        except (ValueError, RecursionError) as error:
+            raise TransportFailure(f"{self.url}: an answer that is no JSON: {text[:80]!r}") from error
+        self._answered = True
+        if ended == "length":
+            raise RewardFailure(f"{self.url}: the answer was cut off at max_tokens: {answer[:80]!r}")
+        return self.parse(answer)
+
+    def parse(self, answer: str) -> dict[str, float]:
+        """Read the scores from the lines of an answer, which may be bold.
+
+        Raises:
+            RewardFailure: a line is missing, is there twice, or its number is out of range.
+        """
+        lines = [line.replace("*", "").strip() for line in answer.splitlines()]
+        scores = {}
+        for name, low, high in _LINE.findall(self.template):
+            start = f"{name} Score ({low}-{high}):"
+            found = [line.removeprefix(start).strip() for line in lines if line.startswith(start)]
+            if len(found) != 1 or not re.fullmatch(r"\d+(\.\d+)?", found[0], re.ASCII):
+                raise RewardFailure(f"expected one line '{start} X' in the answer {answer[:200]!r}")
+            if not int(low) <= float(found[0]) <= int(high):
+                raise RewardFailure(f"'{start} {found[0]}': expected {low} to {high}")
+            scores[_part(name)] = float(found[0])
+        return scores
+
+
+def _read_template(template: str) -> str:
+    name = template.replace("-", "_")
+    path = Path(__file__).with_name(f"vlm_{name}.txt") if template in TEMPLATES else Path(template)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"template = {template!r}: {nearest(template, TEMPLATES)}; or a text file") from error
+
+
+def _part(name: str) -> str:
+    return name.lower().replace(" ", "_")
+
+
+def _data_url(frame: Tensor) -> str:
+    """Return a frame `[3, H, W]` in [0, 1] as a JPEG data URL."""
+    file = io.BytesIO()
+    Image.fromarray(levels(frame).to(torch.uint8).permute(1, 2, 0).numpy()).save(file, "JPEG", quality=JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
