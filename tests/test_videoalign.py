@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil
 
 from sage_fast.rewards.frames import levels, resize
 from sage_fast.rewards.videoalign import TEMPLATE, VideoAlignReward
-from sage_fast.rewards.videoalign_checkpoint import Lora, build_network
+from sage_fast.rewards.videoalign_checkpoint import PREFIXES, Lora, build_network
 from sage_fast.util.errors import UserError
 from tests.tiny_rewards import (
     ALPHA,
@@ -355,6 +355,16 @@ def test_the_published_file_has_the_keys_and_the_size_that_are_loaded() -> None:
     network, head = build_network(config, weights, Lora(64, 2.0), torch.bfloat16, "sdpa")
     assert 2 * sum(p.numel() for p in network.parameters()) == VideoAlignReward.gpu_bytes
     assert head.shape == (1, 1536)
+    # Each key has a place of its own: with wrong shapes, all are named, but for the one that predicts the next token.
+    wrong = {key: torch.empty(7, 7, 7, 7, 7, 7, device="meta") for key in shapes}
+    with pytest.raises(UserError, match="does not fit the base model") as error, torch.device("meta"):
+        build_network(config, wrong, Lora(64, 2.0), torch.bfloat16, "sdpa")
+    [listed] = str(error.value).splitlines()[1:]
+    assert listed.startswith("1122 of another shape: ")
+    named = {key.split(" ")[0] for key in listed.partition(": ")[2].split(", ") if "." in key}
+    place = {new: old for old, new in PREFIXES.items()}
+    old_names = {place[new] + key.removeprefix(new) for key in named for new in place if key.startswith(new)}
+    assert old_names == shapes.keys() - {"base_model.model.lm_head.weight"}
 
 
 def test_a_rank_stabilised_lora_is_scaled_by_the_root_of_its_rank(
