@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil
 
 from sage_fast.rewards.frames import levels, resize
-from sage_fast.rewards.videoalign import TEMPLATE, VideoAlignReward
-from sage_fast.rewards.videoalign_checkpoint import PREFIXES, Lora, build_network
+from sage_fast.rewards.qwen2_vl import PREFIXES, Lora, build_network
+from sage_fast.rewards.videoalign import PEFT, TEMPLATE, VideoAlignReward
 from sage_fast.util.errors import UserError
 from tests.tiny_rewards import (
     ALPHA,
@@ -59,19 +60,26 @@ class Reference:
     """Qwen2-VL as its paper has it, in float64, from the file's own keys, with the LoRA beside its layer.
 
     Args:
+        tokens: special tokens of the reward.
         three_d: positions of M-RoPE, as transformers 5 would give them, in place of one place after the other.
         lora: with the LoRA.
         rounded: rotary frequencies in bfloat16.
     """
 
     def __init__(
-        self, base: Path, weights: dict[str, Tensor], three_d: bool = False, lora: bool = True, rounded: bool = True
+        self,
+        base: Path,
+        weights: dict[str, Tensor],
+        three_d: bool = False,
+        lora: bool = True,
+        rounded: bool = True,
+        tokens: Sequence[str] = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"),
     ) -> None:
         self.weights = {key.removeprefix("base_model.model."): value.double() for key, value in weights.items()}
         self.three_d, self.lora, self.rounded = three_d, lora, rounded
         self.tokenizer = AutoTokenizer.from_pretrained(base)
-        self.special = [len(self.tokenizer) + i for i in range(3)]
-        self.tokenizer.add_tokens(["<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"], special_tokens=True)
+        self.special = [len(self.tokenizer) + i for i in range(len(tokens))]
+        self.tokenizer.add_tokens(list(tokens), special_tokens=True)
 
     def frequencies(self, theta: float, width: int) -> Tensor:
         exact = torch.tensor([theta ** -(2 * i / width) for i in range(width // 2)])
@@ -152,12 +160,17 @@ class Reference:
 
     def score(self, frames: np.ndarray, prompt: str) -> Tensor:
         """Raw VQ, MQ, TA of the chosen frames, 0 to 255."""
+        read = self.read(frames, "video", TEMPLATE.replace("{text_prompt}", prompt))
+        return (read @ self.weights["rm_head.weight"].T)[:, 0]
+
+    def read(self, frames: np.ndarray, kind: str, request: str) -> Tensor:
+        """The last hidden states at the special tokens; an image is two equal frames."""
         seen, rows, columns = self.see(frames)
-        content = [{"type": "video"}, {"type": "text", "text": TEMPLATE.replace("{text_prompt}", prompt)}]
+        content = [{"type": kind}, {"type": "text", "text": request}]
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        before, after = (self.tokenizer.encode(part) for part in text.split("<|video_pad|>"))
+        before, after = (self.tokenizer.encode(part) for part in text.split(f"<|{kind}_pad|>"))
         embed = self.weights["model.embed_tokens.weight"]
         x = torch.cat([embed[before], seen, embed[after]])
         places = self.places(len(before), len(after), len(frames) // 2, rows, columns).double()
@@ -173,8 +186,7 @@ class Reference:
             y = gate / (1 + torch.exp(-gate)) * self.linear(f"{layer}.mlp.up_proj", y)
             x = x + self.linear(f"{layer}.mlp.down_proj", y)
         ids = [*before, *[-1] * len(seen), *after]
-        read = self.rms_norm("model.norm", x)[[ids.index(token) for token in self.special]]
-        return (read @ self.weights["rm_head.weight"].T)[:, 0]
+        return self.rms_norm("model.norm", x)[[ids.index(token) for token in self.special]]
 
 
 def raw(scores: dict[str, Tensor]) -> Tensor:
@@ -352,18 +364,20 @@ def test_the_published_file_has_the_keys_and_the_size_that_are_loaded() -> None:
     assert 0 < 5_031_072_529 - tensors < 1123 * 400  # of the file on the hub; torch.save adds a header to each tensor
     config.text_config.vocab_size += 3
     weights = {key: torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in shapes.items()}
-    network, head = build_network(config, weights, Lora(64, 2.0), torch.bfloat16, "sdpa")
+    expected: dict[str, Any] = {"head": {"weight": [1, 1536]}, "dtype": torch.bfloat16, "attention": "sdpa"}
+    expected |= {"prefix": PEFT, "lora": Lora(64, 2.0)}
+    network, head = build_network("VideoAlign", config, weights, **expected)
     assert 2 * sum(p.numel() for p in network.parameters()) == VideoAlignReward.gpu_bytes
-    assert head.shape == (1, 1536)
+    assert {key: value.shape for key, value in head.items()} == {"weight": (1, 1536)}
     # Each key has a place of its own: with wrong shapes, all are named, but for the one that predicts the next token.
     wrong = {key: torch.empty(7, 7, 7, 7, 7, 7, device="meta") for key in shapes}
     with pytest.raises(UserError, match="does not fit the base model") as error, torch.device("meta"):
-        build_network(config, wrong, Lora(64, 2.0), torch.bfloat16, "sdpa")
+        build_network("VideoAlign", config, wrong, **expected)
     [listed] = str(error.value).splitlines()[1:]
     assert listed.startswith("1122 of another shape: ")
     named = {key.split(" ")[0] for key in listed.partition(": ")[2].split(", ") if "." in key}
     place = {new: old for old, new in PREFIXES.items()}
-    old_names = {place[new] + key.removeprefix(new) for key in named for new in place if key.startswith(new)}
+    old_names = {PEFT + place[new] + key.removeprefix(new) for key in named for new in place if key.startswith(new)}
     assert old_names == shapes.keys() - {"base_model.model.lm_head.weight"}
 
 

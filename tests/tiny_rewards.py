@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,36 +104,55 @@ def write_qwen2_vl(folder: Path) -> Path:
     return folder
 
 
-def published_shapes(config: Qwen2VLConfig, rank: int = RANK) -> dict[str, torch.Size]:
-    """Shapes by the key names of KwaiVGI/VideoReward: transformers 4.45 in peft, LoRA in the language model only.
+def qwen2_vl_shapes(config: Qwen2VLConfig, tokens: int) -> dict[str, torch.Size]:
+    """Shapes by the key names of transformers 4.45.
 
-    `config` is that of the base model, without the rows of the three special tokens.
+    `config` is that of the base model, without the rows of the `tokens` special tokens.
     """
     config = copy.deepcopy(config)
-    config.text_config.vocab_size += 3
+    config.text_config.vocab_size += tokens
     with torch.device("meta"):
         model = Qwen2VLForConditionalGeneration(config)
+    return {
+        key.removeprefix("model.").replace("language_model.", "model."): value.shape
+        for key, value in model.state_dict().items()
+    }
+
+
+def hpsv3_shapes(config: Qwen2VLConfig) -> dict[str, torch.Size]:
+    """Shapes by the key names of MizzenAI/HPSv3."""
+    widths = {0: (1024, config.text_config.hidden_size), 3: (16, 1024), 5: (2, 16)}
+    head = {f"rm_head.{i}.weight": torch.Size(shape) for i, shape in widths.items()}
+    return (
+        qwen2_vl_shapes(config, 1) | head | {f"rm_head.{i}.bias": torch.Size(shape[:1]) for i, shape in widths.items()}
+    )
+
+
+def published_shapes(config: Qwen2VLConfig, rank: int = RANK) -> dict[str, torch.Size]:
+    """Shapes by the key names of KwaiVGI/VideoReward: in peft, LoRA in the language model only."""
     shapes = {"base_model.model.rm_head.weight": torch.Size([1, config.text_config.hidden_size])}
-    for key, value in model.state_dict().items():
-        old = "base_model.model." + key.removeprefix("model.").replace("language_model.", "model.")
+    for key, shape in qwen2_vl_shapes(config, 3).items():
+        old = f"base_model.model.{key}"
         module, _, kind = old.rpartition(".")
         if not (old.startswith("base_model.model.model.") and module.endswith(ADAPTED)):
-            shapes[old] = value.shape
+            shapes[old] = shape
             continue
-        shapes[f"{module}.base_layer.{kind}"] = value.shape
+        shapes[f"{module}.base_layer.{kind}"] = shape
         if kind == "weight":
-            shapes[f"{module}.lora_A.default.weight"] = torch.Size([rank, value.shape[1]])
-            shapes[f"{module}.lora_B.default.weight"] = torch.Size([value.shape[0], rank])
+            shapes[f"{module}.lora_A.default.weight"] = torch.Size([rank, shape[1]])
+            shapes[f"{module}.lora_B.default.weight"] = torch.Size([shape[0], rank])
     return shapes
 
 
-def published_weights(base: Path, seed: int = 0) -> dict[str, Tensor]:
+def published_weights(
+    base: Path, shapes_of: Callable[[Qwen2VLConfig], dict[str, torch.Size]] = published_shapes
+) -> dict[str, Tensor]:
     """Random bfloat16 weights under the published names."""
     config = Qwen2VLConfig.from_pretrained(base)
     config.text_config.vocab_size = len(Qwen2Tokenizer.from_pretrained(base))
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     weights = {}
-    for key, shape in published_shapes(config).items():
+    for key, shape in shapes_of(config).items():
         scale = 0.2 if len(shape) == 1 else 0.3 if "lora_" in key else 1.5 / shape[1:].numel() ** 0.5
         norm = len(shape) == 1 and key.endswith("weight")
         weights[key] = (torch.randn(shape, generator=draw) * scale + norm).bfloat16()

@@ -11,6 +11,7 @@ SHIPPED = {
     "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
     "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",
     "pickscore": "sage_fast.rewards.clip:PickScoreReward",
+    "hpsv3": "sage_fast.rewards.hpsv3:HPSv3Reward",
     "vlm": "sage_fast.rewards.vlm:VLMReward",
 }
 """Short names of the rewards that come with the package."""

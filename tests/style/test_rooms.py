@@ -20,9 +20,9 @@ steps trained in the rollout, steps that a group shares. Of a run: these, memory
 metadata of prompts through every reward, a profile of some iterations, failures of single videos, and checks of damaged
 or hostile input."""
 LONGEST_CHAIN = 11
-PACKAGE_LINES = 14965
+PACKAGE_LINES = 15056
 """As the reading paths, and: commands in files of their own, a plan of disk, evaluations and rewards, flash-attn 4, the
-operators of a feed-forward with an adapter, a vision-language model as a judge."""
+operators of a feed-forward with an adapter, a vision-language model as a judge, HPSv3."""
 LONGEST_FUNCTION = 60
 TAKES_ALL_SETTINGS = 35
 """Functions with a parameter of the type `Config`; the others take the sections or values that they read."""

@@ -1,0 +1,280 @@
+"""Base class of rewards that are a Qwen2-VL with a head, read at special tokens; strict loading of their weights.
+
+The network is transformers' own; loading, prompt and frame processing are ours. They follow transformers 4.45.2, with
+which VideoAlign and HPSv3 were published, and whose names of weights their files have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLModel
+
+from sage_fast.rewards.frames import FrameReward, levels, resize
+from sage_fast.util.errors import UserError, nearest
+
+Attention = Literal["sdpa", "flash_attention_2", "eager"]
+Precision = Literal["bfloat16", "float32"]
+
+CHAT = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n<|vision_start|>{vision}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""Chat template of Qwen2-VL-Instruct for one image or video and one text."""
+
+PATCH, MERGED, FRAMES_TOGETHER = 14, 2, 2
+"""Vision tower: pixels per patch side, patches per token side, frames merged into one. An image is two equal frames."""
+CELL = PATCH * MERGED
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+"""Normalisation of RGB in [0, 1], from preprocessor_config.json of Qwen2-VL-Instruct."""
+
+
+class Qwen2VLReward(FrameReward):
+    """A frozen Qwen2-VL whose last hidden states are read at special tokens of the prompt.
+
+    Args:
+        base: folder or hub id of the base model; only its configuration and tokenizer are read.
+        device, video_fps: as for `FrameReward`.
+        dtype: dtype of the weights; None for bfloat16 on CUDA, else float32. The head is always float32.
+        attention: attention implementation of transformers.
+
+    Attributes:
+        min_frame_pixels, max_frame_pixels: smaller frames are enlarged, larger ones reduced.
+        base_model: its published name, for messages.
+        special_tokens: tokens added to those of the base model.
+        template: text of the request, with `{text_prompt}`.
+        vision: what the network sees.
+
+    Raises:
+        UserError: an argument or the base is not as expected.
+    """
+
+    base_model: ClassVar[str]
+    special_tokens: ClassVar[tuple[str, ...]]
+    template: ClassVar[str]
+    vision: ClassVar[Literal["image", "video"]]
+    min_frame_pixels: int
+    max_frame_pixels: int
+
+    def __init__(
+        self, base: str, device: str | None, dtype: Precision | None, attention: Attention, video_fps: float
+    ) -> None:
+        super().__init__(device, video_fps)
+        if attention not in get_args(Attention):
+            raise UserError(f"attention = {attention!r}: {nearest(attention, get_args(Attention))}")
+        if dtype is None:
+            on_cuda = self.device.type == "cuda" if self.device is not None else torch.cuda.is_available()
+            dtype = "bfloat16" if on_cuda else "float32"
+        if dtype not in get_args(Precision):
+            raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
+        self.dtype = getattr(torch, dtype)
+        self.tokenizer, self.config = self._read_base(base)
+        self.token_ids = self.tokenizer.convert_tokens_to_ids(list(self.special_tokens))
+
+    def _read_base(self, base: str) -> tuple[PreTrainedTokenizerBase, Qwen2VLConfig]:
+        """Return the tokenizer with the special tokens, and the configuration with a matching vocabulary size."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(base)
+            config = Qwen2VLConfig.from_pretrained(base)
+        except (OSError, ValueError) as error:
+            raise UserError(f"base = {base!r}: expected a folder or hub id of {self.base_model}: {error}") from error
+        if tokenizer.convert_tokens_to_ids("<|video_pad|>") != config.video_token_id:
+            raise UserError(f"base = {base!r}: its tokenizer does not know <|video_pad|>; expected {self.base_model}")
+        tokenizer.add_tokens(list(self.special_tokens), special_tokens=True)
+        config.text_config.vocab_size = len(tokenizer)
+        return tokenizer, config
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Return multiples of 28 near `height x width` that keep the aspect ratio and respect the pixel limits."""
+        nearest_height, nearest_width = (max(CELL, round(side / CELL) * CELL) for side in (height, width))
+        if nearest_height * nearest_width > self.max_frame_pixels:
+            shrink = math.sqrt(height * width / self.max_frame_pixels)
+            return _down(height / shrink), _down(width / shrink)
+        if nearest_height * nearest_width < self.min_frame_pixels:
+            grow = math.sqrt(self.min_frame_pixels / (height * width))
+            return math.ceil(height * grow / CELL) * CELL, math.ceil(width * grow / CELL) * CELL
+        return nearest_height, nearest_width
+
+    def patches(self, frames: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+        """Prepare an image or a video for the vision tower.
+
+        Args:
+            frames: float `[n, 3, H, W]` in [0, 1], n even.
+
+        Returns:
+            Patches, float32 `[t h w, 3 * 2 * 14 * 14]`, and their grid (t, h, w). The patches of a token are adjacent.
+        """
+        pixels = resize(levels(frames), *self.size(*frames.shape[-2:]))
+        pixels = (pixels / 255 - pixels.new_tensor(MEAN)[:, None, None]) / pixels.new_tensor(STD)[:, None, None]
+        t, h, w = len(frames) // FRAMES_TOGETHER, pixels.shape[2] // PATCH, pixels.shape[3] // PATCH
+        split = pixels.reshape(t, FRAMES_TOGETHER, 3, h // MERGED, MERGED, PATCH, w // MERGED, MERGED, PATCH)
+        return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, -1), (t, h, w)
+
+    def text(self, prompt: str, grid: tuple[int, int, int]) -> str:
+        """Return the whole conversation about one image or video."""
+        tokens = math.prod(grid) // MERGED**2
+        return CHAT.format(
+            vision=f"<|{self.vision}_pad|>" * tokens, text=self.template.replace("{text_prompt}", prompt)
+        )
+
+    def read(self, frames: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
+        """Return the hidden states at the special tokens, float32 `[B, tokens, hidden]`.
+
+        Args:
+            frames: B images or videos, as for `patches`.
+
+        Raises:
+            ValueError: a prompt holds a special token.
+        """
+        prepared = [self.patches(one) for one in frames]
+        grids = torch.tensor([grid for _, grid in prepared], device=self.device)
+        texts = [self.text(prompt, grid) for prompt, (_, grid) in zip(prompts, prepared)]
+        ids = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        places = torch.tensor([self._place(row, prompt) for row, prompt in zip(ids.tolist(), prompts)])
+        rows, length = ids.shape
+        # As in training: transformers 4.45, called without positions, numbered the tokens as in plain text.
+        # transformers 5 would give vision tokens 3-D positions. No mask: attention is causal and padding comes last.
+        positions = torch.arange(length, device=self.device).expand(3, rows, length)
+        kind = "pixel_values" if self.vision == "image" else "pixel_values_videos"
+        hidden = self.network(
+            input_ids=ids.to(self.device),
+            position_ids=positions,
+            use_cache=False,
+            **{kind: torch.cat([patches for patches, _ in prepared]), f"{self.vision}_grid_thw": grids},
+        ).last_hidden_state
+        return hidden[torch.arange(rows, device=hidden.device)[:, None], places.to(hidden.device)].float()
+
+    def _place(self, row: list[int], prompt: str) -> list[int]:
+        """Return the positions of the special tokens."""
+        found = [i for i, token in enumerate(row) if token in self.token_ids]
+        if [row[i] for i in found] != self.token_ids or f"<|{self.vision}_pad|>" in prompt:
+            raise ValueError(f"prompt {prompt!r} holds a special token of the reward, so it cannot be scored")
+        return found
+
+
+def _down(side: float) -> int:
+    return max(CELL, math.floor(side / CELL) * CELL)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+PREFIXES = {"visual.": "visual.", "model.": "language_model.", "rm_head.": "rm_head.", "lm_head.": "lm_head."}
+"""Key prefix in transformers 4.45 -> in transformers 5; see github.com/KlingAIResearch/VideoAlign, issue 15."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA settings: weight = base + scale x B A."""
+
+    rank: int
+    scale: float
+
+
+def local_folder(path: str, hub: str, files: Sequence[str]) -> Path:
+    """Return the checkpoint's folder; download its files if `path` is a hub id.
+
+    Args:
+        hub: hub id of the published checkpoint, for messages.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(files)))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UserError(
+            f"path = {path!r}: no such folder, and not found on the hub or in its cache; expected the published "
+            f"checkpoint: hf download {hub} --local-dir {hub.partition('/')[2]}"
+        ) from error
+
+
+def build_network(
+    name: str,
+    config: Qwen2VLConfig,
+    published: Mapping[str, Tensor],
+    head: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    attention: str,
+    *,
+    prefix: str = "",
+    lora: Lora | None = None,
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the frozen network on the CPU with its LoRA merged, and the head's weights, float32.
+
+    Args:
+        name: of the reward, for messages.
+        published: weights by their published names.
+        head: name within `rm_head` -> shape.
+        prefix: what all published names begin with.
+
+    Raises:
+        UserError: keys are missing, unknown or of the wrong shape (all are listed), or `attention` is not installed.
+    """
+    with init_empty_weights(include_buffers=False):
+        network = Qwen2VLModel(config)
+    shapes = {key: list(p.shape) for key, p in network.named_parameters()}
+    shapes |= {f"rm_head.{key}": list(shape) for key, shape in head.items()}
+    left, unknown = _by_new_names(published, prefix)
+    left.pop("lm_head.weight", None)  # predicts the next token: not needed
+    missing, misshaped = [], []
+
+    def take(key: str, shape: list[int]) -> Tensor:
+        value = left.pop(key, None)
+        if value is None:
+            missing.append(key)
+        elif list(value.shape) != shape:
+            misshaped.append(f"{key} {list(value.shape)} instead of {shape}")
+        else:
+            return value
+        return torch.zeros(shape)  # never used: an error follows
+
+    merged = {}
+    for key, shape in shapes.items():
+        module, _, kind = key.rpartition(".")
+        adapted = f"{module}.base_layer.{kind}"
+        if lora is None or adapted not in left:
+            value = take(key, shape)
+        elif kind == "weight":
+            a = take(f"{module}.lora_A.default.weight", [lora.rank, shape[1]])
+            b = take(f"{module}.lora_B.default.weight", [shape[0], lora.rank])
+            value = take(adapted, shape).float() + lora.scale * (b.float() @ a.float())
+        else:
+            value = take(adapted, shape)
+        merged[key] = value.to(torch.float32 if key.startswith("rm_head.") else dtype)
+    problems = {"missing": missing, "not known": [*unknown, *left], "of another shape": misshaped}
+    if any(problems.values()):
+        listed = "".join(f"\n{len(keys)} {what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        raise UserError(f"the {name} checkpoint does not fit the base model; its keys by their new names:{listed}")
+    weights = {key: merged.pop(f"rm_head.{key}") for key in head}
+    network.load_state_dict(merged, strict=True, assign=True)
+    # The authors train and score with `model.to(torch.bfloat16)`, which also rounds the rotary frequencies. Over the
+    # prompt's 1000 tokens, that rotates the fast ones by a radian and more.
+    for buffer_name, buffer in network.named_buffers():
+        if buffer_name.endswith("inv_freq"):
+            buffer.copy_(buffer.bfloat16())
+    try:
+        network.set_attn_implementation(attention)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"attention = {attention!r}: {error}") from error
+    return network.eval().requires_grad_(False), weights
+
+
+def _by_new_names(published: Mapping[str, Tensor], prefix: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Return weights by their names in transformers 5, and the keys that have none."""
+    renamed, unknown = {}, []
+    for key, value in published.items():
+        old = next((old for old in PREFIXES if key.startswith(prefix + old)), None)
+        if old is None:
+            unknown.append(key)
+        else:
+            renamed[PREFIXES[old] + key.removeprefix(prefix + old)] = value
+    return renamed, unknown
