@@ -184,15 +184,16 @@ def test_answers_that_are_no_scores(answer: str, why: str, vlm: VLM) -> None:
     ({"api_key": "${JUDGE_KEY}", "model": "other"}, "api_key: expected printable ASCII"),
     ({"modle": "a"}, "VLMReward takes no 'modle'; expected one of .*did you mean 'model'"),
 ])  # fmt: skip
-def test_settings_are_checked_when_the_reward_is_made(
+def test_settings_are_checked_by_a_dry_run_too(
     args: dict[str, Any], why: str, vlm: VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-7\n")
     (tmp_path / "NOTES").write_text("Rate {prompt} as you like.")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=why) as error:
-        CompositeReward.of(config(vlm, args=args))
-    assert "sk-7" not in str(error.value)
+    for check in (CompositeReward.of, dry_run_reward):
+        with pytest.raises(UserError, match=why) as error:
+            check(config(vlm, args=args))
+        assert "sk-7" not in str(error.value)
     assert not vlm.requests
 
 

@@ -1,4 +1,4 @@
-"""Dry run of a reward: check its name, its arguments and the files that they name, without creating it."""
+"""Dry run of a reward: check its name, its arguments and the files that they name, without loading anything."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from huggingface_hub import try_to_load_from_cache
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.rewards import CLIENTS
 from sage_fast.config.schema import RewardEntry
-from sage_fast.rewards.load import find_reward
+from sage_fast.rewards.load import find_reward, load_reward
 from sage_fast.util.errors import UserError
 
 
 def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
-    """Check a reward's name, arguments and files without creating it.
+    """Check a reward's name, arguments and files without creating it, unless it only calls a server.
 
     A class says in `files` which arguments name a folder or a hub id, and which files that holds.
 
@@ -30,6 +30,8 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
         UserError: there is no such reward, an argument is unknown or missing, or a folder or file is missing.
     """
     notes, (reward, args) = [], find_reward(entry, key)
+    if entry.is_address or entry.name in CLIENTS:  # it loads nothing and opens no connection
+        load_reward(entry, key)
     for name, patterns in getattr(reward, "files", {}).items() if isinstance(reward, type) else ():
         source = args.get(name, inspect.signature(reward).parameters[name].default)
         setting = f"{key.removesuffix('name')}args.{name}" if key.endswith("name") else name
