@@ -179,7 +179,8 @@ def test_answers_that_are_no_scores(answer: str, why: str, vlm: VLM) -> None:
 
 @pytest.mark.parametrize(("args", "why"), [
     ({"template": "unified_reward"}, "expected one of general, unified-reward; did you mean 'unified-reward'"),
-    ({"template": "NOTES"}, r"expected \{prompt\} and lines such as 'Alignment Score \(1-5\): X' in it"),
+    ({"template": "NOTES"}, r"expected \{prompt\} and one 'Name Score \(1-5\): X' per part, got \[\]"),
+    ({"template": "TWICE"}, r"per part, got \['motion', 'motion'\]"),
     ({"num_frames": 0}, "num_frames = 0: expected at least 1"), ({"url": "localhost:8000"}, "expected an address such"),
     ({"api_key": "${JUDGE_KEY}", "model": "other"}, "api_key: expected printable ASCII"),
     ({"modle": "a"}, "VLMReward takes no 'modle'; expected one of .*did you mean 'model'"),
@@ -189,6 +190,7 @@ def test_settings_are_checked_by_a_dry_run_too(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-7\n")
     (tmp_path / "NOTES").write_text("Rate {prompt} as you like.")
+    (tmp_path / "TWICE").write_text("{prompt}\nMotion Score (1-5): X \nmotion Score (1-9): Y")
     monkeypatch.chdir(tmp_path)
     for check in (CompositeReward.of, dry_run_reward):
         with pytest.raises(UserError, match=why) as error:

@@ -30,8 +30,7 @@ from sage_fast.util.errors import UserError, nearest
 
 TEMPLATES = ("general", "unified-reward")
 """Prompts that come with the package: for any instruction model, and the published one of UnifiedReward 2.0."""
-JPEG_QUALITY = 95
-_LINE = re.compile(r"^(\w[\w ]*) Score \((\d+)-(\d+)\): \w+$", re.MULTILINE)
+_LINE = re.compile(r"^(\w[\w ]*) Score \((\d+)-(\d+)\): \w+ *$", re.MULTILINE)
 
 
 class VLMReward(Client):
@@ -68,9 +67,9 @@ class VLMReward(Client):
             raise UserError("api_key: expected printable ASCII characters")
         self.template = _read_template(template)
         self.parts = [_part(name) for name, _, _ in _LINE.findall(self.template)]
-        if not self.parts or "{prompt}" not in self.template:
+        if not self.parts or len({*self.parts}) < len(self.parts) or "{prompt}" not in self.template:
             raise UserError(
-                f"template = {template!r}: expected {{prompt}} and lines such as 'Alignment Score (1-5): X' in it"
+                f"template = {template!r}: expected {{prompt}} and one 'Name Score (1-5): X' per part, got {self.parts}"
             )
         self.num_frames, self.api_key = num_frames, api_key
         self.fields = {"model": model, "temperature": 0, "max_tokens": 4096} | dict(extra_body or {})
@@ -152,8 +151,7 @@ class VLMReward(Client):
 
 
 def _read_template(template: str) -> str:
-    name = template.replace("-", "_")
-    path = Path(__file__).with_name(f"vlm_{name}.txt") if template in TEMPLATES else Path(template)
+    path = Path(__file__).with_name(f"vlm_{template}.txt") if template in TEMPLATES else Path(template)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -167,5 +165,5 @@ def _part(name: str) -> str:
 def _data_url(frame: Tensor) -> str:
     """Return a frame `[3, H, W]` in [0, 1] as a JPEG data URL."""
     file = io.BytesIO()
-    Image.fromarray(levels(frame).to(torch.uint8).permute(1, 2, 0).numpy()).save(file, "JPEG", quality=JPEG_QUALITY)
+    Image.fromarray(levels(frame).to(torch.uint8).permute(1, 2, 0).numpy()).save(file, "JPEG", quality=95)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
