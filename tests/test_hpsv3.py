@@ -39,13 +39,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tens
 def reward(tiny: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HPSv3Reward:
     base, weights = tiny
     monkeypatch.setattr(hpsv3, "PIXELS", 8 * 28 * 28)
-    return HPSv3Reward(str(write_hpsv3(tmp_path / "HPSv3", weights)), base=str(base), num_frames=3)
+    return HPSv3Reward(str(write_hpsv3(tmp_path / "HPSv3", weights)), base=str(base), num_frames=2)
 
 
 def test_scores_are_those_of_an_independent_computation(
     tiny: tuple[Path, dict[str, Tensor]], reward: HPSv3Reward
 ) -> None:
-    """The mean over the first, middle and last frame of the first output at <|Reward|>; 56 x 112 pixels stay."""
+    """The mean over the first and last frame of the first output at <|Reward|>; 56 x 112 pixels stay."""
     base, weights = tiny
     clips = videos(2, 9, 56, 112)
     scores = reward.score(clips, PROMPTS)["hpsv3"]
@@ -58,16 +58,16 @@ def test_scores_are_those_of_an_independent_computation(
 
     model = Reference(base, weights, tokens=["<|Reward|>"])
     right = torch.stack([
-        torch.stack([score(model, clip[i], prompt) for i in (0, 4, 8)]).mean() for clip, prompt in zip(clips, PROMPTS)
+        torch.stack([score(model, clip[i], prompt) for i in (0, 8)]) for clip, prompt in zip(clips, PROMPTS)
     ])  # fmt: skip
-    assert (scores.double() - right).abs().max() < 1e-4
+    assert (scores.double() - right.mean(1)).abs().max() < 1e-4
     assert scores.dtype == torch.float32
     for defect in ({"three_d": True}, {"rounded": False}):
-        model = Reference(base, weights, tokens=["<|Reward|>"], **defect)
-        assert (score(model, clips[0, 0], PROMPTS[0]) - right[0]).abs() > 5e-3, f"{defect} would not be seen"
-    clips[1, 4, 0, 3, 3] = math.nan
+        wrong = score(Reference(base, weights, tokens=["<|Reward|>"], **defect), clips[0, 0], PROMPTS[0])
+        assert (wrong - right[0, 0]).abs() > 5e-3, f"{defect} would not be seen"
+    clips[1, 8, 0, 3, 3] = math.nan
     assert reward.score(clips, PROMPTS)["hpsv3"].isfinite().tolist() == [True, False]
-    assert reward.score(clips[:1, :2], PROMPTS[:1])["hpsv3"].isfinite().all(), "a video of fewer frames"
+    assert reward.score(clips[:1, :1], PROMPTS[:1])["hpsv3"].isfinite().all(), "a video of fewer frames"
     with pytest.raises(ValueError, match="holds a special token"):
         reward.score(clips[:1], ["a <|Reward|>"])
 
