@@ -28,7 +28,7 @@ class Fault:
     """What goes wrong in a child.
 
     Args:
-        name: part of the name of the file or folder that is written, saved (by torch or safetensors) or renamed.
+        name: part of the name of the file or folder that is written, saved (by safetensors) or renamed.
         at: `write` and `save` leave half of the file behind; `rename` strikes before the rename and `renamed` after it;
             `loss` makes the loss of a micro-batch NaN.
         nth: strike at the nth match, counted from 1.
@@ -134,9 +134,8 @@ def _become(question: dict[str, Any], main: Callable[[list[str]], int]) -> None:
 def prepare(fault: Fault) -> None:
     """Set up the fault in this process."""
     import safetensors.torch
-    import torch
 
-    import sage_fast.parallel.plain
+    import sage_fast.models.parts
     from sage_fast.trainer import Trainer
 
     seen = 0
@@ -193,8 +192,7 @@ def prepare(fault: Fault) -> None:
 
             return saving
 
-        torch.save = torn(torch.save)
-        sage_fast.parallel.plain.save_file = torn(safetensors.torch.save_file)
+        sage_fast.models.parts.save_file = torn(safetensors.torch.save_file)
     elif fault.at == "loss":
         loss_of = Trainer._loss
 

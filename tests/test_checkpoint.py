@@ -21,7 +21,7 @@ from sage_fast.run import manifest
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked, remove_partials
-from sage_fast.run.manifest import FOR_TRAINING, checkpoints, fault_of_weights, iteration_of
+from sage_fast.run.manifest import STATE, TRAINING, checkpoints, fault_of_weights, iteration_of
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -39,13 +39,18 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def part(kind: str) -> str:
+    return f"training/{kind}-00001-of-00001.safetensors"
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "truncated": ("optimizer.pt", lambda file: os.truncate(file, 1000), "optimizer.pt has 1,000 bytes of"),
-    "missing": ("ema.safetensors", os.remove, "ema.safetensors is missing"),
-    "weights": ("trainable.safetensors", flip, "trainable.safetensors has changed"),
-    "anchor": ("anchor.safetensors", flip, "anchor.safetensors has changed"),
-    "optimizer": ("optimizer.pt", flip, "optimizer.pt has changed"),
-    "counters": ("state.json", flip, "state.json has changed"),
+    "truncated": (part("ema"), lambda file: os.truncate(file, 1000), f"{part('ema')} has 1,000 bytes of"),
+    "missing": (part("ema"), os.remove, f"{part('ema')} is missing"),
+    "weights": (part("trainable"), flip, f"{part('trainable')} has changed"),
+    "anchor": (part("anchor"), flip, f"{part('anchor')} has changed"),
+    "moments": (part("optimizer-exp_avg"), flip, f"{part('optimizer-exp_avg')} has changed"),
+    "optimizer": ("training/optimizer.json", flip, "training/optimizer.json has changed"),
+    "counters": (STATE, flip, f"{STATE} has changed"),
     "no manifest": ("manifest.json", os.remove, "manifest.json is missing"),
     "torn manifest": ("manifest.json", lambda file: os.truncate(file, 100), "manifest.json is not what was written"),
 }
@@ -93,7 +98,7 @@ def test_a_sound_checkpoint_is_not_written_again_and_a_damaged_one_is(tmp_path: 
     inode = (second / "manifest.json").stat().st_ino
     save(trainer, tmp_path, 2)
     assert (second / "manifest.json").stat().st_ino == inode
-    flip(second / "trainable.safetensors")
+    flip(second / part("trainable"))
     perturb(trainer)
     save(trainer, tmp_path, 2)
     assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [1, 2], "those after it came from elsewhere"
@@ -179,7 +184,7 @@ def test_a_checkpoint_with_a_damaged_evaluation_is_kept_with_one_note(
         "note: the weights of iteration-000001 are kept: its evaluation cannot be compared"
     ]
     assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [1, 2]
-    assert not (checkpoints(tmp_path)[0] / "state.json").exists()
+    assert not (checkpoints(tmp_path)[0] / TRAINING).exists()
 
 
 def evaluated(run: Path, iteration: int, reward: float) -> None:
@@ -188,44 +193,41 @@ def evaluated(run: Path, iteration: int, reward: float) -> None:
     write_atomic(run / "eval" / f"iteration-{iteration:06d}.json", json.dumps(scores))
 
 
-@pytest.mark.parametrize("survives", [0, 2, len(FOR_TRAINING)])
 def test_of_the_best_checkpoint_only_the_weights_stay(
-    survives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is never resumed, whether or not a kill came after the removal of some files; it can be sampled throughout."""
+    """It is never resumed, whether or not a kill came before its files are gone; it can be sampled throughout."""
     trainer = tiny_trainer(config := settings(train__ema_decay=0.9, kl__strategy="fixed"))
     trainer.iteration(0)
     for iteration, reward in ((1, 0.9), (2, 0.5)):
         save(trainer, tmp_path, iteration)
         evaluated(tmp_path, iteration, reward)
     best, last = checkpoints(tmp_path)
-    assert {*FOR_TRAINING} <= {*os.listdir(best)}
+    assert (best / STATE).is_file()
     before = fault_of_weights(best)
-    removed, remove = [], manifest.remove
 
     def killed(path: Path) -> None:
-        if len(removed) == survives:
-            raise KeyboardInterrupt
-        removed.append(path)
-        remove(path)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(manifest, "remove", killed)
-    with contextlib.suppress(KeyboardInterrupt):
-        prune_checkpoints(tmp_path, 1, {})
-    assert len({*FOR_TRAINING} & {*os.listdir(best)}) == len(FOR_TRAINING) - survives
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoints(tmp_path, 1, {})
+    assert (best / STATE).is_file()
     assert fault_of_weights(best) is before is None
 
     caplog.set_level(logging.INFO)
-    (last / "state.json").unlink()
-    with pytest.raises(UserError, match=r"iteration-000001: it holds only weights, without state\.json"):
+    (last / STATE).unlink()
+    with pytest.raises(
+        UserError, match=r"iteration-000001: it has no training/state\.json: only its weights were kept"
+    ):
         load_checkpoint(tmp_path, tiny_trainer(config).engine)
-    monkeypatch.setattr(manifest, "remove", remove)
     prune_checkpoints(tmp_path, 1, {})
-    assert not {*FOR_TRAINING} & {*os.listdir(best)}
+    assert not (best / TRAINING).exists()
     (last / LORA_FILE).unlink()
     assert newest_weights(tmp_path) == (best, 1)
     save(trainer, tmp_path, 1)  # as of a run that was resumed before it
-    assert {*FOR_TRAINING} <= {*os.listdir(best)}
+    assert (best / STATE).is_file()
 
 
 @pytest.mark.parametrize("content", ["{}", '{"files": []}', '{"files": {"a": 1}}'])
@@ -290,7 +292,7 @@ def test_an_evaluation_within_a_run_has_its_checkpoint(tmp_path: Path) -> None:
     rewards = {i: json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2, 3)}
     best = max(rewards, key=lambda i: sum(rewards[i]))
     assert [iteration_of(folder) for folder in checkpoints(run)] == [best, 4]
-    assert not (checkpoints(run)[0] / "optimizer.pt").exists()
+    assert not (checkpoints(run)[0] / TRAINING).exists()
     assert fault_of_weights(checkpoints(run)[0]) is None
 
 

@@ -17,8 +17,9 @@ from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build, dump
 from sage_fast.config.schema import Config
+from sage_fast.run.checkpoint import write_manifest
 from sage_fast.run.folder import claim_output
-from sage_fast.run.manifest import MANIFEST, write_manifest
+from sage_fast.run.manifest import MANIFEST
 from sage_fast.run.messages import seconds_left, time_left
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
@@ -276,7 +277,7 @@ def test_newest_weights_of_a_run(tmp_path: Path) -> None:
 
     def weights(iteration: int) -> None:
         (tmp_path / "weights").mkdir()
-        write_manifest(tmp_path / "weights", iteration)
+        write_manifest(tmp_path / "weights", [], iteration=iteration)
 
     with pytest.raises(UserError, match="neither a checkpoint nor weights"):
         newest_weights(tmp_path)

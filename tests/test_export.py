@@ -27,7 +27,8 @@ from sage_fast.models.lora_layouts import converted, read_lora
 from sage_fast.models.model import Model
 from sage_fast.models.testbed import BASE as TESTBED
 from sage_fast.models.testbed.model import TestbedTransformer
-from sage_fast.run.manifest import FOR_TRAINING, MANIFEST, keep_weights, write_manifest
+from sage_fast.run.checkpoint import write_manifest
+from sage_fast.run.manifest import MANIFEST, STATE, TRAINING, keep_weights
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU, settings
 from tests.tiny_checkpoint import tiny_transformer, write_tiny_checkpoint
@@ -234,8 +235,7 @@ def run(tmp_path: Path, model: Model) -> Path:
     """A finished run with these weights, whose reward has a secret from the environment."""
     run = tmp_path / "red-circles"
     (run / "eval").mkdir(parents=True)
-    model.policy.save_weights(run / "weights")
-    write_manifest(run / "weights", 7)
+    write_manifest(run / "weights", model.policy.save_weights(run / "weights"), iteration=7)
     config = settings(output=str(run), reward__args={"api_key": "${API_KEY}", "fps": 2})
     (run / "config.yaml").write_text(dump(config))
     for name, by in (("before", 0.0), ("after", 0.25)):
@@ -364,8 +364,7 @@ def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
     for p in model.policy.networks["transformer"].parameters():
         if p.requires_grad:
             nn.init.normal_(p, std=0.1)
-    model.policy.save_weights(run / "weights")
-    write_manifest(run / "weights", 3)
+    write_manifest(run / "weights", model.policy.save_weights(run / "weights"), iteration=3)
     small = {"num_frames": 5, "height": 32, "width": 32, "guidance_scale": 1.5}
     config = settings(output=str(run), **{f"sampling__{key}": value for key, value in small.items()}, eval__steps=2)
     (run / "config.yaml").write_text(dump(dataclasses.replace(config, model=parts)))
@@ -430,8 +429,7 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )
     (run / "weights" / LORA_FILE).write_bytes(b"torn")
     assert "no checkpoint can be used (weights: " in message("export", str(run), out, capsys=capsys)
-    (run / "weights" / MANIFEST).unlink()
-    write_manifest(run / "weights", 7)
+    write_manifest(run / "weights", [run / "weights" / LORA_FILE], iteration=7)
     assert "not a LoRA as a run saves it" in message("export", str(run), out, capsys=capsys)
     (run / "weights" / MANIFEST).write_text("{}")
     assert "(weights: manifest.json is not what was written)" in message("export", str(run), out, capsys=capsys)
@@ -458,8 +456,7 @@ def test_all_weights(tmp_path: Path) -> None:
     """A fully tuned run is exported as it is."""
     run = tmp_path / "full"
     model = load_model(ModelConfig(tuning="full"), SamplingConfig(), CPU, seed=0)
-    model.policy.save_weights(run / "weights")
-    write_manifest(run / "weights", 3)
+    write_manifest(run / "weights", model.policy.save_weights(run / "weights"), iteration=3)
     (run / "config.yaml").write_text(dump(settings(model__tuning="full", output=str(run))))
     files = {str(path.relative_to(tmp_path / "out")) for path in export(run, tmp_path / "out", BASE)}
     assert files == {"README.md", "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"}
@@ -475,11 +472,11 @@ def test_a_checkpoint_of_which_only_the_weights_are_kept(
     """The best one, which is older than the newest weights."""
     checkpoint = run / "checkpoints" / "iteration-000005"
     shutil.copytree(run / "weights", checkpoint, ignore=shutil.ignore_patterns(MANIFEST))
-    for name in FOR_TRAINING:
-        (checkpoint / name).write_bytes(b"large")
-    write_manifest(checkpoint, 5)
+    (checkpoint / TRAINING).mkdir()
+    (checkpoint / STATE).write_bytes(b"large")
+    write_manifest(checkpoint, [checkpoint / STATE, checkpoint / LORA_FILE])
     keep_weights(checkpoint)
-    assert not any((checkpoint / name).exists() for name in FOR_TRAINING)
+    assert not (checkpoint / TRAINING).exists()
     files = {path.name for path in export(checkpoint, tmp_path / "best", BASE)}
     assert files == {path.name for path in export(run, tmp_path / "newest", BASE)}
     assert "in 5 iterations" in " ".join((tmp_path / "best" / "README.md").read_text().split())

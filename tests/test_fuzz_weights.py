@@ -43,11 +43,9 @@ def _no_checkpoint_stays() -> Iterator[None]:
 
 CHECKPOINT = (
     "manifest.json",
-    "state.json",
-    "trainable.safetensors",
-    "ema.safetensors",
-    "anchor.safetensors",
-    "optimizer.pt",
+    "training/state.json",
+    "training/optimizer.json",
+    *(f"training/{kind}-00001-of-00001.safetensors" for kind in ("trainable", "ema", "anchor", "optimizer-exp_avg")),
 )
 
 

@@ -17,7 +17,7 @@ from sage_fast.config.load import build, dump, load
 from sage_fast.config.schema import Config
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.run.manifest import digest
+from sage_fast.run.manifest import STATE, digest
 from sage_fast.run.resume import KEPT, check_kept, value_of
 from sage_fast.run.train import train as train_run
 from sage_fast.util.errors import UserError
@@ -248,10 +248,10 @@ def test_a_run_without_its_metrics_is_not_resumed(run: Path, capsys: pytest.Capt
 def checkpoint_of(run: Path, iteration: int, *, whole: bool = True) -> None:
     """Copy the run's checkpoint as one of another iteration."""
     folder = shutil.copytree(run / "checkpoints" / "iteration-000001", run / f"checkpoints/iteration-{iteration:06d}")
-    state, manifest = read_json(folder / "state.json"), read_json(folder / "manifest.json")
-    write_json(state | {"iteration": iteration}, folder / "state.json")
+    state, manifest = read_json(folder / STATE), read_json(folder / "manifest.json")
+    write_json(state | {"iteration": iteration}, folder / STATE)
     if whole:
-        manifest["files"]["state.json"] = digest(folder / "state.json")
+        manifest["files"][STATE] = digest(folder / STATE)
         write_json(manifest, folder / "manifest.json")
 
 
@@ -307,7 +307,7 @@ def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixt
     first, second = (run / "checkpoints" / f"iteration-{number:06d}" for number in (1, 2))
     shutil.rmtree(run / "weights")
     shutil.copytree(first, second)
-    for file in (first / "optimizer.pt", second / LORA_FILE):
+    for file in (first / STATE, second / LORA_FILE):
         content = bytearray(file.read_bytes())
         content[-3] ^= 4
         file.write_bytes(content)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.rewards.testbed import TestbedReward
-from sage_fast.run.manifest import checkpoints, iteration_of
+from sage_fast.run.manifest import STATE, checkpoints, iteration_of
 from sage_fast.util.files import read_json, read_metrics
 from tests.fork_server import Fault, ForkServer
 from tests.tiny import arguments
@@ -102,7 +102,7 @@ def outcome(run: Path) -> dict[str, Any]:
     ]
     last = checkpoints(run)[-1]
     files = read_json(last / "manifest.json")["files"]
-    files.pop(LORA_FILE)  # its header lists two entries in any order; ema.safetensors holds the same weights
+    files.pop(LORA_FILE)  # its header lists two entries in any order; the files of `ema` hold the same weights
     weights = load_file(run / "weights" / LORA_FILE)
     return {
         "metrics": rows,
@@ -185,11 +185,12 @@ WRITES = [
     (Fault("run.json"), True),
     (Fault("before/00-", "rename"), False),  # a video
     (Fault("before.json"), False),
-    (Fault("trainable.safetensors", "save"), False),
+    (Fault("trainable-00001", "save"), False),
     (Fault("metrics.jsonl", nth=2), False),  # write 1 copies the rows of the previous start
     (Fault("metrics.jsonl", nth=1), True),
     (Fault("state.json"), True),
-    (Fault("optimizer.pt", "save"), True),
+    (Fault("exp_avg_sq-00001", "save"), True),
+    (Fault("optimizer.json"), True),
     (Fault("manifest.json"), False),
     (Fault("iteration-000002", "rename"), False),
     (Fault("iteration-000002", "renamed"), False),
@@ -417,7 +418,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(plac
     assert "stopped after 1 iterations; mend the cause, then continue with --resume" in log
     run = place.here / "nan"
     assert [iteration_of(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
-    assert read_json(checkpoints(run)[0] / "state.json")["optimizer_steps"] == 2
+    assert read_json(checkpoints(run)[0] / STATE)["optimizer_steps"] == 2
     place.finish("nan", "--train.iterations", "2")
 
 

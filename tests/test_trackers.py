@@ -454,9 +454,9 @@ def test_colleagues_can_read_every_file(resumed: Path) -> None:
     modes = {path.relative_to(resumed): path.stat().st_mode & 0o777 for path in resumed.rglob("*") if path.is_file()}
     names = {path.name for path in modes}
     assert {
-        "trainable.safetensors",
-        "ema.safetensors",
-        "anchor.safetensors",
+        "trainable-00001-of-00001.safetensors",
+        "ema-00001-of-00001.safetensors",
+        "anchor-00001-of-00001.safetensors",
         "pytorch_lora_weights.safetensors",
     } <= names
     assert {path: oct(mode) for path, mode in modes.items() if mode != 0o644} == {}

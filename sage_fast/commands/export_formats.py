@@ -99,8 +99,7 @@ def _write_lora(spec: Spec, part: str, weights: Path, folder: Path, name: str, b
     file = lora_files(spec.networks)[part]
     tensors, adapter = read_lora(weights / file)
     adapter.base_model_name_or_path = base
-    with saving(folder / file):
-        write_adapter(folder / file, tensors, adapter)
+    write_adapter(folder / file, tensors, adapter)
     own = folder if file == LORA_FILE else folder / part
     adapter.save_pretrained(own)
     _save(own / "adapter_model.safetensors", {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}, {})

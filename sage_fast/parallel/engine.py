@@ -70,28 +70,23 @@ class Engine(Protocol):
     def rewind(self) -> None:
         """Restore the state saved by `remember`."""
 
-    def save(self, folder: Path) -> None:
-        """Write weights, averaged weights and optimizer state into the existing `folder`; rank 0 writes.
+    def save(self, folder: Path, anchor: State | None = None) -> list[Path]:
+        """Write this rank's part of weights, averages, optimizer state and `anchor` into the existing `folder`.
 
-        All engines write the same files of unsharded tensors, so a run can resume with another engine.
+        All engines write the same files (models/parts.py), and any number of ranks reads them: a run can resume with
+        another engine.
+
+        Returns:
+            This rank's files.
         """
 
-    def load(self, folder: Path, steps: int) -> None:
-        """Restore what `save` wrote at optimizer step `steps`.
+    def load(self, folder: Path, steps: int) -> State | None:
+        """Restore what `save` wrote at optimizer step `steps`; return the anchor, if there is one.
 
         Raises:
-            UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
+            UserError: `train.ema_decay` has been switched on since, `train.optimizer` is another one, or the files do
+                not hold these weights.
         """
 
-    def save_state(self, state: State, file: Path) -> None:
-        """Write a snapshot of the policy as unsharded, contiguous tensors."""
-
-    def load_state(self, file: Path) -> State:
-        """Load a file of `save_state` as a snapshot of this policy.
-
-        Raises:
-            UserError: names or shapes do not match this model.
-        """
-
-    def save_weights(self, folder: Path) -> None:
-        """Write the policy's current weights into `folder` in diffusers format; rank 0 writes."""
+    def save_weights(self, folder: Path) -> list[Path]:
+        """Write the averaged or, without an EMA, the trained weights in diffusers format; return this rank's files."""

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_fast.util.ranks import rank, world_size
+from sage_fast.util.ranks import exchange, rank, world_size
 
 MOMENTUM = 0.95
 
@@ -22,13 +20,11 @@ class Partition:
 
     Attributes:
         shape: shape of the whole weight.
-        sizes: elements per rank, in order; the last ones may be padding.
-        device: where collectives run.
+        sizes: elements per rank, in order.
     """
 
     shape: torch.Size
     sizes: tuple[int, ...]
-    device: torch.device
 
 
 def whole_update(direction: Tensor, **settings: Any) -> Tensor:
@@ -65,16 +61,13 @@ class PartitionedMuon(torch.optim.Optimizer):
 
     def _round(self, matrices: Sequence[tuple[Tensor, Partition]], group: dict[str, Any]) -> None:
         decay, settings = group["weight_decay"], {key: group[key] for key in ("lr", "eps", "adjust_lr_fn")}
-        device = matrices[0][1].device
         given = [p.numel() for p, _ in matrices] + [0] * (world_size() - len(matrices))
         mine = matrices[rank()][1] if rank() < len(matrices) else None
         taken = list(mine.sizes) if mine else [0] * world_size()
-        whole = _exchange(torch.cat([self._direction(p) for p, _ in matrices]).to(device), given, taken)
+        whole = exchange(torch.cat([self._direction(p) for p, _ in matrices]), given, taken)
         if mine:
-            count = mine.shape.numel()
-            update = whole_update(whole[:count].view(mine.shape), **settings)
-            whole = F.pad(update.flatten(), [0, len(whole) - count])
-        updates = _exchange(whole, taken, given).split(given)
+            whole = whole_update(whole.view(mine.shape), **settings).flatten()
+        updates = exchange(whole, taken, given).split(given)
         for (p, _), update in zip(matrices, updates):
             p.mul_(1 - settings["lr"] * decay).add_(update.to(p.device))
 
@@ -84,10 +77,3 @@ class PartitionedMuon(torch.optim.Optimizer):
         momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         momentum.lerp_(p.grad, 1 - MOMENTUM)
         return p.grad.lerp(momentum, MOMENTUM)
-
-
-def _exchange(sent: Tensor, given: list[int], taken: list[int]) -> Tensor:
-    """Send `given[i]` elements to rank i, and return those that each rank sends here: `taken`."""
-    received = sent.new_empty(sum(taken))
-    dist.all_to_all_single(received, sent, taken, given)
-    return received

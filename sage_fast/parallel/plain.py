@@ -6,30 +6,34 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sage_fast.config.schema import TrainConfig
-from sage_fast.models.policy import Policy, State
+from sage_fast.models.parts import SavedParts
+from sage_fast.models.policy import Policy, State, check_names
 from sage_fast.parallel.engine import Engine, UpdateSize
 from sage_fast.parallel.optimizers import ema_decay, learning_rate, make_optimizers
 from sage_fast.parallel.update_size import BFLOAT16_RESOLUTION, watch_updates
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError, UserError
-from sage_fast.util.files import saving
-from sage_fast.util.ranks import all_reduce, barrier, data_size, rank, world_size
+from sage_fast.util.files import read_json, write_json
+from sage_fast.util.ranks import all_reduce, data_size, fail_together, rank, world_size
 
 log = logging.getLogger(__name__)
 
 WATCHED_ITERATIONS = 3
 """Iterations after the learning rate's warm-up in which a note reports updates too small for bfloat16."""
+
+
+MOMENT = "optimizer-"
+"""Prefix of the kinds of files that hold the moments of the optimizer."""
 
 
 class PlainEngine(Engine):
@@ -39,6 +43,9 @@ class PlainEngine(Engine):
         policy: its trainable parameters are optimised.
         config: optimizer, learning rate, clipping, EMA.
         ema_warms_up: whether the decay of the averaged weights rises with the updates (`ema_decay`).
+
+    Attributes:
+        optimized: weight -> what the optimizers update: the weight, or this rank's part of it.
     """
 
     def __init__(self, policy: Policy, config: TrainConfig, *, ema_warms_up: bool = True) -> None:
@@ -55,7 +62,8 @@ class PlainEngine(Engine):
         self._remembered_bytes = 0
 
     def _prepare(self) -> None:
-        self.optimizers = make_optimizers(self.policy.parameters(), self.config, self.policy.is_muon, {})
+        self.optimized: dict[str, Tensor] = {**self.policy.parameters()}
+        self.optimizers = make_optimizers(self.optimized, self.config, self.policy.is_muon, {})
 
     @property
     def learning_rate(self) -> float:
@@ -173,68 +181,65 @@ class PlainEngine(Engine):
         self.policy.load(state["parameters"])
         if self.ema is not None:
             self.ema = {name: tensor.to(self.policy.device) for name, tensor in state["ema"].items()}
-        self._load_optimizer_states(state["optimizers"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": saved, "param_groups": groups})
         self.steps = state["steps"]
 
     # -- files --------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        self.save_state(self.policy.parts(), folder / "trainable.safetensors")  # no copy on the device
-        if self.ema is not None:
-            self.save_state(self.ema, folder / "ema.safetensors")
-        states = self._optimizer_states()
-        if rank() == 0:
-            with saving(folder):
-                torch.save({"optimizer": self.config.optimizer, "states": states}, folder / "optimizer.pt")
-        del states
-        with self.averaged_weights():  # evaluation and sampling use these
-            self.save_weights(folder)
+    def save(self, folder: Path, anchor: State | None = None) -> list[Path]:
+        states = {"trainable": self.policy.parts()}
+        states |= {kind: state for kind, state in (("ema", self.ema), ("anchor", anchor)) if state is not None}
+        steps = {}
+        for optimizer in self.optimizers:
+            for name, part in self.optimized.items():
+                for key, value in optimizer.state.get(part, {}).items():
+                    if key == "step":
+                        steps[name] = int(value)
+                    else:
+                        states.setdefault(MOMENT + key, {})[name] = value
+        layout = self.policy.layout()
+        with fail_together():
+            written = [layout.write(folder, kind, state) for kind, state in states.items()]
+            if rank() == 0:
+                write_json({"optimizer": self.config.optimizer, "steps": steps}, folder / "optimizer.json")
+                written.append(folder / "optimizer.json")
+        return written
 
-    def load(self, folder: Path, steps: int) -> None:
-        ema = folder / "ema.safetensors"
-        if self.ema is not None and not ema.is_file():
+    def load(self, folder: Path, steps: int) -> State | None:
+        saved, optimizer = SavedParts(folder), read_json(folder / "optimizer.json")
+        if self.ema is not None and "ema" not in saved.kinds:
             raise UserError(
                 f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
                 "with 0 (and sampling.averaged_weights = false), or start another run with --model.weights"
             )
-        # With mmap, the ranks of a machine share the file's pages; each rank keeps only its shard.
-        mapped, device = self._state_device.type == "cpu", self._state_device
-        saved = torch.load(folder / "optimizer.pt", map_location=device, mmap=mapped, weights_only=True)
-        if saved["optimizer"] != self.config.optimizer:
+        if optimizer["optimizer"] != self.config.optimizer:
             raise UserError(
-                f"train.optimizer = {self.config.optimizer!r}: the checkpoint is of {saved['optimizer']!r}; resume "
+                f"train.optimizer = {self.config.optimizer!r}: the checkpoint is of {optimizer['optimizer']!r}; resume "
                 "with that, or start another run with --model.weights"
             )
-        self.policy.load(self.load_state(folder / "trainable.safetensors"))
+        layout, parts = self.policy.layout(), self.policy.parts()
+        check_names(parts, saved.kinds.get("trainable", {}))
+        self.policy.load(saved.read("trainable", parts, layout))
         if self.ema is not None:
-            self.ema = self.load_state(ema)
-        self._load_optimizer_states(saved["states"])
+            self.ema = saved.read("ema", parts, layout)
+        moments = {
+            kind.removeprefix(MOMENT): saved.read(kind, {name: self.optimized[name] for name in weights}, layout)
+            for kind, weights in saved.kinds.items()
+            if kind.startswith(MOMENT)
+        }
+        names = {part: name for name, part in self.optimized.items()}
+        for made in self.optimizers:  # param groups keep the current settings
+            made.state.clear()
+            for part in (part for group in made.param_groups for part in group["params"]):
+                state = {key: read[names[part]] for key, read in moments.items() if names[part] in read}
+                if names[part] in optimizer["steps"]:
+                    state["step"] = torch.tensor(float(optimizer["steps"][names[part]]))
+                if state:
+                    made.state[part] = state
         self.steps = steps
+        return saved.read("anchor", parts, layout) if "anchor" in saved.kinds else None
 
-    @property
-    def _state_device(self) -> torch.device:
-        return self.policy.device
-
-    def _optimizer_states(self) -> list[Mapping[int, Any]]:
-        """Optimizer states, each keyed by parameter index, as rank 0 saves them."""
-        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
-
-    def _load_optimizer_states(self, states: list[Mapping[int, Any]]) -> None:
-        for optimizer, state in zip(self.optimizers, states):  # param groups keep the current settings
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def save_state(self, state: State, file: Path) -> None:
-        whole = self.policy.states.gather(state, self.policy.parameters())
-        if rank() == 0:
-            with saving(file):
-                save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file)
-
-    def load_state(self, file: Path) -> State:
-        return self.policy.states.split(load_file(file, device=str(self._state_device)), self.policy.parameters())
-
-    def save_weights(self, folder: Path) -> None:
-        if rank() == 0:
-            with saving(folder):
-                self.policy.save_weights(folder)
-        barrier()
+    def save_weights(self, folder: Path) -> list[Path]:
+        return self.policy.save_weights(folder, self.ema)

@@ -8,12 +8,12 @@ rate, averages, files, and weights without a gradient, which stay unchanged.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -23,7 +23,7 @@ from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
 from sage_fast.config.engines import ENGINES, OFFLOADS
-from sage_fast.models.policy import Policy, State, UnshardedStates, check_names
+from sage_fast.models.policy import Policy, State, UnshardedStates
 from sage_fast.parallel import engine_settings
 from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
@@ -40,8 +40,14 @@ from sage_fast.util.deepspeed_private import (
     shard,
     whole_shape,
 )
-from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import all_gather_object, all_reduce, data_size, rank, world_size
+from sage_fast.util.ranks import (
+    all_gather_object,
+    all_reduce,
+    collective_device,
+    data_size,
+    rank,
+    world_size,
+)
 
 # DeepSpeed calls these by their old names, thousands of times an iteration.
 _OLD_NAMES = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base"
@@ -79,18 +85,18 @@ class ZeroEngine(PlainEngine):
         optimizer = self.deepspeed.optimizer
         none = torch.empty(0, device="cpu" if OFFLOADS[self.config.offload] else self.policy.device)
         parts = [part_of_master(optimizer, p) for p in self.parameters]
-        self.parts = [nn.Parameter(none if part is None else part.detach()) for part in parts]
-        sizes = zip(*all_gather_object([part.numel() for part in self.parts]))
-        partitions = [
-            Partition(shape=whole_shape(p), sizes=on_ranks, device=_device())
-            for p, on_ranks in zip(self.parameters, sizes)
+        on_ranks = zip(*all_gather_object([0 if part is None else part.numel() for part in parts]))
+        states = _PartitionedStates(dict(zip(self.parameters, on_ranks)))
+        self.policy.states = states = _ShardedStates(optimizer, modules) if "weights" in self.sharded else states
+        partitions = {name: Partition(shape=states.shape(p), sizes=tuple(states.sizes(p))) for name, p in named.items()}
+        own = [
+            none if part is None else part.detach()[: states.sizes(p)[rank()]]
+            for p, part in zip(self.parameters, parts)
         ]
-        self.partitions = dict(zip(self.parts, partitions))
-        self.optimizers = make_optimizers(
-            dict(zip(named, self.parts)), self.config, lambda name, _: name in matrices, dict(zip(named, partitions))
-        )
+        self.parts = [nn.Parameter(part) for part in own]
+        self.optimized = dict(zip(named, self.parts))
+        self.optimizers = make_optimizers(self.optimized, self.config, lambda name, _: name in matrices, partitions)
         self.policy.use_all_weights()
-        self.policy.states = _ShardedStates(optimizer, modules) if "weights" in self.sharded else _PartitionedStates()
 
     def _note(self, number: int, grad: Tensor) -> None:
         self._moves[number].logical_or_(grad.any())
@@ -110,9 +116,9 @@ class ZeroEngine(PlainEngine):
             for group in optimizer.param_groups:
                 group["lr"] = rate
         if "weights" in self.sharded:  # DeepSpeed would count the gradient of the previous update in the norm
-            for p, part, moves in zip(self.parameters, self.parts, moving):
+            for p, moves in zip(self.parameters, moving):
                 if not moves:
-                    safe_set_local_grad(p, torch.zeros_like(part))
+                    safe_set_local_grad(p, torch.zeros_like(shard(p)))
         self.deepspeed.step()
         if not self.deepspeed.was_step_applied():
             return float("nan")
@@ -131,74 +137,14 @@ class ZeroEngine(PlainEngine):
             optimizer.step()
             optimizer.zero_grad()
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    @property
-    def _state_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def _optimizer_states(self) -> list[Mapping[int, Any]]:
-        """Optimizer states as for unsharded weights; whole on rank 0 only."""
-        return self._changed(super()._optimizer_states(), self._join)
-
-    def _load_optimizer_states(self, states: list[Mapping[int, Any]]) -> None:
-        refresh_master(self.deepspeed.optimizer)
-        super()._load_optimizer_states(self._changed(states, self._split))
-
-    def _changed(
-        self, states: list[Mapping[int, Any]], change: Callable[[Tensor, Partition], Tensor]
-    ) -> list[Mapping[int, Any]]:
-        """Change every tensor of the states that has as many elements as its weight."""
-        changed: list[Mapping[int, Any]] = []
-        for optimizer, state in zip(self.optimizers, states):
-            parts = [part for group in optimizer.param_groups for part in group["params"]]
-            changed.append(kept := {})
-            for number, values in state.items():
-                partition = self.partitions[parts[number]]
-                kept[number] = {key: change(value, partition) if value.ndim else value for key, value in values.items()}
-        return changed
-
-    def _join(self, part: Tensor, partition: Partition) -> Tensor:
-        """Return the whole tensor from the parts of all ranks, in host memory; empty on all ranks but the first."""
-        start = sum(partition.sizes[: rank()])
-        whole = torch.zeros(sum(partition.sizes), device=partition.device)
-        whole[start : start + part.numel()] = part
-        all_reduce(whole)
-        return whole[: partition.shape.numel()].view(partition.shape).cpu() if rank() == 0 else torch.empty(0)
-
-    def _split(self, whole: Tensor, partition: Partition) -> Tensor:
-        """Return this rank's part of a whole tensor; the inverse of `_join`."""
-        start, size = sum(partition.sizes[: rank()]), partition.sizes[rank()]
-        part = torch.zeros(size)
-        found = whole.flatten()[start : start + size]
-        part[: found.numel()] = found
-        return part
-
     def remember(self) -> bool:
         """Return False: host memory may hold DeepSpeed's shards, or be needed for them."""
         return False
 
-    def save_weights(self, folder: Any) -> None:
-        with self._whole_on_host():
-            super().save_weights(folder)
-
-    @contextlib.contextmanager
-    def _whole_on_host(self) -> Iterator[None]:
-        """With ZeRO-3, give rank 0 the weights to be saved, whole and in host memory, within the block."""
-        present = []
-        if "weights" in self.sharded:
-            adapter = self.policy.has_adapter
-            for name, p in self.policy.named_parameters():
-                if not adapter or ".lora_" in name:
-                    whole = self.policy.whole(p)
-                    if rank() == 0:
-                        present.append((p, p.data))
-                        p.data = whole.cpu()
-        try:
-            yield
-        finally:
-            for p, data in present:
-                p.data = data
+    def load(self, folder: Path, steps: int) -> State | None:
+        anchor = super().load(folder, steps)
+        refresh_master(self.deepspeed.optimizer)
+        return anchor
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -240,49 +186,42 @@ class _Modules(nn.Module):
 
 
 class _PartitionedStates(UnshardedStates):
-    """Snapshots as equal parts of whole weights (ZeRO-1 and 2)."""
+    """Snapshots as parts of whole weights, those that DeepSpeed updates on each rank (ZeRO-1 and 2).
+
+    Args:
+        sizes: trained weight -> elements of its part on each rank.
+    """
+
+    def __init__(self, sizes: Mapping[Tensor, Sequence[int]]) -> None:
+        self._sizes = sizes
+
+    def sizes(self, p: Tensor) -> Sequence[int]:
+        return self._sizes[p]
+
+    def start(self, p: Tensor) -> int:
+        return sum(self.sizes(p)[: rank()])
 
     def part(self, p: Tensor) -> Tensor:
-        size = -(-p.numel() // world_size())
-        return p.detach().view(-1)[rank() * size : (rank() + 1) * size]
+        return p.detach().view(-1).narrow(0, self.start(p), self.sizes(p)[rank()])
 
-    def numel(self, p: Tensor) -> int:
-        return int(whole_shape(p).numel())
+    def shape(self, p: Tensor) -> torch.Size:
+        return whole_shape(p)
 
     def join(self, part: Tensor, p: Tensor) -> Tensor:
         """Gather the parts of all ranks into a whole weight on the device."""
-        shape = whole_shape(p)
-        padded = part.new_zeros(-(-shape.numel() // world_size()), device=p.device)
-        padded[: part.numel()] = part[: padded.numel()]
-        parts = [torch.empty_like(padded) for _ in range(world_size())]
-        dist.all_gather(parts, padded)
-        return torch.cat(parts)[: shape.numel()].view(shape)
+        shape = self.shape(p)
+        whole = torch.empty(shape.numel(), dtype=part.dtype, device=p.device)
+        for owner, piece in enumerate(whole.split(list(self.sizes(p)))):
+            if piece.numel():
+                dist.broadcast(piece.copy_(part) if owner == rank() else piece, owner)
+        return whole.view(shape)
 
     def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         for name, p in parameters.items():
             p.copy_(self.join(state[name], p))
 
-    def gather(self, state: State, parameters: Mapping[str, Tensor]) -> State:
-        whole = {}
-        for name, p in parameters.items():
-            tensor = self.join(state[name], p)
-            if rank() == 0:
-                whole[name] = tensor.cpu()
-        return whole
-
-    def split(self, whole: State, parameters: Mapping[str, Tensor]) -> State:
-        check_names(parameters, whole)
-        for name, p in parameters.items():
-            shape = whole_shape(p)
-            if whole[name].shape != shape:
-                raise UserError(f"{name}: expected shape {list(shape)}, got {list(whole[name].shape)}")
-        return {name: self._of(whole[name], p) for name, p in parameters.items()}
-
-    def _of(self, whole: Tensor, p: Tensor) -> Tensor:
-        return _PartitionedStates.part(self, whole).to(p.device, copy=True)
-
     def padding(self, count: int) -> int:
-        return int(all_reduce(torch.tensor(count).to(_device()), "max")) - count
+        return int(all_reduce(torch.tensor(count).to(collective_device()), "max")) - count
 
 
 class _ShardedStates(_PartitionedStates):
@@ -297,8 +236,13 @@ class _ShardedStates(_PartitionedStates):
         self.kept = [p for p in modules.parameters() if p not in gathered]
         keep_whole(optimizer, self.kept)
 
-    def part(self, p: Any) -> Tensor:
-        return shard(p).detach()
+    def sizes(self, p: Tensor) -> list[int]:
+        """Return the elements of each rank's shard. The last ones are padded in memory."""
+        count, size = whole_shape(p).numel(), shard(p).numel()
+        return [min(max(count - size * holder, 0), size) for holder in range(world_size())]
+
+    def part(self, p: Tensor) -> Tensor:
+        return shard(p).detach()[: self.sizes(p)[rank()]]
 
     def whole(self, p: Tensor) -> Tensor:
         return self.join(self.part(p), p)
@@ -306,15 +250,5 @@ class _ShardedStates(_PartitionedStates):
     def write(self, parameters: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
         release_gathered(self.optimizer)
         for name, p in parameters.items():
-            shard(p).data.copy_(state[name])
+            self.part(p).copy_(state[name])
         gather(self.kept)
-
-    def _of(self, whole: Tensor, p: Any) -> Tensor:
-        part, padded = super()._of(whole, p), torch.zeros_like(shard(p))
-        padded[: part.numel()] = part
-        return padded
-
-
-def _device() -> torch.device:
-    """Return the device on which collectives run."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,10 +1,11 @@
 """Checkpoints of a run: weights, optimizer, anchor, EMA and counters. No RNG state: seeds are derived.
 
-<run>/checkpoints/iteration-N/  manifest.json, state.json, anchor.safetensors and the engine's files
+<run>/checkpoints/iteration-N/           manifest.json and the weights, as sampling and export read them
+<run>/checkpoints/iteration-N/training/  what only a resume reads: state.json, and the parts that each rank writes
 
 A checkpoint is the state between two iterations, never within one. It is written to a temporary folder, which is
 renamed once every file is on disk. The manifest holds each file's size and SHA-256; loading verifies them. Of the best
-checkpoint, once it is old, only the weights are kept: its manifest lists no state.json.
+checkpoint, once it is old, only the weights are kept.
 
 Only rank 0 lists folders. On a network file system the other ranks may not see new files yet.
 """
@@ -21,7 +22,16 @@ from typing import Any
 from sage_fast.eval.scores import composite, mean_and_margin, read_scores
 from sage_fast.models.policy import State
 from sage_fast.parallel import Engine
-from sage_fast.run.manifest import MANIFEST, checkpoints, digest, fault_of, iteration_of, keep_weights
+from sage_fast.run.manifest import (
+    MANIFEST,
+    STATE,
+    TRAINING,
+    checkpoints,
+    digest,
+    fault_of,
+    iteration_of,
+    keep_weights,
+)
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
 from sage_fast.util.files import PARTIAL, read_json, remove_folder, sync, write_json
@@ -47,7 +57,7 @@ def save_checkpoint(
 
     Raises:
         OSError: a file cannot be written; earlier checkpoints are untouched.
-        RankError: another rank cannot read what was written; earlier checkpoints are untouched.
+        RankError: another rank cannot write its part; earlier checkpoints are untouched.
     """
     folder = run / "checkpoints" / f"iteration-{iteration:06d}"
     if broadcast_object(folder.is_dir(), 0) and _fault(folder) is None:
@@ -55,23 +65,17 @@ def save_checkpoint(
     partial = folder.with_name(folder.name + PARTIAL)
     if rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        (partial / TRAINING).mkdir(parents=True)
     barrier()
     try:
-        engine.save(partial)
-        if anchor is not None:
-            engine.save_state(anchor, partial / "anchor.safetensors")
-        if rank() == 0:
-            write_json({"iteration": iteration, "optimizer_steps": engine.steps, **counters}, partial / "state.json")
-        barrier()
-        written = sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file())
-        names = broadcast_object(written, 0)
+        written = engine.save(partial / TRAINING, anchor) + engine.save_weights(partial)
         with fail_together():
-            own = _describe(partial, _share(names))
-        described = all_gather_object(own)
+            if rank() == 0:
+                state = {"iteration": iteration, "optimizer_steps": engine.steps, **counters}
+                write_json(state, partial / STATE)
+                written.append(partial / STATE)
+        write_manifest(partial, written)
         if rank() == 0:
-            files = {name: entry for part in described for name, entry in part.items()}
-            write_json({"files": dict(sorted(files.items()))}, partial / MANIFEST)
             for inner in [path for path in partial.rglob("*") if path.is_dir()]:
                 sync(inner)
             for other in [other for other in checkpoints(run) if iteration_of(other) >= iteration]:
@@ -98,7 +102,7 @@ def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None)
     best = _best_of(rewards)
     for folder in found[:-keep]:
         kept = folder == best or math.isnan(rewards.get(folder, 0.0))
-        if kept and folder != best and (folder / "state.json").is_file():
+        if kept and folder != best and (folder / TRAINING).is_dir():
             log.info(wrapped(f"note: the weights of {folder.name} are kept: its evaluation cannot be compared"))
         try:
             (keep_weights if kept else remove_folder)(folder)
@@ -123,7 +127,7 @@ def _rewards(run: Path, folders: Iterable[Path], weights: Mapping[str, float]) -
             scores = read_scores(run / "eval" / f"{folder.name}.json")
             rewards[folder] = mean_and_margin(scores["prompts"], composite(scores, weights))[0]
         except FileNotFoundError:
-            if not (folder / "state.json").is_file():  # only weights are left: it was the best one
+            if not (folder / TRAINING).is_dir():  # only weights are left: it was the best one
                 rewards[folder] = math.nan
         except (OSError, UserError):
             rewards[folder] = math.nan
@@ -148,10 +152,9 @@ def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], Sta
     for folder in reversed(broadcast_object(checkpoints(run), 0)):
         fault = _fault(folder)
         if fault is None:
-            counters, anchor = read_json(folder / "state.json"), folder / "anchor.safetensors"
-            engine.load(folder, counters["optimizer_steps"])
-            has_anchor = broadcast_object(anchor.is_file(), 0)
-            return counters["iteration"], counters, engine.load_state(anchor) if has_anchor else None
+            counters = read_json(folder / STATE)
+            anchor = engine.load(folder / TRAINING, counters["optimizer_steps"])
+            return counters["iteration"], counters, anchor
         faults.append(f"{folder.name}: {fault}")
         log.info(wrapped(f"note: checkpoint {folder.name} cannot be resumed and is skipped: {fault}"))
     if faults:
@@ -170,14 +173,23 @@ def _share(names: list[str]) -> list[str]:
     return names[rank() :: world_size()]
 
 
-def _describe(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Fsync the files and return name -> size and checksum."""
-    for name in names:
-        sync(folder / name)
-    return {name: digest(folder / name) for name in names}
+def write_manifest(folder: Path, written: Iterable[Path], **facts: int) -> None:
+    """Write the manifest of a folder. Collective: each rank fsyncs and hashes its own files.
+
+    Args:
+        written: the files in `folder` that this rank has written.
+        facts: what the manifest says beside the files.
+    """
+    with fail_together():
+        for file in written:
+            sync(file)
+        own = {file.relative_to(folder).as_posix(): digest(file) for file in written}
+    files = {name: entry for of_rank in all_gather_object(own) for name, entry in of_rank.items()}
+    if rank() == 0:
+        write_json({**facts, "files": dict(sorted(files.items()))}, folder / MANIFEST)
 
 
 def _fault(folder: Path) -> str | None:
     """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing."""
-    found = all_gather_object(fault_of(folder, _share, needed="state.json"))
+    found = all_gather_object(fault_of(folder, _share, needed=STATE))
     return next((fault for fault in found if fault is not None), None)

@@ -20,8 +20,11 @@ MANIFEST = "manifest.json"
 NOT_WRITTEN = f"{MANIFEST} is not what was written"
 """Fault of a checkpoint whose manifest cannot be read as one."""
 
-FOR_TRAINING = ("state.json", "trainable.safetensors", "ema.safetensors", "anchor.safetensors", "optimizer.pt")
-"""Checkpoint files that only a resume reads."""
+TRAINING = "training"
+"""Folder in a checkpoint of the files that only a resume reads."""
+
+STATE = f"{TRAINING}/state.json"
+"""File in a checkpoint that holds the trainer's counters."""
 
 
 def check_weights(weights: str | None) -> None:
@@ -52,12 +55,6 @@ def digest(file: Path) -> dict[str, Any]:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def write_manifest(folder: Path, iteration: int) -> None:
-    """Describe the files of `weights/`, which are of this iteration, in its manifest."""
-    entries = {p.relative_to(folder).as_posix(): digest(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    write_json({"iteration": iteration, "files": entries}, folder / MANIFEST)
-
-
 def iteration_of_weights(folder: Path) -> int | None:
     """Return the iteration of `weights/`; None if its manifest is missing or damaged."""
     try:
@@ -69,7 +66,11 @@ def iteration_of_weights(folder: Path) -> int | None:
 
 def fault_of_weights(checkpoint: Path) -> str | None:
     """Return `fault_of` for the files that sampling and evaluation read."""
-    return fault_of(checkpoint, lambda names: [name for name in names if name not in FOR_TRAINING])
+    return fault_of(checkpoint, lambda names: [name for name in names if not _is_for_training(name)])
+
+
+def _is_for_training(name: str) -> bool:
+    return name.startswith(f"{TRAINING}/")
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -92,10 +93,9 @@ def keep_weights(checkpoint: Path) -> None:
         OSError: a file cannot be changed.
         UserError: the manifest is damaged.
     """
-    kept = {name: entry for name, entry in _files(checkpoint).items() if name not in FOR_TRAINING}
+    kept = {name: entry for name, entry in _files(checkpoint).items() if not _is_for_training(name)}
     write_json({"files": kept}, checkpoint / MANIFEST)
-    for name in FOR_TRAINING:
-        remove(checkpoint / name)
+    remove(checkpoint / TRAINING)
 
 
 def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]], needed: str | None = None) -> str | None:
@@ -111,7 +111,7 @@ def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]], needed:
     except UserError:
         return NOT_WRITTEN
     if needed not in {None, *expected}:
-        return f"it holds only weights, without {needed}"
+        return f"it has no {needed}: only its weights were kept, or another version of sage-fast wrote it"
     for name in chosen(sorted(expected)):
         size, file = expected[name]["bytes"], folder / name
         if not file.is_file():

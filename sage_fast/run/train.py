@@ -27,9 +27,15 @@ from sage_fast.loading import check_trajectories, load_setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
-from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
+from sage_fast.run.checkpoint import (
+    is_best,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+    write_manifest,
+)
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
-from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
+from sage_fast.run.manifest import check_weights, checkpoints, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, seconds_left
 from sage_fast.run.method import method_of
 from sage_fast.run.output import check_metrics, check_output
@@ -41,7 +47,7 @@ from sage_fast.util.console import Round, log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped, in_one_line
 from sage_fast.util.files import atomic_path, read_json, write_atomic, write_json
-from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
+from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, initialize, rank, shutdown, world_size
 from sage_fast.util.videos import numbered
 
 log = logging.getLogger(__name__)
@@ -276,12 +282,9 @@ class Run:
 
     def finish(self) -> None:
         """Save the final weights and evaluate them."""
-        folder, engine = self.folder / "weights", self.trainer.engine
-        place = atomic_path(folder) if rank() == 0 else contextlib.nullcontext(folder)
-        with engine.averaged_weights(), place as written:
-            engine.save_weights(written)
-            if rank() == 0:
-                write_manifest(written, self.done)
+        with atomic_path(self.folder / "weights") if rank() == 0 else contextlib.nullcontext() as partial:
+            partial = broadcast_object(partial, 0)
+            write_manifest(partial, self.trainer.engine.save_weights(partial), iteration=self.done)
         self.evaluate("after", self.done)
 
     def close(self) -> None:
@@ -323,9 +326,9 @@ def _attention(configured: AttentionBackend, run: Path, *, resume: bool) -> Atte
 
 def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
     """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return its content."""
-    numel = trainer.policy.states.numel
-    parameters = sum(numel(p) for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
-    trainable = sum(map(numel, trainer.engine.parameters))
+    shape = trainer.policy.states.shape
+    parameters = sum(shape(p).numel() for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
+    trainable = sum(shape(p).numel() for p in trainer.engine.parameters)
     facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(sys.argv),
         "ranks": world_size(),

@@ -162,6 +162,18 @@ def broadcast_object(value: Any, source: int) -> Any:
     return values[0]
 
 
+def collective_device() -> torch.device:
+    """Return the device on which collectives run."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def exchange(sent: Tensor, given: list[int], taken: list[int]) -> Tensor:
+    """Send `given[i]` elements to rank i, in order, and return those that each rank sends here, `taken[i]` of them."""
+    received = sent.new_empty(sum(taken), device=collective_device())
+    dist.all_to_all_single(received, sent.to(received.device), taken, given)
+    return received
+
+
 def fails_alone() -> bool:
     """Return whether an exception is being handled that only this of several ranks raises.
 

@@ -1,0 +1,225 @@
+"""Parts of weights: how weights lie over the ranks, and the files in which every rank writes its own part.
+
+A part is a contiguous slice of a flattened weight. Ranks that hold the same part write an even share of it each.
+
+<folder>/<kind>-00003-of-00008.safetensors  written by rank 2; weight -> 1-D slice; `parts` in its metadata has, for
+                                            each weight, the slice's first index and the size of the whole weight
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import saving, write_json
+from sage_fast.util.ranks import all_gather_object, broadcast_object, exchange, fail_together, rank, world_size
+
+Span = tuple[int, int]
+"""First index and end of a slice of a flattened weight."""
+
+
+class Layout:
+    """How weights lie over the ranks. Building one is collective.
+
+    Attributes:
+        spans: weight -> the part that this rank holds.
+        shapes: weight -> shape of the whole weight.
+        held: rank -> weight -> the part that it holds.
+        written: rank -> weight -> the slice that it writes; the slices of all ranks are the whole weight.
+    """
+
+    def __init__(self, spans: Mapping[str, Span], shapes: Mapping[str, torch.Size]) -> None:
+        self.spans, self.shapes = spans, shapes
+        self.held: list[Mapping[str, Span]] = all_gather_object(spans)
+        self.written: list[dict[str, Span]] = [{} for _ in self.held]
+        for name in spans:
+            holders: dict[Span, list[int]] = {}
+            for holder, of_rank in enumerate(self.held):
+                holders.setdefault(of_rank[name], []).append(holder)
+            for (first, end), ranks in holders.items():
+                size = -(-(end - first) // len(ranks))
+                for i, holder in enumerate(ranks):
+                    self.written[holder][name] = min(first + i * size, end), min(first + (i + 1) * size, end)
+
+    def own_slice(self, name: str, part: Tensor) -> Tensor:
+        """Return what this rank writes of its part of a weight."""
+        (start, _), (first, end) = self.spans[name], self.written[rank()][name]
+        return part.detach().flatten()[first - start : end - start]
+
+    def write(self, folder: Path, kind: str, state: Mapping[str, Tensor]) -> Path:
+        """Write this rank's slices of `state`, which has the part of some weights; return the file."""
+        file = folder / f"{kind}-{rank() + 1:05d}-of-{world_size():05d}.safetensors"
+        slices = {name: self.own_slice(name, part) for name, part in state.items()}
+        slices = {name: piece for name, piece in slices.items() if piece.numel()}
+        places = {name: (self.written[rank()][name][0], self.shapes[name].numel()) for name in slices}
+        with saving(file):
+            save_file(slices, file, {"parts": json.dumps(places)})
+        return file
+
+    def whole(self, state: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return the whole weights that this rank owns, in host memory. Collective.
+
+        A round has as many weights as there are ranks. Each rank sends its slices to their owners.
+
+        Args:
+            state: this rank's parts.
+            owners: weight -> the rank that gets it; weights of one round should have about one size.
+        """
+        found, spread = dict[str, Tensor](), list[str]()
+        for name, owner in owners.items():
+            if self.held[owner][name] != (0, self.shapes[name].numel()):
+                spread.append(name)
+            elif owner == rank():
+                found[name] = state[name].detach().cpu()
+        for start in range(0, len(spread), world_size()):
+            names = sorted(spread[start : start + world_size()], key=owners.__getitem__)
+            mine = [name for name in names if owners[name] == rank()]
+            given, taken = [0] * world_size(), [0] * world_size()
+            for name in names:
+                given[owners[name]] += self._size(rank(), name)
+            for name in mine:
+                found[name] = torch.empty(self.shapes[name].numel())
+            pieces = [(holder, name) for holder in range(world_size()) for name in mine]
+            for holder, name in pieces:
+                taken[holder] += self._size(holder, name)
+            received = exchange(torch.cat([self.own_slice(name, state[name]) for name in names]), given, taken)
+            for (holder, name), piece in zip(pieces, received.split([self._size(*piece) for piece in pieces])):
+                first, end = self.written[holder][name]
+                found[name][first:end] = piece
+        return {name: tensor.view(self.shapes[name]) for name, tensor in found.items()}
+
+    def _size(self, holder: int, name: str) -> int:
+        first, end = self.written[holder][name]
+        return end - first
+
+
+def write_network(
+    folder: Path, network: Any, tensors: Mapping[str, Tensor], owners: Mapping[str, int], size: int
+) -> list[Path]:
+    """Write this rank's file of a network in diffusers format; rank 0 also writes config.json, and the index if needed.
+
+    Args:
+        tensors: those that this rank owns.
+        owners: name -> owner, of all tensors of the network.
+        size: bytes of all tensors.
+
+    Returns:
+        The files.
+    """
+    count = max(owners.values()) + 1
+    stem, suffix = SAFETENSORS_WEIGHTS_NAME.rsplit(".", 1)
+    names = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+    names = names if count > 1 else [SAFETENSORS_WEIGHTS_NAME]
+    written = list[Path]()
+    if tensors:
+        written.append(folder / names[rank()])
+        with saving(written[0]):
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, written[0], {"format": "pt"})
+    if rank() == 0:
+        network.save_config(folder)
+        written.append(folder / network.config_name)
+        if count > 1:
+            places = {name: names[owner] for name, owner in sorted(owners.items())}
+            write_json({"metadata": {"total_size": size}, "weight_map": places}, folder / SAFE_WEIGHTS_INDEX_NAME)
+            written.append(folder / SAFE_WEIGHTS_INDEX_NAME)
+    return written
+
+
+class SavedParts:
+    """The files of parts in a folder, written by any number of ranks. Building and reading are collective.
+
+    Only rank 0 lists the folder and reads the headers. Each rank opens the files that hold what it needs, and reads no
+    more of them.
+
+    Attributes:
+        kinds: kind -> weight -> its slices in order, as (first index, end, name of the file).
+
+    Raises:
+        UserError: a file is missing, is not one of its kind's, or leaves a gap or an overlap.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with fail_together():
+            kinds = _slices_in(folder) if rank() == 0 else {}
+        self.kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = broadcast_object(kinds, 0)
+
+    def read(self, kind: str, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+        """Read this rank's parts of weights, as float32 tensors with the shapes and devices of `parts`.
+
+        Raises:
+            UserError: the files do not hold these weights, or in another size.
+        """
+        slices = self.kinds.get(kind, {})
+        for name in parts:
+            size, found = layout.shapes[name].numel(), slices[name][-1][1] if name in slices else 0
+            if found != size:
+                raise UserError(f"{self.folder}: {kind} has {found:,} elements of {name}; expected {size:,}")
+        read = {name: torch.empty(part.shape, device=part.device) for name, part in parts.items()}
+        with fail_together(), contextlib.ExitStack() as stack:
+            opened = functools.cache(
+                lambda file: stack.enter_context(safe_open(self.folder / file, "pt"))  # lazy: maps the file
+            )
+            for name, part in read.items():
+                start, stop = layout.spans[name]
+                for first, end, file in slices[name]:
+                    low, high = max(first, start), min(end, stop)
+                    if low < high:
+                        piece = opened(file).get_slice(name)[low - first : high - first]
+                        part.view(-1)[low - start : high - start] = piece
+        return read
+
+
+def _slices_in(folder: Path) -> dict[str, dict[str, list[tuple[int, int, str]]]]:
+    """Return `SavedParts.kinds` of a folder.
+
+    Raises:
+        UserError: as of `SavedParts`.
+    """
+    numbered: dict[str, list[tuple[int, str]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        if match := re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.safetensors", file.name):
+            numbered.setdefault(match[1], []).append((int(match[2]), file.name))
+    kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = {}
+    for kind, files in numbered.items():
+        count, names = files[0][0], [name for _, name in files]
+        expected = [f"{kind}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        if odd := sorted(set(expected) ^ set(names)):
+            fault = "is missing" if odd[0] in expected else f"is not one of the {count} files of {kind}"
+            raise UserError(f"{folder / odd[0]} {fault}")
+        slices, sizes = kinds.setdefault(kind, {}), dict[str, int]()
+        for name in names:
+            for weight, (first, end, size) in _read_header(folder / name).items():
+                slices.setdefault(weight, []).append((first, end, name))
+                sizes[weight] = size
+        for weight, found in slices.items():
+            found.sort()
+            for (_, end, before), (first, _, after) in zip([(0, 0, ""), *found], [*found, (sizes[weight], 0, "")]):
+                if first != end:
+                    fault = "overlap" if first < end else f"lack elements {end:,} to {first:,}"
+                    named = " and ".join(filter(None, (before, after)))
+                    raise UserError(f"{folder}: {named} {fault} of {weight}")
+    return kinds
+
+
+def _read_header(file: Path) -> dict[str, tuple[int, int, int]]:
+    """Return weight -> first index and end of the slice in a file, and size of the weight."""
+    try:
+        with safe_open(file, "pt") as opened:
+            places = json.loads((opened.metadata() or {})["parts"])
+            sizes = {name: opened.get_slice(name).get_shape()[0] for name in opened.keys()}  # noqa: SIM118 no mapping
+        return {name: (int(first), int(first) + sizes[name], int(size)) for name, (first, size) in places.items()}
+    except (SafetensorError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UserError(f"{file}: not a file of parts of weights: {error}") from error
