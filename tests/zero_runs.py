@@ -200,7 +200,6 @@ def checks(folder: Path) -> None:
             off = float((found[name][n] - expected).abs().max())
             assert off < 1e-5, (name, n, off)  # an update is 1e-3, decay 5e-4 of a weight
     for name in ("plain", "zero3"):
-        (folder / name).mkdir()
         tiny_trainer(settings(train__engine=name)).engine.save_weights(folder / name)
     plain, sharded = (load_file(folder / name / LORA_FILE) for name in ("plain", "zero3"))
     assert plain.keys() == sharded.keys()
@@ -242,6 +241,7 @@ def muon(folder: Path) -> None:
         steps = [muon_step(engine, number, [rank()]) for number in range(2)]
         (folder / name).mkdir(exist_ok=True)
         engine.save(folder / name)
+        dist.barrier()
         steps.append(muon_step(engine, 2, [rank()]))
         engine.load(folder / f"{name.split()[0]} plain", 2)
         steps.append(muon_step(engine, 2, [rank()]))

@@ -206,11 +206,14 @@ def _slices_in(folder: Path) -> dict[str, dict[str, list[tuple[int, int, str]]]]
                 sizes[weight] = size
         for weight, found in slices.items():
             found.sort()
-            for (_, end, before), (first, _, after) in zip([(0, 0, ""), *found], [*found, (sizes[weight], 0, "")]):
-                if first != end:
-                    fault = "overlap" if first < end else f"lack elements {end:,} to {first:,}"
-                    named = " and ".join(filter(None, (before, after)))
-                    raise UserError(f"{folder}: {named} {fault} of {weight}")
+            end, before = 0, ""
+            for first, stop, name in [*found, (sizes[weight], 0, "")]:
+                named = " and ".join(filter(None, (before, name)))
+                if first < end:
+                    raise UserError(f"{folder}: {named}: element {first:,} of {weight} is in both")
+                if first > end:
+                    raise UserError(f"{folder}: {named}: elements {end:,} to {first:,} of {weight} are missing")
+                end, before = stop, name
     return kinds
 
 

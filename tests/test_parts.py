@@ -1,0 +1,239 @@
+"""Checkpoints and weights that every rank writes: who writes what, any number of readers, and files that do not fit."""
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sage_fast.models import parts
+from sage_fast.models.hunyuan15.policy import freeze_dead_ends
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.parts import Layout, SavedParts
+from sage_fast.models.testbed.model import TestbedTransformer
+from sage_fast.parallel import Engine, make_engine
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.run.manifest import checkpoints, iteration_of
+from sage_fast.util.errors import RankError, UserError
+from sage_fast.util.ranks import initialize, rank, shutdown
+from tests.ranks import run_ranks, screens
+from tests.test_engine_deepspeed import needs_deepspeed
+from tests.tiny import settings, tiny_model
+from tests.zero_runs import muon_step
+
+WEIGHTS = {"matrix": torch.randn(5, 7), "vector": torch.randn(4), "scalar": torch.randn(())}
+Spans = Sequence[Mapping[str, tuple[int, int]]]
+HELD: dict[str, Spans] = {
+    "whole on one rank": [{"matrix": (0, 35), "vector": (0, 4), "scalar": (0, 1)}],
+    "whole on three ranks": [{"matrix": (0, 35), "vector": (0, 4), "scalar": (0, 1)}] * 3,
+    "rows of a buffer": [
+        {"matrix": (0, 20), "vector": (0, 0), "scalar": (0, 0)},
+        {"matrix": (20, 35), "vector": (0, 3), "scalar": (1, 1)},
+        {"matrix": (35, 35), "vector": (3, 4), "scalar": (0, 1)},
+    ],
+    "two nodes of two shards": [
+        {"matrix": (0, 21), "vector": (0, 2), "scalar": (0, 1)},
+        {"matrix": (21, 35), "vector": (2, 4), "scalar": (1, 1)},
+    ]
+    * 2,
+}
+
+
+def as_rank(number: int, held: Spans) -> Any:
+    """Let `parts` run as one of so many ranks that hold these spans."""
+    stand_ins = {"rank": lambda: number, "world_size": lambda: len(held), "all_gather_object": lambda own: list(held)}
+    return mock.patch.multiple(parts, **stand_ins)
+
+
+def parts_of(spans: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    return {name: WEIGHTS[name].flatten()[first:end] for name, (first, end) in spans.items()}
+
+
+SHAPES = {name: weight.shape for name, weight in WEIGHTS.items()}
+
+
+@pytest.mark.parametrize("writers", HELD)
+def test_any_ranks_read_what_any_ranks_wrote(writers: str, tmp_path: Path) -> None:
+    held = HELD[writers]
+    for number, spans in enumerate(held):
+        with as_rank(number, held):
+            Layout(spans, SHAPES).write(tmp_path, "trainable", parts_of(spans))
+    sizes = [sum(t.numel() for t in load_file(file).values()) for file in sorted(tmp_path.iterdir())]
+    assert sum(sizes) == 40, "every element once"
+    if "rows" not in writers:
+        assert max(sizes) <= -(-40 // len(held)) + len(WEIGHTS)
+    for readers in HELD.values():
+        for number, spans in enumerate(readers):
+            with as_rank(number, readers):
+                layout = Layout(spans, SHAPES)
+            for name, part in SavedParts(tmp_path).read("trainable", parts_of(spans), layout).items():
+                assert torch.equal(part, parts_of(spans)[name]), (name, number)
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    with safe_open(file, "pt") as opened:
+        places = json.loads(opened.metadata()["parts"])
+    change(places)
+    save_file(load_file(file), file, {"parts": json.dumps(places)})
+
+
+FILES = [f"ema-0000{number}-of-00002.safetensors" for number in (1, 2)]
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda folder: (folder / FILES[1]).unlink(), f"{FILES[1]} is missing"),
+    "extra": (
+        lambda folder: os.link(folder / FILES[0], folder / "ema-00001-of-00003.safetensors"),
+        "ema-00001-of-00003.safetensors is not one of the 2 files of ema",
+    ),
+    "overlap": (
+        lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(0, 1)),
+        f"{FILES[0]} and {FILES[1]}: element 1 of vector is in both",
+    ),
+    "gap": (
+        lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(0, 3)),
+        f"{FILES[0]} and {FILES[1]}: elements 2 to 3 of vector are missing",
+    ),
+    "an end": (
+        lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(1, 6)),
+        f"{FILES[1]}: elements 4 to 6 of vector are missing",
+    ),
+    "other file": (
+        lambda folder: save_file({"vector": torch.zeros(2)}, folder / FILES[0]),
+        f"{FILES[0]}: not a file of parts of weights",
+    ),
+    "torn": (lambda folder: os.truncate(folder / FILES[0], 30), f"{FILES[0]}: not a file of parts of weights"),
+    "of another model": (
+        lambda folder: [
+            rewrite(folder / FILES[0], lambda places: places.update(vector=[0, 2])),
+            rewrite(folder / FILES[1], lambda places: places.pop("vector")),
+        ],
+        "ema has 2 elements of vector; expected 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_files_that_do_not_fit_are_named(fault: str, tmp_path: Path) -> None:
+    held = HELD["two nodes of two shards"][:2]
+    for number, spans in enumerate(held):
+        with as_rank(number, held):
+            Layout(spans, SHAPES).write(tmp_path, "ema", parts_of(spans))
+    damage, message = FAULTS[fault]
+    damage(tmp_path)
+    with pytest.raises(UserError) as error:
+        SavedParts(tmp_path).read("ema", WEIGHTS, Layout(HELD["whole on one rank"][0], SHAPES))
+    assert message in str(error.value)
+
+
+# -- engines on two ranks ---------------------------------------------------------------------------------------------
+
+
+def engine_of(name: str) -> Engine:
+    """An engine with averaged weights; full tuning with Muon has two optimizers."""
+    tuning, engine = name.split()
+    given = {"train__optimizer": "muon" if tuning == "full" else "adamw", "train__ema_decay": 0.5}
+    config = settings(model__tuning=tuning, train__engine=engine, **given)
+    policy = tiny_model(config).policy
+    if tuning == "full":
+        freeze_dead_ends(policy.transformer)
+    return make_engine(policy, config.train, ema_warms_up=False)
+
+
+def state_of(engine: Engine) -> dict[str, Tensor]:
+    """All that a checkpoint holds, joined by the policy: trained weights, averages and moments."""
+    policy = engine.policy
+    found = {f"trainable {name}": policy.whole(p).clone() for name, p in policy.parameters().items()}
+    with engine.averaged_weights():
+        found |= {f"ema {name}": policy.whole(p).clone() for name, p in policy.parameters().items()}
+    return found
+
+
+TENSOR_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
+                      "all_to_all_single")  # fmt: skip
+
+
+def on_two_ranks(folder: Path, names: Sequence[str]) -> None:
+    """Train and save with each engine; resume each from the checkpoint of the engine before."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    initialize()
+    before: Path | None = None
+    for name in names:
+        engine, run = engine_of(name), folder / name
+        if before is not None and before.name.split()[0] == name.split()[0]:
+            assert load_checkpoint(before, engine) is not None
+            expected = torch.load(before / "state.pt")
+            assert all(torch.equal(value, expected[key]) for key, value in state_of(engine).items()), name
+        for number in range(2):
+            muon_step(engine, number, [rank()])
+        with mock.patch.multiple(dist, **dict.fromkeys(TENSOR_COLLECTIVES, None)):
+            (run / "parts").mkdir(parents=True, exist_ok=True)
+            engine.save(run / "parts")
+        save_checkpoint(run, 2, engine, {"iteration": 2}, engine.policy.snapshot())
+        state = state_of(engine)
+        if rank() == 0:
+            torch.save(state, run / "state.pt")
+        dist.barrier()
+        before = run
+    full_disk(folder, engine)
+    shutdown()
+
+
+def full_disk(folder: Path, engine: Engine) -> None:
+    """The disk of the second rank is full: both ranks say so, and the checkpoint before stays."""
+    save_checkpoint(folder / "disk", 1, engine, {}, None)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
+    with (
+        mock.patch.object(parts, "save_file", side_effect=full if rank() == 1 else save_file),
+        pytest.raises((OSError, RankError), match="No space left on device"),
+    ):
+        save_checkpoint(folder / "disk", 2, engine, {}, None)
+    dist.barrier()
+    assert [iteration_of(checkpoint) for checkpoint in checkpoints(folder / "disk")] == [1]
+    assert load_checkpoint(folder / "disk", engine) is not None
+
+
+NAMES = ["lora plain", "full plain", "full zero2", "full zero3"]
+
+
+@needs_deepspeed
+@pytest.mark.fault("the disk of one of two ranks is full", "both end, and the checkpoint before stays")
+def test_every_rank_writes_its_part_and_one_rank_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(on_two_ranks, 2, tmp_path, NAMES) == [0, 0], screens(tmp_path)
+    for name in NAMES:
+        (checkpoint,) = checkpoints(tmp_path / name)
+        sizes = [file.stat().st_size for file in sorted((checkpoint / "training").glob("trainable-*"))]
+        assert max(sizes) < 0.7 * sum(sizes), "about a half each"
+        expected = torch.load(tmp_path / name / "state.pt")
+        engine = engine_of(f"{name.split()[0]} plain")
+        found = load_checkpoint(tmp_path / name, engine)
+        assert found is not None
+        assert found[2] is not None
+        assert {key: value for key, value in state_of(engine).items() if not torch.equal(value, expected[key])} == {}
+        for key, value in found[2].items():
+            assert torch.equal(value, expected[f"trainable {key}"]), "the anchor"
+        averages = {key.removeprefix("ema "): value for key, value in expected.items() if key.startswith("ema ")}
+        if name.startswith("lora"):
+            saved = load_file(checkpoint / LORA_FILE)
+            exported = {key.replace(".weight", ".default.weight"): value for key, value in saved.items()}
+        else:
+            shards = sorted((checkpoint / "transformer").glob("*.safetensors"))
+            assert [file.name for file in shards] == [
+                f"diffusion_pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)
+            ]
+            assert max(file.stat().st_size for file in shards) < 0.6 * sum(file.stat().st_size for file in shards)
+            loaded, info = TestbedTransformer.from_pretrained(
+                checkpoint, subfolder="transformer", output_loading_info=True
+            )
+            assert not info["missing_keys"]
+            assert not info["unexpected_keys"]
+            exported = loaded.state_dict()
+        assert exported.keys() >= averages.keys()
+        assert {key for key, value in averages.items() if not torch.equal(value, exported[key])} == set()
