@@ -14,12 +14,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.models import parts
 from sage_fast.models.hunyuan15.policy import freeze_dead_ends
+from sage_fast.models.load import _load
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.parts import Layout, SavedParts
-from sage_fast.models.testbed.model import TestbedTransformer
+from sage_fast.models.testbed import BASE as TESTBED
+from sage_fast.models.testbed.model import Testbed, TestbedTransformer
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.manifest import checkpoints, iteration_of
@@ -131,6 +135,34 @@ def test_files_that_do_not_fit_are_named(fault: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         SavedParts(tmp_path).read("ema", WEIGHTS, Layout(HELD["whole on one rank"][0], SHAPES))
     assert message in str(error.value)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+class Casts(TorchDispatchMode):
+    """Bytes of casts in host memory: those of each, and the most that were alive together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[StorageWeakRef, int]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.device.type == "cpu":
+            self.made.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
+            self.peak = max(self.peak, sum(size for storage, size in self.made if not storage.expired()))
+        return out
+
+
+def test_a_model_reaches_its_device_one_tensor_at_a_time() -> None:
+    """The device is a stand-in without memory: what is left in the host's is what a rank takes there."""
+    with Casts() as casts:
+        network = _load(Testbed(), "model.path", str(TESTBED), "transformer", torch.float64, torch.device("meta"))
+    sizes = [size for _, size in casts.made]
+    assert sum(sizes) == sum(p.nbytes for p in network.parameters())
+    assert casts.peak <= 2 * max(sizes)
 
 
 # -- engines on two ranks ---------------------------------------------------------------------------------------------

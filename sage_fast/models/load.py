@@ -102,16 +102,19 @@ def _find_random(path: str) -> Spec:
 
 
 def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a part strictly: unlike plain `from_pretrained`, never fill missing weights with random ones.
+    """Load a part onto the device, strictly: unlike plain `from_pretrained`, never fill in random weights.
 
-    Only `random:NAME` gives random weights.
+    Files are mapped, and each tensor is cast and moved by itself: the ranks of a node share the files' pages, and none
+    holds the model in host memory. Only `random:NAME` gives random weights.
     """
     if is_random(source):
         return random_module(spec, part, dtype, device)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
     try:
         with progress_bars_of(source):
-            module, found = cls.from_pretrained(source, subfolder=part, dtype=dtype, output_loading_info=True)
+            module, found = cls.from_pretrained(
+                source, subfolder=part, dtype=dtype, device_map={"": device}, output_loading_info=True
+            )
     except (OSError, SafetensorError) as error:
         raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
     odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
@@ -170,9 +173,9 @@ def load_model(
     networks = {part: _load(spec, setting, source, part, weights, device) for part in spec.networks}
     vae = _load(spec, "model.path", loaded, "vae", dtype, device)
     for network in networks.values():
-        network.to(device).eval()
+        network.eval()
         make_trainable(spec, network, config, seed, config.weights)
-    vae.to(device).eval().requires_grad_(False)
+    vae.eval().requires_grad_(False)
     policy = spec.policy(networks, dtype=dtype, guidance_scale=sampling.guidance_scale)
     if is_random(spec.path):
         notes = [f"model.path = {spec.path}: the weights are random; times and memory count, videos and rewards do not"]
