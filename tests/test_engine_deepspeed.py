@@ -24,6 +24,7 @@ from sage_fast.parallel.settings import OURS, deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.tools.plan import format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, UserError
@@ -182,14 +183,14 @@ def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
         engine = zero_runs.muon_engine(f"{tuning} plain")
         weights = [engine.policy.snapshot(), *(zero_runs.muon_step(engine, number, [0, 1]) for number in range(2))]
         (folder := tmp_path / f"{tuning} plain").mkdir()
-        engine.save(folder)
+        save_training_state(folder, engine)
         expected[tuning] = [*weights, zero_runs.muon_step(engine, 2, [0, 1])]
     assert run_ranks(zero_runs.muon, 2, tmp_path) == [0, 0], screens(tmp_path)
     for name in zero_runs.MUON:
         tuning, _ = name.split()
         first, second, third, on_from_plain = torch.load(tmp_path / name / "steps.pt")
         engine = zero_runs.muon_engine(f"{tuning} plain")
-        engine.load(tmp_path / name, 2)
+        load_training_state(tmp_path / name, engine, 2)
         resumed = zero_runs.muon_step(engine, 2, [0, 1])
         start, plain_first, plain_second, plain_third = expected[tuning]
         for found, before, after, tolerance in (

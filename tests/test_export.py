@@ -25,6 +25,7 @@ from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.lora_layouts import converted, read_lora
 from sage_fast.models.model import Model
+from sage_fast.models.save import save_weights
 from sage_fast.models.testbed import BASE as TESTBED
 from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.checkpoint import write_manifest
@@ -235,7 +236,7 @@ def run(tmp_path: Path, model: Model) -> Path:
     """A finished run with these weights, whose reward has a secret from the environment."""
     run = tmp_path / "red-circles"
     (run / "eval").mkdir(parents=True)
-    write_manifest(run / "weights", model.policy.save_weights(run / "weights"), iteration=7)
+    write_manifest(run / "weights", save_weights(model.policy, run / "weights"), iteration=7)
     config = settings(output=str(run), reward__args={"api_key": "${API_KEY}", "fps": 2})
     (run / "config.yaml").write_text(dump(config))
     for name, by in (("before", 0.0), ("after", 0.25)):
@@ -285,7 +286,7 @@ def test_every_file_names_its_base(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_run_writes_its_base_into_its_weights_without_asking_the_hub(run: Path, model: Model) -> None:
-    model.policy.save_weights(run / "weights")
+    save_weights(model.policy, run / "weights")
     assert read_lora(run / "weights" / LORA_FILE)[1].base_model_name_or_path == "testbed"
 
 
@@ -364,7 +365,7 @@ def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
     for p in model.policy.networks["transformer"].parameters():
         if p.requires_grad:
             nn.init.normal_(p, std=0.1)
-    write_manifest(run / "weights", model.policy.save_weights(run / "weights"), iteration=3)
+    write_manifest(run / "weights", save_weights(model.policy, run / "weights"), iteration=3)
     small = {"num_frames": 5, "height": 32, "width": 32, "guidance_scale": 1.5}
     config = settings(output=str(run), **{f"sampling__{key}": value for key, value in small.items()}, eval__steps=2)
     (run / "config.yaml").write_text(dump(dataclasses.replace(config, model=parts)))
@@ -456,7 +457,7 @@ def test_all_weights(tmp_path: Path) -> None:
     """A fully tuned run is exported as it is."""
     run = tmp_path / "full"
     model = load_model(ModelConfig(tuning="full"), SamplingConfig(), CPU, seed=0)
-    write_manifest(run / "weights", model.policy.save_weights(run / "weights"), iteration=3)
+    write_manifest(run / "weights", save_weights(model.policy, run / "weights"), iteration=3)
     (run / "config.yaml").write_text(dump(settings(model__tuning="full", output=str(run))))
     files = {str(path.relative_to(tmp_path / "out")) for path in export(run, tmp_path / "out", BASE)}
     assert files == {"README.md", "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"}

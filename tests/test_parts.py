@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from sage_fast.models.testbed.model import Testbed, TestbedTransformer
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.manifest import checkpoints, iteration_of
+from sage_fast.run.training_state import save_training_state
 from sage_fast.util.errors import RankError, UserError
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
@@ -52,35 +53,52 @@ HELD: dict[str, Spans] = {
 }
 
 
-def as_rank(number: int, held: Spans) -> Any:
-    """Let `parts` run as one of so many ranks that hold these spans."""
-    stand_ins = {"rank": lambda: number, "world_size": lambda: len(held), "all_gather_object": lambda own: list(held)}
-    return mock.patch.multiple(parts, **stand_ins)
+class Held:
+    """A policy, and the storage of its snapshots, that has these parts of `WEIGHTS`; a weight is its name."""
+
+    def __init__(self, spans: Mapping[str, tuple[int, int]]) -> None:
+        self.spans, self.states = spans, self
+
+    def parameters(self) -> dict[str, Any]:
+        return {name: name for name in self.spans}
+
+    def start(self, name: str) -> int:
+        return self.spans[name][0]
+
+    def part(self, name: str) -> Tensor:
+        return WEIGHTS[name].flatten()[slice(*self.spans[name])]
+
+    def shape(self, name: str) -> torch.Size:
+        return WEIGHTS[name].shape
+
+    def parts(self) -> dict[str, Tensor]:
+        return {name: self.part(name) for name in self.spans}
 
 
-def parts_of(spans: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-    return {name: WEIGHTS[name].flatten()[first:end] for name, (first, end) in spans.items()}
-
-
-SHAPES = {name: weight.shape for name, weight in WEIGHTS.items()}
+def layouts(held: Spans) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
+    """Become each of the ranks that hold these spans; yield its layout and its parts."""
+    for number, spans in enumerate(held):
+        stand_ins = {"rank": lambda number=number: number, "world_size": lambda: len(held),
+                     "all_gather_object": lambda own: list(held)}  # fmt: skip
+        with mock.patch.multiple(parts, **stand_ins):
+            policy = Held(spans)
+            yield Layout(policy), policy.parts()
 
 
 @pytest.mark.parametrize("writers", HELD)
 def test_any_ranks_read_what_any_ranks_wrote(writers: str, tmp_path: Path) -> None:
     held = HELD[writers]
-    for number, spans in enumerate(held):
-        with as_rank(number, held):
-            Layout(spans, SHAPES).write(tmp_path, "trainable", parts_of(spans))
+    for layout, own in layouts(held):
+        layout.write(tmp_path, "trainable", own)
     sizes = [sum(t.numel() for t in load_file(file).values()) for file in sorted(tmp_path.iterdir())]
     assert sum(sizes) == 40, "every element once"
     if "rows" not in writers:
         assert max(sizes) <= -(-40 // len(held)) + len(WEIGHTS)
     for readers in HELD.values():
-        for number, spans in enumerate(readers):
-            with as_rank(number, readers):
-                layout = Layout(spans, SHAPES)
-            for name, part in SavedParts(tmp_path).read("trainable", parts_of(spans), layout).items():
-                assert torch.equal(part, parts_of(spans)[name]), (name, number)
+        for layout, own in layouts(readers):
+            with mock.patch.multiple(parts, rank=lambda: 0):  # which lists the folder
+                read = SavedParts(tmp_path).read("trainable", own, layout)
+            assert all(torch.equal(part, own[name]) for name, part in read.items())
 
 
 def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -127,13 +145,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_files_that_do_not_fit_are_named(fault: str, tmp_path: Path) -> None:
     held = HELD["two nodes of two shards"][:2]
-    for number, spans in enumerate(held):
-        with as_rank(number, held):
-            Layout(spans, SHAPES).write(tmp_path, "ema", parts_of(spans))
+    for layout, own in layouts(held):
+        layout.write(tmp_path, "ema", own)
     damage, message = FAULTS[fault]
     damage(tmp_path)
+    ((layout, own),) = layouts(HELD["whole on one rank"])
     with pytest.raises(UserError) as error:
-        SavedParts(tmp_path).read("ema", WEIGHTS, Layout(HELD["whole on one rank"][0], SHAPES))
+        SavedParts(tmp_path).read("ema", own, layout)
     assert message in str(error.value)
 
 
@@ -207,7 +225,7 @@ def on_two_ranks(folder: Path, names: Sequence[str]) -> None:
             muon_step(engine, number, [rank()])
         with mock.patch.multiple(dist, **dict.fromkeys(TENSOR_COLLECTIVES, None)):
             (run / "parts").mkdir(parents=True, exist_ok=True)
-            engine.save(run / "parts")
+            save_training_state(run / "parts", engine)
         save_checkpoint(run, 2, engine, {"iteration": 2}, engine.policy.snapshot())
         state = state_of(engine)
         if rank() == 0:

@@ -145,18 +145,18 @@ def test_a_plan_with_a_file_for_deepspeed(tmp_path: Path) -> None:
 
 
 def test_start_and_checkpoints_of_all_weights() -> None:
-    """8.33 B in float32 on each rank; trained weights, anchor, Muon's state, and the weights for export."""
+    """8.33 B in bfloat16 files; a checkpoint has trained weights, anchor, Muon's state, and weights for export."""
     config = load(Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p-full.yaml")
     result = plan(config, ranks=8)
-    assert result.host_memory == 4 * 8_326_608_160 + result.memory["autoencoder"]
+    assert result.loaded == 2 * 8_326_608_160 + result.memory["autoencoder"]
+    assert result.saved_at_once == 4 * 8_326_608_160 / 8
     state = 8 * result.memory["state of the optimizer (muon)"]
     assert 4 * result.trainable < state < 4.1 * result.trainable
     assert result.checkpoint == 8 * result.trainable + state + 4 * 8_326_608_160
     text = format_plan(result)
-    assert re.search(r"host memory of each rank while it loads +33.37 GiB", text)
-    assert re.search(
-        r"a checkpoint, written by the first rank +124.2\d GiB\n +at 1 GB/s, an assumption +2.22 min", text
-    )
+    assert re.search(r"host memory of a node while it loads +17.86 GiB", text)
+    assert re.search(r"each rank writes +124.2\d GiB\n +at 1 GB/s a node, an assumption +2.22 min", text)
+    assert re.search(r"at 1 GB/s a node, an assumption +16.7 s", format_plan(plan(config, ranks=64)))
 
 
 def test_the_second_time_is_an_assumption_and_says_so() -> None:

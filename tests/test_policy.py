@@ -27,6 +27,7 @@ from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.load import find_spec, load_model, make_trainable
 from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
+from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.errors import UserError
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
@@ -217,7 +218,7 @@ def test_loading_and_saving_say_nothing(
         warnings.simplefilter("error")
         model = load(checkpoint, dtype="bfloat16")
         model.load_encoder()(QUOTED)
-        model.policy.save_weights(tmp_path)
+        save_weights(model.policy, tmp_path)
         load(checkpoint, dtype="bfloat16", weights=str(tmp_path))
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
@@ -590,7 +591,7 @@ def test_saved_lora_loads_into_stock_diffusers_and_trains_on(
 ) -> None:
     trained = load(checkpoint, dtype=dtype).policy
     perturb_adapter(trained)
-    trained.save_weights(tmp_path)
+    save_weights(trained, tmp_path)
     assert {t.dtype for t in load_file(tmp_path / LORA_FILE).values()} == {torch.float32}
     x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED, dtype=trained.dtype)
     expected = velocity(trained, x, sigma, text)
@@ -610,7 +611,7 @@ def test_saved_lora_loads_into_stock_diffusers_and_trains_on(
 
 def test_lora_of_a_pipeline_loads_too(checkpoint: Path, model: Model, tmp_path: Path) -> None:
     """A pipeline writes `transformer.` before each name; this file is bfloat16."""
-    model.policy.save_weights(tmp_path)
+    save_weights(model.policy, tmp_path)
     tensors = {f"transformer.{key}": t.bfloat16() for key, t in load_file(tmp_path / LORA_FILE).items()}
     file = tmp_path / "from_pipeline.safetensors"
     save_file(tensors, file)
@@ -626,7 +627,7 @@ def test_full_weights_come_back(checkpoint: Path, embeddings: dict[str, TextEmbe
     config = tmp_path / "transformer" / "config.json"
     for p in trained.parameters().values():
         p.add_(1e-5 * noise(*p.shape))  # below the resolution of bfloat16
-    trained.save_weights(tmp_path)
+    save_weights(trained, tmp_path)
     layout = json.loads(config.read_text())
     assert layout.pop("use_meanflow") is False  # as written by a diffusers without this setting
     config.write_text(json.dumps(layout))
@@ -704,14 +705,14 @@ def test_bad_lora_targets_are_named(checkpoint: Path, targets: str, substance: s
 def test_lora_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     wide = tiny_transformer(width_of_a_head=24)
     make_trainable(HunyuanVideo15(), wide, ModelConfig(lora_rank=4, lora_alpha=4))
-    HunyuanVideo15Policy(wide, dtype=torch.float32).save_weights(tmp_path / "wide")
+    save_weights(HunyuanVideo15Policy(wide, dtype=torch.float32), tmp_path / "wide")
     text = message(checkpoint, weights=str(tmp_path / "wide"))
     assert text.startswith(f"model.weights = '{tmp_path / 'wide'}' was made for another model: transformer_blocks.0.")
     assert text.endswith("has shape [4, 48], expected width 32")
 
     narrow = tiny_transformer()
     add_lora(narrow, rank=4, alpha=4, targets=r"transformer_blocks\.0\.attn\.to_q", seed=0)
-    HunyuanVideo15Policy(narrow, dtype=torch.float32).save_weights(tmp_path / "narrow")
+    save_weights(HunyuanVideo15Policy(narrow, dtype=torch.float32), tmp_path / "narrow")
     for names, key in (("other_blocks", "other_blocks.0.attn.to_q"), ("transformer_blocks.7", None)):
         tensors = load_file(tmp_path / "narrow" / LORA_FILE)
         old = "transformer_blocks" if key else "transformer_blocks.0"

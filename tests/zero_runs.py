@@ -25,10 +25,12 @@ from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.save import save_weights
 from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.rewards import CompositeReward
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.testbed.world import train_prompts
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
@@ -200,7 +202,7 @@ def checks(folder: Path) -> None:
             off = float((found[name][n] - expected).abs().max())
             assert off < 1e-5, (name, n, off)  # an update is 1e-3, decay 5e-4 of a weight
     for name in ("plain", "zero3"):
-        tiny_trainer(settings(train__engine=name)).engine.save_weights(folder / name)
+        save_weights(tiny_trainer(settings(train__engine=name)).policy, folder / name)
     plain, sharded = (load_file(folder / name / LORA_FILE) for name in ("plain", "zero3"))
     assert plain.keys() == sharded.keys()
     for name, factor in plain.items():  # also in dead ends, which are frozen
@@ -240,10 +242,10 @@ def muon(folder: Path) -> None:
         engine = muon_engine(name)
         steps = [muon_step(engine, number, [rank()]) for number in range(2)]
         (folder / name).mkdir(exist_ok=True)
-        engine.save(folder / name)
+        save_training_state(folder / name, engine)
         dist.barrier()
         steps.append(muon_step(engine, 2, [rank()]))
-        engine.load(folder / f"{name.split()[0]} plain", 2)
+        load_training_state(folder / f"{name.split()[0]} plain", engine, 2)
         steps.append(muon_step(engine, 2, [rank()]))
         if rank() == 0:
             torch.save(steps, folder / name / "steps.pt")

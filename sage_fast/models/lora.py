@@ -28,14 +28,12 @@ def lora_files(networks: Iterable[str]) -> dict[str, str]:
     return {first: LORA_FILE, **{part: f"{part}_{LORA_FILE}" for part in others}}
 
 
-def write_adapter(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig) -> Path:
-    """Write a LoRA in diffusers format, with its configuration in the metadata; return the file."""
+def write_adapter(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig) -> None:
+    """Write a LoRA in diffusers format, with its configuration in the metadata."""
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, sort_keys=True)}
-    file.parent.mkdir(parents=True, exist_ok=True)
     with saving(file):
         save_file(dict(tensors), file, metadata)
-    return file
 
 
 def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) -> None:

@@ -14,16 +14,15 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sage_fast.models.policy import Policy
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import saving, write_json
+from sage_fast.util.files import saving
 from sage_fast.util.ranks import all_gather_object, broadcast_object, exchange, fail_together, rank, world_size
 
 Span = tuple[int, int]
@@ -31,7 +30,7 @@ Span = tuple[int, int]
 
 
 class Layout:
-    """How weights lie over the ranks. Building one is collective.
+    """How the trainable weights of a policy lie over the ranks. Building one is collective.
 
     Attributes:
         spans: weight -> the part that this rank holds.
@@ -40,11 +39,13 @@ class Layout:
         written: rank -> weight -> the slice that it writes; the slices of all ranks are the whole weight.
     """
 
-    def __init__(self, spans: Mapping[str, Span], shapes: Mapping[str, torch.Size]) -> None:
-        self.spans, self.shapes = spans, shapes
-        self.held: list[Mapping[str, Span]] = all_gather_object(spans)
+    def __init__(self, policy: Policy) -> None:
+        states, weights = policy.states, policy.parameters()
+        self.spans = {n: (states.start(p), states.start(p) + states.part(p).numel()) for n, p in weights.items()}
+        self.shapes = {name: states.shape(p) for name, p in weights.items()}
+        self.held: list[Mapping[str, Span]] = all_gather_object(self.spans)
         self.written: list[dict[str, Span]] = [{} for _ in self.held]
-        for name in spans:
+        for name in self.spans:
             holders: dict[Span, list[int]] = {}
             for holder, of_rank in enumerate(self.held):
                 holders.setdefault(of_rank[name], []).append(holder)
@@ -103,38 +104,6 @@ class Layout:
     def _size(self, holder: int, name: str) -> int:
         first, end = self.written[holder][name]
         return end - first
-
-
-def write_network(
-    folder: Path, network: Any, tensors: Mapping[str, Tensor], owners: Mapping[str, int], size: int
-) -> list[Path]:
-    """Write this rank's file of a network in diffusers format; rank 0 also writes config.json, and the index if needed.
-
-    Args:
-        tensors: those that this rank owns.
-        owners: name -> owner, of all tensors of the network.
-        size: bytes of all tensors.
-
-    Returns:
-        The files.
-    """
-    count = max(owners.values()) + 1
-    stem, suffix = SAFETENSORS_WEIGHTS_NAME.rsplit(".", 1)
-    names = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
-    names = names if count > 1 else [SAFETENSORS_WEIGHTS_NAME]
-    written = list[Path]()
-    if tensors:
-        written.append(folder / names[rank()])
-        with saving(written[0]):
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, written[0], {"format": "pt"})
-    if rank() == 0:
-        network.save_config(folder)
-        written.append(folder / network.config_name)
-        if count > 1:
-            places = {name: names[owner] for name, owner in sorted(owners.items())}
-            write_json({"metadata": {"total_size": size}, "weight_map": places}, folder / SAFE_WEIGHTS_INDEX_NAME)
-            written.append(folder / SAFE_WEIGHTS_INDEX_NAME)
-    return written
 
 
 class SavedParts:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from sage_fast.models.lora import ADAPTER, lora_files, write_adapter
-from sage_fast.models.parts import Layout, write_network
 from sage_fast.models.protocol import ConditionTable, Inputs
 from sage_fast.ops.guidance import guided
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import fail_together, fails_alone, rank, sequence_size, world_size
+from sage_fast.util.ranks import fails_alone, sequence_size, world_size
 
 Item = TypeVar("Item")
 State = dict[str, Tensor]
@@ -65,7 +61,7 @@ class UnshardedStates:
             idle()
 
 
-def check_names(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def check_names(parameters: Mapping[str, Tensor], state: Mapping[str, object]) -> None:
     """Check that a state has the names of the trainable weights.
 
     Raises:
@@ -221,12 +217,6 @@ class Policy:
         """Return the trainable weights, or this rank's shards of them, without a copy."""
         return {name: self.states.part(p) for name, p in self.parameters().items()}
 
-    def layout(self) -> Layout:
-        """Return how the trainable weights lie over the ranks."""
-        starts = {name: self.states.start(p) for name, p in self.parameters().items()}
-        spans = {name: (starts[name], starts[name] + part.numel()) for name, part in self.parts().items()}
-        return Layout(spans, {name: self.states.shape(p) for name, p in self.parameters().items()})
-
     def snapshot(self) -> State:
         """Return a copy of the trainable weights, or of this rank's shards of them."""
         return {name: part.clone() for name, part in self.parts().items()}
@@ -257,51 +247,6 @@ class Policy:
         finally:
             if not (self.collective_forwards and fails_alone()):
                 self.load(present)
-
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    def save_weights(self, folder: Path, state: State | None = None) -> list[Path]:
-        """Save weights in diffusers format: LoRA files on rank 0, or whole networks after full fine-tuning. Collective.
-
-        Of a network, each rank writes one file and holds no more than its tensors.
-
-        Args:
-            state: a `snapshot` of the trainable weights; by default the present ones.
-
-        Returns:
-            The files that this rank has written.
-        """
-        state, layout = self.parts() if state is None else state, self.layout()
-        with fail_together():
-            if rank() == 0:
-                for part in [] if self.has_adapter else self.networks:
-                    (folder / part).mkdir(parents=True, exist_ok=True)
-        written, adapters = list[Path](), lora_files(self.networks)
-        for part, network in self.networks.items():
-            prefix = f"{part}." if len(self.networks) > 1 else ""
-            every = {prefix + name: t for name, t in network.state_dict(keep_vars=True).items()}
-            saved = {name: t for name, t in every.items() if not self.has_adapter or ".lora_" in name}
-            width = {name: 4 if name in state else t.element_size() for name, t in saved.items()}
-            sizes = {name: width[name] * self.states.shape(t).numel() for name, t in saved.items()}
-            files = 1 if self.has_adapter else min(world_size(), len(saved))
-            largest_first = sorted(saved, key=lambda name: -sizes[name])
-            owners = {name: place % files for place, name in enumerate(largest_first)}
-            mine = layout.whole(state, {name: owner for name, owner in owners.items() if name in state})
-            for name, owner in owners.items():
-                if name not in state:
-                    whole = self.whole(saved[name])
-                    if owner == rank():
-                        mine[name] = whole.detach().cpu()
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in mine.items()}
-            with fail_together():
-                if not self.has_adapter:
-                    placed = {name.removeprefix(prefix): owner for name, owner in owners.items()}
-                    written += write_network(folder / part, network, tensors, placed, sum(sizes.values()))
-                elif rank() == 0:
-                    # "auto" would ask the hub, for each checkpoint, whether the base's embeddings have been resized.
-                    named = get_peft_model_state_dict(network, tensors, ADAPTER, save_embedding_layers=False)
-                    written.append(write_adapter(folder / adapters[part], named, network.peft_config[ADAPTER]))
-        return written
 
     @property
     def has_adapter(self) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from sage_fast.models.policy import State
+from sage_fast.config.schema import TrainConfig
+from sage_fast.models.policy import Policy, State
+
+OptimizerState = Mapping[str, Mapping[str, Any]]
+"""Weight -> name of a moment -> tensor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,17 +31,23 @@ class UpdateSize:
 
 
 class Engine(Protocol):
-    """The optimizer side of training: backward, reduction, step, averaged weights and checkpoints of all these.
+    """The optimizer side of training: backward, reduction, step, averaged weights. run/training_state.py saves it.
 
     Every method is collective. An engine is built with (policy, settings of training, ema_warms_up).
 
     Attributes:
+        config: settings of training.
+        policy: its trainable parameters are optimised.
         parameters: the trainable parameters.
+        optimized: weight -> what the optimizer updates: the weight, or this rank's part of it.
         steps: optimizer steps so far.
         ema: averaged weights, in the form of `policy.snapshot`; None if `train.ema_decay` is 0.
     """
 
+    config: TrainConfig
+    policy: Policy
     parameters: Sequence[Tensor]
+    optimized: Mapping[str, Tensor]
     steps: int
     ema: State | None
 
@@ -70,23 +79,9 @@ class Engine(Protocol):
     def rewind(self) -> None:
         """Restore the state saved by `remember`."""
 
-    def save(self, folder: Path, anchor: State | None = None) -> list[Path]:
-        """Write this rank's part of weights, averages, optimizer state and `anchor` into the existing `folder`.
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        """The optimizer's state for what it updates on this rank; nothing for a weight that has had no gradient."""
 
-        All engines write the same files (models/parts.py), and any number of ranks reads them: a run can resume with
-        another engine.
-
-        Returns:
-            This rank's files.
-        """
-
-    def load(self, folder: Path, steps: int) -> State | None:
-        """Restore what `save` wrote at optimizer step `steps`; return the anchor, if there is one.
-
-        Raises:
-            UserError: `train.ema_decay` has been switched on since, `train.optimizer` is another one, or the files do
-                not hold these weights.
-        """
-
-    def save_weights(self, folder: Path) -> list[Path]:
-        """Write the averaged or, without an EMA, the trained weights in diffusers format; return this rank's files."""
+    def restore(self, weights: State, optimizer_state: OptimizerState, steps: int) -> None:
+        """Go on from optimizer step `steps`, with weights as of `policy.snapshot`."""

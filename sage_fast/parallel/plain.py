@@ -7,7 +7,6 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,25 +14,19 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from sage_fast.config.schema import TrainConfig
-from sage_fast.models.parts import SavedParts
-from sage_fast.models.policy import Policy, State, check_names
-from sage_fast.parallel.engine import Engine, UpdateSize
+from sage_fast.models.policy import Policy, State
+from sage_fast.parallel.engine import Engine, OptimizerState, UpdateSize
 from sage_fast.parallel.optimizers import ema_decay, learning_rate, make_optimizers
 from sage_fast.parallel.update_size import BFLOAT16_RESOLUTION, watch_updates
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import free_bytes
-from sage_fast.util.errors import NonFiniteError, UserError
-from sage_fast.util.files import read_json, write_json
-from sage_fast.util.ranks import all_reduce, data_size, fail_together, rank, world_size
+from sage_fast.util.errors import NonFiniteError
+from sage_fast.util.ranks import all_reduce, data_size, world_size
 
 log = logging.getLogger(__name__)
 
 WATCHED_ITERATIONS = 3
 """Iterations after the learning rate's warm-up in which a note reports updates too small for bfloat16."""
-
-
-MOMENT = "optimizer-"
-"""Prefix of the kinds of files that hold the moments of the optimizer."""
 
 
 class PlainEngine(Engine):
@@ -156,12 +149,27 @@ class PlainEngine(Engine):
         with contextlib.nullcontext() if self.ema is None else self.policy.using(self.ema):
             yield
 
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        states = [optimizer.state for optimizer in self.optimizers]
+        return {name: state[part] for state in states for name, part in self.optimized.items() if part in state}
+
+    def restore(self, weights: State, optimizer_state: OptimizerState, steps: int) -> None:
+        self.policy.load(weights)
+        names = {part: name for name, part in self.optimized.items()}
+        for optimizer in self.optimizers:  # param groups keep the current settings
+            optimizer.state.clear()
+            for part in (part for group in optimizer.param_groups for part in group["params"]):
+                for key, value in optimizer_state.get(names[part], {}).items():
+                    optimizer.state[part][key] = value if key == "step" else value.to(part.device)
+        self.steps = steps
+
     def remember(self) -> bool:
         state = {
-            "steps": self.steps,
-            "parameters": dict(self.policy.parameters()),
+            "weights": dict(self.policy.parameters()),
             "ema": self.ema,
-            "optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
+            "optimizer_state": self.optimizer_state,
+            "steps": self.steps,
         }
         sizes: list[int] = []
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
@@ -176,70 +184,8 @@ class PlainEngine(Engine):
         return True
 
     def rewind(self) -> None:
-        state = self._remembered
-        assert state is not None
-        self.policy.load(state["parameters"])
-        if self.ema is not None:
-            self.ema = {name: tensor.to(self.policy.device) for name, tensor in state["ema"].items()}
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": saved, "param_groups": groups})
-        self.steps = state["steps"]
-
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    def save(self, folder: Path, anchor: State | None = None) -> list[Path]:
-        states = {"trainable": self.policy.parts()}
-        states |= {kind: state for kind, state in (("ema", self.ema), ("anchor", anchor)) if state is not None}
-        steps = {}
-        for optimizer in self.optimizers:
-            for name, part in self.optimized.items():
-                for key, value in optimizer.state.get(part, {}).items():
-                    if key == "step":
-                        steps[name] = int(value)
-                    else:
-                        states.setdefault(MOMENT + key, {})[name] = value
-        layout = self.policy.layout()
-        with fail_together():
-            written = [layout.write(folder, kind, state) for kind, state in states.items()]
-            if rank() == 0:
-                write_json({"optimizer": self.config.optimizer, "steps": steps}, folder / "optimizer.json")
-                written.append(folder / "optimizer.json")
-        return written
-
-    def load(self, folder: Path, steps: int) -> State | None:
-        saved, optimizer = SavedParts(folder), read_json(folder / "optimizer.json")
-        if self.ema is not None and "ema" not in saved.kinds:
-            raise UserError(
-                f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
-                "with 0 (and sampling.averaged_weights = false), or start another run with --model.weights"
-            )
-        if optimizer["optimizer"] != self.config.optimizer:
-            raise UserError(
-                f"train.optimizer = {self.config.optimizer!r}: the checkpoint is of {optimizer['optimizer']!r}; resume "
-                "with that, or start another run with --model.weights"
-            )
-        layout, parts = self.policy.layout(), self.policy.parts()
-        check_names(parts, saved.kinds.get("trainable", {}))
-        self.policy.load(saved.read("trainable", parts, layout))
-        if self.ema is not None:
-            self.ema = saved.read("ema", parts, layout)
-        moments = {
-            kind.removeprefix(MOMENT): saved.read(kind, {name: self.optimized[name] for name in weights}, layout)
-            for kind, weights in saved.kinds.items()
-            if kind.startswith(MOMENT)
-        }
-        names = {part: name for name, part in self.optimized.items()}
-        for made in self.optimizers:  # param groups keep the current settings
-            made.state.clear()
-            for part in (part for group in made.param_groups for part in group["params"]):
-                state = {key: read[names[part]] for key, read in moments.items() if names[part] in read}
-                if names[part] in optimizer["steps"]:
-                    state["step"] = torch.tensor(float(optimizer["steps"][names[part]]))
-                if state:
-                    made.state[part] = state
-        self.steps = steps
-        return saved.read("anchor", parts, layout) if "anchor" in saved.kinds else None
-
-    def save_weights(self, folder: Path) -> list[Path]:
-        return self.policy.save_weights(folder, self.ema)
+        assert self._remembered is not None
+        state = dict(self._remembered)
+        if (ema := state.pop("ema")) is not None:
+            self.ema = {name: tensor.to(self.policy.device) for name, tensor in ema.items()}
+        self.restore(**state)

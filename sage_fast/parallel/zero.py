@@ -13,7 +13,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from sage_fast.config.engines import ENGINES, OFFLOADS
 from sage_fast.models.policy import Policy, State, UnshardedStates
 from sage_fast.parallel import engine_settings
+from sage_fast.parallel.engine import OptimizerState
 from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
@@ -141,10 +141,9 @@ class ZeroEngine(PlainEngine):
         """Return False: host memory may hold DeepSpeed's shards, or be needed for them."""
         return False
 
-    def load(self, folder: Path, steps: int) -> State | None:
-        anchor = super().load(folder, steps)
+    def restore(self, weights: State, optimizer_state: OptimizerState, steps: int) -> None:
+        super().restore(weights, optimizer_state, steps)
         refresh_master(self.deepspeed.optimizer)
-        return anchor
 
 
 def _is_news(record: logging.LogRecord) -> bool:

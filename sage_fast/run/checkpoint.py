@@ -21,6 +21,7 @@ from typing import Any
 
 from sage_fast.eval.scores import composite, mean_and_margin, read_scores
 from sage_fast.models.policy import State
+from sage_fast.models.save import save_weights
 from sage_fast.parallel import Engine
 from sage_fast.run.manifest import (
     MANIFEST,
@@ -32,6 +33,7 @@ from sage_fast.run.manifest import (
     iteration_of,
     keep_weights,
 )
+from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
 from sage_fast.util.files import PARTIAL, read_json, remove_folder, sync, write_json
@@ -51,7 +53,7 @@ def save_checkpoint(
     Args:
         run: the run folder.
         iteration: the iteration to continue with.
-        engine: saves its own part.
+        engine: whose state is saved.
         counters: the trainer's counters, small and JSON-serialisable.
         anchor: weights of the KL anchor, if there is one.
 
@@ -68,7 +70,8 @@ def save_checkpoint(
         (partial / TRAINING).mkdir(parents=True)
     barrier()
     try:
-        written = engine.save(partial / TRAINING, anchor) + engine.save_weights(partial)
+        written = save_training_state(partial / TRAINING, engine, anchor)
+        written += save_weights(engine.policy, partial, engine.ema)
         with fail_together():
             if rank() == 0:
                 state = {"iteration": iteration, "optimizer_steps": engine.steps, **counters}
@@ -153,7 +156,7 @@ def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], Sta
         fault = _fault(folder)
         if fault is None:
             counters = read_json(folder / STATE)
-            anchor = engine.load(folder / TRAINING, counters["optimizer_steps"])
+            anchor = load_training_state(folder / TRAINING, engine, counters["optimizer_steps"])
             return counters["iteration"], counters, anchor
         faults.append(f"{folder.name}: {fault}")
         log.info(wrapped(f"note: checkpoint {folder.name} cannot be resumed and is skipped: {fault}"))

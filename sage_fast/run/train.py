@@ -25,6 +25,7 @@ from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import read_evaluations
 from sage_fast.loading import check_trajectories, load_setup
 from sage_fast.models.policy import State
+from sage_fast.models.save import save_weights
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
 from sage_fast.run.checkpoint import (
@@ -284,7 +285,9 @@ class Run:
         """Save the final weights and evaluate them."""
         with atomic_path(self.folder / "weights") if rank() == 0 else contextlib.nullcontext() as partial:
             partial = broadcast_object(partial, 0)
-            write_manifest(partial, self.trainer.engine.save_weights(partial), iteration=self.done)
+            engine = self.trainer.engine
+            written = save_weights(engine.policy, partial, engine.ema)
+            write_manifest(partial, written, iteration=self.done)
         self.evaluate("after", self.done)
 
     def close(self) -> None:
