@@ -72,38 +72,25 @@ class Layout:
     def whole(self, state: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
         """Return the whole weights that this rank owns, in host memory. Collective.
 
-        A round has as many weights as there are ranks. Each rank sends its slices to their owners.
+        Each rank sends its slice of a weight to the owner, unless the owner holds the weight whole.
 
         Args:
             state: this rank's parts.
-            owners: weight -> the rank that gets it; weights of one round should have about one size.
+            owners: weight -> the rank that gets it.
         """
-        found, spread = dict[str, Tensor](), list[str]()
+        found = {}
         for name, owner in owners.items():
+            whole = state[name].detach()
             if self.held[owner][name] != (0, self.shapes[name].numel()):
-                spread.append(name)
-            elif owner == rank():
-                found[name] = state[name].detach().cpu()
-        for start in range(0, len(spread), world_size()):
-            names = sorted(spread[start : start + world_size()], key=owners.__getitem__)
-            mine = [name for name in names if owners[name] == rank()]
-            given, taken = [0] * world_size(), [0] * world_size()
-            for name in names:
-                given[owners[name]] += self._size(rank(), name)
-            for name in mine:
-                found[name] = torch.empty(self.shapes[name].numel())
-            pieces = [(holder, name) for holder in range(world_size()) for name in mine]
-            for holder, name in pieces:
-                taken[holder] += self._size(holder, name)
-            received = exchange(torch.cat([self.own_slice(name, state[name]) for name in names]), given, taken)
-            for (holder, name), piece in zip(pieces, received.split([self._size(*piece) for piece in pieces])):
-                first, end = self.written[holder][name]
-                found[name][first:end] = piece
-        return {name: tensor.view(self.shapes[name]) for name, tensor in found.items()}
-
-    def _size(self, holder: int, name: str) -> int:
-        first, end = self.written[holder][name]
-        return end - first
+                spans = [of_rank[name] for of_rank in self.written]
+                sizes = [end - first for first, end in spans]
+                given = [sizes[rank()] * (receiver == owner) for receiver in range(world_size())]
+                taken = [size * (rank() == owner) for size in sizes]
+                pieces = exchange(self.own_slice(name, whole), given, taken).split(taken)
+                whole = torch.cat([piece for _, piece in sorted(zip(spans, pieces), key=lambda pair: pair[0])])
+            if owner == rank():
+                found[name] = whole.view(self.shapes[name]).cpu()
+        return found
 
 
 class SavedParts:

@@ -105,8 +105,7 @@ class Plan:
         uncounted: what also takes memory on a GPU, in words.
         other_memory: part -> bytes held at another time, in host memory, or with another checkpointing mode.
         engine: `train.engine`.
-        loaded: bytes of the model's files, which the ranks of a node map together while they load.
-        saved_at_once: bytes of host memory that each rank takes at most while it writes a checkpoint.
+        loaded: bytes of the model's files in `model.dtype`, which the ranks of a node map together while they load.
         checkpoint: bytes of a checkpoint's files.
         disk: part -> bytes of the run folder, at most.
         gpu_memory: bytes of a GPU.
@@ -132,7 +131,6 @@ class Plan:
     other_memory: dict[str, float]
     engine: str
     loaded: float
-    saved_at_once: float
     checkpoint: float
     disk: dict[str, float]
     gpu_memory: float
@@ -204,11 +202,7 @@ def plan(
         | {f"activations, checkpointing {m}": n for m, n in cost.activations.items() if m != str(checkpointing)}
         | {f"{part}, host memory": size for part, size in (held.host | offloaded).items()},
         engine=train.engine,
-        loaded=float(
-            (config.model.element_bytes if config.model.trains_adapter or config.model.weights is None else 4) * base
-        )
-        + decoder,
-        saved_at_once=_saved_at_once(config.model, policy, ranks),
+        loaded=float(config.model.element_bytes * base) + decoder,
         checkpoint=checkpoint_bytes(config.model, train, objective.strategy, policy),
         disk=_disk(config.model, train, objective.strategy, policy),
         gpu_memory=gpu_memory,
@@ -337,23 +331,12 @@ def _exported_bytes(model: ModelConfig, policy: Policy) -> float:
     return 4.0 * sum(p.numel() for p in exported.values())
 
 
-def _file_width(model: ModelConfig) -> float:
-    """Return the bytes of an element in the model's files: float32 if a run has trained all weights."""
-    return 4.0 if model.weights is not None and not model.trains_adapter else float(model.element_bytes)
-
-
-def _saved_at_once(model: ModelConfig, policy: Policy, ranks: int) -> float:
-    """Return the bytes that a rank holds in host memory while it writes: its part of the weights or of one moment, or
-    its file for export. An adapter is one file, of rank 0."""
-    part = 4.0 * sum(p.numel() for p in policy.parameters().values()) / ranks
-    return max(part, _exported_bytes(model, policy) / (1 if model.trains_adapter else ranks))
-
-
 def format_plan(plan: Plan) -> str:
     """Format a plan for a terminal."""
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     together = sum(plan.memory.values())
-    fits, nodes = "fits" if together <= plan.gpu_memory else "does not fit", -(-plan.ranks // ASSUMED_NODE)
+    fits = "fits" if together <= plan.gpu_memory else "does not fit"
+    disks = ASSUMED_DISK * math.ceil(plan.ranks / ASSUMED_NODE)
     lines = [
         "model",
         _line("parameters", _count(plan.parameters)),
@@ -371,11 +354,8 @@ def format_plan(plan: Plan) -> str:
         "",
         "start and disk",
         _line("host memory of a node while it loads", format_bytes(plan.loaded)),
-        _line("host memory of each rank while it saves", format_bytes(plan.saved_at_once)),
         _line("a checkpoint, to which each rank writes", format_bytes(plan.checkpoint)),
-        _line(
-            f"at {ASSUMED_DISK / 1e9:g} GB/s a node, an assumption", _duration(plan.checkpoint / ASSUMED_DISK / nodes)
-        ),
+        _line(f"at {ASSUMED_DISK / 1e9:g} GB/s a node, an assumption", _duration(plan.checkpoint / disks)),
         *(_line(part, format_bytes(count)) for part, count in plan.disk.items()),
         _line("disk, without videos and embeddings", format_bytes(sum(plan.disk.values()))),
         "",
