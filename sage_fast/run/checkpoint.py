@@ -1,4 +1,4 @@
-"""Checkpoints of a run: weights, optimizer, anchor, EMA and counters. No RNG state: seeds are derived.
+"""Checkpoints and final weights of a run. No RNG state: seeds are derived.
 
 <run>/checkpoints/iteration-N/           manifest.json and the weights, as sampling and export read them
 <run>/checkpoints/iteration-N/training/  what only a resume reads: state.json, and the parts that each rank writes
@@ -12,6 +12,7 @@ Only rank 0 lists folders. On a network file system the other ranks may not see 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
@@ -36,7 +37,7 @@ from sage_fast.run.manifest import (
 from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
-from sage_fast.util.files import PARTIAL, read_json, remove_folder, sync, write_json
+from sage_fast.util.files import PARTIAL, atomic_path, read_json, remove_folder, sync, write_json
 from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, fail_together, rank, world_size
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,13 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     barrier()
+
+
+def save_final_weights(run: Path, iteration: int, engine: Engine) -> None:
+    """Write `weights/` atomically: the weights after the last iteration. Collective."""
+    with atomic_path(run / "weights") if rank() == 0 else contextlib.nullcontext() as made:
+        partial = broadcast_object(made, 0)
+        write_manifest(partial, save_weights(engine.policy, partial, engine.ema), iteration=iteration)
 
 
 def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -25,7 +24,6 @@ from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import read_evaluations
 from sage_fast.loading import check_trajectories, load_setup
 from sage_fast.models.policy import State
-from sage_fast.models.save import save_weights
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
 from sage_fast.run.checkpoint import (
@@ -33,7 +31,7 @@ from sage_fast.run.checkpoint import (
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
-    write_manifest,
+    save_final_weights,
 )
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of
@@ -47,8 +45,8 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.console import Round, log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped, in_one_line
-from sage_fast.util.files import atomic_path, read_json, write_atomic, write_json
-from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, initialize, rank, shutdown, world_size
+from sage_fast.util.files import read_json, write_atomic, write_json
+from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
 from sage_fast.util.videos import numbered
 
 log = logging.getLogger(__name__)
@@ -283,11 +281,7 @@ class Run:
 
     def finish(self) -> None:
         """Save the final weights and evaluate them."""
-        with atomic_path(self.folder / "weights") if rank() == 0 else contextlib.nullcontext() as partial:
-            partial = broadcast_object(partial, 0)
-            engine = self.trainer.engine
-            written = save_weights(engine.policy, partial, engine.ema)
-            write_manifest(partial, written, iteration=self.done)
+        save_final_weights(self.folder, self.done, self.trainer.engine)
         self.evaluate("after", self.done)
 
     def close(self) -> None:
