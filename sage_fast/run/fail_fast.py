@@ -24,6 +24,8 @@ POLL = 0.25
 """Seconds between two looks at the store."""
 EXIT_GRACE = 1.0
 """Exit grace: seconds that a rank stays after its error. Rank 0 may host the store, where the others look."""
+ANSWER = 10.0
+"""Seconds for the store to answer. Beyond a link that is down it answers after a quarter of an hour, with an error."""
 
 
 @contextlib.contextmanager
@@ -47,29 +49,35 @@ def fail_fast(timeout_minutes: float) -> Iterator[None]:
             yield
         finally:
             over.set()
-            watch.join()  # ends the process if another rank has failed
+            watch.join(ANSWER)  # ends the process if another rank has failed
     except Exception as error:
         log.debug("what ended this rank", exc_info=error)  # for the rank's own log
         if fails_alone() and not isinstance(error, UserError):
-            _fail(store, error)
+            _fail(None if watch.is_alive() else store, error)
         raise
 
 
-def _fail(store: dist.Store, error: Exception) -> None:
+def _fail(store: dist.Store | None, error: Exception) -> None:
     """End this process and, by way of the store, the other ranks.
 
     The error is printed first, since a launcher may kill this rank as soon as another has ended.
+
+    Args:
+        store: None if it does not answer.
+        error: the error of this rank.
     """
     with contextlib.suppress(dist.DistError):  # the rank that hosted the store is gone
-        if store.check([KEY]):  # the error of that rank is the cause of this one
+        if store is not None and store.check([KEY]):  # the error of that rank is the cause of this one
             _end(store.get(KEY).decode())
     lost = "/gloo/transport/" in str(error)  # a plain RuntimeError
     if not lost and not isinstance(error, (RunError, OSError)):
         sys.excepthook(type(error), error, error.__traceback__)
-    why = f"rank {rank()} failed: {'another rank is gone or hangs: ' if lost else ''}{in_one_line(error)}"
-    with contextlib.suppress(dist.DistError):
-        store.compare_set(KEY, "", why)
-        time.sleep(EXIT_GRACE)
+    of_others = "another rank is gone, hangs or cannot be reached: " if lost else ""
+    why = f"rank {rank()} failed: {of_others}{in_one_line(error)}"
+    if store is not None:
+        with contextlib.suppress(dist.DistError):
+            store.compare_set(KEY, "", why)
+            time.sleep(EXIT_GRACE)
     _end(why)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -42,27 +43,49 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
     """
     device = local_device()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        timeout = timedelta(minutes=timeout_minutes)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(minutes=timeout_minutes),
+            timeout=timeout,
             # NCCL connects eagerly and does not have to guess the device of a barrier.
             device_id=device if device.type == "cuda" else None,
-            **_store_of_restart(),
+            **_store_of_start(timeout),
         )
     return device
 
 
-def _store_of_restart() -> dict[str, Any]:
-    """Return arguments of `init_process_group` that separate the store of each restart on one machine.
+def _store_of_start(timeout: timedelta) -> dict[str, Any]:
+    """Return arguments of `init_process_group` that give each start of torchrun's ranks keys of its own.
 
-    Without --rdzv-backend or --standalone, torchrun keeps its store over a restart, and the new ranks would find the
-    addresses of the old ones in it. Across machines torchrun makes a new store.
+    torchrun keeps its store over a restart, with the addresses of the old ranks and the error that ended them. Its
+    count of restarts cannot name the keys: each machine counts only the restarts that its own ranks caused.
     """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if restarts == 0 or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
-    store, rank, world_size = next(rendezvous("env://"))
-    return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    name = _name_start(dist.PrefixStore("sage_fast", store), rank, world_size, timeout)
+    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}
+
+
+def _name_start(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a new name, the same on all ranks, from a store that may hold the keys of earlier starts. Collective.
+
+    Rank 0 makes the name and answers the others' requests until each has confirmed it. A rank numbers its requests over
+    all starts, so that it takes no answer to an earlier one.
+    """
+    if rank > 0:
+        request = store.add(f"requests/{rank}", 1)
+        name = store.get(f"answers/{rank}/{request}").decode()
+        store.add(name, 1)
+        return name
+    name, deadline = f"start-{store.add('starts', 1)}", time.monotonic() + timeout.total_seconds()
+    while (joined := 1 + store.add(name, 0)) < world_size:
+        if time.monotonic() > deadline:
+            raise RankError(f"{joined} of {world_size} ranks joined within timeout_minutes; look at the others' logs")
+        for other in range(1, world_size):
+            store.set(f"answers/{other}/{store.add(f'requests/{other}', 0)}", name)
+        time.sleep(0.05)
+    return name
 
 
 _sequence_group: dist.ProcessGroup | None = None
