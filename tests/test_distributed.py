@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from sage_fast.cli import main
 from sage_fast.config.schema import Config
 from sage_fast.util.files import read_metrics
-from sage_fast.util.ranks import initialize
+from sage_fast.util.ranks import _name_start, initialize
 from tests.tiny import FEW_STEPS, BrightnessReward, arguments
 
 REPOSITORY = Path(__file__).parent.parent
@@ -45,6 +46,24 @@ def test_nccl_is_told_its_device_and_the_timeout_of_the_settings(monkeypatch: py
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert initialize(Config().timeout_minutes) == torch.device("cuda", 1)
     assert given == {"backend": "nccl", "timeout": timedelta(minutes=60), "device_id": torch.device("cuda", 1)}
+
+
+@pytest.mark.parametrize("missing", [0, 2], ids=["rank 0 ended early", "rank 2 ended early"])
+def test_ranks_agree_on_a_new_name_whatever_an_earlier_start_left(missing: int) -> None:
+    """In the second of three starts one of three ranks is missing, and others wait for it until they are ended."""
+    store, seconds = dist.HashStore(), 0.3
+    store.set_timeout(timedelta(seconds=seconds))
+    ranks = set(range(3))
+
+    def start(present: set[int]) -> set[str]:
+        with ThreadPoolExecutor(3) as pool:
+            named = [pool.submit(_name_start, store, rank, 3, timedelta(seconds=seconds)) for rank in present]
+        return {future.result() for future in named if future.exception() is None}
+
+    (first,) = start(ranks)
+    between = start(ranks - {missing})
+    (last,) = start(ranks)
+    assert last not in {first} | between
 
 
 class HangsOnce(BrightnessReward):

@@ -6,10 +6,12 @@ One group of gloo processes per number of ranks runs all cases.
 import json
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,9 @@ from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks
 from sage_fast.algorithm.metrics import record_rewards
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.cli import main
+from sage_fast.config.load import load
 from sage_fast.data.embeddings import encode_cached
+from sage_fast.models import sharing
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import pass_lengths
 from sage_fast.rewards import Reward, Scores
@@ -502,6 +506,23 @@ def test_more_ranks_than_samples() -> None:
         check_trainable(config, ranks)
     with pytest.raises(UserError, match=r"6 samples an iteration for 7 ranks.*nearest is 6 ranks, or .*iteration = 3"):
         check_trainable(config, 7)
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 32, 64])
+def test_shipped_configurations_train_on_up_to_64_gpus_or_say_what_to_set(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name)))
+    for file in sorted((Path(__file__).parent.parent / "configs").glob("*480p*.yaml")):
+        config = load(file)
+        try:
+            check_trainable(config, ranks)
+        except UserError as error:
+            assert (ranks, config.train.samples) == (64, 32)
+            advice = re.findall(r"(?:, or )(\S+) = (\d+)", str(error))
+            assert [name for name, _ in advice] == ["train.prompts_per_iteration", "model.sequence_parallel"]
+            for name, value in advice:
+                check_trainable(load(file, {name: value}), ranks)
 
 
 def row_of(*work: float) -> dict[str, Any]:

@@ -19,13 +19,14 @@ def check_ranks(train: TrainConfig, size: int, ranks: int) -> None:
     Raises:
         UserError: it has too few, or as `check_sequence_parallel`.
     """
-    ranks = check_sequence_parallel(size, ranks)
-    samples = train.samples
-    if samples < ranks:
+    groups, samples = check_sequence_parallel(size, ranks), train.samples
+    if samples < groups:
+        sharing = next((n for n in (2, 4, 8) if ranks % n == 0 and ranks // n <= samples), None)
         raise UserError(
             f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = {train.group_size}: "
-            f"{samples} samples an iteration for {ranks} ranks; expected at least one each. The nearest is {samples} "
-            f"ranks, or train.prompts_per_iteration = {-(-ranks // train.group_size)}"
+            f"{samples} samples an iteration for {groups} ranks; expected at least one each. The nearest is {samples} "
+            f"ranks, or train.prompts_per_iteration = {-(-groups // train.group_size)}"
+            + (f", or model.sequence_parallel = {sharing}" if sharing else "")
         )
 
 
