@@ -30,6 +30,7 @@ from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.ops import implementation
 from sage_fast.parallel.settings import BUCKET
 from sage_fast.tools.harness import H200_BF16_FLOPS
+from sage_fast.tools.links import IN_NODE, Ring
 from sage_fast.tools.plan import plan
 from sage_fast.util.environment import environment
 
@@ -44,12 +45,8 @@ ARCHITECTURE = {
 """The published transformer; tests/test_scaling.py compares it with diffusers' own defaults."""
 WIDTH, BF16 = 16 * 128, 2
 
-IN_NODE, BETWEEN_NODES = 300e9, 40e9
-"""Bytes per second that one GPU sends. Assumptions, not measurements: two thirds of NVLink 4's 450 GB/s, and four
-fifths of one 400 Gbit/s port per GPU."""
-LATENCY_IN_NODE, LATENCY_BETWEEN = 20e-6, 60e-6
-"""Seconds of an empty collective; also assumptions."""
-NODE = 8
+ALL_TO_ALL = 20e-6
+"""Seconds of an empty all-to-all within a node: an assumption, as the links of sage_fast/tools/links.py are."""
 
 
 # -- the cost of an iteration ------------------------------------------------------------------------------------------
@@ -113,16 +110,6 @@ def _autoencoder() -> torch.nn.Module:
 def exchange_bytes(joint: int, size: int, width: int = WIDTH, bytes_per_value: int = BF16) -> float:
     """Bytes a rank sends in one block's forward: queries, keys, values and outputs of its tokens, to the others."""
     return 4 * math.ceil(joint / size) * width * bytes_per_value * (size - 1) / size
-
-
-def all_reduce_bytes(size: float, ranks: int) -> float:
-    """Bytes a rank sends in a ring all-reduce of `size` bytes; a reduce-scatter or an all-gather sends half."""
-    return 2 * size * (ranks - 1) / ranks
-
-
-def link(ranks: int) -> tuple[float, float]:
-    """Bytes per second and latency of the slowest link among `ranks` consecutive GPUs."""
-    return (BETWEEN_NODES, LATENCY_BETWEEN) if ranks > NODE else (IN_NODE, LATENCY_IN_NODE)
 
 
 def count_gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> dict[str, tuple[int, int]]:
@@ -214,7 +201,7 @@ class Layout:
         """Seconds of the sequence group's all-to-alls."""
         if self.sharing == 1:
             return 0.0
-        each = exchange_bytes(self.work.joint, self.sharing) / IN_NODE + 4 * LATENCY_IN_NODE
+        each = exchange_bytes(self.work.joint, self.sharing) / IN_NODE + 4 * ALL_TO_ALL
         return self.mine * self.passes * ARCHITECTURE["num_layers"] * each
 
     @property
@@ -222,24 +209,21 @@ class Layout:
         """Seconds of one optimizer step's all-reduce."""
         if self.sharded > 1:
             return 0.0
-        speed, latency = link(self.gpus)
-        return all_reduce_bytes(self.trained_bytes, self.gpus) / speed + 2 * self.gpus * latency
+        return 2 * Ring(ranks=self.gpus).seconds(self.trained_bytes)
 
     def sharded_part(self, part: str) -> tuple[int, int, float]:
-        """ZeRO-3's all-gathers and reduce-scatters in a part of `count_gathers`, and the bytes a rank sends in them.
+        """ZeRO-3's all-gathers and reduce-scatters in a part of `count_gathers`, and the bytes of all of them.
 
         Weights and gradients are float32. Training reduces those of every weight that the anchor gathers, in buckets.
         """
         count, elements = published_gathers()[part]
         gradients = published_gathers()["anchor"][1] if part == "training" else 0
-        sent = 4 * (elements + gradients) * (self.sharded - 1) / self.sharded
-        return count, math.ceil(gradients / BUCKET), sent
+        return count, math.ceil(gradients / BUCKET), 4.0 * (elements + gradients)
 
     def seconds_of(self, part: str) -> float:
         """Seconds of `sharded_part`."""
-        speed, latency = link(self.sharded)
-        gathers, reductions, sent = self.sharded_part(part)
-        return sent / speed + (gathers + reductions) * latency
+        gathers, reductions, size = self.sharded_part(part)
+        return Ring(ranks=self.sharded).seconds(size, gathers + reductions)
 
     @property
     def gathers(self) -> float:
@@ -302,12 +286,12 @@ def collectives() -> str:
     every = "each forward, recomputation and backward"
     for size in (2, 4, 8):
         sent = layers * exchange_bytes(work.joint, size)
-        seconds = sent / IN_NODE + layers * 4 * LATENCY_IN_NODE
+        seconds = sent / IN_NODE + layers * 4 * ALL_TO_ALL
         label = f"a forward's {1e3 * forward / size:.0f} ms"
         row(f"4 all-to-alls a block, {size} GPUs a sample", every, sent, seconds, forward / size, label)
     for gpus in (8, 64, 512):
         layout = Layout(work=work, gpus=gpus)
-        sent = all_reduce_bytes(layout.trained_bytes, gpus)
+        sent = 2 * Ring(ranks=gpus).sent(layout.trained_bytes)
         what = f"all-reduce of the LoRA's gradients, {gpus} GPUs"
         row(what, "each optimizer step", sent, layout.gradients, sample, f"a sample's {_seconds(sample)}")
     full = Work(frozen_base=False)
@@ -318,11 +302,11 @@ def collectives() -> str:
             ("anchor", "each forward of the anchor", full.forward),
             ("training", "each trained transition", full.training),
         ):
-            gathered, reduced, sent = layout.sharded_part(part)
+            gathered, reduced, size = layout.sharded_part(part)
             what = f"{gathered:,} all-gathers{f' and {reduced} reduce-scatters' if reduced else ''} of ZeRO-3"
             baseline = flops / H200_BF16_FLOPS
             label = f"its {1e3 * baseline:.0f} ms"
-            row(f"{what}, {gpus} GPUs", when, sent, layout.seconds_of(part), baseline, label)
+            row(f"{what}, {gpus} GPUs", when, Ring(ranks=gpus).sent(size), layout.seconds_of(part), baseline, label)
     return _table(["collective", "when", "sent per GPU", "time", "share"], rows)
 
 

@@ -10,6 +10,8 @@ from diffusers import HunyuanVideo15Transformer3DModel
 
 from benchmarks import scaling
 from benchmarks.scaling import ARCHITECTURE, Layout, Work, exchange_bytes
+from sage_fast.tools import links
+from sage_fast.tools.links import Ring
 from sage_fast.tools.plan import plan
 from tests.tiny import settings
 
@@ -48,7 +50,17 @@ def test_what_is_sent_is_what_the_model_counts() -> None:
     assert exchange_bytes(10, 2, width=4, bytes_per_value=2) == 4 * 5 * 4 * 2 / 2
     assert exchange_bytes(11, 2, width=4, bytes_per_value=2) == 4 * 6 * 4 * 2 / 2
     assert exchange_bytes(10, 1) == 0
-    assert scaling.all_reduce_bytes(8.0, 4) == 12.0
+    assert 2 * Ring(ranks=4).sent(8.0) == 12.0
+
+
+def test_a_ring_across_nodes_leaves_through_all_ports() -> None:
+    """Two nodes with two GPUs each send 3 GB per GPU, a half of it through each port; hops are 2 inside, 1 between."""
+    size, hops = 4e9, links.START + 2 * links.HOP_IN_NODE + links.HOP_BETWEEN
+    assert Ring(ranks=4, per_node=2).seconds(size) == pytest.approx(hops + 1.5e9 / links.PORT)
+    assert Ring(ranks=2, per_node=1).seconds(size) == pytest.approx(links.START + links.HOP_BETWEEN + 2e9 / links.PORT)
+    alone = links.START + 3 * links.HOP_IN_NODE
+    assert Ring(ranks=4).seconds(size, 3) == pytest.approx(3 * alone + 3e9 / links.IN_NODE)
+    assert Ring(ranks=64).seconds(size) > Ring(ranks=8).seconds(size)
 
 
 def test_a_layout_that_sends_nothing_and_divides_evenly_is_efficient() -> None:
@@ -62,14 +74,14 @@ def test_a_layout_that_sends_nothing_and_divides_evenly_is_efficient() -> None:
 def test_numbers_in_the_text() -> None:
     """Check the numbers in the prose around the tables."""
     work, flops = Work(), scaling.H200_BF16_FLOPS
-    across = ARCHITECTURE["num_layers"] * exchange_bytes(work.joint, 8) / scaling.BETWEEN_NODES
+    across = ARCHITECTURE["num_layers"] * exchange_bytes(work.joint, 8) / links.PORT
     text = " ".join(PAGE.split())
     for number in (
         f"{work.training / work.forward:.1f} for a training step",
         f"{1e3 * across:.0f} ms on top of {1e3 * work.forward / 8 / flops:.0f} at U = 8",
         f"{flops / 1e12:.0f} TFLOP/s",
-        f"{scaling.IN_NODE / 1e9:.0f} GB/s within a node",
-        f"{scaling.BETWEEN_NODES / 1e9:.0f} GB/s between nodes",
+        f"{links.IN_NODE / 1e9:.0f} GB/s within a node",
+        f"{links.PORT / 1e9:.0f} GB/s through its port",
     ):
         assert number in text, number
 
