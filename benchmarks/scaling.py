@@ -302,11 +302,11 @@ def collectives() -> str:
             ("anchor", "each forward of the anchor", full.forward),
             ("training", "each trained transition", full.training),
         ):
-            gathered, reduced, size = layout.sharded_part(part)
+            gathered, reduced, together = layout.sharded_part(part)
             what = f"{gathered:,} all-gathers{f' and {reduced} reduce-scatters' if reduced else ''} of ZeRO-3"
             baseline = flops / H200_BF16_FLOPS
             label = f"its {1e3 * baseline:.0f} ms"
-            row(f"{what}, {gpus} GPUs", when, Ring(ranks=gpus).sent(size), layout.seconds_of(part), baseline, label)
+            row(f"{what}, {gpus} GPUs", when, Ring(ranks=gpus).sent(together), layout.seconds_of(part), baseline, label)
     return _table(["collective", "when", "sent per GPU", "time", "share"], rows)
 
 
