@@ -29,7 +29,7 @@ class Ring:
         """Return the bytes that a GPU sends in an all-gather or a reduce-scatter of `size` bytes."""
         return size * (self.ranks - 1) / self.ranks
 
-    def seconds(self, size: float, count: int = 1) -> float:
+    def seconds(self, size: float, count: float = 1) -> float:
         """Return the seconds of `count` all-gathers or reduce-scatters of `size` bytes together.
 
         An all-reduce is one of each. NCCL's rings leave a node through the ports of all GPUs that take part, so a port
