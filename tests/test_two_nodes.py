@@ -30,7 +30,7 @@ from tests.tiny import FEW_STEPS, arguments
 REPOSITORY = Path(__file__).parent.parent
 ADDRESSES = ["10.231.7.1", "10.231.7.2"]
 CABLE = "eth1"
-LIMIT = 8
+LIMIT = 6
 """Seconds that a rank waits for the other: `timeout_minutes`."""
 LOST = "failed: another rank is gone, hangs or cannot be reached: RuntimeError: "
 TRAIN = [str(REPOSITORY / "configs" / "recipes" / "paper.yaml"), *FEW_STEPS, *arguments(
