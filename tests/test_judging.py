@@ -499,6 +499,32 @@ def test_compare_knows_what_scored_the_videos_of_eval(evaluated: tuple[Path, str
     assert "for vq: no gain is shown" in compared(tmp_path / "c", folder / "run", other)
 
 
+def red(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+    return {"red": 1000 * videos[:, :, 0].mean(dim=(1, 2, 3))}
+
+
+def test_compare_scores_the_videos_of_both_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the files that are there: four of five prompts have one in both runs."""
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", 0.5)
+    scored_by(one, {"vq": 1.0}, {"name": "testbed"})
+    scored_by(two, {"vq": 2.0}, {"name": "mine:other"})
+    (one / "videos" / "after" / "00-x.mp4").unlink()
+    for i in range(5):
+        (two / "videos" / "after" / f"{i:02d}-x.mp4").write_bytes(film(i + 1))
+    scorer = ["--scorer", "tests.test_judging:red"]
+    assert main(["compare", str(one), str(two), "--folder", str(tmp_path / "out"), *scorer]) == 0
+    row = r"<tr><td>two</td><td>5 / 5</td><td>[^<]*</td><td[^>]*>([^<]*)</td>"
+    gains = re.findall(row, (tmp_path / "out" / "comparison.html").read_text().split(">red/red<")[1])
+    reds = [1000 * float(read_video(two / "videos" / "after" / f"{i:02d}-x.mp4")[:, 0].mean()) for i in (0, 4)]
+    expected = (reds[1] - reds[0]) / 4  # the k-th video of one is the k-1st of the other
+    assert [float(gain.replace("\N{MINUS SIGN}", "-")) for gain in gains] == [pytest.approx(expected, abs=1e-3)]
+    for i in range(1, 5):
+        (one / "videos" / "after" / f"{i:02d}-x.mp4").unlink()
+    assert main(["compare", str(one), str(two), "--folder", str(tmp_path / "none"), *scorer]) == 2
+    assert "one and two kept no videos of the same prompt; sage-fast eval has --scorer" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_runs_without_a_video_in_common_show_none(tmp_path: Path) -> None:
     """Rows of which one side is always empty say nothing."""
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", 0.5)

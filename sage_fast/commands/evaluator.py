@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
+import json
 import logging
+import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,9 +36,10 @@ from sage_fast.loading import Scoring, Setup, configured_prompts, load_rewards, 
 from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.playback import read_video
-from sage_fast.rewards import Judge
-from sage_fast.rewards.interface import Metadata
+from sage_fast.rewards import Judge, join_scores
+from sage_fast.rewards.interface import Metadata, Scores
 from sage_fast.rollout.recorder import step_graphs
+from sage_fast.rollout.scoring import log_failures
 from sage_fast.run.folder import save_video
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json, writing
@@ -231,29 +235,72 @@ class _Evaluator:
         if len(chosen) < len(found.prompts):
             log.info(f"note: {source.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
         files = [found.files[i] for i in chosen]
-        device = local_device()
-        size = self.config.sampling.batch_size
-
-        def read(numbers: range) -> Chunks:
-            """Yield batches of videos of one shape."""
-            batch: list[Tensor] = []
-            for i in numbers:
-                file = files[i]
-                assert file is not None
-                video = read_video(file)
-                if batch and (len(batch) == size or video.shape != batch[0].shape):
-                    yield list(range(i - numbers.start - len(batch), i - numbers.start)), torch.stack(batch).to(device)
-                    batch = []
-                batch.append(video)
-            if batch:
-                yield list(range(len(numbers) - len(batch), len(numbers))), torch.stack(batch).to(device)
-
+        read = _reader(files, self.config.sampling.batch_size)
         log.info(f"score {source.label}")
         seeds = [found.seeds[i] if found.seeds else found.keys[i][1] for i in chosen]
         prompts = [found.prompts[i] for i in chosen]
         result = score_videos(self.scoring, prompts, seeds, read, scorers=self.scorers).to_json()
         scored = of_scores(source.label, result, {})
         return result, dataclasses.replace(scored, files=files, seeds=seeds if found.seeds else None)
+
+
+def _reader(files: Sequence[Path | None], size: int) -> Callable[[range], Chunks]:
+    """Return a function that yields the videos of these numbers in batches of one shape, at most `size` at a time."""
+    device = local_device()
+
+    def read(numbers: range) -> Chunks:
+        batch: list[Tensor] = []
+        for i in numbers:
+            file = files[i]
+            assert file is not None
+            video = read_video(file)
+            if batch and (len(batch) == size or video.shape != batch[0].shape):
+                yield list(range(i - numbers.start - len(batch), i - numbers.start)), torch.stack(batch).to(device)
+                batch = []
+            batch.append(video)
+        if batch:
+            yield list(range(len(numbers) - len(batch), len(numbers))), torch.stack(batch).to(device)
+
+    return read
+
+
+def add_scores(sets: Sequence[VideoSet], config: Config, names: Sequence[str]) -> list[VideoSet]:
+    """Score the video files that `sage-fast compare` found; a video without a file gets NaN.
+
+    Args:
+        config: limits of the scorers, and the prompts with their metadata.
+        names: scorers, named as in `reward.name`; their parts become scores.
+
+    Raises:
+        UserError: a scorer or a video is wrong, or two sources have no files of the same prompt.
+    """
+    for videos in sets[1:] or sets:
+        if not sets[0].shown.keys() & videos.shown.keys():
+            raise UserError(
+                f"--scorer {names[0]}: {sets[0].label} and {videos.label} kept no videos of the same prompt; sage-fast "
+                "eval has --scorer too, and samples them"
+            )
+    known = [prompt for videos in sets for prompt, _ in videos.shown]
+    metadata = metadata_of(itertools.chain(*configured_prompts(config.data)))
+    scorers = _scorers(names, config.reward, config.sampling, known, metadata)
+    scored = []
+    for videos in sets:
+        log.info(f"score {videos.label}")
+        kept = [i for i, file in enumerate(videos.files) if file is not None]
+        found: dict[str, list[Scores]] = {short: [] for short in scorers}
+        for numbers, chunk in _reader([videos.files[i] for i in kept], config.sampling.batch_size)(range(len(kept))):
+            for short, scorer in scorers.items():
+                found[short].append(scorer(chunk, [videos.prompts[kept[i]] for i in numbers]))
+        scores, by = dict(videos.scores), dict(videos.scorers)
+        for name, (short, scorer) in zip(names, scorers.items()):
+            log_failures(joined := join_scores(found[short]))
+            scorer.check_share(joined)
+            for part, values in joined.parts.items():
+                of_file = dict(zip(kept, values.tolist()))
+                scores[f"{short}/{part}"] = [of_file.get(i, math.nan) for i in range(len(videos.files))]
+                by[f"{short}/{part}"] = json.dumps(name)
+        scored.append(dataclasses.replace(videos, scores=scores, scorers=by))
+    return scored
 
 
 def _finish(

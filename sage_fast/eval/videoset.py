@@ -214,8 +214,8 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
     if apart := [name for name in other.scores if name in first.scores and not first.scored_alike(name, other)]:
         notes.append(
             f"{other.label} and {first.label} have another reward, or other arguments or weights of it, for "
-            f"{', '.join(map(shown_name, apart))}: no gain is shown. sage-fast eval scores both alike, with the first "
-            "one's reward and with --scorer NAME."
+            f"{', '.join(map(shown_name, apart))}: no gain is shown. compare --scorer NAME scores the videos of both "
+            "alike; sage-fast eval samples them too."
         )
     return notes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -62,21 +62,28 @@ def _scorers(run: RunFiles) -> dict[str, str]:
     return scorers_of(reward, watching, {"parts": parts, "weights": newest.get("weights")})
 
 
-def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path:
+def write_compare(
+    sources: Mapping[str, Path],
+    folder: Path,
+    count: int,
+    rescore: Callable[[Sequence[VideoSet]], Sequence[VideoSet]] = lambda sets: sets,
+) -> Path:
     """Write a page that compares runs, finished or not.
 
     Args:
         sources: label -> run folder or folder of videos.
         folder: created if missing.
         count: rows of videos on the page.
+        rescore: adds the scores of a scorer that all sources share.
 
     Returns:
         The path of the page.
 
     Raises:
-        UserError: as `read_sets`.
+        UserError: as `read_sets` and `rescore`.
     """
-    runs, sets, notes = read_sets(sources)
+    runs, found_sets, notes = read_sets(sources)
+    sets = rescore(found_sets)
     rows = table(sets) if sets else []
     own = {
         (label, row.name): row
