@@ -43,6 +43,6 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
         first = next((path for path in sources.values() if not (path / VIDEOS).is_file()), None)
         config = from_overrides({}) if first is None else load(first / "config.yaml")
-        return add_scores(sets, config, options.scorer)
+        return add_scores(sets, options.scorer, config.reward, config.sampling, config.data)
 
     print(write_compare(sources, options.folder, options.videos, rescore))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.commands.sources import Source
-from sage_fast.config.schema import AttentionBackend, Config, RewardConfig, SamplingConfig
+from sage_fast.config.schema import AttentionBackend, Config, DataConfig, RewardConfig, SamplingConfig
 from sage_fast.data.prompts import metadata_of
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
 from sage_fast.eval.text import format_table
@@ -264,12 +264,16 @@ def _reader(files: Sequence[Path | None], size: int) -> Callable[[range], Chunks
     return read
 
 
-def add_scores(sets: Sequence[VideoSet], config: Config, names: Sequence[str]) -> list[VideoSet]:
+def add_scores(
+    sets: Sequence[VideoSet], names: Sequence[str], settings: RewardConfig, sampling: SamplingConfig, data: DataConfig
+) -> list[VideoSet]:
     """Score the video files that `sage-fast compare` found; a video without a file gets NaN.
 
     Args:
-        config: limits of the scorers, and the prompts with their metadata.
         names: scorers, named as in `reward.name`; their parts become scores.
+        settings: what to do about failures.
+        sampling: size of the made-up videos that check a scorer, and of a batch.
+        data: prompts with their metadata.
 
     Raises:
         UserError: a scorer or a video is wrong, or two sources have no files of the same prompt.
@@ -281,14 +285,14 @@ def add_scores(sets: Sequence[VideoSet], config: Config, names: Sequence[str]) -
                 "eval has --scorer too, and samples them"
             )
     known = [prompt for videos in sets for prompt, _ in videos.shown]
-    metadata = metadata_of(itertools.chain(*configured_prompts(config.data)))
-    scorers = _scorers(names, config.reward, config.sampling, known, metadata)
+    metadata = metadata_of(itertools.chain(*configured_prompts(data)))
+    scorers = _scorers(names, settings, sampling, known, metadata)
     scored = []
     for videos in sets:
         log.info(f"score {videos.label}")
         kept = [i for i, file in enumerate(videos.files) if file is not None]
         found: dict[str, list[Scores]] = {short: [] for short in scorers}
-        for numbers, chunk in _reader([videos.files[i] for i in kept], config.sampling.batch_size)(range(len(kept))):
+        for numbers, chunk in _reader([videos.files[i] for i in kept], sampling.batch_size)(range(len(kept))):
             for short, scorer in scorers.items():
                 found[short].append(scorer(chunk, [videos.prompts[kept[i]] for i in numbers]))
         scores, by = dict(videos.scores), dict(videos.scorers)
