@@ -26,7 +26,6 @@ from sage_fast.models.load import find_spec
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.run.profile import RunProfile
-from sage_fast.tools import profile as iteration_profile
 from sage_fast.tools.plan import plan
 from sage_fast.tools.profile import (
     COLUMNS,
@@ -46,7 +45,8 @@ from sage_fast.tools.profile import (
 from sage_fast.util import metrics, profiling
 from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import Stopwatch
-from sage_fast.util.profiling import annotate, ranges
+from sage_fast.util.profiling import PHASES, annotate, ranges
+from tests.ranks import command_on_ranks
 from tests.test_cli import PAPER, SMALL
 from tests.tiny import settings, tiny_trainer
 
@@ -256,8 +256,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
 def test_profile_prints_what_it_writes(profiled: tuple[Path, str, dict[str, Any]]) -> None:
     folder, printed, result = profiled
     assert printed.endswith(format_profile(result) + "\n")
-    assert sorted(path.name for path in folder.iterdir()) == ["embeddings", "profile.json", "trace.json.gz"]
-    for word in ("MFU", "rollout", "attention", "trace.json.gz", "nsys profile", "ncu --profile-from-start"):
+    assert sorted(path.name for path in folder.iterdir()) == ["embeddings", "profile.json", "rank-000.json.gz"]
+    for word in ("MFU", "rollout", "attention", "rank-000.json.gz", "nsys profile", "ncu --profile-from-start"):
         assert word in printed
     on_gpu = {phase: row | {"busy_seconds": 0.0} for phase, row in result["phases"].items()}
     waits = "each decode is waited for"
@@ -268,7 +268,7 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
     result = profiled[2]
     phases = dict(result["phases"])
     total = phases.pop("total")
-    assert tuple(phases) == COLUMNS
+    assert tuple(phases) == (*PHASES, "other")
     assert sum(row["seconds"] for row in phases.values()) == pytest.approx(total["seconds"])
     assert sum(row["share"] for row in phases.values()) == pytest.approx(1)
     assert phases["other"]["seconds"] >= 0
@@ -289,6 +289,7 @@ def test_families_cover_the_time(profiled: tuple[Path, str, dict[str, Any]]) -> 
     _, _, result = profiled
     families = result["families"]
     by_phase = {phase: sum(row[phase] for row in families.values()) for phase in COLUMNS}
+    assert by_phase["wait"] == 0
     total = sum(by_phase.values())
     assert total == pytest.approx(result["phases"]["total"]["seconds"], rel=0.05)
     for phase in ("rollout", "decode", "train"):
@@ -303,7 +304,7 @@ def test_families_cover_the_time(profiled: tuple[Path, str, dict[str, Any]]) -> 
 
 def test_the_trace_has_the_ranges(profiled: tuple[Path, str, dict[str, Any]]) -> None:
     folder = profiled[0]
-    with gzip.open(folder / "trace.json.gz", "rt") as file:
+    with gzip.open(folder / "rank-000.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert names.count("iteration 1") == 1
@@ -323,6 +324,20 @@ def test_printed_commands_run_the_same_window(profiled: tuple[Path, str, dict[st
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert main(window) == 0
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_two_ranks_leave_a_trace_each_and_one_table(tmp_path: Path, profiled: tuple[Path, str, dict[str, Any]]) -> None:
+    printed = command_on_ranks(["profile", str(PAPER), "--folder", "p", "--warmup", "0", *SMALL], tmp_path)
+    files = ["embeddings", "profile.json", "rank-000.json.gz", "rank-001.json.gz"]
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == files
+    assert [printed.count(line) for line in ("\nphase ", "\nwait ", "seconds of rank 0 of 2 ranks")] == [1, 1, 1]
+    for line in ("torchrun --nproc-per-node 2 -m sage_fast profile", "(of other ranks: rank-001.json.gz ...)"):
+        assert line in printed
+    assert "ncu" not in printed, "which replays the kernels of collectives"
+    result = json.loads((tmp_path / "p" / "profile.json").read_text())
+    assert [*result["phases"]] == [*PHASES, "wait", "other", "total"]
+    for phase in ("rollout", "train"):
+        assert result["phases"][phase]["flops"] == pytest.approx(profiled[2]["phases"][phase]["flops"] / 2)
 
 
 def test_commands_quote_what_a_shell_would_split() -> None:
@@ -451,12 +466,6 @@ def test_the_window_is_the_capture_range(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ceiling_is_a_rate_that_a_product_reaches() -> None:
     ceiling = matmul_ceiling(torch.device("cpu"), torch.float32, seconds=0.1)
     assert 1e9 < ceiling < 1e14
-
-
-def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iteration_profile, "world_size", lambda: 2)
-    assert main(["profile", str(PAPER), "--folder", str(tmp_path / "none")]) == 2
-    assert not (tmp_path / "none").exists()
 
 
 def test_phase_table_by_hand() -> None:

@@ -12,7 +12,7 @@ from sage_fast.util.errors import UserError
 
 def add_arguments(add: Callable[..., object]) -> None:
     add("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
-    add("--folder", type=Path, default="profile", help="where profile.json and the trace go (default: profile)")
+    add("--folder", type=Path, default="profile", help="where profile.json and the traces go (default: profile)")
     add("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
     add("--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu")
 
@@ -21,10 +21,14 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.warmup < 0:
         raise UserError(f"--warmup {options.warmup}: expected 0 or more")
     config = load_source("profile", options.config, overrides)
+    from sage_fast.run.fail_fast import fail_fast
     from sage_fast.tools.profile import format_profile, profile_iteration
+    from sage_fast.util.ranks import rank
 
     folder, window_only = options.folder, options.window_only
-    result = profile_iteration(
-        config, options.config, overrides, folder=folder, warmup=options.warmup, window_only=window_only
-    )
-    print(format_profile(result))
+    with fail_fast(config.timeout_minutes):
+        result = profile_iteration(
+            config, options.config, overrides, folder=folder, warmup=options.warmup, window_only=window_only
+        )
+    if rank() == 0:
+        print(format_profile(result))

@@ -1,6 +1,6 @@
 """Profile one iteration: time by phase and by kernel family, model FLOPs utilisation, a Chrome trace.
 
-    <folder>/profile.json trace.json.gz
+    <folder>/profile.json rank-000.json.gz ...
 
 With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: only one tool at
 a time can use CUPTI. FLOPs come from algorithm/flops.py; the ceiling is a matrix product measured on the device.
@@ -33,13 +33,15 @@ from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
-from sage_fast.util.profiling import DOMAIN, PHASES, annotate, ranges
-from sage_fast.util.ranks import initialize, world_size
+from sage_fast.util.profiling import DOMAIN, PHASES, WAIT, annotate, ranges
+from sage_fast.util.ranks import barrier, initialize, rank, world_size
 
 log = logging.getLogger(__name__)
 
-COLUMNS = (*PHASES, "other")
-"""The phases, and `other` for the rest of an iteration."""
+COLUMNS = (*PHASES, WAIT, "other")
+"""The phases, and `other` for the rest of an iteration. `wait` is shown with several ranks only."""
+TRACE = "rank-{:03d}.json.gz"
+"""File of a rank's trace."""
 PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
 """Phase -> part of the plan, for phases whose FLOPs have a formula."""
 
@@ -81,26 +83,24 @@ def family(name: str) -> str:
 def profile_iteration(
     config: Config, source: str, settings: Mapping[str, str], *, folder: Path, warmup: int, window_only: bool
 ) -> dict[str, Any]:
-    """Warm up, then profile one iteration. The trained weights are discarded.
+    """Warm up, then profile one iteration on every rank. The trained weights are discarded.
 
     Args:
         config: validated settings.
         source: the configuration as given on the command line, for the printed commands.
         settings: the settings given with it.
-        folder: folder for profile.json, the trace and the prompt embeddings.
+        folder: folder for profile.json, each rank's trace and the prompt embeddings.
         warmup: iterations before the measured one.
         window_only: whether to emit ranges for Nsight instead of running torch.profiler; writes no files.
 
     Returns:
-        The content of profile.json.
+        The content of profile.json, of rank 0; on other ranks without the tables of the trace.
 
     Raises:
-        UserError: the folder already holds a profile, there are several ranks, or a setting is impossible.
+        UserError: the folder already holds a profile, or a setting is impossible.
     """
     device = initialize(config.timeout_minutes)
     check_trainable(config)
-    if world_size() > 1:
-        raise UserError("a profile covers one rank: start it without torchrun")
     if not window_only and (folder / "profile.json").exists():
         raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
     with ranges("nvtx" if window_only else "torch"):
@@ -116,14 +116,16 @@ def profile_iteration(
         log.info("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
         model = setup.model
-        expected = plan(config, model.spec, chosen=(model.checkpointing, model.trains_in_rollout))
+        expected = plan(config, model.spec, ranks=world_size(), chosen=(model.checkpointing, model.trains_in_rollout))
         profiler = None if window_only else torch.profiler.profile()
+        barrier()  # ranks measure the ceiling in different times
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
     of_phases = _flops_of_phases(trainer, expected.samples)
     result = {
         "environment": environment(device, implementation(device))
         | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
+        "ranks": world_size(),
         "source": source,
         "settings": dict(settings),
         "warmup": warmup,
@@ -133,17 +135,18 @@ def profile_iteration(
         "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
         "planned_bytes": sum(expected.memory.values()),
         "families": [],
-        "trace": None if window_only else str(folder / "trace.json.gz"),
-        "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2),
+        "trace": None if window_only else str(folder / TRACE.format(rank())),
+        "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2, ranks=world_size()),
     }
-    if profiler is not None:
+    if profiler is not None and rank() == 0:
         write_json(result, folder / "profile.json")  # a million events take minutes to read
         log.info("reading the trace")
         work, changes = _read(list(profiler.events() or []), device)
         busy = busy_seconds(work, changes) if device.type == "cuda" else {}
         result |= {"phases": phase_table(row, of_phases, ceiling, busy), "families": family_table(work, changes)}
         write_json(result, folder / "profile.json")
-        profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+    if profiler is not None:
+        profiler.export_chrome_trace(str(result["trace"]))
     return result
 
 
@@ -162,11 +165,11 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
 
 
 def _flops_of_phases(trainer: Trainer, samples: int) -> dict[str, float]:
-    """Return phase -> FLOPs of the latest iteration; a step that the rollout trained counts as training alone."""
+    """Return phase -> mean FLOPs of a rank in the latest iteration; a step that the rollout trained is training."""
     model, frozen = trainer.model, trainer.config.model.trains_adapter
     cost = model.spec.cost(trainer.config)
     parts = flops(cost, trainer.forwards, samples, checkpointing=model.checkpointing, frozen_base=frozen)
-    return {phase: parts[part] for phase, part in PART_OF_PLAN.items()}
+    return {phase: parts[part] / world_size() for phase, part in PART_OF_PLAN.items()}
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -176,7 +179,8 @@ def phase_table(
     row: Mapping[str, Any], flops: Mapping[str, float], ceiling: float, busy: Mapping[str, float]
 ) -> dict[str, dict[str, float | None]]:
     """Return phase or `total` -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s, MFU = FLOPs / seconds / ceiling."""
-    seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in PHASES}
+    shown = [phase for phase in (*PHASES, WAIT) if phase != WAIT or f"time/{WAIT}" in row]
+    seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in shown}
     total = float(row["time/total"])
     seconds["other"] = total - sum(seconds.values())
     whole = {"total": (total, sum(flops.values()), sum(busy.values()))}
@@ -201,7 +205,11 @@ def _read(events: Sequence[Any], device: torch.device) -> tuple[list[Work], list
     its stream or graph.
     """
     host = [event for event in events if event.device_type == DeviceType.CPU]
-    spans = [(e.time_range.start, e.time_range.end, e.name) for e in host if e.is_user_annotation and e.name in PHASES]
+    spans = [
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in host
+        if e.is_user_annotation and e.name in (*PHASES, WAIT)
+    ]
     if device.type == "cuda":
         kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
         work = [Work(e.name, e.time_range.start, e.time_range.elapsed_us(), family(e.name)) for e in kernels]
@@ -250,17 +258,21 @@ def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> 
 
 
 def nsight_commands(
-    source: str, settings: Mapping[str, str], folder: Path, warmup: int, step: int
+    source: str, settings: Mapping[str, str], folder: Path, warmup: int, step: int, *, ranks: int = 1
 ) -> dict[str, list[str]]:
-    """Return tool -> command that profiles the same window; `ncu` profiles one denoising step of it."""
-    window = ["sage-fast", "profile", source, "--folder", str(folder), "--warmup", str(warmup), "--window-only"]
+    """Return tool -> command that profiles the same window; `ncu` profiles one denoising step of it, on one rank.
+
+    `ncu` replays kernels, and a replayed kernel of a collective would wait for the other ranks.
+    """
+    window = ["torchrun", "--nproc-per-node", str(ranks), "-m", "sage_fast"] if ranks > 1 else ["sage-fast"]
+    window += ["profile", source, "--folder", str(folder), "--warmup", str(warmup), "--window-only"]
     window += [part for key, value in settings.items() for part in (f"--{key}", value)]
     nsys = ["nsys", "profile", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
     nsys += ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-graph-trace=node", f"--output={folder / 'nsys'}"]
     # The trailing slash marks a push/pop range.
     ncu = ["ncu", "--profile-from-start", "off", "--nvtx", "--nvtx-include", f"{DOMAIN}@step {step}/"]
     ncu += ["--export", str(folder / "ncu")]
-    return {"nsys": nsys + window, "ncu": ncu + window}
+    return {"nsys": nsys + window} | ({"ncu": ncu + window} if ranks == 1 else {})
 
 
 def format_profile(result: Mapping[str, Any]) -> str:
@@ -283,6 +295,8 @@ def format_profile(result: Mapping[str, Any]) -> str:
         cells = [cell(row["seconds"], ".4f"), cell(row["share"], ".1%"), cell(row["busy_seconds"], ".4f")]
         cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12), cell(row["mfu"], ".1%")]
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
+    if result["ranks"] > 1:
+        lines.append(f"seconds of rank 0 of {result['ranks']} ranks, FLOPs as the mean of all")
     lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens a prompt")
     if gpu:
         lines.append("each decode is waited for; in a run it overlaps the rollout of the next batch")
@@ -294,10 +308,13 @@ def format_profile(result: Mapping[str, Any]) -> str:
     if result["families"]:
         sums = {name: sum(row.values()) for name, row in result["families"].items()}
         kind = "kernels, GPU seconds" if gpu else "operators, self seconds"
-        lines += ["", f"{kind:<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in COLUMNS)]
+        columns = [phase for phase in COLUMNS if phase in phases]
+        lines += ["", f"{kind:<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in columns)]
         for name, row in result["families"].items():
-            cells = [f"{seconds:>11.4f}" for seconds in row.values()]
+            cells = [f"{row[phase]:>11.4f}" for phase in columns]
             lines.append(f"{name:<28}{sums[name] / sum(sums.values()):>8.1%}" + "".join(cells))
-        lines += ["", f"trace, for chrome://tracing or ui.perfetto.dev: {result['trace']}"]
-    lines += ["", "the same window under Nsight Systems, and one denoising step of it under Nsight Compute:"]
+        others = f" (of other ranks: {TRACE.format(1)} ...)" if result["ranks"] > 1 else ""
+        lines += ["", f"trace, for chrome://tracing or ui.perfetto.dev: {result['trace']}{others}"]
+    step = ", and one denoising step of it under Nsight Compute" if result["ranks"] == 1 else ""
+    lines += ["", f"the same window under Nsight Systems{step}:"]
     return "\n".join([*(line.rstrip() for line in lines), *(f"  {shlex.join(c)}" for c in result["commands"].values())])
