@@ -446,7 +446,7 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["--model.path", "./no/such/folder"], "model.path = './no/such/folder': no such folder"),
         (["--model.weights", "no/such/file"], "model.weights = 'no/such/file': no such file"),
         (["--data.prompts", "missing.txt"], "missing.txt': no such file"),
-        (["--reward.name", "json:nothing"], "json has no 'nothing' that can be called"),
+        (["--reward.name", "json:dmups"], "json has no 'dmups' that can be called; expected one of"),
         (["--reward.name", "no_such_module:Reward"], "no module 'no_such_module' is installed or in"),
         (["--reward.name", "videoalignment"], "did you mean 'videoalign'?; or 'package.module:name'"),
         (
@@ -496,10 +496,33 @@ def test_what_is_missing_is_said_before_anything_is_loaded(tmp_path: Path, capsy
         assert f"--json '{tmp_path}': a folder; expected a file" in capsys.readouterr().err
 
 
-def test_a_file_is_no_folder_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert main(["sample", str(PAPER), "--prompt", "a red circle", "--folder", str(tmp_path / "file")]) == 2
-    assert "file': a file; expected a folder" in capsys.readouterr().err
+def test_a_file_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for command in (["sample", str(PAPER), "--prompt", "a red circle"], ["profile", str(PAPER)], ["compare", "."]):
+        assert main([*command, "--folder", "file"]) == 2
+        assert "--folder 'file': a file; expected a folder" in capsys.readouterr().err
+    assert main(["train", str(PAPER), "--output", "file"]) == 2
+    assert "output = 'file': a file; expected a new or empty folder" in capsys.readouterr().err
+
+
+def test_a_mistyped_run_gets_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/first").mkdir(parents=True)
+    for file in ("config.yaml", "run.json"):
+        Path("runs/first", file).touch()
+    for command in ("compare", "report", "export", "sample", "eval"):
+        words = {"export": ["out"], "sample": ["--prompt", "a"]}.get(command, [])
+        assert main([command, "runs/frist", *words]) == 2
+        error = capsys.readouterr().err
+        assert "'runs/frist': no such file or folder; expected a" in error
+        assert error.endswith("did you mean 'runs/first'?\n")
+    assert main(["train", "runs/first"]) == 2
+    assert "such as runs/first/config.yaml; --resume continues the run in it" in capsys.readouterr().err
 
 
 def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(

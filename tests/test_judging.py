@@ -212,6 +212,8 @@ def test_what_further_rewards_are_called() -> None:
     assert short_names(["http://one:8000", "http://two:8000"]) == ["one:8000", "two:8000"]
     with pytest.raises(UserError, match="--scorer = 'testbed': given more than once"):
         short_names(["testbed", "testbed"])
+    with pytest.raises(UserError, match="--scorer '': expected the name of a reward"):
+        short_names([""])
 
 
 def damage(name: str) -> Callable[[Path], object]:
@@ -545,7 +547,9 @@ def test_compare_refuses_runs_of_other_prompts(tmp_path: Path, capsys: pytest.Ca
     assert main(["compare", str(one), str(two), "--folder", str(tmp_path / "out")]) == 2
     assert "hold different prompts" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "none"), "--folder", str(tmp_path / "out")]) == 2
-    assert "none': no such folder" in capsys.readouterr().err
+    assert (
+        "none': no such file or folder; expected a run folder, or a folder with videos.csv" in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
 
 

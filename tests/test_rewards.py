@@ -69,6 +69,7 @@ def test_what_is_installed_wins(here: Path) -> None:
         ),
         ("class reward:\n    def __init__(self, path): ...\n", r"required argument: 'path'; reward takes path"),
         ("reward = 3\n", "module my_rewards has no 'reward' that can be called"),
+        ("def rewrd(videos, prompts): ...\n", "can be called; expected one of rewrd; did you mean 'rewrd'?"),
     ],
 )
 def test_mistakes_in_it_name_file_line_and_cause(text: str, expected: str, here: Path) -> None:

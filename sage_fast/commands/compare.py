@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sage_fast.commands.sources import labelled
+from sage_fast.commands.sources import check_folder, existing, labelled
 from sage_fast.config.load import from_overrides, load
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS
@@ -32,7 +32,9 @@ def add_arguments(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.videos < 1:
         raise UserError(f"--videos {options.videos}: expected at least 1")
-    sources = {label: Path(source) for label, source in labelled(options.run).items()}
+    check_folder(options.folder)
+    expected = f"a run folder, or a folder with {VIDEOS}"
+    sources = {label: existing(source, expected) for label, source in labelled(options.run).items()}
     log.info(f"sage-fast compare: reading {', '.join(sources)}")
     from sage_fast.report.compare import write_compare
 

@@ -122,11 +122,13 @@ def short_names(names: Sequence[str]) -> list[str]:
     A name whose short form is ambiguous is kept in full.
 
     Raises:
-        UserError: a name is given twice.
+        UserError: a name is empty, or given twice.
     """
     ends = [name.rstrip("/").rpartition("//" if "//" in name else ":")[2] for name in names]
     taken = [JUDGE_PART.rstrip("/"), *ends]
     for name in names:
+        if not name.strip():
+            raise UserError(f"--scorer {name!r}: expected the name of a reward, such as testbed-judge")
         if names.count(name) > 1:
             raise UserError(f"--scorer = {name!r}: given more than once")
     return [name if taken.count(end) > 1 else end for name, end in zip(names, ends)]

@@ -6,17 +6,19 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sage_fast.commands.sources import existing
 from sage_fast.util.imports import heavy_imports
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("run", type=Path, metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one")
+    add("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one")
     add("folder", type=Path, metavar="FOLDER", help="new or empty folder")
     add("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    run = existing(options.run, "a run folder, or a checkpoint in one")
     with heavy_imports("export"):
         from sage_fast.commands.export_formats import export
 
-    print(*export(options.run, options.folder, options.base), sep="\n")
+    print(*export(run, options.folder, options.base), sep="\n")

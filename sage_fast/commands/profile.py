@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.commands.sources import load_source
+from sage_fast.commands.sources import check_folder, load_source
 from sage_fast.util.errors import UserError
 
 
@@ -20,6 +20,7 @@ def add_arguments(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.warmup < 0:
         raise UserError(f"--warmup {options.warmup}: expected 0 or more")
+    check_folder(options.folder)
     config = load_source("profile", options.config, overrides)
     from sage_fast.run.fail_fast import fail_fast
     from sage_fast.tools.profile import format_profile, profile_iteration

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
+
+from sage_fast.commands.sources import existing
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +16,8 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    log.info(f"sage-fast report: reading {options.run}")
+    run = existing(options.run, "a run folder")
+    log.info(f"sage-fast report: reading {run}")
     from sage_fast.report.page import write_report
 
-    print(write_report(Path(options.run)))
+    print(write_report(run))

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.commands.sources import load_source
+from sage_fast.commands.sources import check_folder, load_source
 from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import writing
@@ -43,8 +43,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     prompts = [Prompt(text=text) for text in options.prompt]
     prompts += read_prompts(options.prompts) if options.prompts else []
     folder = options.folder
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing")
+    check_folder(folder)
     setup = load_setup(config, prompts, rewards=False)
     for note in setup.model.notes:
         log.info(f"note: {note}")

@@ -25,8 +25,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Serve the rewards of a configuration until SIGINT or SIGTERM.
 
     Raises:
-        UserError: a setting or a reward is wrong.
-        OSError: the server cannot listen on the address.
+        UserError: a setting or a reward is wrong, or the server cannot listen on the address.
     """
     if not 0 <= options.port < 2**16:
         raise UserError(f"--port {options.port}: expected 0 (a free one) to 65535, such as 8000")
@@ -43,7 +42,10 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     reward = CompositeReward.of(config.reward, device, metadata_of(prompts))
     reward.check(config.sampling, [prompt.text for prompt in prompts], device)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    server = RewardServer(reward, options.host, options.port, device, options.largest * 2**20)
+    try:
+        server = RewardServer(reward, options.host, options.port, device, options.largest * 2**20)
+    except OSError as error:
+        raise UserError(f"--host {options.host} --port {options.port}: {error.strerror}") from error
     try:
         log.info(f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}")
         if not server.token and server.server_address[0] not in ("127.0.0.1", "::1"):

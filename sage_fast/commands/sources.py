@@ -183,7 +183,7 @@ def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | N
     Raises:
         UserError: as `load`; or the folder is no run, the run has no weights, or the named weights are damaged.
     """
-    run = _existing(source)
+    run = existing(source)
     if run.is_dir() and not (run / "config.yaml").is_file():
         raise UserError(f"{source!r} is no run folder: config.yaml is missing")
     if not run.is_dir() or "model.weights" in overrides:
@@ -194,8 +194,18 @@ def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | N
     return load(run / "config.yaml", {"model.weights": str(weights)} | dict(overrides)), iteration
 
 
-def _existing(source: str) -> Path:
-    """Return the path of a run folder or a YAML file.
+def check_folder(folder: Path) -> None:
+    """Check a command's --folder.
+
+    Raises:
+        UserError: it is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing")
+
+
+def existing(source: str, expected: str = "a YAML file or a run folder") -> Path:
+    """Return the path of a source.
 
     Raises:
         UserError: there is none; names a run beside it, or in `runs`, with a similar name.
@@ -205,7 +215,7 @@ def _existing(source: str) -> Path:
         runs = [str(file.parent) for folder in (path.parent, Path("runs")) for file in folder.glob("*/config.yaml")]
         close = difflib.get_close_matches(source, runs, n=1)
         question = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(f"{source!r}: no such file or folder; expected a YAML file or a run folder{question}")
+        raise UserError(f"{source!r}: no such file or folder; expected {expected}{question}")
     return path
 
 
@@ -247,7 +257,7 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     Raises:
         UserError: there is no run, or as `load`.
     """
-    path = _existing(source)
+    path = existing(source)
     own = path if path.is_dir() else path.parent
     is_run = path.is_dir() or (path.name == "config.yaml" and (own / "run.json").is_file())
     file = own / "config.yaml" if is_run else path

@@ -99,7 +99,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         UserError: file missing, not YAML, no mapping, or an empty one.
     """
     if path.is_dir():
-        raise UserError(f"config {path}: a folder; expected a YAML file, such as {path / 'config.yaml'}")
+        again = "; --resume continues the run in it" if (path / "run.json").is_file() else ""
+        raise UserError(f"config {path}: a folder; expected a YAML file, such as {path / 'config.yaml'}{again}")
     if not path.exists():
         raise UserError(f"config {path}: no such file")
     try:

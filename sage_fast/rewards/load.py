@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -92,7 +93,12 @@ def find_reward(entry: RewardEntry, key: str) -> tuple[Any, dict[str, Any]]:
             raise UserError(f"{setting}: {failure(error)}") from error
         if not callable(score_of(reward)):
             module, attribute = place.split(":")
-            raise UserError(f"{setting}: module {module} has no {attribute!r} that can be called")
+            own = [
+                key for key, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module
+            ]
+            raise UserError(
+                f"{setting}: module {module} has no {attribute!r} that can be called; {nearest(attribute, own)}"
+            )
     if isinstance(reward, type):
         _check_args(reward, args, setting)
     elif args:

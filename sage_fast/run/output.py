@@ -32,9 +32,10 @@ def check_output(config: Config, *, resume: bool) -> None:
                 "nothing was changed"
             )
         check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
-    elif run.is_symlink() and not run.exists():
-        raise UserError(f"output = {config.output!r}: a link to nothing; expected a new or empty folder")
-    elif run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
+    elif not run.is_dir() and (run.is_symlink() or run.exists()):
+        found = "a file" if run.exists() else "a link to nothing"
+        raise UserError(f"output = {config.output!r}: {found}; expected a new or empty folder")
+    elif run.is_dir() and any(not _is_trace(path) for path in run.iterdir()):
         holds_run = (run / "config.yaml").exists()
         found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
         raise UserError(
