@@ -92,13 +92,9 @@ def find_reward(entry: RewardEntry, key: str) -> tuple[Any, dict[str, Any]]:
         except (Exception, SystemExit) as error:
             raise UserError(f"{setting}: {failure(error)}") from error
         if not callable(score_of(reward)):
-            module, attribute = place.split(":")
-            own = [
-                key for key, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module
-            ]
-            raise UserError(
-                f"{setting}: module {module} has no {attribute!r} that can be called; {nearest(attribute, own)}"
-            )
+            module, named = place.split(":")
+            own = [k for k, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module]
+            raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {nearest(named, own)}")
     if isinstance(reward, type):
         _check_args(reward, args, setting)
     elif args:
