@@ -142,13 +142,12 @@ def _check_disjoint(file: Path, axes: Mapping[str, Mapping[str, Any]], overrides
 
 
 def is_finished(config: Config) -> bool:
-    """Whether the run has completed `train.iterations` and written its report."""
-    run = Path(config.output)
+    """Whether the run has completed `train.iterations`; it ends with its evaluation after training."""
     try:
-        after = read_json(run / "eval" / "after.json")
+        after = read_json(Path(config.output) / "eval" / "after.json")
     except (FileNotFoundError, UserError):  # or damaged
         return False
-    return after.get("iteration") == config.train.iterations and (run / "report.html").is_file()
+    return after.get("iteration") == config.train.iterations
 
 
 def _run_cell(config: Config) -> None:

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -640,6 +641,14 @@ def test_connections_that_say_nothing_of_use_keep_no_other_out(
                 connection.sendall(b"x")
     for connection in idle:
         connection.close()
+
+
+def test_many_clients_at_once_are_all_accepted(server: RewardServer) -> None:
+    """As the ranks of several runs, which begin to score together."""
+    client = HttpReward(server.address, retry_seconds=0)
+    with ThreadPoolExecutor(200) as clients:
+        scores = clients.map(lambda n: client.score(VIDEOS[:1], ["a"], [{}], 60, f"id-{n}"), range(200))
+        assert all(parts["print"].isfinite().all() for parts in scores)
 
 
 def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -174,11 +176,17 @@ def test_errors_of_a_reward_name_the_variable(how: str, workers: int, monkeypatc
 
 @pytest.mark.parametrize("secret", ["ab+cd/ef==", 'it\'s "a" \\b', "two\nlines"])
 def test_errors_that_quote_a_value_name_its_variable(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`requests` names the encoded address; the text of a KeyError is a Python literal."""
+    """`requests` names the encoded address; a KeyError holds a Python literal; servers quote JSON and Basic."""
     monkeypatch.setenv("SAGE_KEY", secret)
     from_environment("${SAGE_KEY}", "args.key")
     assert (
         names_for_values(f"401 for https://there/x?{urlencode({'k': secret})}&n=1")
         == "401 for https://there/x?k=${SAGE_KEY}&n=1"
     )
+    assert names_for_values(json.dumps({"k": secret})) == '{"k": "${SAGE_KEY}"}'
+    for user in ("", "m:", "me:", "you:"):
+        coded = b64encode(f"{user}{secret}".encode()).decode()
+        shown = names_for_values(f"Basic {coded}")
+        assert "${SAGE_KEY}" in shown
+        assert len(shown.replace("${SAGE_KEY}", "")) <= len("Basic ") + len(user) * 4 / 3 + 4
     assert names_for_values(repr({"k": secret})) in ("{'k': '${SAGE_KEY}'}", "{'k': \"${SAGE_KEY}\"}")

@@ -5,8 +5,10 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote_plus
@@ -57,9 +59,16 @@ def from_environment(value: Any, name: str) -> Any:
 def names_for_values(text: str) -> str:
     """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward."""
     for value in sorted(_given, key=len, reverse=True):
-        for form in (value, repr(value)[1:-1], quote_plus(value)) if len(value) >= SHORTEST else ():
+        for form in _forms(value) if len(value) >= SHORTEST else ():
             text = text.replace(form, f"${{{_given[value]}}}")
     return text
+
+
+def _forms(value: str) -> list[str]:
+    """Return a value as it is, as in a Python literal, JSON, an address, and in base64 after any other text."""
+    raw = os.fsencode(value)
+    coded = [b64encode(bytes(k) + raw).decode()[(8 * k + 5) // 6 : 8 * (k + len(raw)) // 6] for k in range(3)]
+    return [value, repr(value)[1:-1], json.dumps(value)[1:-1], quote_plus(value), *coded]
 
 
 def bare_address(address: str) -> str:

@@ -8,6 +8,7 @@ import ipaddress
 import json
 import logging
 import re
+import resource
 import socket
 import sys
 import threading
@@ -27,8 +28,9 @@ LARGEST = 2**30
 """Largest request in bytes: 4 videos of 480p and 81 frames in float16."""
 WAITING = 8
 """Number of requests that may wait in memory while others are scored."""
-UNREAD = 128
-"""Number of connections whose headers and first bytes of the body have not come; one more closes the oldest of them."""
+UNREAD = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+"""Number of connections whose headers and first bytes of the body have not come; one more closes the oldest of them.
+Half of the open files that the process may have."""
 SECONDS_TO_BEGIN = 10.0
 """How long a connection may take for these."""
 FIRST_BYTES = 2**18
@@ -59,6 +61,8 @@ class RewardServer(ThreadingHTTPServer):
     Raises:
         OSError: the address is in use, or does not belong to this machine.
     """
+
+    request_queue_size = UNREAD  # of the default, 5, many clients that connect at once are reset
 
     def __init__(
         self, reward: CompositeReward, host: str, port: int, device: str = "cpu", largest: int = LARGEST
