@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import math
 import multiprocessing
@@ -139,15 +140,20 @@ class ChildProcess:
 
 
 def _fork_guard(descriptor: int) -> None:
-    """Fork a process that waits for the end of this one, then kills the group: also what the reward has forked."""
-    own = os.getpid()
-    if os.fork() == 0:
-        os.close(descriptor)
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        while os.getppid() == own:  # a reward may send SIGTERM to all its children
-            signal.sigwait([signal.SIGTERM])
-        os.killpg(0, signal.SIGKILL)
+    """Fork a process that waits for the end of this one, then kills the group: also what the reward has forked.
+
+    It is no child of this one: a reward may wait for all of its children, or end them.
+    """
+    alive = os.memfd_create("alive")
+    fcntl.lockf(alive, fcntl.LOCK_EX)  # forks do not inherit the lock: it ends with this process
+    if (between := os.fork()) == 0:
+        if os.fork() == 0:
+            os.close(descriptor)
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            fcntl.lockf(alive, fcntl.LOCK_EX)
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+    os.waitpid(between, 0)
 
 
 def child(descriptor: int, parent: int) -> None:
