@@ -14,16 +14,18 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
-READING_PATHS = {"sage_fast.trainer": 3975, "sage_fast.run.train": 7666}
+READING_PATHS = {"sage_fast.trainer": 3981, "sage_fast.run.train": 7676}
 """Module -> lines of code that a reader holds to understand it. Raising one takes a sentence of reason. Of the trainer:
-steps trained in the rollout, steps that a group shares, ranks that torchrun starts again on several nodes. Of a run:
-these, memory that is fitted by block and by graph, metadata of prompts through every reward, a profile of some
-iterations, failures of single videos, checkpoints that every rank writes and any number of ranks reads, and checks of
-damaged or hostile input."""
+steps trained in the rollout, steps that a group shares, ranks that torchrun starts again on several nodes, secrets found
+in JSON and base64. Of a run: these, memory that is fitted by block and by graph, metadata of prompts through every
+reward, a profile of some iterations, failures of single videos, checkpoints that every rank writes and any number of
+ranks reads, checks of damaged or hostile input, and the nearest choice in more messages."""
+RAISE = "remove as much code as you add, or raise this limit in tests/style/test_rooms.py with a reason"
 LONGEST_CHAIN = 11
-PACKAGE_LINES = 15225
+PACKAGE_LINES = 15328
 """As the reading paths, and: commands in files of their own, a plan of disk, evaluations and rewards, flash-attn 4, the
-operators of a feed-forward with an adapter, a vision-language model as a judge, HPSv3, links between GPUs."""
+operators of a feed-forward with an adapter, a vision-language model as a judge, HPSv3, links between GPUs, scores
+of `compare` by a common scorer, a profile of several ranks."""
 LONGEST_FUNCTION = 60
 TAKES_ALL_SETTINGS = 35
 """Functions with a parameter of the type `Config`; the others take the sections or values that they read."""
@@ -104,7 +106,7 @@ def token_name(token: tokenize.TokenInfo) -> str:
 
 
 def test_the_package_is_small() -> None:
-    assert sum(map(lines_of_code, PACKAGE.rglob("*.py"))) <= PACKAGE_LINES
+    assert sum(map(lines_of_code, PACKAGE.rglob("*.py"))) <= PACKAGE_LINES, RAISE
 
 
 def test_functions_are_short() -> None:
@@ -146,7 +148,7 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
             read[name] = lines_of_code(files[name])
             todo += imports_of(files[name])
     longest = sorted(read.items(), key=lambda item: -item[1])[:10]
-    assert sum(read.values()) <= most, f"{sum(read.values())} lines in {len(read)} modules, the longest {longest}"
+    assert sum(read.values()) <= most, f"{RAISE}: {len(read)} modules, the longest {longest}"
 
 
 @pytest.mark.parametrize(
