@@ -326,6 +326,7 @@ def test_printed_commands_run_the_same_window(profiled: tuple[Path, str, dict[st
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
+@pytest.mark.soak
 def test_two_ranks_leave_a_trace_each_and_one_table(tmp_path: Path, profiled: tuple[Path, str, dict[str, Any]]) -> None:
     printed = command_on_ranks(["profile", str(PAPER), "--folder", "p", "--warmup", "0", *SMALL], tmp_path)
     files = ["embeddings", "profile.json", "rank-000.json.gz", "rank-001.json.gz"]
@@ -338,6 +339,14 @@ def test_two_ranks_leave_a_trace_each_and_one_table(tmp_path: Path, profiled: tu
     assert [*result["phases"]] == [*PHASES, "wait", "other", "total"]
     for phase in ("rollout", "train"):
         assert result["phases"][phase]["flops"] == pytest.approx(profiled[2]["phases"][phase]["flops"] / 2)
+
+
+def test_ranks_are_profiled_by_nsys_alone() -> None:
+    """`ncu` replays kernels: those of a collective would wait for the other ranks."""
+    commands = nsight_commands("c.yaml", {}, Path("out"), 1, 7, ranks=8)
+    assert [*commands] == ["nsys"]
+    window = " ".join(commands["nsys"]).split("--output=out/nsys ")[1]
+    assert window.startswith("torchrun --nproc-per-node 8 -m sage_fast profile c.yaml --folder out")
 
 
 def test_commands_quote_what_a_shell_would_split() -> None:
@@ -471,6 +480,8 @@ def test_ceiling_is_a_rate_that_a_product_reaches() -> None:
 def test_phase_table_by_hand() -> None:
     row = {"time/rollout": 2.0, "time/train": 5.0, "time/total": 8.0}
     table = phase_table(row, {"rollout": 4e12, "anchor": 0.0, "train": 10e12}, 8e12, {"rollout": 1.5, "train": 4.0})
+    assert "wait" not in table
+    assert phase_table(row | {"time/wait": 0.5}, {}, 8e12, {})["wait"]["seconds"] == 0.5, "with several ranks"
     assert table["rollout"] == {
         "seconds": 2.0, "share": 0.25, "busy_seconds": 1.5, "flops": 4e12, "flops_per_second": 2e12, "mfu": 0.25,
     }  # fmt: skip
