@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
 READING_PATHS = {"sage_fast.trainer": 3981, "sage_fast.run.train": 7676}
 """Module -> lines of code that a reader holds to understand it. Raising one takes a sentence of reason. Of the trainer:
-steps trained in the rollout, steps that a group shares, ranks that torchrun starts again on several nodes, secrets found
-in JSON and base64. Of a run: these, memory that is fitted by block and by graph, metadata of prompts through every
+steps trained in the rollout, steps that a group shares, ranks that torchrun starts again on several nodes, secrets
+found in JSON, base64. Of a run: these, memory that is fitted by block and by graph, metadata of prompts through every
 reward, a profile of some iterations, failures of single videos, checkpoints that every rank writes and any number of
 ranks reads, checks of damaged or hostile input, and the nearest choice in more messages."""
 RAISE = "remove as much code as you add, or raise this limit in tests/style/test_rooms.py with a reason"
