@@ -47,7 +47,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated": (part("ema"), lambda file: os.truncate(file, 1000), f"{part('ema')} has 1,000 bytes of"),
     "missing": (part("ema"), os.remove, f"{part('ema')} is missing"),
     "weights": (part("trainable"), flip, f"{part('trainable')} has changed"),
-    "anchor": (part("anchor"), flip, f"{part('anchor')} has changed"),
     "moments": (part("optimizer-exp_avg"), flip, f"{part('optimizer-exp_avg')} has changed"),
     "optimizer": ("training/optimizer.json", flip, "training/optimizer.json has changed"),
     "counters": (STATE, flip, f"{STATE} has changed"),

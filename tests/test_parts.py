@@ -221,12 +221,11 @@ def on_two_ranks(folder: Path, names: Sequence[str]) -> None:
             assert load_checkpoint(before, engine) is not None
             expected = torch.load(before / "state.pt")
             assert all(torch.equal(value, expected[key]) for key, value in state_of(engine).items()), name
-        for number in range(2):
-            muon_step(engine, number, [rank()])
+        muon_step(engine, 0, [rank()])
         with mock.patch.multiple(dist, **dict.fromkeys(TENSOR_COLLECTIVES, None)):
             (run / "parts").mkdir(parents=True, exist_ok=True)
             save_training_state(run / "parts", engine)
-        save_checkpoint(run, 2, engine, {"iteration": 2}, engine.policy.snapshot())
+        save_checkpoint(run, 1, engine, {}, engine.policy.snapshot())
         state = state_of(engine)
         if rank() == 0:
             torch.save(state, run / "state.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,13 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     if is_random(source):
         return random_module(spec, part, dtype, device)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
+    read = functools.partial(cls.from_pretrained, source, subfolder=part, dtype=dtype, output_loading_info=True)
     try:
         with progress_bars_of(source):
-            module, found = cls.from_pretrained(
-                source, subfolder=part, dtype=dtype, device_map={"": device}, output_loading_info=True
-            )
+            try:
+                module, found = read(device_map={"": device})
+            except NotImplementedError:  # missing weights cannot be moved; without a device they are named
+                module, found = read()
     except (OSError, SafetensorError) as error:
         raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
     odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]

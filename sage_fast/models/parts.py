@@ -62,8 +62,7 @@ class Layout:
     def write(self, folder: Path, kind: str, state: Mapping[str, Tensor]) -> Path:
         """Write this rank's slices of `state`, which has the part of some weights; return the file."""
         file = folder / f"{kind}-{rank() + 1:05d}-of-{world_size():05d}.safetensors"
-        slices = {name: self.own_slice(name, part) for name, part in state.items()}
-        slices = {name: piece for name, piece in slices.items() if piece.numel()}
+        slices = {name: piece for name, part in state.items() if (piece := self.own_slice(name, part)).numel()}
         places = {name: (self.written[rank()][name][0], self.shapes[name].numel()) for name in slices}
         with saving(file):
             save_file(slices, file, {"parts": json.dumps(places)})
@@ -125,9 +124,7 @@ class SavedParts:
                 raise UserError(f"{self.folder}: {kind} has {found:,} elements of {name}; expected {size:,}")
         read = {name: torch.empty(part.shape, device=part.device) for name, part in parts.items()}
         with fail_together(), contextlib.ExitStack() as stack:
-            opened = functools.cache(
-                lambda file: stack.enter_context(safe_open(self.folder / file, "pt"))  # lazy: maps the file
-            )
+            opened = functools.cache(lambda file: stack.enter_context(safe_open(self.folder / file, "pt")))
             for name, part in read.items():
                 start, stop = layout.spans[name]
                 for first, end, file in slices[name]:
