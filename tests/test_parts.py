@@ -198,7 +198,7 @@ def engine_of(name: str) -> Engine:
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
-    """All that a checkpoint holds, joined by the policy: trained weights, averages and moments."""
+    """Trained weights and averages, joined by the policy."""
     policy = engine.policy
     found = {f"trainable {name}": policy.whole(p).clone() for name, p in policy.parameters().items()}
     with engine.averaged_weights():
