@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -28,7 +28,7 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.ops import implementation
-from sage_fast.parallel.settings import BUCKET
+from sage_fast.parallel import NODE
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.tools.links import IN_NODE, Ring
 from sage_fast.tools.plan import plan
@@ -112,24 +112,21 @@ def exchange_bytes(joint: int, size: int, width: int = WIDTH, bytes_per_value: i
     return 4 * math.ceil(joint / size) * width * bytes_per_value * (size - 1) / size
 
 
-def count_gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> dict[str, tuple[int, int]]:
+def count_gathers(policy: HunyuanVideo15Policy) -> dict[str, tuple[int, int]]:
     """Count what ZeRO-3 gathers for one sample, by running the model: part -> all-gathers, elements.
 
-    Each linear layer of a block is gathered when it is called, and again for its backward. A rollout computes AdaLN
+    A unit is gathered for its forward, and again for its backward, with its recomputation. A rollout computes AdaLN
     once for all its steps; the anchor and training compute it for each transition.
 
     Args:
         policy: with unsharded weights of the activations' dtype, on any device (including meta).
-        recomputed: whether checkpointing recomputes the blocks in the backward.
     """
     calls: list[int] = []
     hooks = [
-        layer.register_forward_hook(lambda layer, *_: calls.append(sum(p.numel() for p in layer.parameters())))
-        for layer in policy.sharded_units()
+        unit.register_forward_hook(lambda unit, *_: calls.append(sum(p.numel() for p in unit.parameters())))
+        for run in policy.sharded_units()
+        for unit in run
     ]
-    weights: list[Any] = [p for layer in policy.sharded_units() for p in layer.parameters()]
-    for p in weights:
-        p.ds_id = None  # as ZeRO-3 marks them: then every layer runs its own forward
     with policy.device, torch.no_grad():
         modulation, final = policy.forward.modulation(torch.zeros(1), policy.dtype)
         of_adaln = len(calls)
@@ -138,12 +135,8 @@ def count_gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> d
         policy.forward(x, Inputs(modulation=modulation, final=final, context=context, mask=None))
     for hook in hooks:
         hook.remove()
-    for p in weights:
-        del p.ds_id
-    adaln, blocks = calls[:of_adaln], calls[of_adaln:]
-    anchor = adaln + blocks
-    parts = {"rollout": blocks, "anchor": anchor, "training": 2 * anchor + recomputed * blocks}
-    return {part: (len(layers), sum(layers)) for part, layers in parts.items()}
+    parts = {"rollout": calls[of_adaln:], "anchor": calls, "training": 2 * calls}
+    return {part: (len(units), sum(units)) for part, units in parts.items()}
 
 
 @functools.cache
@@ -160,7 +153,7 @@ class Layout:
         work: the iteration.
         gpus: number of GPUs.
         sharing: `model.sequence_parallel`.
-        sharded: ranks over which ZeRO-3 shards weights, gradients and optimizer; 1: not sharded.
+        sharded: ranks over which ZeRO-3 shards a copy of weights, gradients and optimizer; 1: not sharded.
         trained_bytes: size of the LoRA's gradients, in float32.
     """
 
@@ -206,37 +199,52 @@ class Layout:
 
     @property
     def gradients(self) -> float:
-        """Seconds of one optimizer step's all-reduce."""
+        """Seconds of one optimizer step's all-reduce: of the LoRA over all GPUs, or of shards over their copies."""
         if self.sharded > 1:
-            return 0.0
+            return 2 * self.copies.seconds(self.shard_gradients)
         return 2 * Ring(ranks=self.gpus).seconds(self.trained_bytes)
+
+    @property
+    def copies(self) -> Ring:
+        """The ranks with the same shards, one in each node."""
+        return Ring(ranks=self.gpus // self.sharded, per_node=1)
+
+    @property
+    def shard_gradients(self) -> float:
+        """Bytes of the gradients of a rank's shards, in float32."""
+        return 4 * published_gathers()["anchor"][1] / self.sharded
 
     def sharded_part(self, part: str) -> tuple[int, int, float]:
         """ZeRO-3's all-gathers and reduce-scatters in a part of `count_gathers`, and the bytes of all of them.
 
-        Weights and gradients are float32. Training reduces those of every weight that the anchor gathers, in buckets.
+        Weights are gathered in bf16. Training reduces the gradients of what the anchor gathers, in float32.
         """
         count, elements = published_gathers()[part]
-        gradients = published_gathers()["anchor"][1] if part == "training" else 0
-        return count, math.ceil(gradients / BUCKET), 4.0 * (elements + gradients)
+        reductions, gradients = published_gathers()["anchor"] if part == "training" else (0, 0)
+        return count, reductions, float(BF16 * elements + 4 * gradients)
 
     def seconds_of(self, part: str) -> float:
         """Seconds of `sharded_part`."""
         gathers, reductions, size = self.sharded_part(part)
         return Ring(ranks=self.sharded).seconds(size, gathers + reductions)
 
-    @property
-    def gathers(self) -> float:
-        """Seconds of ZeRO-3's collectives. Not counted: those of an optimizer step, and of AdaLN in a rollout."""
+    def exposed(self, part: str) -> float:
+        """Seconds of `sharded_part` that no computation can hide: the first collective, and what takes longer."""
+        flops = self.work.training if part == "training" else self.work.forward
+        seconds, (count, reductions, _) = self.seconds_of(part), self.sharded_part(part)
+        return max(seconds - flops / H200_BF16_FLOPS, seconds / (count + reductions))
+
+    def gathers(self, seconds: Callable[[str], float]) -> float:
+        """Seconds of ZeRO-3's collectives, given those of a part. Not counted: those of AdaLN in a rollout."""
         if self.sharded == 1:
             return 0.0
         times = {"rollout": self.work.steps, "anchor": self.work.trained, "training": self.work.trained}
-        return self.mine * sum(count * self.seconds_of(part) for part, count in times.items())
+        return self.mine * sum(count * seconds(part) for part, count in times.items())
 
-    @property
-    def efficiency(self) -> float:
-        """Ideal over expected seconds, with no communication overlapped."""
-        return self.ideal / (self.compute + self.exchanges + self.gradients + self.gathers)
+    def efficiency(self, *, prefetch: bool = False) -> float:
+        """Ideal over expected seconds, with no communication hidden, or ZeRO-3's where its prefetch can."""
+        gathers = self.gathers(self.exposed if prefetch else self.seconds_of)
+        return self.ideal / (self.compute + self.exchanges + self.gradients + gathers)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
@@ -297,6 +305,7 @@ def collectives() -> str:
     full = Work(frozen_base=False)
     for gpus in (8, 64):
         layout = Layout(work=full, gpus=gpus, sharded=gpus)
+        where = "within 8 GPUs" if gpus == NODE else "over 64 GPUs, without `hybrid_shard`"
         for part, when, flops in (
             ("rollout", "each step of a rollout", full.forward),
             ("anchor", "each forward of the anchor", full.forward),
@@ -306,12 +315,17 @@ def collectives() -> str:
             what = f"{gathered:,} all-gathers{f' and {reduced} reduce-scatters' if reduced else ''} of ZeRO-3"
             baseline = flops / H200_BF16_FLOPS
             label = f"its {1e3 * baseline:.0f} ms"
-            row(f"{what}, {gpus} GPUs", when, Ring(ranks=gpus).sent(together), layout.seconds_of(part), baseline, label)
+            row(f"{what}, {where}", when, Ring(ranks=gpus).sent(together), layout.seconds_of(part), baseline, label)
+    for gpus in (64, 256):
+        layout = Layout(work=full, gpus=gpus, sharded=NODE)
+        what, label = f"all-reduce of the shards' gradients over {gpus // NODE} nodes", f"a sample's {_seconds(sample)}"
+        across = 2 * layout.copies.sent(layout.shard_gradients)
+        row(what, "each optimizer step", across, layout.gradients, sample, label)
     return _table(["collective", "when", "sent per GPU", "time", "share"], rows)
 
 
 def layouts() -> str:
-    """Table of the expected efficiency on 8, 64 and 512 GPUs."""
+    """Table of the expected efficiency on 8 to 512 GPUs."""
     long = Work(frames=121, height=720, width=1280)
     rows = []
     for name, layout in (
@@ -322,8 +336,12 @@ def layouts() -> str:
         ("LoRA, 480p, 128 samples", Layout(work=Work(samples=128), gpus=64)),
         ("LoRA, 480p, 96 samples", Layout(work=Work(samples=96), gpus=64)),
         ("LoRA, 480p, 32 samples", Layout(work=Work(), gpus=64, sharing=2)),
+        ("full, ZeRO-3 over 8, 480p, 128 samples",
+         Layout(work=Work(samples=128, frozen_base=False), gpus=64, sharded=8)),
         ("full, ZeRO-3 over 64, 480p, 128 samples",
          Layout(work=Work(samples=128, frozen_base=False), gpus=64, sharded=64)),
+        ("full, ZeRO-3 over 8, 480p, 256 samples",
+         Layout(work=Work(samples=256, frozen_base=False), gpus=256, sharded=8)),
         ("LoRA, 480p, 512 samples", Layout(work=Work(samples=512), gpus=512)),
         ("LoRA, 480p, 128 samples", Layout(work=Work(samples=128), gpus=512, sharing=4)),
         ("LoRA, 720p, 121 frames, 128 samples",
@@ -332,11 +350,11 @@ def layouts() -> str:
         rows.append(
             [str(layout.gpus), name, str(layout.sharing), str(layout.mine),
              _seconds(layout.compute), _seconds(layout.exchanges) if layout.sharing > 1 else "",
-             _seconds(layout.gathers) if layout.sharded > 1 else _seconds(layout.gradients),
-             f"{layout.efficiency:.0%}"]
+             _seconds(layout.gradients + layout.gathers(layout.seconds_of)),
+             f"{layout.efficiency():.0%}", f"{layout.efficiency(prefetch=True):.0%}" if layout.sharded > 1 else ""]
         )  # fmt: skip
     head = ["GPUs", "run", "GPUs per sample", "samples per GPU or group", "compute", "all-to-alls",
-            "gradients or ZeRO-3", "efficiency"]  # fmt: skip
+            "gradients, ZeRO-3", "efficiency", "with prefetch"]  # fmt: skip
     return _table(head, rows)
 
 

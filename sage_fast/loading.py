@@ -13,7 +13,6 @@ import torch
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
 from sage_fast.algorithm.schedule import longest_window, missing_for_rollout_gradients
-from sage_fast.config.engines import ENGINES
 from sage_fast.config.fields import require
 from sage_fast.config.schema import (
     AttentionBackend,
@@ -134,7 +133,7 @@ def load_setup(
     limits = row.uses_ratio or row.uses_kl
     model = load_model(settings, config.sampling, device, config.seed, needs_agreement=limits)
     recomputation, model.trains_in_rollout, left = choose_checkpointing(config, model)
-    model.set_checkpointing(recomputation, gathered=ENGINES[config.train.engine].gathers)
+    model.set_checkpointing(recomputation)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
     if prompts is None and any(prompt.seed is not None for prompt in train_prompts):

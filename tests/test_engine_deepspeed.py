@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed trains as one process does, on any number of ranks; each engine resumes the others' checkpoints."""
+"""ZeRO trains as one process does, on any number of ranks; each engine resumes the others' checkpoints."""
 
 import importlib.util
 import json
@@ -11,13 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.scaling import count_gathers
 from sage_fast import cli
 from sage_fast.config.load import build, load
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.eval.scores import read_scores
 from sage_fast.loading import load_setup
-from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import check_engine
 from sage_fast.parallel.settings import OURS, deepspeed_settings
@@ -25,7 +23,7 @@ from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.training_state import load_training_state, save_training_state
-from sage_fast.tools.plan import format_plan, plan, reward_sizes
+from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import read_json, read_metrics
@@ -124,31 +122,6 @@ def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs:
     assert (ours / "transformer" / "config.json").is_file() or (ours / "pytorch_lora_weights.safetensors").is_file()
 
 
-@pytest.mark.soak
-@needs_deepspeed
-@pytest.mark.parametrize("mode", ["none", "attention"])
-def test_the_plan_is_within_5_percent_of_the_memory_at_the_peak(mode: str, runs: dict[str, Any]) -> None:
-    """Count every tensor that is alive on the first rank in a backward in bfloat16."""
-    found = runs[2]["memory"][mode]
-    assert found["measured"] == pytest.approx(sum(found["planned"].values()), rel=0.05), found
-
-
-@needs_deepspeed
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[pytest.mark.soak] * (mode != "attention")) for mode in MODES]
-)
-def test_what_zero3_gathers_and_keeps(mode: str, tmp_path: Path) -> None:
-    """One all-gather a linear layer, as scaling.md counts, and no copies in bfloat16, as the plan does."""
-    assert run_ranks(zero_runs.collectives, 2, tmp_path, mode) == [0, 0], screens(tmp_path)
-    found = json.loads((tmp_path / "collectives.json").read_text())
-    policy = tiny_model(settings(model__tuning="full")).policy
-    made, alive = found.pop("copies")
-    assert made >= 39
-    assert alive == 0
-    for part, (count, elements) in count_gathers(policy, recomputed=mode != "none").items():
-        assert found[part] == [count, pytest.approx(elements, rel=0.01)], part
-
-
 @needs_deepspeed
 def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
     """Train with ZeRO-2, then ZeRO-3 on two ranks (`make soak`: on one in between); rows match one plain process."""
@@ -173,7 +146,7 @@ def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tm
 @pytest.mark.soak
 @needs_deepspeed
 def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
-    """ZeRO-1, 2 and 3, offload and a LoRA: make two updates, then let each engine resume from the other's file.
+    """ZeRO-1 and 2, offload and a LoRA: make two updates, then let each engine resume from the other's file.
 
     From the same weights, updates differ by the rounding of bfloat16, in which Muon orthogonalises. The second update
     starts from weights that differ by this, and rank-one gradients amplify the difference.
@@ -228,35 +201,43 @@ def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
     sharded = plan(build(full | {"train.engine": "zero3"}), ranks=8)
     assert sum(sharded.memory.values()) < 60e9
     n = sharded.trainable
-    assert sharded.memory["state of the optimizer (adamw)"] == n
-    assert sharded.memory["trained weights"] == sharded.memory["gradients"] == n / 2
-    assert sharded.memory["anchor and EMA"] == n
+    inside = n - sharded.memory["whole on each rank: outside the blocks"] / 4
+    assert inside > 0.97 * n
+    for part, size in (("state of the optimizer (adamw)", 8), ("trained weights", 4), ("gradients", 4),
+                       ("anchor and EMA", 8)):  # fmt: skip
+        assert sharded.memory[part] == pytest.approx(size * inside / 8, rel=1e-3), part
     assert "engine zero3" in format_plan(sharded)
     assert max(map(len, format_plan(sharded).splitlines())) <= 80
     offloaded = plan(build(full | {"train.engine": "zero3", "train.offload": "all"}), ranks=8)
-    assert sum(offloaded.memory.values()) < sum(sharded.memory.values()) - 3 * n
-    assert offloaded.other_memory["state of the optimizer (adamw), host memory"] == n
+    assert sum(offloaded.memory.values()) < sum(sharded.memory.values()) - 2.99 * inside
+    moved = "state of the optimizer (adamw)"
+    assert offloaded.other_memory[f"{moved}, host memory"] == sharded.memory[moved]
 
 
 def test_the_authors_run_fits_their_64_gpus_of_80_gb() -> None:
-    """Muon's momentum is sharded with the weights; unsharded, the run fits on no GPU."""
-    config = load(REPOSITORY / "configs" / "official-480p.yaml")
-    sharded = plan(config, ranks=64)
-    assert config.train.optimizer == "muon"
-    assert sum(sharded.memory.values()) < 40e9
-    assert sum(plan(config, ranks=8).memory.values()) < 80e9
-    alone = plan(load(REPOSITORY / "configs" / "official-480p.yaml", {"train.engine": "plain"}), ranks=64)
-    assert sum(alone.memory.values()) > 141e9
-    state = "state of the optimizer (muon)"
-    assert sharded.memory[state] == alone.memory[state] / 64 < 1.05 * 4 * sharded.trainable / 64
+    """Muon's momentum is sharded with the weights, within a node or over all; unsharded, the run fits on no GPU."""
+
+    def planned(ranks: int, **given: str) -> Plan:
+        return plan(
+            load(REPOSITORY / "configs" / "official-480p.yaml", {f"train.{k}": v for k, v in given.items()}),
+            ranks=ranks,
+        )
+
+    state, hybrid, over_all = "state of the optimizer (muon)", planned(64), planned(64, hybrid_shard="false")
+    assert sum(hybrid.memory.values()) < 80e9
+    assert sum(over_all.memory.values()) < 45e9
+    assert hybrid.memory[state] == planned(8).memory[state] == 8 * over_all.memory[state]
+    assert hybrid.memory[state] == pytest.approx(4 * hybrid.trainable / 8, rel=0.05)
+    assert sum(planned(64, engine="plain").memory.values()) > 141e9
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"train__offload": "optimizer"}, "needs train.engine = zero1, zero2 or zero3; the nearest choice is none"),
-        ({"train__engine": "zero2", "train__offload": "all"}, "needs train.engine = zero3.*choice is optimizer"),
-        ({"train__deepspeed_config": "ds.json"}, r"'ds.json': needs train.engine"),
+        ({"train__offload": "optimizer"}, "needs train.engine = zero1 or zero2; the nearest choice for plain is none"),
+        ({"train__engine": "zero2", "train__offload": "all"}, "needs train.engine = zero3.*for zero2 is optimizer"),
+        ({"train__engine": "zero3", "train__offload": "optimizer"}, "zero1 or zero2.*choice for zero3 is all"),
+        ({"train__engine": "zero3", "train__deepspeed_config": "ds.json"}, "needs train.engine = zero1 or zero2"),
         ({"train__engine": "zero4"}, "zero4"),
     ],
 )  # fmt: skip
@@ -270,8 +251,8 @@ def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("sage_fast.parallel.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(train_module, "load_setup", None)
-    with pytest.raises(UserError, match=r"'zero3' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
-        train_module.train(settings(train__engine="zero3", output=str(tmp_path / "run")))
+    with pytest.raises(UserError, match=r"'zero2' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
+        train_module.train(settings(train__engine="zero2", output=str(tmp_path / "run")))
 
 
 @needs_deepspeed
@@ -291,7 +272,7 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"ds.json' sets {key}, which follows from {setting[:20]}"):
             check_engine(config)
     for key, value, message in (
-        ("zero_hpz_partition_size", 2, "cannot be overridden"),  # it goes stale when weights are swapped
+        ("zero_hpz_partition_size", 2, "cannot be overridden"),
         ("round_robin_gradients", True, "cannot be overridden"),  # it changed Muon's updates
         ("reduce_buckets_size", 2, "the nearest is zero_optimization.reduce_bucket_size"),
         ("reduce_bucket_size", "auto", 'reduce_bucket_size = "auto": expected a whole number'),
@@ -306,7 +287,7 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
         check_engine(config)
     file.write_text('{"zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 5e8}}')
     check_engine(config)
-    with pytest.raises(UserError, match=r"overlap_comm needs train.engine = zero2 or zero3"):
+    with pytest.raises(UserError, match=r"overlap_comm needs train.engine = zero2"):
         check_engine(settings(train__engine="zero1", train__deepspeed_config=str(file)).train)
     for text, message in (
         ("{", "not valid JSON"),

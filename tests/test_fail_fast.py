@@ -89,15 +89,15 @@ def wait_for_the_first(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "given"),
     [
-        pytest.param("_rollout", ZERO3, id="zero3 rollout", marks=needs_deepspeed),
+        pytest.param("_rollout", ZERO3, id="zero3 rollout"),
         pytest.param("_rollout", SEQUENCE, id="sequence parallel rollout", marks=needs_deepspeed),
         pytest.param("_update", {}, id="plain update"),
         pytest.param("_update", ZERO3 | {"sampling__averaged_weights": False}, id="zero3 update",
-                     marks=[needs_deepspeed, pytest.mark.soak]),
+                     marks=pytest.mark.soak),
         pytest.param("_update", {"train__engine": "zero2"}, id="zero2 update",
                      marks=[needs_deepspeed, pytest.mark.soak]),
-        pytest.param("evaluate", ZERO3, id="zero3 evaluation", marks=[needs_deepspeed, pytest.mark.soak]),
-        pytest.param("_anchor_velocities", ZERO3, id="zero3 anchor", marks=[needs_deepspeed, pytest.mark.soak]),
+        pytest.param("evaluate", ZERO3, id="zero3 evaluation", marks=pytest.mark.soak),
+        pytest.param("_anchor_velocities", ZERO3, id="zero3 anchor", marks=pytest.mark.soak),
     ],
 )  # fmt: skip
 @pytest.mark.fault(

@@ -110,9 +110,9 @@ def test_a_sampler_is_refused_above_its_largest_eta(monkeypatch: pytest.MonkeyPa
         check_trainable(mine)
 
 
-def test_an_engine_offloads_what_its_row_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_offloads_what_its_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under its own name, with another row."""
-    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(ENGINES["plain"], shards=("state",)))
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(ENGINES["plain"], offloads=("none", "optimizer")))
     assert settings(train__offload="optimizer").train.engine == "plain"
 
 

@@ -1,6 +1,5 @@
 """Groups with shared initial noise: the steps before a window run once per group and rank, and change no result."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -320,7 +319,6 @@ def sharded(folder: Path) -> None:
     shutdown()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_sharded_ranks_with_unequal_rollouts_train_as_one_process(tmp_path: Path) -> None:
     trainer = tiny_trainer(settings(**ZERO))
     rollouts = Rollouts.of(tables_and_steps(trainer, 1)[0], 2, shared=True)

@@ -114,7 +114,7 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=config.sampling.guidance_scale)
     decoder = VideoDecoder(vae)
     model = Model(spec=tiny_spec(policy), policy=policy, decoder=decoder)
-    model.set_checkpointing(Recomputation(config.model.gradient_checkpointing), gathered=config.train.engine == "zero3")
+    model.set_checkpointing(Recomputation(config.model.gradient_checkpointing))
     return model
 
 

@@ -20,39 +20,43 @@ class EngineRow:
             configuration of the engine's library, or None.
         shards: what each rank holds a share of: `state` (the optimizer's), `gradients`, `weights`.
         package: what has to be installed, or None.
+        offloads: choices of `train.offload`; the last keeps most in host memory.
     """
 
     build: str
     settings: str | None = None
     shards: tuple[str, ...] = ()
     package: str | None = None
+    offloads: tuple[str, ...] = ("none",)
 
     @property
     def stage(self) -> int:
-        """DeepSpeed's ZeRO stage; 0 shards nothing."""
+        """ZeRO stage; 0 shards nothing."""
         return len(self.shards)
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are gathered for each layer of a forward, and released after it."""
+        """Whether weights are gathered for a forward, and released after it."""
         return "weights" in self.shards
 
 
 def _zero(*shards: str) -> EngineRow:
     settings = "sage_fast.parallel.settings:deepspeed_settings"
-    build = "sage_fast.parallel.zero:ZeroEngine"
-    return EngineRow(build=build, settings=settings, shards=shards, package="deepspeed")
+    build, offloads = "sage_fast.parallel.zero:ZeroEngine", ("none", "optimizer")
+    return EngineRow(build=build, settings=settings, shards=shards, package="deepspeed", offloads=offloads)
 
 
 ENGINES = {
     "plain": EngineRow(build="sage_fast.parallel.plain:PlainEngine"),
     "zero1": _zero("state"),
     "zero2": _zero("state", "gradients"),
-    "zero3": _zero("state", "gradients", "weights"),
+    "zero3": EngineRow(
+        build="sage_fast.parallel.fsdp:FsdpEngine", shards=("state", "gradients", "weights"), offloads=("none", "all")
+    ),
 }
 
 OFFLOADS: dict[str, tuple[str, ...]] = {"none": (), "optimizer": ("state",), "all": ("state", "weights")}
-"""Choice of `train.offload` -> what it keeps in host memory. An engine offloads only what it shards."""
+"""Choice of `train.offload` -> what it keeps in host memory of what the engine shards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

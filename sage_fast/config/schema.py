@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
-from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS
+from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS, EngineRow
 from sage_fast.config.fields import Section, is_finite, require, within
 from sage_fast.config.secrets import bare_address, refuse_secrets
 from sage_fast.util.errors import UserError, nearest
@@ -472,12 +472,16 @@ class TrainConfig(Section):
     `auto`: where it is possible and fits into free memory."""
     engine: EngineName = "plain"
     """What is sharded over the ranks. `plain`: nothing. With DeepSpeed, `zero1`: the optimizer state; `zero2`: the
-    gradients too; `zero3`: the weights too. docs/how-to/many-gpus.md says which to use when."""
+    gradients too. With PyTorch's FSDP2, `zero3`: the weights too. docs/how-to/many-gpus.md says which to use when."""
+    hybrid_shard: bool = True
+    """With `zero3` on several nodes, shard over the ranks of a node, so that only gradients cross nodes, once an
+    update. Each node holds all shards: without it, they are spread over all ranks."""
     offload: Offload = "none"
-    """What ZeRO keeps and updates in host memory. `optimizer`: the optimizer state. `all`: the weights too; needs
-    `zero3`."""
+    """What is kept and updated in host memory. `optimizer`: the optimizer state of `zero1` and `zero2`. `all`: all that
+    `zero3` shards."""
     deepspeed_config: str | None = None
-    """JSON file merged over the DeepSpeed configuration that follows from the other settings."""
+    """JSON file merged over the DeepSpeed configuration of `zero1` and `zero2`, which follows from the other
+    settings."""
     optimizer: Optimizer = "adamw"
     """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their adapters, and AdamW for the
     rest."""
@@ -518,19 +522,19 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        row, moved = ENGINES[self.engine], OFFLOADS[self.offload]
+        row = ENGINES[self.engine]
         require(
-            set(moved) <= set(row.shards),
+            self.offload in row.offloads,
             "train.offload",
             self.offload,
-            f"needs train.engine = {_engines_that_shard(*moved)}; the nearest choice is "
-            f"{[name for name, other in OFFLOADS.items() if set(other) <= set(row.shards)][-1]}",
+            f"needs train.engine = {_engines(lambda other: self.offload in other.offloads)}; the nearest choice for "
+            f"{self.engine} is {row.offloads[-1]}",
         )
         require(
-            self.deepspeed_config is None or row.stage > 0,
+            self.deepspeed_config is None or row.settings is not None,
             "train.deepspeed_config",
             self.deepspeed_config,
-            f"needs train.engine = {_engines_that_shard('state')}, the nearest of which is zero1",
+            f"needs train.engine = {_engines(lambda other: other.settings is not None)}",
         )
 
     @property
@@ -539,9 +543,9 @@ class TrainConfig(Section):
         return self.prompts_per_iteration * self.group_size
 
 
-def _engines_that_shard(*parts: str) -> str:
-    """Return the names of the engines that shard these parts, as text."""
-    *names, last = (name for name, row in ENGINES.items() if set(parts) <= set(row.shards))
+def _engines(can: Callable[[EngineRow], bool]) -> str:
+    """Return the names of the engines that can do something, as text."""
+    *names, last = (name for name, row in ENGINES.items() if can(row))
     return f"{', '.join(names)} or {last}" if names else last
 
 

@@ -71,34 +71,32 @@ def fastest_that_fits(needed: Mapping[str, float], room: float, blocks: int) -> 
 
 
 def set_checkpointing(
-    transformer: Any, mode: str, *, others: str | None = None, first: Iterable[nn.Module] = (), gathered: bool = False
+    transformer: Any, mode: str, *, others: str | None = None, first: Iterable[nn.Module] = ()
 ) -> None:
     """Set one of `MODES` through diffusers' own switch.
 
     Args:
         others: mode of the blocks that are not among the `first`; None: all blocks have `mode`.
-        gathered: whether weights are gathered for each layer and released after it (ZeRO-3). This turns off PyTorch's
-            comparison of recomputed shapes, because a frozen weight is empty at that point; it is gathered when read.
     """
     if not RECOMPUTED[mode]:
         transformer.disable_gradient_checkpointing()
         return
-    run, run_other = (_runner(m, gathered) for m in (mode, others or mode))
-    # Told apart by their weights: a model may run blocks of its own over those of diffusers'.
-    weights = {id(p) for block in first for p in block.parameters()}
+    run, run_other = (_runner(m) for m in (mode, others or mode))
+    # Told apart by their modules: a model may run blocks of its own over those of diffusers'.
+    modules = {id(module) for block in first for module in block.modules()}
 
     def run_block(block: Any, *arguments: Any) -> Any:
-        chosen = run if others is None or id(next(block.parameters())) in weights else run_other
+        chosen = run if others is None or id(next(block.children())) in modules else run_other
         return chosen(block, *arguments)
 
     transformer.enable_gradient_checkpointing(run_block)
 
 
-def _runner(mode: str, gathered: bool) -> Callable[..., Any]:
+def _runner(mode: str) -> Callable[..., Any]:
     """Return the function (block, *arguments) that runs a block in a mode."""
     if not RECOMPUTED[mode]:
         return lambda block, *arguments: block(*arguments)
-    options: dict[str, Any] = {"use_reentrant": False, "determinism_check": "none" if gathered else "default"}
+    options: dict[str, Any] = {"use_reentrant": False}
     if "attention" not in RECOMPUTED[mode]:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     return functools.partial(checkpoint, **options)

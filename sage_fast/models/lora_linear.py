@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sage_fast.ops.adapter_rows import mm_in_float32
 from sage_fast.ops.gated_sum import gated_sum
-from sage_fast.util.deepspeed_private import is_gathered
 
 
 def padding_for(rank: int, bytes_per_value: int) -> int:
@@ -52,7 +52,7 @@ class Projection(nn.Module):
     """Linear layers that read the same rows, run as one matmul.
 
     The layers' own forwards run instead if an adapter is of another kind (DoRA, dropout, several at once), if a layer
-    with an adapter is trained itself, or if ZeRO-3 gathers a weight for its layer's forward.
+    with an adapter is trained itself, or if a layer with an adapter is sharded (ZeRO-3).
 
     Args:
         parent: module that holds the layers, also after an adapter has wrapped them.
@@ -95,7 +95,7 @@ class Projection(nn.Module):
         alone = any(
             (adapter is None and base is not layer)
             or base.weight.dtype != dtype
-            or is_gathered(base.weight)  # for its layer's own forward
+            or isinstance(base.weight, DTensor)  # a shard: there is no weight to join until its block runs
             or any(p.requires_grad for p in base.parameters())
             for layer, base, adapter in zip(layers, bases, adapters)
         )
@@ -372,5 +372,5 @@ def feed_forward(up: Projection, down: Projection, x: Tensor, stream: Tensor, ga
 
 
 def _is_at_hand(layer: nn.Module) -> bool:
-    """Whether the layer's weights can be read past its own forward: it is plain, and ZeRO-3 does not gather them."""
-    return type(layer) is nn.Linear and layer.bias is not None and not is_gathered(layer.weight)
+    """Whether the layer's weights can be read past its own forward: it is plain."""
+    return type(layer) is nn.Linear and layer.bias is not None

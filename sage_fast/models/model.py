@@ -37,14 +37,14 @@ class Model:
     checkpointing: Recomputation = NOTHING
     trains_in_rollout: bool = False
 
-    def set_checkpointing(self, chosen: Recomputation, *, gathered: bool = False) -> None:
-        """Set what the backward recomputes; `gathered` as in `checkpointing.set_checkpointing`."""
+    def set_checkpointing(self, chosen: Recomputation) -> None:
+        """Set what the backward recomputes."""
         self.checkpointing = chosen
         others = chosen.faster if chosen.count < chosen.blocks else None
         for network in self.policy.networks.values():  # a forward may run one of them alone: each takes its share
             blocks = getattr(network, self.policy.blocks)
             first = blocks[: -(-chosen.count * len(blocks) // chosen.blocks)]
-            set_checkpointing(network, chosen.mode, others=others, first=first, gathered=gathered)
+            set_checkpointing(network, chosen.mode, others=others, first=first)
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         """(C, T, H, W) of one video's latents."""

@@ -7,7 +7,7 @@ The anchor, base, rollout and averaged policies are not separate models. Each is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -180,10 +180,7 @@ class Policy:
     def _autocast(self) -> torch.autocast:
         """Return an autocast context, enabled if weights are stored in another dtype than the activations'."""
         weights = next(p for _, p in self.named_parameters()).dtype
-        # A cast cache would hold every gathered weight until the end of the forward.
-        return torch.autocast(
-            self.device.type, dtype=self.dtype, enabled=weights != self.dtype, cache_enabled=not self.states.gathers
-        )
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=weights != self.dtype)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -197,9 +194,12 @@ class Policy:
         """Return the blocks of all networks."""
         return [block for network in self.networks.values() for block in getattr(network, self.blocks)]
 
-    def sharded_units(self) -> Iterable[nn.Module]:
-        """Return the modules whose weights ZeRO-3 shards and gathers for each use; all other weights stay whole."""
-        return [module for block in self.block_list() for module in block.modules() if isinstance(module, nn.Linear)]
+    def sharded_units(self) -> list[Sequence[nn.Module]]:
+        """Return the modules whose weights ZeRO-3 shards, in runs of modules that a forward calls one after the other.
+
+        A module's weights are gathered for its forward and its backward. All other weights stay whole.
+        """
+        return [list(getattr(network, self.blocks)) for network in self.networks.values()]
 
     def is_muon(self, name: str, p: Tensor) -> bool:
         """Whether the optimizer `muon` updates this weight by Muon: true for the matrices of the blocks."""

@@ -1,8 +1,9 @@
-"""Engines: the optimizer side of training, on one process, replicated over ranks, or sharded by DeepSpeed."""
+"""Engines: the optimizer side of training, on one process, replicated over ranks, or sharded by DeepSpeed or FSDP2."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 from typing import Any
 
@@ -12,7 +13,10 @@ from sage_fast.models.policy import Policy
 from sage_fast.parallel.engine import Engine
 from sage_fast.util.errors import UserError
 
-__all__ = ["Engine", "check_engine", "engine_settings", "make_engine"]
+__all__ = ["Engine", "check_engine", "engine_settings", "make_engine", "ranks_that_shard"]
+
+NODE = 8
+"""GPUs of a node, if the launcher does not say."""
 
 
 def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = True) -> Engine:
@@ -25,6 +29,13 @@ def engine_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
     """Build the configuration of the engine's library for `trained` elements; empty for an engine without one."""
     settings = ENGINES[config.engine].settings
     return {} if settings is None else pkgutil.resolve_name(settings)(config, trained)
+
+
+def ranks_that_shard(config: TrainConfig, ranks: int) -> int:
+    """Return how many of the `ranks` share one copy of what is sharded: with `train.hybrid_shard`, those of a node."""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", NODE))
+    hybrid = ENGINES[config.engine].gathers and config.hybrid_shard
+    return node if hybrid and 1 < node < ranks and ranks % node == 0 else ranks
 
 
 def check_engine(config: TrainConfig) -> None:

@@ -1,30 +1,31 @@
 """Memory that an engine holds per rank: weights, gradients, optimizer state and snapshots, but no activations.
 
-In bytes, with n trained and f frozen elements, b bytes per frozen element, N ranks, and k elements outside the blocks'
-linear layers:
+In bytes, with n trained and f frozen elements, b bytes per frozen element, and N ranks that share a copy:
 
               weights            gradients       master    moments   anchor, EMA (each)
     plain     4 n + b f          4 n             -         8 n       4 n
     zero1     4 n + b f          4 n             4 n / N   8 n / N   4 n / N
     zero2     4 n + b f          4 n / N         4 n / N   8 n / N   4 n / N
-    zero3     (4 n + b f) / N    4 n / N         4 n / N   8 n / N   4 n / N
-              + k of either
+    zero3     (4 n + b f) / N    4 n / N         -         8 n / N   4 n / N
 
-Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. ZeRO adds a bucket of gradients in flight, ZeRO-3
-a second one while the first is reduced.
-DeepSpeed keeps a float32 copy of the weights (the master), which is updated and copied back.
-tests/test_engine_deepspeed.py compares the sum with the live tensors.
+Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. zero1 and zero2 keep a float32 copy of the weights
+(DeepSpeed's master), which is updated and copied back, and a bucket of gradients in flight. With zero3 what is outside
+the sharded units stays whole, its state too (2 % of HunyuanVideo 1.5), and a block is in flight.
+tests/test_engine_fsdp.py compares the sum with the live tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+
+from torch import Tensor, nn
 
 from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.schema import ModelConfig, TrainConfig
 from sage_fast.models.policy import Policy
-from sage_fast.parallel import engine_settings
+from sage_fast.parallel import engine_settings, ranks_that_shard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,49 +50,64 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
         model, train: sections of the settings.
         strategy: the KL strategy, which may have an anchor.
         policy: with whole weights, on any device (including meta).
-        ranks: N.
+        ranks: of the run.
     """
-    width = model.element_bytes if model.trains_adapter else 4
-    every, trained = [p for _, p in policy.named_parameters()], policy.parameters()
+    width, row = model.element_bytes if model.trains_adapter else 4, ENGINES[train.engine]
+    weights = dict(policy.named_parameters())
+    whole = {}
+    if row.gathers:
+        in_units = {id(p) for run in policy.sharded_units() for unit in run for p in unit.parameters()}
+        whole = {name: p for name, p in weights.items() if id(p) not in in_units}
+    trained = {name: p for name, p in policy.parameters().items() if name not in whole}
     n = sum(p.numel() for p in trained.values())
-    f = sum(p.numel() for p in every) - n
-    shards = ENGINES[train.engine].shards
+    f = sum(p.numel() for name, p in weights.items() if name not in whole) - n
     snapshots = int(strategy.anchor is not None) + int(train.ema_decay > 0)
-    share = 1 / ranks if shards else 1.0
-    state_bytes = OPTIMIZERS[train.optimizer].state_bytes
-    moments = sum(state_bytes(policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
-    weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
+    share = 1 / ranks_that_shard(train, ranks) if row.shards else 1.0
+
+    def state(parameters: Mapping[str, Tensor]) -> float:
+        state_bytes = OPTIMIZERS[train.optimizer].state_bytes
+        return float(sum(state_bytes(policy.is_muon(name, p)) * p.numel() for name, p in parameters.items()))
+
+    of_weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
     training = {
-        "gradients": 4.0 * n * (share if "gradients" in shards else 1),
-        f"state of the optimizer ({train.optimizer})": float(moments),
+        "gradients": 4.0 * n * (share if "gradients" in row.shards else 1),
+        f"state of the optimizer ({train.optimizer})": state(trained) * share,
         "anchor and EMA": 4.0 * n * snapshots * share,
     }
-    copied = n + f
-    if shards:
+    if row.settings is not None:
         training["float32 master of the weights"] = 4.0 * n * share
         settings = engine_settings(train, n)["zero_optimization"]
         training["bucket of gradients"] = 4.0 * settings["reduce_bucket_size"]
-    if "weights" in shards:
-        inner = {p for unit in policy.sharded_units() for p in unit.parameters()}
-        outer = [p for p in every if p not in inner]
-        weights = {part: size * share for part, size in weights.items()}
-        weights["whole on each rank: outside the blocks"] = float(
-            sum((4 if p.requires_grad else width) * p.numel() for p in outer)
+    if row.gathers:
+        of_weights = {part: size * share for part, size in of_weights.items()}
+        of_weights["whole on each rank: outside the blocks"] = float(
+            sum((4 if p.requires_grad else width) * p.numel() for p in whole.values())
         )
-        # DeepSpeed's own linear function saves the weight for the backward, not autocast's copy. So the copies of one
-        # block at most are alive.
-        copied = sum(p.numel() for p in policy.block_list()[0].parameters())
-        training["gathered weights of a block"] = float(width * copied)
-        # DeepSpeed's `reduce_scatter_coalesced` lays the bucket's gradients out by rank in a copy.
-        training["second bucket, while it is reduced"] = training["bucket of gradients"]
+        outside = {name: p for name, p in whole.items() if p.requires_grad}
+        training["gradients and state of these"] = state(outside) + 4.0 * (1 + snapshots) * sum(
+            p.numel() for p in outside.values()
+        )
+        training["block in flight"] = _block_in_flight(policy.sharded_units()[-1][0], model.element_bytes)
     if model.element_bytes < width:
+        copied = sum(p.numel() for p in (whole or weights).values())
         training["bf16 copies of the weights (autocast)"] = 2.0 * copied
     moved = []
     if "state" in OFFLOADS[train.offload]:
         moved = [f"state of the optimizer ({train.optimizer})", "float32 master of the weights"]
-        moved += ["gradients"] if "gradients" in shards else []
-    host = {part: training.pop(part) for part in moved}
+        moved += ["gradients"] if "gradients" in row.shards else []
+    host = {part: training.pop(part) for part in moved if part in training}
     if "weights" in OFFLOADS[train.offload]:
-        host |= {part: weights.pop(part) for part in ("frozen weights", "trained weights")}
+        host |= {part: of_weights.pop(part) for part in ("frozen weights", "trained weights")}
         host["anchor and EMA"] = training.pop("anchor and EMA")
-    return Held(weights=weights, training=training, host=host)
+    return Held(weights=of_weights, training=training, host=host)
+
+
+def _block_in_flight(block: nn.Module, width: int) -> float:
+    """Return the bytes of a block at the peak of its backward, with `width` bytes a gathered value.
+
+    They are its weights and their gradients, the gathered weights of the block before it, and the gradients of the
+    block after it in float32, while they are reduced. AdaLN's larger units are in flight when no activations are kept.
+    """
+    gathered = sum(p.numel() for p in block.parameters())
+    reduced = sum(p.numel() for p in block.parameters() if p.requires_grad)
+    return float(2 * width * gathered + (width + 4) * reduced)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from sage_fast.util.ranks import exchange, rank, world_size
+from sage_fast.util.ranks import exchange
 
 MOMENTUM = 0.95
 
@@ -21,10 +22,12 @@ class Partition:
     Attributes:
         shape: shape of the whole weight.
         sizes: elements per rank, in order.
+        group: the ranks of `sizes`; None: all.
     """
 
     shape: torch.Size
     sizes: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
 
 
 def whole_update(direction: Tensor, **settings: Any) -> Tensor:
@@ -50,24 +53,27 @@ class PartitionedMuon(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[Tensor], partitions: Sequence[Partition], **settings: Any) -> None:
         super().__init__(parts, settings)
         self.partitions = partitions
+        self.group = partitions[0].group
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
         moving = [(p, partition) for p, partition in zip(group["params"], self.partitions) if p.grad is not None]
         moving.sort(key=lambda pair: pair[1].shape)  # matrices of a round take equally long
-        for start in range(0, len(moving), world_size()):
-            self._round(moving[start : start + world_size()], group)
+        ranks = dist.get_world_size(self.group)
+        for start in range(0, len(moving), ranks):
+            self._round(moving[start : start + ranks], group)
 
     def _round(self, matrices: Sequence[tuple[Tensor, Partition]], group: dict[str, Any]) -> None:
         decay, settings = group["weight_decay"], {key: group[key] for key in ("lr", "eps", "adjust_lr_fn")}
-        given = [p.numel() for p, _ in matrices] + [0] * (world_size() - len(matrices))
-        mine = matrices[rank()][1] if rank() < len(matrices) else None
-        taken = list(mine.sizes) if mine else [0] * world_size()
-        whole = exchange(torch.cat([self._direction(p) for p, _ in matrices]), given, taken)
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        given = [p.numel() for p, _ in matrices] + [0] * (ranks - len(matrices))
+        mine = matrices[rank][1] if rank < len(matrices) else None
+        taken = list(mine.sizes) if mine else [0] * ranks
+        whole = exchange(torch.cat([self._direction(p) for p, _ in matrices]), given, taken, self.group)
         if mine:
             whole = whole_update(whole.view(mine.shape), **settings).flatten()
-        updates = exchange(whole, taken, given).split(given)
+        updates = exchange(whole, taken, given, self.group).split(given)
         for (p, _), update in zip(matrices, updates):
             p.mul_(1 - settings["lr"] * decay).add_(update.to(p.device))
 

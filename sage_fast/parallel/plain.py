@@ -6,12 +6,13 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy, State
@@ -30,7 +31,7 @@ WATCHED_ITERATIONS = 3
 
 
 class PlainEngine(Engine):
-    """An engine without shards. DeepSpeed's engine overrides how updates are made and where the state is kept.
+    """An engine without shards. The others override how updates are made and where the state is kept.
 
     Args:
         policy: its trainable parameters are optimised.
@@ -47,9 +48,9 @@ class PlainEngine(Engine):
         self.ema_warms_up = ema_warms_up
         self.parameters = list(policy.parameters().values())
         self.steps = 0
-        self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.whole)
         self._warned = False
         self._prepare()
+        self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.whole)
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
         self._remembered: dict[str, Any] | None = None
         self._remembered_bytes = 0
@@ -92,8 +93,9 @@ class PlainEngine(Engine):
         """Update the weights if the gradient norm is finite; return the norm."""
         self._reduce_gradients()
         self._forget_zero_gradients()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
-        if math.isfinite(norm):
+        total = self._gradient_norm()
+        if math.isfinite(norm := float(total)):
+            clip_grads_with_norm_(self.optimized.values(), self.config.max_grad_norm, total)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
@@ -119,23 +121,30 @@ class PlainEngine(Engine):
             log.info(wrapped(note))
 
     def _reduce_gradients(self) -> None:
+        self._average(self.parameters)
+
+    def _average(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over the ranks. A weight that has a gradient on no rank keeps none (and is not decayed)."""
-        if world_size() == 1:
+        if world_size() == 1 or not parameters:
             return
-        present = torch.tensor([p.grad is not None for p in self.parameters], device=self.policy.device).int()
+        present = torch.tensor([p.grad is not None for p in parameters], device=self.policy.device).int()
         all_reduce(present, "max")
-        for p, used in zip(self.parameters, present.tolist()):
+        for p, used in zip(parameters, present.tolist()):
             if used:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 all_reduce(p.grad).div_(world_size())
 
     def _forget_zero_gradients(self) -> None:
         """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero."""
-        given = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        moving = torch.stack([grad.any() for _, grad in given]).tolist() if given else []
-        for (p, _), moves in zip(given, moving):
+        given = [(part, part.grad) for part in self.optimized.values() if part.grad is not None]
+        moving = [grad.any().to(self.policy.device) for _, grad in given]
+        together = all_reduce(torch.stack(moving).int(), "max").tolist() if given else []
+        for (part, _), moves in zip(given, together):
             if not moves:
-                p.grad = None
+                part.grad = None
+
+    def _gradient_norm(self) -> Tensor:
+        return get_total_norm([part.grad for part in self.optimized.values() if part.grad is not None])
 
     @torch.no_grad()
     def _update_ema(self) -> None:
@@ -166,7 +175,7 @@ class PlainEngine(Engine):
 
     def remember(self) -> bool:
         state = {
-            "weights": dict(self.policy.parameters()),
+            "weights": self.policy.parts(),
             "ema": self.ema,
             "optimizer_state": self.optimizer_state,
             "steps": self.steps,
@@ -186,6 +195,7 @@ class PlainEngine(Engine):
     def rewind(self) -> None:
         assert self._remembered is not None
         state = dict(self._remembered)
-        if (ema := state.pop("ema")) is not None:
-            self.ema = {name: tensor.to(self.policy.device) for name, tensor in ema.items()}
+        for name, tensor in (state.pop("ema") or {}).items():
+            assert self.ema is not None
+            self.ema[name].copy_(tensor)
         self.restore(**state)

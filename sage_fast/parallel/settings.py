@@ -32,19 +32,12 @@ OURS = {
     "zero_optimization.stage": "train.engine",
     "zero_optimization.offload_optimizer": "train.offload",
     "zero_optimization.offload_param": "train.offload",
-    "zero_optimization.stage3_prefetch_bucket_size": "the code: rollout and training run layers in other orders",
 }
 """Keys a user's file may not set -> the setting of ours that determines them."""
 
 ALLOWED = {
     "zero_optimization.reduce_bucket_size": int,
     "zero_optimization.allgather_bucket_size": int,
-    "zero_optimization.sub_group_size": int,
-    "zero_optimization.stage3_param_persistence_threshold": int,
-    "zero_optimization.stage3_max_live_parameters": int,
-    "zero_optimization.stage3_max_reuse_distance": int,
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": bool,
-    "zero_optimization.stage3_allgather_sequential": bool,
     "zero_optimization.overlap_comm": bool,
     "zero_optimization.contiguous_gradients": bool,
     "zero_optimization.reduce_scatter": bool,
@@ -54,9 +47,8 @@ ALLOWED = {
 }
 """Keys a user's file may set -> type. They change speed and memory, but no update.
 
-Other keys would change updates. A secondary partition (`zero_hpz_partition_size`) goes stale when anchor or EMA replace
-the weights. Half-precision gradient communication loses small values. `round_robin_gradients` reorders the weights in
-DeepSpeed's rows: updates by Muon were then far from those of one process.
+Other keys would change updates. Half-precision gradient communication loses small values. `round_robin_gradients`
+reorders the weights in DeepSpeed's rows: updates by Muon were then far from those of one process.
 """
 
 
@@ -76,12 +68,9 @@ def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
         "overlap_comm": False,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
-        "sub_group_size": 1_000_000_000,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_prefetch_bucket_size": 0,
     }
-    for moved in OFFLOADS[config.offload]:
-        zero[{"state": "offload_optimizer", "weights": "offload_param"}[moved]] = {"device": "cpu"}
+    if OFFLOADS[config.offload]:
+        zero["offload_optimizer"] = {"device": "cpu"}
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -127,7 +116,7 @@ def _own(config: TrainConfig) -> dict[str, Any]:
             expected = "a whole number" if ALLOWED[key] is int else "true or false"
             raise UserError(f"{name}: {key} = {json.dumps(value)}: expected {expected}")
     if "gradients" not in ENGINES[config.engine].shards and zero.get("overlap_comm"):
-        raise UserError(f"{name}: zero_optimization.overlap_comm needs train.engine = zero2 or zero3; take it out")
+        raise UserError(f"{name}: zero_optimization.overlap_comm needs train.engine = zero2; take it out")
     return own
 
 

@@ -29,7 +29,7 @@ class AdapterUpdates:
 
     def __init__(self, layers: Sequence[LoraLayer], whole: Whole) -> None:
         self.layers, self.whole = layers, whole
-        weights = [layer.get_base_layer().weight for layer in layers]
+        weights = (whole(layer.get_base_layer().weight) for layer in layers)
         self.base = torch.stack([torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]).norm()
 
     def remember(self) -> None:
@@ -80,7 +80,7 @@ class WeightUpdates:
 
 
 def watch_updates(transformer: nn.Module, whole: Whole = Tensor.detach) -> AdapterUpdates | WeightUpdates:
-    """Return a meter for updates of the trained weights. Call it before the weights are sharded."""
+    """Return a meter for updates of the trained weights."""
     adapted = [m for m in transformer.modules() if isinstance(m, LoraLayer) and _is_trained(m)]
     if adapted:
         return AdapterUpdates(_evenly(adapted, LAYERS), whole)

@@ -1,9 +1,9 @@
-"""The DeepSpeed engine: ZeRO-1, 2 and 3 (arXiv 1910.02054), with optional offload of optimizer and weights to the host.
+"""The DeepSpeed engine: ZeRO-1 and 2 (arXiv 1910.02054), with optional offload of the optimizer to the host.
 
-DeepSpeed does not run our forward. It gets the modules, hooks their weights and receives every loss; it shards weights
-and gradients, reduces, clips and gathers. DeepSpeed flattens each rank's weights into 1-D
-buffers, and the optimizers of the plain engine update slices of them. All else is as in the plain engine: learning
-rate, averages, files, and weights without a gradient, which stay unchanged.
+DeepSpeed does not run our forward. It hooks the weights and receives every loss; it shards gradients, reduces, clips
+and gathers. DeepSpeed flattens each rank's weights into 1-D buffers, and the optimizers of the plain engine update
+slices of them. All else is as in the plain engine: learning rate, averages, files, and weights without a gradient,
+which stay unchanged.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
-from sage_fast.config.engines import ENGINES, OFFLOADS
+from sage_fast.config.engines import OFFLOADS
 from sage_fast.models.policy import Policy, State, UnshardedStates
 from sage_fast.parallel import engine_settings
 from sage_fast.parallel.engine import OptimizerState
@@ -30,15 +28,9 @@ from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.util.deepspeed_private import (
     check_version,
-    forget_order,
-    gather,
     join_deepspeed,
-    keep_whole,
     part_of_master,
     refresh_master,
-    release_gathered,
-    shard,
-    whole_shape,
 )
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -46,7 +38,7 @@ from sage_fast.util.ranks import (
     collective_device,
     data_size,
     rank,
-    world_size,
+    start_alone,
 )
 
 # DeepSpeed calls these by their old names, thousands of times an iteration.
@@ -57,20 +49,16 @@ warnings.filterwarnings("ignore", rf"`torch\.distributed\.({_OLD_NAMES})` is ", 
 class ZeroEngine(PlainEngine):
     """ZeRO over all ranks; one rank works too.
 
-    Each rank keeps its share of anchor and averaged weights. With ZeRO-3 this is its shard of the weights (in host
-    memory with `train.offload = all`), otherwise an equal part of each weight.
+    Each rank keeps its part of anchor and averaged weights.
     """
 
     def _prepare(self) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         logging.getLogger("DeepSpeed").addFilter(_is_news)
-        if not dist.is_initialized():
-            backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
+        start_alone(self.policy.device)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
         check_version()
         join_deepspeed()
-        self.sharded = ENGINES[self.config.engine].shards
         self._moves = torch.zeros(len(self.parameters), dtype=torch.bool, device=self.policy.device)
         for number, p in enumerate(self.parameters):
             p.register_hook(functools.partial(self._note, number))
@@ -82,13 +70,11 @@ class ZeroEngine(PlainEngine):
             optimizer=_Rows(self.parameters, self._update_row),
             config=engine_settings(self.config, trained),
         )
-        optimizer = self.deepspeed.optimizer
         none = torch.empty(0, device="cpu" if OFFLOADS[self.config.offload] else self.policy.device)
-        parts = [part_of_master(optimizer, p) for p in self.parameters]
+        parts = [part_of_master(p) for p in self.parameters]
         on_ranks = zip(*all_gather_object([0 if part is None else part.numel() for part in parts]))
-        states = _PartitionedStates(dict(zip(self.parameters, on_ranks)))
-        self.policy.states = states = _ShardedStates(optimizer, modules) if "weights" in self.sharded else states
-        partitions = {name: Partition(shape=states.shape(p), sizes=tuple(states.sizes(p))) for name, p in named.items()}
+        self.policy.states = states = _PartitionedStates(dict(zip(self.parameters, on_ranks)))
+        partitions = {name: Partition(shape=p.shape, sizes=tuple(states.sizes(p))) for name, p in named.items()}
         own = [
             none if part is None else part.detach()[: states.sizes(p)[rank()]]
             for p, part in zip(self.parameters, parts)
@@ -115,10 +101,6 @@ class ZeroEngine(PlainEngine):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        if "weights" in self.sharded:  # DeepSpeed would count the gradient of the previous update in the norm
-            for p, moves in zip(self.parameters, moving):
-                if not moves:
-                    safe_set_local_grad(p, torch.zeros_like(shard(p)))
         self.deepspeed.step()
         if not self.deepspeed.was_step_applied():
             return float("nan")
@@ -165,19 +147,14 @@ class _Rows(torch.optim.Optimizer):
 
 
 class _Modules(nn.Module):
-    """The module handed to DeepSpeed: it has all weights, but only the blocks' linear layers as children.
-
-    DeepSpeed hooks the children, and ZeRO-3 gathers each for its own forward and backward. All other weights stay
-    whole: our forward reads some without calling their module, and ranks may call others at different counts.
-    """
+    """The module handed to DeepSpeed: it has all weights, and no children that it could hook."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.networks = nn.ModuleDict(policy.networks)
-        self.gathered = tuple(policy.sharded_units())
 
     def children(self) -> Iterator[nn.Module]:
-        return iter(self.gathered)
+        return iter(())
 
     def forward(self, loss: Tensor) -> Tensor:
         """Return the loss: DeepSpeed counts micro-batches by forwards."""
@@ -185,7 +162,7 @@ class _Modules(nn.Module):
 
 
 class _PartitionedStates(UnshardedStates):
-    """Snapshots as parts of whole weights, those that DeepSpeed updates on each rank (ZeRO-1 and 2).
+    """Snapshots as parts of whole weights, those that DeepSpeed updates on each rank.
 
     Args:
         sizes: trained weight -> elements of its part on each rank.
@@ -203,17 +180,13 @@ class _PartitionedStates(UnshardedStates):
     def part(self, p: Tensor) -> Tensor:
         return p.detach().view(-1).narrow(0, self.start(p), self.sizes(p)[rank()])
 
-    def shape(self, p: Tensor) -> torch.Size:
-        return whole_shape(p)
-
     def join(self, part: Tensor, p: Tensor) -> Tensor:
         """Gather the parts of all ranks into a whole weight on the device."""
-        shape = self.shape(p)
-        whole = torch.empty(shape.numel(), dtype=part.dtype, device=p.device)
+        whole = torch.empty(p.numel(), dtype=part.dtype, device=p.device)
         for owner, piece in enumerate(whole.split(list(self.sizes(p)))):
             if piece.numel():
                 dist.broadcast(piece.copy_(part) if owner == rank() else piece, owner)
-        return whole.view(shape)
+        return whole.view(p.shape)
 
     def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         for name, p in parameters.items():
@@ -221,33 +194,3 @@ class _PartitionedStates(UnshardedStates):
 
     def padding(self, count: int) -> int:
         return int(all_reduce(torch.tensor(count).to(collective_device()), "max")) - count
-
-
-class _ShardedStates(_PartitionedStates):
-    """Snapshots of this rank's ZeRO-3 shards; averaging them needs no communication."""
-
-    gathers = True
-
-    def __init__(self, optimizer: Any, modules: _Modules) -> None:
-        self.optimizer = optimizer
-        forget_order(optimizer)
-        gathered = {p for module in modules.gathered for p in module.parameters()}
-        self.kept = [p for p in modules.parameters() if p not in gathered]
-        keep_whole(optimizer, self.kept)
-
-    def sizes(self, p: Tensor) -> list[int]:
-        """Return the elements of each rank's shard. The last ones are padded in memory."""
-        count, size = whole_shape(p).numel(), shard(p).numel()
-        return [min(max(count - size * holder, 0), size) for holder in range(world_size())]
-
-    def part(self, p: Tensor) -> Tensor:
-        return shard(p).detach()[: self.sizes(p)[rank()]]
-
-    def whole(self, p: Tensor) -> Tensor:
-        return self.join(self.part(p), p)
-
-    def write(self, parameters: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-        release_gathered(self.optimizer)
-        for name, p in parameters.items():
-            self.part(p).copy_(state[name])
-        gather(self.kept)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-NODE = 8
-"""GPUs of a node."""
+from sage_fast.parallel import NODE
+
 IN_NODE, PORT = 300e9, 40e9
 """Bytes per second that a GPU sends within a node, and through its port to other nodes. Assumptions, not measurements:
 two thirds of NVLink 4's 450 GB/s, and four fifths of 400 Gbit/s."""

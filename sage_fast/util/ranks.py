@@ -88,6 +88,13 @@ def _name_start(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     return name
 
 
+def start_alone(device: torch.device) -> None:
+    """Start a process group of this process alone unless it has joined one: DeepSpeed and FSDP2 need a group."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 _sequence_group: dist.ProcessGroup | None = None
 
 
@@ -190,10 +197,10 @@ def collective_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def exchange(sent: Tensor, given: list[int], taken: list[int]) -> Tensor:
+def exchange(sent: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
     """Send `given[i]` elements to rank i, in order, and return those that each rank sends here, `taken[i]` of them."""
     received = sent.new_empty(sum(taken), device=collective_device())
-    dist.all_to_all_single(received, sent.to(received.device), taken, given)
+    dist.all_to_all_single(received, sent.to(received.device), taken, given, group)
     return received
 
 

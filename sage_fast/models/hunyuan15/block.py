@@ -30,7 +30,7 @@ from sage_fast.ops.norm_rotate import norm_rotate
 class TextToVideoBlock(nn.Module):
     """A stock HunyuanVideo15TransformerBlock with its linear layers as projections.
 
-    It is a module so that hooks (FSDP, ZeRO, profilers) can attach to it.
+    It is a module so that hooks (FSDP2, profilers) can attach to it. AdaLN's layers are not in it.
     """
 
     def __init__(self, block: Any) -> None:
@@ -40,9 +40,9 @@ class TextToVideoBlock(nn.Module):
         self.text_qkv = Projection(self.attn, "add_q_proj", "add_k_proj", "add_v_proj")
         self.video_out, self.text_out = Projection(self.attn.to_out, "0"), Projection(self.attn, "to_add_out")
         self.video_ff, self.text_ff = FeedForward(block.ff), FeedForward(block.ff_context)
-        self.function: Callable[..., tuple[Tensor, Tensor]] = block_forward
+        self.function: Callable[..., tuple[Tensor, Tensor | None]] = block_forward
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         return self.function(self, *arguments)
 
 
@@ -67,7 +67,7 @@ def block_forward(
     rotary: Tensor,
     attention: Attention,
     is_last: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Run one block; return the video and text tokens.
 
     Args:
@@ -79,7 +79,7 @@ def block_forward(
         mask: bool `[B, N + L]` over keys; None if nothing is padded.
         rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
         attention: the attention kernel.
-        is_last: whether this is the last block. Nothing reads its text tokens, so they are returned unchanged.
+        is_last: whether this is the last block. Nothing reads its text tokens, so it returns None for them.
     """
     batch, _, width = video.shape
     (shift, scale, gate, ff_shift, ff_scale, ff_gate), text_modulation = (
@@ -94,7 +94,7 @@ def block_forward(
     video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=block.video_ff.up.pad)
     video = block.video_ff(normed, video, ff_gate)
     if is_last:
-        return video, text
+        return video, None
     text_out = block.text_out.unpadded(text_out)
     text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=block.text_ff.up.pad)
     return video, block.text_ff(normed, text, text_ff_gate)

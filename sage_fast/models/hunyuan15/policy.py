@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.models.attention import Attention
 from sage_fast.models.hunyuan15.conditioning import ConditionTable, Inputs
@@ -49,6 +49,9 @@ class HunyuanVideo15Policy(Policy):
 
     def use_all_weights(self) -> None:
         self.forward.uses_all_embedders = True
+
+    def sharded_units(self) -> list[Sequence[nn.Module]]:
+        return [list(self.forward.adaln), list(self.forward.blocks)]
 
     def refresh(self) -> None:
         self.forward.refresh()

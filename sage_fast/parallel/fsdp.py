@@ -1,0 +1,155 @@
+"""The engine `zero3`: PyTorch's FSDP2 (`fully_shard`) gathers the weights of a block for its forward and backward.
+
+The units are the modules of `policy.sharded_units`: one all-gather each, with the next one's under way. A trained
+weight of a unit is a float32 shard on each rank, which the optimizers update in place. It is gathered in the
+activations' dtype, and its gradient is reduced in float32 after every micro-batch. All other weights stay whole on each
+rank, as in the plain engine: ranks may use them a different number of times.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from sage_fast.config.engines import OFFLOADS
+from sage_fast.models.policy import Policy, UnshardedStates
+from sage_fast.parallel import ranks_that_shard
+from sage_fast.parallel.muon import Partition
+from sage_fast.parallel.optimizers import make_optimizers
+from sage_fast.parallel.plain import PlainEngine
+from sage_fast.util.ranks import all_reduce, start_alone, world_size
+
+
+class FsdpEngine(PlainEngine):
+    """FSDP2 over all ranks, or over those of a node (`train.hybrid_shard`); one rank works too."""
+
+    def _prepare(self) -> None:
+        policy = self.policy
+        start_alone(policy.device)
+        mesh, self.nodes = _meshes(policy.device, ranks_that_shard(self.config, world_size()))
+        matrices = {name for name, p in policy.parameters().items() if policy.is_muon(name, p)}
+        self.parameters.clear()  # so that each whole weight is freed once it is sharded
+        _shard(policy, mesh, offload="weights" in OFFLOADS[self.config.offload])
+        policy.states = ShardedStates(policy.device)
+        named = policy.parameters()
+        self.parameters = list(named.values())
+        self.optimized = {name: nn.Parameter(policy.states.part(p)) for name, p in named.items()}
+        partitions = {
+            name: Partition(shape=p.shape, sizes=sizes(p), group=mesh.get_group())
+            for name, p in named.items()
+            if isinstance(p, DTensor)
+        }
+        self.optimizers = make_optimizers(self.optimized, self.config, lambda name, _: name in matrices, partitions)
+        policy.use_all_weights()
+
+    def _reduce_gradients(self) -> None:
+        """Average gradients: of whole weights over all ranks, of shards over the nodes; FSDP2 did so within them."""
+        self._average([p for p in self.parameters if not isinstance(p, DTensor)])
+        for p, part in zip(self.parameters, self.optimized.values()):
+            grad, p.grad = p.grad, None
+            if grad is not None:
+                grad = self.policy.states.part(grad)
+                if self.nodes is not None and isinstance(p, DTensor):
+                    on_device = grad.to(self.policy.device)
+                    dist.all_reduce(on_device, group=self.nodes)
+                    grad = on_device.div_(dist.get_world_size(self.nodes)).to(grad.device)
+            part.grad = grad
+
+    def _gradient_norm(self) -> Tensor:
+        of_shards, of_whole = (
+            get_total_norm(
+                part.grad
+                for p, part in zip(self.parameters, self.optimized.values())
+                if part.grad is not None and isinstance(p, DTensor) == sharded
+            ).to(self.policy.device)
+            for sharded in (True, False)
+        )
+        copies = 1 if self.nodes is None else dist.get_world_size(self.nodes)
+        return (all_reduce(of_shards.square()) / copies + of_whole.square()).sqrt()
+
+
+class ShardedStates(UnshardedStates):
+    """Snapshots of this rank's shards: copying, averaging and writing them needs no communication.
+
+    A part is a contiguous slice of the flattened weight.
+    """
+
+    gathers = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def padding(self, count: int) -> int:
+        return int(all_reduce(torch.tensor(count, device=self.device), "max")) - count
+
+    def part(self, p: Tensor) -> Tensor:
+        detached = p.detach()
+        return (detached.to_local() if isinstance(detached, DTensor) else detached).view(-1)
+
+    def start(self, p: Tensor) -> int:
+        """Return the index in the flattened weight at which this rank's part begins."""
+        return sum(sizes(p)[: p.device_mesh.get_local_rank()]) if isinstance(p, DTensor) else 0
+
+    def whole(self, p: Tensor) -> Tensor:
+        if not isinstance(p, DTensor):
+            return p.detach()
+        part = p.to_local().detach().to(self.device)
+        return DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
+
+    def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        for name, p in parameters.items():
+            self.part(p).copy_(state[name])
+
+
+def _meshes(device: torch.device, shards: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """Return the mesh of ranks that share a copy of the weights, and the group of those with the same shards."""
+    copies = world_size() // shards
+    if copies == 1:
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",)), None
+    mesh = init_device_mesh(device.type, (copies, shards), mesh_dim_names=("copy", "shard"))
+    return mesh["shard"], mesh.get_group("copy")
+
+
+def _shard(policy: Policy, mesh: DeviceMesh, *, offload: bool) -> None:
+    """Shard the policy's units; a module runs its forward with its weights, and after it holds the shards."""
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        reshard_after_forward=True,
+        mp_policy=MixedPrecisionPolicy(param_dtype=policy.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy(pin_memory=policy.device.type == "cuda") if offload else OffloadPolicy(),
+    )
+    runs = policy.sharded_units()
+    for p in nn.ModuleList(itertools.chain(*runs)).parameters():
+        p.data = p.data.contiguous()  # a forward may have laid the weight beside its adapter
+    for run in runs:
+        for unit, following in itertools.pairwise([shard(unit) for unit in run]):
+            unit.set_modules_to_forward_prefetch([following])
+    # The first forward tells FSDP2 the root, whose units share streams and the end of a backward.
+    fully_shard(root := _Root(itertools.chain(*runs)), mesh=mesh)
+    root()
+
+
+class _Root(nn.Module):
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self) -> None:
+        pass
+
+
+def sizes(p: DTensor) -> tuple[int, ...]:
+    """Return the elements of a weight on each rank of its mesh: FSDP2 shards rows as `torch.chunk` does."""
+    rows = -(-p.shape[0] // p.device_mesh.size())
+    ends = [min(end * rows, p.shape[0]) for end in range(p.device_mesh.size() + 1)]
+    return tuple((end - start) * (p.numel() // p.shape[0]) for start, end in itertools.pairwise(ends))

@@ -1,0 +1,212 @@
+"""`zero3` (FSDP2) trains as one plain process does, and gathers a block at a time in the activations' dtype."""
+
+import json
+import math
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.scaling import count_gathers
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
+from sage_fast.models.hunyuan15.text import collate
+from sage_fast.parallel import Engine, make_engine
+from sage_fast.run.training_state import load_training_state, save_training_state
+from sage_fast.util.errors import NonFiniteError
+from sage_fast.util.ranks import initialize, rank, shutdown
+from tests import zero_runs
+from tests.ranks import run_ranks, screens
+from tests.tiny import CPU, embeddings, settings, tiny_model
+from tests.zero_runs import mixed_trainer
+
+RANKS = 4
+CASES: dict[str, dict[str, Any]] = {
+    "full muon": {"model__tuning": "full", "model__gradient_checkpointing": "attention", "train__optimizer": "muon"},
+    "full bfloat16": {"model__tuning": "full", "model__dtype": "bfloat16"},
+    "lora adamw": {"model__gradient_checkpointing": "full", "train__offload": "all"},
+}
+TOLERANCES = {"full muon": 2**-8, "full bfloat16": 2**-5, "lora adamw": 1e-5}
+"""Of an update, relative to its size: Muon orthogonalises in bfloat16."""
+WORDS = "a red circle moves left quickly"
+
+
+def engine(case: str, name: str) -> Engine:
+    given = {"train__learning_rate": 1e-2, "train__weight_decay": 0.5, "train__eps": 1e-8, "train__ema_decay": 0.5}
+    given |= {"sampling__guidance_scale": 2.0, "train__engine": name} | CASES[case]
+    config = settings(**given if name == "zero3" else given | {"train__offload": "none"})
+    policy = tiny_model(config, getattr(torch, config.model.dtype)).policy
+    if config.model.tuning == "full":
+        policy.transformer.float()
+    freeze_dead_ends(policy.transformer)
+    return make_engine(policy, config.train)
+
+
+def loss(policy: HunyuanVideo15Policy, seed: int, *, frozen: bool) -> Tensor:
+    """A loss of one transition with guidance; of the blocks' weights alone if the conditions are frozen."""
+    text, negative = (collate([embeddings([WORDS])[words]], CPU, policy.dtype) for words in (WORDS, ""))
+    with torch.set_grad_enabled(not frozen):
+        inputs = policy.condition(torch.tensor([0.4]), text, negative)
+    x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(seed))
+    return policy.guided_velocity(x, inputs).square().mean()
+
+
+def update(engine: Engine, number: int, ranks: list[int]) -> float:
+    """Update by the mean of six losses, with this process computing those of `ranks`: one of rank 0, two of rank 1."""
+    frozen, policy = number == 1, engine.policy
+    seeds = [10 * number + 2 * place + i for place in ranks for i in range(1 + place % 2)]
+
+    def idle() -> None:
+        engine.backward(0 * loss(policy, 0, frozen=frozen), 6)
+
+    for seed in policy.states.pad_to_largest(seeds, idle):
+        engine.backward(loss(policy, seed, frozen=frozen), 6)
+    return engine.step()[0]
+
+
+def whole(engine: Engine) -> dict[str, Tensor]:
+    return {name: engine.policy.whole(p).clone() for name, p in engine.policy.parameters().items()}
+
+
+def updates(folder: Path) -> None:
+    """On two nodes of two ranks: updates of each case, what raises and what rewinds; then the next from two files."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    initialize()
+    for case in CASES:
+        made = engine(case, "zero3")
+        policy, steps, norms = made.policy, [], []
+        for number in range(2):
+            norms.append(update(made, number, [rank()]))
+            steps.append(whole(made))
+        for name, p in policy.parameters().items():
+            part, start = policy.states.part(p), policy.states.start(p)
+            assert torch.equal(part, steps[-1][name].flatten()[start : start + len(part)])
+        assert made.remember()
+        before = policy.snapshot()
+        with policy.using({name: part + 1 for name, part in before.items()}):
+            assert all(torch.equal(policy.whole(p), steps[-1][name] + 1) for name, p in policy.parameters().items())
+        made.backward(loss(policy, 0, frozen=False) * (math.nan if rank() == 3 else 1), RANKS)
+        with pytest.raises(NonFiniteError, match="optimizer step 2; the weights were not updated"):
+            made.step()
+        assert all(torch.equal(part, before[name]) for name, part in policy.parts().items())
+        again = update(made, 2, [rank()])
+        made.rewind()
+        assert all(torch.equal(part, before[name]) for name, part in policy.parts().items())
+        (folder / case).mkdir(exist_ok=True)
+        save_training_state(folder / case, made)
+        assert update(made, 2, [rank()]) == pytest.approx(again, rel=1e-6)
+        steps.append(whole(made))
+        load_training_state(folder / f"{case} plain", made, 2)
+        update(made, 2, [rank()])
+        steps.append(whole(made))
+        if rank() == 0:
+            torch.save((steps, norms), folder / f"{case}.pt")
+    shutdown()
+
+
+def test_updates_are_those_of_one_plain_process(tmp_path: Path) -> None:
+    """Compare whole weights, relative to how far they moved, on two nodes of two ranks with uneven micro-batches.
+
+    LoRA and all weights, AdamW and Muon, guidance, every mode of checkpointing, weights without a gradient, and the
+    next update after each engine has loaded the other's checkpoint.
+    """
+    expected = {}
+    for case in CASES:
+        plain = engine(case, "plain")
+        start, steps, norms = whole(plain), [], []
+        for number in range(2):
+            norms.append(update(plain, number, [*range(RANKS)]))
+            steps.append(whole(plain))
+        (tmp_path / f"{case} plain").mkdir()
+        save_training_state(tmp_path / f"{case} plain", plain)
+        update(plain, 2, [*range(RANKS)])
+        expected[case] = [start, *steps, whole(plain)], norms
+    assert run_ranks(updates, RANKS, tmp_path) == [0] * RANKS, screens(tmp_path, RANKS)
+    for case, tolerance in TOLERANCES.items():
+        (start, first, second, third), norms = expected[case]
+        (mine, *_, before, after, from_plain), found_norms = torch.load(tmp_path / f"{case}.pt")
+        assert found_norms == pytest.approx(norms, rel=tolerance), case
+        resumed = engine(case, "plain")
+        load_training_state(tmp_path / case, resumed, 2)
+        update(resumed, 2, [*range(RANKS)])
+        for found, old, new in ((mine, start, first), (from_plain, second, third), (whole(resumed), before, after)):
+            off, way = (sum(float((new[n] - other[n]).square().sum()) for n in new) ** 0.5 for other in (found, old))
+            assert off <= tolerance * way, (case, off, way)
+
+
+class Collectives(TorchDispatchMode):
+    """Collectives by name: dtype and elements of what each gathers or reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[tuple[str, int]]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            whole = args[1] if "reduce_scatter" in func.__name__ else args[0]
+            whole = whole[0] if isinstance(whole, list) else whole
+            self.found[func.__name__.split(".")[0].strip("_")].append((str(whole.dtype), whole.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(folder: Path, mode: str) -> None:
+    """Write what each part of an iteration gathers and reduces."""
+    initialize()
+    trainer = mixed_trainer(
+        settings(
+            model__tuning="full", model__dtype="bfloat16", model__gradient_checkpointing=mode, train__engine="zero3"
+        )
+    )
+    policy, text = trainer.policy, collate([embeddings([WORDS])[WORDS]], CPU, torch.bfloat16)
+    x, sigma, found = torch.randn(1, 32, 5, 4, 4), torch.tensor([0.4]), {}
+    with torch.no_grad():
+        with Collectives() as of_anchor:
+            table = policy.condition(sigma, text)
+            policy.velocity(x, table)
+        with Collectives() as of_rollout:
+            policy.velocity(x, table)
+    with Collectives() as of_training:
+        trainer.engine.backward(policy.velocity(x, policy.condition(sigma, text)).float().square().mean(), 2)
+    with Collectives() as of_swap, policy.using(policy.snapshot()):
+        pass
+    parts = {"anchor": of_anchor, "rollout": of_rollout, "training": of_training, "swap": of_swap}
+    if rank() == 0:
+        found = {part: counted.found for part, counted in parts.items()}
+        (folder / "collectives.json").write_text(json.dumps(found))
+    shutdown()
+
+
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.soak), "attention"])
+def test_one_gather_a_block_in_bfloat16(mode: str, tmp_path: Path) -> None:
+    """As scaling.md counts; a recomputation gathers nothing, gradients are reduced in float32, a swap sends nothing."""
+    assert run_ranks(collectives, 2, tmp_path, mode) == [0, 0], screens(tmp_path)
+    found = json.loads((tmp_path / "collectives.json").read_text())
+    assert found.pop("swap") == {}
+    policy = tiny_model(settings(model__tuning="full")).policy
+    counted = count_gathers(policy)
+    for part, (count, elements) in counted.items():
+        gathers = found[part].pop("allgather_base")
+        if part == "training":
+            # The first backward after a forward without gradients prefetches one unit more, as if that came before.
+            assert len(gathers) == count + 1
+            gathers.pop()
+            reduced = found[part].pop("reduce_scatter_base")
+            assert len(reduced) == counted["anchor"][0]
+            assert {dtype for dtype, _ in reduced} == {"torch.float32"}
+        assert len(gathers) == count
+        assert {dtype for dtype, _ in gathers} == {"torch.bfloat16"}
+        assert sum(size for _, size in gathers) == pytest.approx(elements, rel=0.01), part
+        assert found[part] == {}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["none", "attention"])
+def test_the_plan_is_within_5_percent_of_the_memory_at_the_peak(mode: str, tmp_path: Path) -> None:
+    """Count every tensor that is alive on the first rank in a backward in bfloat16."""
+    assert run_ranks(zero_runs.memory, 2, tmp_path, mode) == [0, 0], screens(tmp_path)
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert found["measured"] == pytest.approx(sum(found["planned"].values()), rel=0.05), found
