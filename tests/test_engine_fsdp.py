@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.scaling import count_gathers
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
-from sage_fast.parallel import Engine, make_engine
+from sage_fast.parallel import Engine, make_engine, ranks_that_shard
 from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown
@@ -136,6 +136,21 @@ def test_updates_are_those_of_one_plain_process(tmp_path: Path) -> None:
         for found, old, new in ((mine, start, first), (from_plain, second, third), (whole(resumed), before, after)):
             off, way = (sum(float((new[n] - other[n]).square().sum()) for n in new) ** 0.5 for other in (found, old))
             assert off <= tolerance * way, (case, off, way)
+
+
+@pytest.mark.parametrize(
+    ("node", "ranks", "given", "expected"),
+    [("2", 4, {}, 2), ("2", 4, {"train__hybrid_shard": False}, 4), ("4", 4, {}, 4), ("1", 4, {}, 4), ("3", 8, {}, 8),
+     (None, 64, {}, 8), ("2", 4, {"train__engine": "zero2"}, 4)],
+)  # fmt: skip
+def test_ranks_of_a_node_share_a_copy(
+    node: str | None, ranks: int, given: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a node has one rank, or nodes have different numbers of them; a plan's nodes have 8."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if node is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", node)
+    assert ranks_that_shard(settings(**{"train__engine": "zero3"} | given).train, ranks) == expected
 
 
 class Collectives(TorchDispatchMode):
