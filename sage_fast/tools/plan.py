@@ -47,6 +47,8 @@ from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings
 from sage_fast.run.method import method_of
 from sage_fast.tools.harness import H200_BF16_FLOPS
+from sage_fast.tools.links import IN_NODE, NODE, PORT
+from sage_fast.tools.traffic import Traffic, traffic
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
 
@@ -101,6 +103,7 @@ class Plan:
         saved: fraction of the rollout's forwards that shared initial noise saves, over all ranks and on the busiest.
         flops: part -> FLOPs per iteration, over all ranks; `forward` is one forward of one sample.
         evaluations: those of the run.
+        traffic: kind -> collectives of an iteration, on the GPU with the most work.
         memory: part -> bytes on each GPU while it trains.
         uncounted: what also takes memory on a GPU, in words.
         other_memory: part -> bytes held at another time, in host memory, or with another checkpointing mode.
@@ -126,6 +129,7 @@ class Plan:
     saved: tuple[float, float]
     flops: dict[str, float]
     evaluations: Evaluations
+    traffic: dict[str, Traffic]
     memory: dict[str, float]
     uncounted: list[str]
     other_memory: dict[str, float]
@@ -169,16 +173,16 @@ def plan(
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
     room = training_room(config, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
-    settings = objective, config.model, train, s
-    checkpointing, one_pass, graphs = _fit_into(room, settings, policy, cost, ranks, chosen)
+    checkpointing, one_pass, graphs = _fit_into(room, (objective, config.model, train, s), policy, cost, ranks, chosen)
     counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed, one_pass=one_pass)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
     mine, stored = stored_rollouts(config, spec, ranks // sharing)
     held = held_bytes(config.model, train, objective.strategy, policy, ranks)
     stored, offloaded = ({}, stored) if s.offload_trajectories else (stored, {})
-    gradients = rollout_gradient_bytes(policy, mine) * one_pass
-    optional = {"CUDA graphs": graphs, "gradients of a rollout's samples": gradients}
-    apart |= stored | {part: size for part, size in optional.items() if size}
+    extra = {"CUDA graphs": graphs, "gradients of a rollout's samples": rollout_gradient_bytes(policy, mine) * one_pass}
+    apart |= stored | {part: size for part, size in extra.items() if size}
+    busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing}
+    mine_of = {part: count * busiest[part] * sharing for part, count in counted.items()}
     of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
     return Plan(
         parameters=base,
@@ -192,10 +196,11 @@ def plan(
         trained_steps=len(steps),
         replayed=_replayed(s, train, mine, prompts) if graphs else 0.0,
         forwards=counted,
-        busiest=dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing},
+        busiest=busiest,
         saved=(1 - rollout_steps / (samples * s.steps), 1 - longest / (mine * s.steps)),
         flops={"forward": cost.forward, **of_parts},
         evaluations=_evaluations(config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing),
+        traffic=_traffic((train, s), policy, mine_of, mine, ranks=ranks, width=config.model.element_bytes),
         memory={**held.weights, **held.training, **apart, of_activations: checkpointing.mean(cost.activations)},
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         other_memory=_brief_memory(s, config.model.element_bytes, spec, mine)
@@ -222,6 +227,22 @@ def _fit_into(
     recomputation, in_rollout = chosen or (fits, beside > 0)
     left = room - beside - recomputation.mean(cost.activations)
     return recomputation, in_rollout, cost.graphs_within(left, graphs)
+
+
+def _traffic(
+    settings: tuple[TrainConfig, SamplingConfig],
+    policy: Policy,
+    forwards: Mapping[str, float],
+    samples: int,
+    *,
+    ranks: int,
+    width: int,
+) -> dict[str, Traffic]:
+    """Return kind -> collectives, of part -> `forwards` of single samples and `samples` on the GPU with the most."""
+    train, s = settings
+    batches = {"rollout": s.batch_size, "training": train.batch_size, "anchor": train.batch_size}
+    batched = {part: count / min(batches[part], samples) for part, count in forwards.items()}
+    return traffic(train, policy, batched, ranks=ranks, passes=s.passes, width=width)
 
 
 def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int) -> tuple[float, float]:
@@ -346,6 +367,7 @@ def format_plan(plan: Plan) -> str:
         "",
         *_format_work(plan, gpus),
         "",
+        *_format_traffic(plan),
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
         _line("together", format_bytes(together)),
@@ -412,6 +434,29 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
             initial_indent="  ",
             subsequent_indent="  ",
         ),
+    ]
+
+
+def _format_traffic(plan: Plan) -> list[str]:
+    """Format what a GPU sends in an iteration; nothing if it is alone."""
+    if plan.ranks == 1:
+        return []
+    return [
+        f"sent by each of {plan.ranks} GPUs in an iteration, engine {plan.engine}",
+        _line("", "collectives", "GB", "at most", width=29),
+        *(
+            _line(kind, f"{each.count:,.0f}", _number(each.sent / 1e9), _duration(each.seconds), width=29)
+            for kind, each in plan.traffic.items()
+        ),
+        textwrap.fill(
+            f"'at most': nothing overlaps, at {IN_NODE / 1e9:g} GB/s within a node of {NODE} GPUs and {PORT / 1e9:g} "
+            "GB/s through each GPU's port to other nodes, both assumptions. Not counted: all-to-alls of "
+            "model.sequence_parallel, evaluations.",
+            80,
+            initial_indent="  ",
+            subsequent_indent="  ",
+        ),
+        "",
     ]
 
 
