@@ -284,7 +284,8 @@ class Trainer:
             stand_in = transitions[:1] or batch.trajectories.trained[:1]
             self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
 
-        for micro in self.policy.states.pad_to_largest([*early, *(transitions[rows] for rows in runs)], idle):
+        micros = [*early, *(transitions[rows] for rows in runs)]
+        for micro in self.policy.states.pad_to_largest(micros, idle, backward=True):
             with annotate("forward"):
                 loss, policy, kl = self._loss(batch, micro)
             with annotate("backward"):

@@ -50,7 +50,7 @@ def test_the_extra_pins_the_tested_minor_version() -> None:
 def test_no_other_file_reaches_into_deepspeed() -> None:
     """Search for names that DeepSpeed gives weights (`ds_...`) and for undocumented names of its optimizers."""
     inside = re.compile(
-        r"\.ds_\w+|\"ds_\w+\"|_hp_mapping|_WORLD_GROUP|fp32_partitioned|_opt_state_partition|parameter_offload"
+        r"\.ds_\w+|\"ds_\w+\"|_hp_mapping|bit16_|_WORLD_GROUP|fp32_partitioned|_opt_state_partition|parameter_offload"
         r"|persistent_parameters|empty_partition_cache|refresh_fp32|\.all_gather\(self|deepspeed\.optimizer\.\w"
     )
     package = Path(sage_fast.__file__).parent

@@ -122,6 +122,16 @@ def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs:
     assert (ours / "transformer" / "config.json").is_file() or (ours / "pytorch_lora_weights.safetensors").is_file()
 
 
+@pytest.mark.soak
+@needs_deepspeed
+@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+def test_the_plan_is_within_5_percent_of_the_memory_at_the_peak(engine: str, tmp_path: Path) -> None:
+    """Count every tensor that is alive on the first rank in a backward in bfloat16."""
+    assert run_ranks(zero_runs.memory, 2, tmp_path, "attention", engine) == [0, 0], screens(tmp_path)
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert found["measured"] == pytest.approx(sum(found["planned"].values()), rel=0.05), found
+
+
 @needs_deepspeed
 def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
     """Train with ZeRO-2, then ZeRO-3 on two ranks (`make soak`: on one in between); rows match one plain process."""

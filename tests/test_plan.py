@@ -18,7 +18,7 @@ from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.objective import KL_STRATEGIES
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.load import build, load
-from sage_fast.config.schema import ModelConfig
+from sage_fast.config.schema import ModelConfig, Tuning
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
@@ -382,20 +382,22 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("tuning", "rank", "dtype"),
-    [("lora", 24, torch.bfloat16), ("lora", 16, torch.float32), ("full", 0, torch.bfloat16)],
+    ("rank", "dtype", "casts"),
+    [(24, torch.bfloat16, False), (16, torch.float32, False), (0, torch.bfloat16, True), (0, torch.bfloat16, False)],
+    ids=["lora", "lora in float32", "full in float32", "full in bfloat16"],
 )
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @torch.no_grad()
 def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
-    tuning: str, rank: int, dtype: torch.dtype, guidance: float
+    rank: int, dtype: torch.dtype, casts: bool, guidance: float
 ) -> None:
     """What a pool reuses within a capture is what the allocator reuses within a step."""
     text, batch, steps = 24, 2, 3
     architecture = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 3}
     transformer = layers(3, heads=4, width=64)
-    if tuning == "lora":
+    if not casts:
         torch.nn.Module.to(transformer, dtype)
+    tuning: Tuning = "lora" if rank else "full"
     make_trainable(HunyuanVideo15(), transformer, ModelConfig(tuning=tuning, lora_rank=rank or 1, lora_alpha=1))
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=guidance)
     embeddings = {"": TextEmbedding(text=torch.randn(text, 32), glyphs=torch.zeros(0, 8))}
@@ -408,7 +410,7 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     with Live(x, *transformer.parameters(), *weights) as live:
         denoise(policy, coefs, conditions.at(step), seeds, x, step)
     tokens, passes = 8 * 16 * 16 + text, len(conditions.tensors()) // 3
-    expected = step_bytes(architecture, tokens, dtype.itemsize, rank=rank, batch_size=batch)
+    expected = step_bytes(architecture, tokens, dtype.itemsize, rank=rank, batch_size=batch, casts=casts)
     # Latents are an eighth as wide as a token here, and the last block casts fewer matrices.
     assert live.peak == pytest.approx(expected, rel=0.05)
     shared, own = condition_bytes(architecture, text, dtype.itemsize, steps=steps, passes=passes)

@@ -481,7 +481,7 @@ def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(monkey
 def test_dummy_backward_takes_no_sample_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 x NaN is NaN, so a dropped sample with latents that are not finite would end the run."""
     trainer = tiny_trainer(settings(train__parity_gate=False))
-    monkeypatch.setattr(trainer.policy.states, "padding", lambda count: 1)
+    monkeypatch.setattr(trainer.policy.states, "padding", lambda count, backward=False: 1)
     update = trainer._update
 
     def dropped(batch: Batch, mine: Sequence[Transition], total: int, *others: Any) -> None:

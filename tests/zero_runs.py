@@ -107,14 +107,18 @@ def mixed_trainer(config: Config) -> Trainer:
     return Trainer(config, model, reward, prompts, embeddings(prompts, torch.bfloat16))
 
 
-def memory(folder: Path, mode: str) -> None:
-    """Write the bytes of rank 0 with ZeRO-3, all weights trained in bfloat16: planned, and alive in a backward.
+def memory(folder: Path, mode: str, engine: str = "zero3") -> None:
+    """Write the bytes of rank 0, all weights trained in bfloat16: planned, and alive at the peak of a backward.
 
     The model is wider than in the other runs, so that its weights count, and the videos are longer.
     """
+    os.environ["DS_ACCELERATOR"] = "cpu"
     initialize()
-    given = {"train__engine": "zero3", "model__tuning": "full", "model__dtype": "bfloat16",
+    given = {"train__engine": engine, "model__tuning": "full", "model__dtype": "bfloat16",
              "model__gradient_checkpointing": mode, "sampling__num_frames": 17}  # fmt: skip
+    if engine != "zero3":
+        (folder / "bucket.json").write_text('{"zero_optimization": {"reduce_bucket_size": 50000}}')
+        given["train__deepspeed_config"] = str(folder / "bucket.json")
     config = settings(**SETTINGS | {"train__prompts_per_iteration": 2, "train__optimizer_steps": 1} | given)
     before = Peak.now()
     wide = {"attention_head_dim": 32, "num_layers": 6, "rope_axes_dim": (8, 12, 12)}

@@ -35,6 +35,15 @@ class EngineRow:
         return len(self.shards)
 
     @property
+    def keeps_master(self) -> bool:
+        """Whether forwards read copies of float32 weights, stored in the dtype of the activations on every rank."""
+        return bool(self.shards) and not self.gathers
+
+    def stored_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of a trained weight as forwards read it, for activations of `element_bytes`."""
+        return element_bytes if self.keeps_master else 4
+
+    @property
     def gathers(self) -> bool:
         """Whether weights are gathered for a forward, and released after it."""
         return "weights" in self.shards

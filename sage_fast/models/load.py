@@ -154,6 +154,9 @@ def load_model(
 ) -> Model:
     """Load a checkpoint and make it trainable.
 
+    Trained weights have the stored values, in float32: full fine-tuning loads whole networks so, whatever their files
+    and `model.dtype`; an adapter is always float32.
+
     Args:
         needs_agreement: whether rollouts and training must round alike; see `choose_attention`.
 
@@ -166,7 +169,7 @@ def load_model(
     spec = find_spec(config.path, fetch=True)
     check_heads(config.sequence_parallel, spec.heads)
     loaded = reachable(spec.path)
-    # Full fine-tuning stores float32 weights: updates of the size of lr would vanish in bf16 rounding.
+    # Updates of the size of lr would vanish in bf16 rounding. An engine may round what forwards read afterwards.
     weights = dtype if config.trains_adapter else torch.float32
     setting, source = "model.path", loaded
     if not config.trains_adapter and config.weights is not None:

@@ -33,13 +33,13 @@ class UnshardedStates:
         """Return this rank's shard of a weight; it shares the weight's memory."""
         return p.detach()
 
-    def whole(self, p: Tensor) -> Tensor:
-        """Return the whole weight, gathered from all ranks."""
-        return p.detach()
-
     def start(self, p: Tensor) -> int:
         """Return the index in the flattened weight at which this rank's shard begins."""
         return 0
+
+    def whole(self, p: Tensor) -> Tensor:
+        """Return the whole weight, gathered from all ranks."""
+        return p.detach()
 
     def shape(self, p: Tensor) -> torch.Size:
         """Return the shape of a whole weight, even if this rank holds only a shard."""
@@ -49,13 +49,18 @@ class UnshardedStates:
         for name, p in parameters.items():
             p.copy_(state[name])
 
-    def padding(self, count: int) -> int:
-        """Return max(count over ranks) - count if weights are gathered, else 0. Collective before the first forward."""
+    def padding(self, count: int, backward: bool = False) -> int:
+        """Return max(count over ranks) - count if all ranks must run the same number of forwards, else 0.
+
+        Collective before the first forward. `backward` says that each forward has a backward, which reduces gradients.
+        """
         return 0
 
-    def pad_to_largest(self, items: Sequence[Item], idle: Callable[[], object]) -> Iterator[Item]:
-        """Yield the items, then run `idle` until every rank has made the same number of forwards."""
-        missing = self.padding(len(items))
+    def pad_to_largest(
+        self, items: Sequence[Item], idle: Callable[[], object], *, backward: bool = False
+    ) -> Iterator[Item]:
+        """Yield the items, then run `idle` until every rank has made as many forwards as it must (`padding`)."""
+        missing = self.padding(len(items), backward)
         yield from items
         for _ in range(missing):
             idle()

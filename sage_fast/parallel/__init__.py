@@ -25,10 +25,15 @@ def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = Tru
     return engine
 
 
-def engine_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
-    """Build the configuration of the engine's library for `trained` elements; empty for an engine without one."""
+def engine_settings(config: TrainConfig, trained: int, *, bf16: bool = False) -> dict[str, Any]:
+    """Build the configuration of the engine's library; empty for an engine without one.
+
+    Args:
+        trained: number of trained elements.
+        bf16: whether activations are bfloat16.
+    """
     settings = ENGINES[config.engine].settings
-    return {} if settings is None else pkgutil.resolve_name(settings)(config, trained)
+    return {} if settings is None else pkgutil.resolve_name(settings)(config, trained, bf16=bf16)
 
 
 def ranks_that_shard(config: TrainConfig, ranks: int) -> int:

@@ -88,7 +88,7 @@ class ShardedStates(UnshardedStates):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def padding(self, count: int) -> int:
+    def padding(self, count: int, backward: bool = False) -> int:
         return int(all_reduce(torch.tensor(count, device=self.device), "max")) - count
 
     def part(self, p: Tensor) -> Tensor:

@@ -1,23 +1,25 @@
 """Memory that an engine holds per rank: weights, gradients, optimizer state and snapshots, but no activations.
 
-In bytes, with n trained and f frozen elements, b bytes per frozen element, and N ranks that share a copy:
+In bytes, with n trained and f frozen elements, a bytes per element of the activations, b per frozen element, and N
+ranks that share a copy:
 
               weights            gradients       master    moments   anchor, EMA (each)
     plain     4 n + b f          4 n             -         8 n       4 n
-    zero1     4 n + b f          4 n             4 n / N   8 n / N   4 n / N
-    zero2     4 n + b f          4 n / N         4 n / N   8 n / N   4 n / N
+    zero1     a n + b f          4 n             4 n / N   8 n / N   4 n / N
+    zero2     a n + b f          4 n / N         4 n / N   8 n / N   4 n / N
     zero3     (4 n + b f) / N    4 n / N         -         8 n / N   4 n / N
 
 Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. zero1 and zero2 keep a float32 copy of the weights
-(DeepSpeed's master), which is updated and copied back, and a bucket of gradients in flight. With zero3 what is outside
-the sharded units stays whole, its state too (2 % of HunyuanVideo 1.5), and a block is in flight.
-tests/test_engine_fsdp.py compares the sum with the live tensors.
+(DeepSpeed's master), which is updated and copied back, and a bucket of gradients in flight, with copies of it while it
+is reduced. In bfloat16, zero1 also keeps the gradients of one backward, 2 n, until they are added in float32. With
+zero3 what is outside the sharded units stays whole, its state too (2 % of HunyuanVideo 1.5), and a block is in flight.
+tests/test_engine_deepspeed.py and tests/test_engine_fsdp.py compare the sums with the live tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -52,7 +54,9 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
         policy: with whole weights, on any device (including meta).
         ranks: of the run.
     """
-    width, row = model.element_bytes if model.trains_adapter else 4, ENGINES[train.engine]
+    row = ENGINES[train.engine]
+    stored = row.stored_bytes(model.element_bytes)
+    width = model.element_bytes if model.trains_adapter else stored
     weights = dict(policy.named_parameters())
     whole = {}
     if row.gathers:
@@ -68,7 +72,7 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
         state_bytes = OPTIMIZERS[train.optimizer].state_bytes
         return float(sum(state_bytes(policy.is_muon(name, p)) * p.numel() for name, p in parameters.items()))
 
-    of_weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
+    of_weights = {"frozen weights": float(width * f), "trained weights": float(stored * n)}
     training = {
         "gradients": 4.0 * n * (share if "gradients" in row.shards else 1),
         f"state of the optimizer ({train.optimizer})": state(trained) * share,
@@ -76,8 +80,8 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
     }
     if row.settings is not None:
         training["float32 master of the weights"] = 4.0 * n * share
-        settings = engine_settings(train, n)["zero_optimization"]
-        training["bucket of gradients"] = 4.0 * settings["reduce_bucket_size"]
+        bucket = engine_settings(train, n)["zero_optimization"]["reduce_bucket_size"]
+        training |= _gradients_in_flight(list(trained.values()), bucket, stored, "gradients" in row.shards)
     if row.gathers:
         of_weights = {part: size * share for part, size in of_weights.items()}
         of_weights["whole on each rank: outside the blocks"] = float(
@@ -94,12 +98,25 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
     moved = []
     if "state" in OFFLOADS[train.offload]:
         moved = [f"state of the optimizer ({train.optimizer})", "float32 master of the weights"]
-        moved += ["gradients"] if "gradients" in row.shards else []
+        moved += ["anchor and EMA"] if row.keeps_master else []
+        moved += ["gradients"] if "gradients" in row.shards and stored == 4 else []
     host = {part: training.pop(part) for part in moved if part in training}
+    if moved and stored < 4:  # summed on the device
+        host["gradients"] = 4.0 * n * share
     if "weights" in OFFLOADS[train.offload]:
         host |= {part: of_weights.pop(part) for part in ("frozen weights", "trained weights")}
         host["anchor and EMA"] = training.pop("anchor and EMA")
     return Held(weights=of_weights, training=training, host=host)
+
+
+def _gradients_in_flight(trained: Sequence[Tensor], bucket: int, width: int, sharded: bool) -> dict[str, float]:
+    """Return the bytes of gradients in flight in DeepSpeed, of `width` bytes an element, beside their float32 sums."""
+    if width < 4 and not sharded:  # the sums are reduced, in place
+        return {"gradients of a backward": float(width * sum(p.numel() for p in trained))}
+    # `allreduce_bucket` copies the bucket, or a larger gradient, and converts the copy to float32.
+    largest = max(bucket, *(p.numel() for p in trained))
+    copies = largest * (4.0 if width == 4 else 6.0)
+    return {"bucket of gradients": float(width * bucket), "copies of the bucket, while it is reduced": copies}
 
 
 def _block_in_flight(block: nn.Module, width: int) -> float:

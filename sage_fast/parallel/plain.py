@@ -50,7 +50,7 @@ class PlainEngine(Engine):
         self.steps = 0
         self._warned = False
         self._prepare()
-        self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.whole)
+        self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.states)
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
         self._remembered: dict[str, Any] | None = None
         self._remembered_bytes = 0

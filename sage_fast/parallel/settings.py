@@ -52,15 +52,16 @@ reorders the weights in DeepSpeed's rows: updates by Muon were then far from tho
 """
 
 
-def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
+def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False) -> dict[str, Any]:
     """Build DeepSpeed's configuration: our settings, overridden by `train.deepspeed_config`.
 
-    DeepSpeed's mixed precision is off: trained weights stay float32, frozen ones keep their stored dtype, and both run
-    under our autocast. Gradient accumulation is off too: each loss is already scaled to its share of the mean, and the
-    engine decides when to call `step`.
+    In bfloat16, forwards run on bfloat16 weights. The master, the sums of gradients and what crosses ranks of them stay
+    float32; DeepSpeed's defaults are bfloat16. Gradient accumulation is off: each loss is already scaled to its share
+    of the mean, and the engine decides when to call `step`.
 
     Args:
         trained: number of trained elements.
+        bf16: whether activations are bfloat16.
     """
     bucket = max(min(BUCKET, trained), 1)
     zero: dict[str, Any] = {
@@ -68,6 +69,7 @@ def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
         "overlap_comm": False,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
+        "use_multi_rank_bucket_allreduce": False,  # reduce to the rank that updates: half the bytes
     }
     if OFFLOADS[config.offload]:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -80,6 +82,9 @@ def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler
         "steps_per_print": None,
         "zero_optimization": zero,
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
     }
     return _overlaid(settings, _own(config))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from sage_fast.models.policy import UnshardedStates
 from sage_fast.parallel.engine import UpdateSize
+from sage_fast.util.ranks import all_reduce
 
 LAYERS = 16
 """Adapted layers in the sample."""
@@ -20,27 +23,26 @@ BFLOAT16_RESOLUTION = 2.0**-9
 """Relative change below which a weight keeps its bfloat16 value, unless it is near a rounding boundary."""
 
 Item = TypeVar("Item")
-Whole = Callable[[Tensor], Tensor]
-"""Weight, perhaps sharded over ranks -> its full value."""
+UNSHARDED = UnshardedStates()
 
 
 class AdapterUpdates:
     """Exact size of updates to a LoRA adapter, from the factors of some layers."""
 
-    def __init__(self, layers: Sequence[LoraLayer], whole: Whole) -> None:
-        self.layers, self.whole = layers, whole
-        weights = (whole(layer.get_base_layer().weight) for layer in layers)
+    def __init__(self, layers: Sequence[LoraLayer], states: UnshardedStates) -> None:
+        self.layers, self.states = layers, states
+        weights = (states.whole(layer.get_base_layer().weight) for layer in layers)
         self.base = torch.stack([torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]).norm()
 
     def remember(self) -> None:
         """Copy what the next update will change."""
-        self.before = [_factors(layer, self.whole) for layer in self.layers]
+        self.before = [_factors(layer, self.states) for layer in self.layers]
 
     def size(self) -> UpdateSize:
         """Return the size of the update since `remember`."""
         rows = []
         for layer, (a, b) in zip(self.layers, self.before):
-            new_a, new_b = _factors(layer, self.whole)
+            new_a, new_b = _factors(layer, self.states)
             da, db = new_a - a, new_b - b
             # B'A' - BA = dB A + B' dA = [dB, B'] [A; dA]; its squared norm sums the product of two Gram matrices.
             left, right = torch.cat([db, new_b], 1), torch.cat([a, da])
@@ -54,17 +56,13 @@ class AdapterUpdates:
 
 
 class WeightUpdates:
-    """Size of updates to full weights, from a fixed random sample of the elements of some matrices."""
+    """Size of updates to full weights, from a fixed random sample of the elements of some matrices.
 
-    def __init__(self, matrices: Sequence[Tensor], whole: Whole) -> None:
-        self.matrices, self.whole = matrices, whole
-        draw = torch.Generator().manual_seed(0)
-        self.elements = [
-            torch.randint(p.numel(), (ELEMENTS,), generator=draw).to(p.device)
-            if p.numel() > ELEMENTS
-            else torch.arange(p.numel(), device=p.device)
-            for p in matrices
-        ]
+    Each rank looks at the elements that it updates.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], states: UnshardedStates) -> None:
+        self.matrices, self.states = matrices, states
 
     def remember(self) -> None:
         """Copy what the next update will change."""
@@ -72,31 +70,47 @@ class WeightUpdates:
 
     def size(self) -> UpdateSize:
         """Return the size of the update since `remember`."""
-        relative = (self._sample() - self.before).norm() / self.before.norm()
-        return UpdateSize(relative=relative, of_rounded=relative)
+        norms = torch.stack([(self._sample() - self.before).norm(), self.before.norm()])
+        change, size = all_reduce(norms.to(self.matrices[0].device).double().square()).sqrt().float()
+        return UpdateSize(relative=change / size, of_rounded=change / size)
+
+    @functools.cached_property
+    def _mine(self) -> list[tuple[Tensor, float]]:
+        """Indices of the elements in this rank's part of each matrix, and 1 / root of how many ranks hold them."""
+        states, draw = self.states, torch.Generator().manual_seed(0)
+        counts = [states.shape(p).numel() for p in self.matrices]
+        held = torch.tensor([states.part(p).numel() for p in self.matrices], device=self.matrices[0].device)
+        mine = []
+        for p, count, copies in zip(self.matrices, counts, all_reduce(held).tolist()):
+            every = torch.randint(count, (ELEMENTS,), generator=draw) if count > ELEMENTS else torch.arange(count)
+            part, index = states.part(p), every - states.start(p)
+            here = index[(index >= 0) & (index < part.numel())].to(part.device)
+            mine.append((here, (count / copies) ** 0.5))
+        return mine
 
     def _sample(self) -> Tensor:
-        return torch.cat([self.whole(p).take(index).float() for p, index in zip(self.matrices, self.elements)])
+        part = self.states.part
+        return torch.cat([share * part(p).take(index).float() for p, (index, share) in zip(self.matrices, self._mine)])
 
 
-def watch_updates(transformer: nn.Module, whole: Whole = Tensor.detach) -> AdapterUpdates | WeightUpdates:
+def watch_updates(transformer: nn.Module, states: UnshardedStates = UNSHARDED) -> AdapterUpdates | WeightUpdates:
     """Return a meter for updates of the trained weights."""
     adapted = [m for m in transformer.modules() if isinstance(m, LoraLayer) and _is_trained(m)]
     if adapted:
-        return AdapterUpdates(_evenly(adapted, LAYERS), whole)
+        return AdapterUpdates(_evenly(adapted, LAYERS), states)
     matrices = [p for p in transformer.parameters() if p.requires_grad and p.ndim > 1]
-    return WeightUpdates(_evenly(matrices, MATRICES), whole)
+    return WeightUpdates(_evenly(matrices, MATRICES), states)
 
 
 def _is_trained(layer: LoraLayer) -> bool:
     return layer.lora_B[layer.active_adapters[0]].weight.requires_grad
 
 
-def _factors(layer: LoraLayer, whole: Whole) -> tuple[Tensor, Tensor]:
+def _factors(layer: LoraLayer, states: UnshardedStates) -> tuple[Tensor, Tensor]:
     """Return copies of A `[r, in]` and B `[out, r]` in float64, which keeps changes far smaller than the weight."""
     name = layer.active_adapters[0]
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    a, b = (whole(factor).flatten(1).to(torch.float64, copy=True) for factor in (a, b))
+    a, b = (states.whole(factor).flatten(1).to(torch.float64, copy=True) for factor in (a, b))
     return a, b
 
 

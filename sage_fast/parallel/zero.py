@@ -4,11 +4,17 @@ DeepSpeed does not run our forward. It hooks the weights and receives every loss
 and gathers. DeepSpeed flattens each rank's weights into 1-D buffers, and the optimizers of the plain engine update
 slices of them. All else is as in the plain engine: learning rate, averages, files, and weights without a gradient,
 which stay unchanged.
+
+Every rank updates its part of the float32 master. Forwards read the working weights, whole on every rank and in the
+dtype of the activations: the rounded master, gathered once an update.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import itertools
 import logging
 import os
 import warnings
@@ -19,26 +25,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sage_fast.config.engines import OFFLOADS
-from sage_fast.models.policy import Policy, State, UnshardedStates
+from sage_fast.models.policy import Policy, UnshardedStates
 from sage_fast.parallel import engine_settings
-from sage_fast.parallel.engine import OptimizerState
 from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.util.deepspeed_private import (
     check_version,
     join_deepspeed,
-    part_of_master,
-    refresh_master,
 )
 from sage_fast.util.ranks import (
-    all_gather_object,
     all_reduce,
     collective_device,
     data_size,
     rank,
     start_alone,
+    world_size,
 )
 
 # DeepSpeed calls these by their old names, thousands of times an iteration.
@@ -49,7 +51,7 @@ warnings.filterwarnings("ignore", rf"`torch\.distributed\.({_OLD_NAMES})` is ", 
 class ZeroEngine(PlainEngine):
     """ZeRO over all ranks; one rank works too.
 
-    Each rank keeps its part of anchor and averaged weights.
+    Each rank keeps its part of anchor and averaged weights, on the device of its part of the master.
     """
 
     def _prepare(self) -> None:
@@ -65,21 +67,14 @@ class ZeroEngine(PlainEngine):
         named = self.policy.parameters()
         matrices = {name for name, p in named.items() if self.policy.is_muon(name, p)}
         modules, trained = _Modules(self.policy), sum(p.numel() for p in self.parameters)
-        self.deepspeed, *_ = deepspeed.initialize(
-            model=modules,
-            optimizer=_Rows(self.parameters, self._update_row),
-            config=engine_settings(self.config, trained),
-        )
-        none = torch.empty(0, device="cpu" if OFFLOADS[self.config.offload] else self.policy.device)
-        parts = [part_of_master(p) for p in self.parameters]
-        on_ranks = zip(*all_gather_object([0 if part is None else part.numel() for part in parts]))
-        self.policy.states = states = _PartitionedStates(dict(zip(self.parameters, on_ranks)))
+        rows = _Rows(self.parameters, self._update_row)
+        self.policy.states = states = _MasterStates(self.parameters)
+        settings = engine_settings(self.config, trained, bf16=self.policy.dtype == torch.bfloat16)
+        with contextlib.redirect_stdout(io.StringIO()):  # ZeRO-1 in bfloat16 prints memory
+            self.deepspeed, *_ = deepspeed.initialize(model=modules, optimizer=rows, config=settings)
+        states.attach(*rows.param_groups[0]["params"])
+        self.parts = [nn.Parameter(states.part(p)) for p in self.parameters]
         partitions = {name: Partition(shape=p.shape, sizes=tuple(states.sizes(p))) for name, p in named.items()}
-        own = [
-            none if part is None else part.detach()[: states.sizes(p)[rank()]]
-            for p, part in zip(self.parameters, parts)
-        ]
-        self.parts = [nn.Parameter(part) for part in own]
         self.optimized = dict(zip(named, self.parts))
         self.optimizers = make_optimizers(self.optimized, self.config, lambda name, _: name in matrices, partitions)
         self.policy.use_all_weights()
@@ -123,14 +118,10 @@ class ZeroEngine(PlainEngine):
         """Return False: host memory may hold DeepSpeed's shards, or be needed for them."""
         return False
 
-    def restore(self, weights: State, optimizer_state: OptimizerState, steps: int) -> None:
-        super().restore(weights, optimizer_state, steps)
-        refresh_master(self.deepspeed.optimizer)
-
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop DeepSpeed's warning that it does not know `_Rows`."""
-    return "untested optimizer" not in record.getMessage()
+    """Drop DeepSpeed's warnings that it does not know `_Rows`, and of gradients of which the engine raises an error."""
+    return not any(known in record.getMessage() for known in ("untested optimizer", "OVERFLOW! Skipping step"))
 
 
 class _Rows(torch.optim.Optimizer):
@@ -161,36 +152,71 @@ class _Modules(nn.Module):
         return loss
 
 
-class _PartitionedStates(UnshardedStates):
-    """Snapshots as parts of whole weights, those that DeepSpeed updates on each rank.
+class _MasterStates(UnshardedStates):
+    """Snapshots of each rank's part of the float32 master.
+
+    DeepSpeed lays the working weights one after another into a buffer, padded to whole pairs of elements a rank, and
+    gives each rank the master of an equal row of it. It makes the master from the working weights, so `attach` writes
+    the weights into it as they were before they were rounded.
 
     Args:
-        sizes: trained weight -> elements of its part on each rank.
+        parameters: the trained weights, before DeepSpeed rounds them.
+
+    Attributes:
+        parts: this rank's part of each weight.
+        row: this rank's master.
+        working: the working weights.
     """
 
-    def __init__(self, sizes: Mapping[Tensor, Sequence[int]]) -> None:
-        self._sizes = sizes
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        ends = list(itertools.accumulate(p.numel() for p in parameters))
+        row = -(-ends[-1] // (2 * world_size())) * 2
+        self._sizes = {}
+        for p, end in zip(parameters, ends):
+            cuts = [min(max(row * number, end - p.numel()), end) for number in range(world_size() + 1)]
+            self._sizes[p] = [high - low for low, high in itertools.pairwise(cuts)]
+        own = (p.detach().flatten().narrow(0, self.start(p), self.sizes(p)[rank()]) for p in parameters)
+        self.parts = {p: part.to(torch.float32, copy=True) for p, part in zip(parameters, own)}
 
-    def sizes(self, p: Tensor) -> Sequence[int]:
+    def attach(self, row: Tensor) -> None:
+        """Write the parts into `row`, this rank's master, and keep them there."""
+        self.row, first = row.detach(), next(iter(self.parts))
+        self.working = first.new_empty(0).set_(first.untyped_storage())
+        assert len(self.working) == len(row) * world_size()
+        sizes, begin = [part.numel() for part in self.parts.values()], 0
+        for p, place in zip(self.parts, self.row.split([*sizes, len(row) - sum(sizes)])):
+            assert p.storage_offset() == begin
+            begin += p.numel()
+            self.parts[p] = place.copy_(self.parts[p])
+
+    def sizes(self, p: Tensor) -> list[int]:
+        """Return the elements of each rank's part."""
         return self._sizes[p]
 
     def start(self, p: Tensor) -> int:
         return sum(self.sizes(p)[: rank()])
 
     def part(self, p: Tensor) -> Tensor:
-        return p.detach().view(-1).narrow(0, self.start(p), self.sizes(p)[rank()])
+        return self.parts[p]
+
+    def whole(self, p: Tensor) -> Tensor:
+        return self.join(self.part(p), p) if p.requires_grad else p.detach()
 
     def join(self, part: Tensor, p: Tensor) -> Tensor:
         """Gather the parts of all ranks into a whole weight on the device."""
         whole = torch.empty(p.numel(), dtype=part.dtype, device=p.device)
-        for owner, piece in enumerate(whole.split(list(self.sizes(p)))):
+        for owner, piece in enumerate(whole.split(self.sizes(p))):
             if piece.numel():
                 dist.broadcast(piece.copy_(part) if owner == rank() else piece, owner)
         return whole.view(p.shape)
 
     def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         for name, p in parameters.items():
-            p.copy_(self.join(state[name], p))
+            self.parts[p].copy_(state[name])
+        mine = self.working.chunk(world_size())[rank()]
+        mine.copy_(self.row)
+        dist.all_gather_into_tensor(self.working, mine)
+        torch.autograd.graph.increment_version(parameters.values())
 
-    def padding(self, count: int) -> int:
-        return int(all_reduce(torch.tensor(count).to(collective_device()), "max")) - count
+    def padding(self, count: int, backward: bool = False) -> int:
+        return int(all_reduce(torch.tensor(count).to(collective_device()), "max")) - count if backward else 0

@@ -9,10 +9,8 @@ import functools
 import importlib.metadata
 import logging
 import sys
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from sage_fast.util.console import wrapped
 
@@ -55,19 +53,3 @@ def leave_deepspeed() -> None:
     """Make DeepSpeed forget the process group."""
     if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
         vars(groups)["_WORLD_GROUP"] = None
-
-
-def part_of_master(p: Any) -> Tensor | None:
-    """Return this rank's part of the float32 weights that DeepSpeed updates, sharing its memory; None if it has none.
-
-    The documented `safe_get_local_fp32_param` knows ZeRO-3 only.
-    """
-    return None if p._hp_mapping is None else p._hp_mapping.get_hp_fragment()
-
-
-def refresh_master(optimizer: Any) -> None:
-    """Copy the weights into the float32 ones that DeepSpeed updates.
-
-    The documented `safe_set_full_fp32_param` takes one whole weight at a time.
-    """
-    optimizer.refresh_fp32_params()

@@ -62,16 +62,16 @@ def activation_bytes(
 
 
 def step_bytes(
-    architecture: Mapping[str, Any], tokens: int, bytes_per_value: int, *, rank: int, batch_size: int
+    architecture: Mapping[str, Any], tokens: int, bytes_per_value: int, *, rank: int, batch_size: int, casts: bool
 ) -> float:
     """Return the peak bytes of a denoising step; arguments as in `activation_bytes`.
 
-    If all weights are trained, in float32, autocast keeps copies of the blocks' matrices in 16 bits, but for those of
-    queries, keys and values, which are joined for each use.
+    If it `casts` float32 weights, autocast keeps copies of the blocks' matrices in 16 bits, but for those of queries,
+    keys and values, which are joined for each use.
     """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     padding = sum(padding_for(adapters * rank, bytes_per_value) for adapters in (1, 1, 3))
-    copies = 0 if rank or bytes_per_value == 4 else 2 * architecture["num_layers"] * 18 * d**2
+    copies = 2 * architecture["num_layers"] * 18 * d**2 * casts
     return float(batch_size * tokens * bytes_per_value * (KEPT_BY_STEP * d + padding) + copies)
 
 

@@ -14,6 +14,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, FlowMatchEulerDiscreteSchedul
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import nn
 
+from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hub import reachable
@@ -153,7 +154,8 @@ class HunyuanVideo15(Spec):
             )
             for mode in MODES
         }
-        joint, batch = tokens + self.text_tokens, sampling.batch_size
+        joint, batch, width = tokens + self.text_tokens, sampling.batch_size, model.element_bytes
+        casts = not model.trains_adapter and width < ENGINES[config.train.engine].stored_bytes(width)
         shared, context = condition_bytes(
             architecture, self.text_tokens, model.element_bytes, steps=sampling.steps, passes=sampling.passes
         )
@@ -163,7 +165,7 @@ class HunyuanVideo15(Spec):
             decode=decode_flops(self.vae.decoder, latents),
             decoder_weights=sum(p.numel() for p in self.vae.parameters()),
             activations=activations,
-            step=shared + step_bytes(architecture, joint, model.element_bytes, rank=rank, batch_size=batch),
+            step=shared + step_bytes(architecture, joint, width, rank=rank, batch_size=batch, casts=casts),
             context=context,
         )
 
