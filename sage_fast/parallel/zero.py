@@ -30,18 +30,8 @@ from sage_fast.parallel import engine_settings
 from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
-from sage_fast.util.deepspeed_private import (
-    check_version,
-    join_deepspeed,
-)
-from sage_fast.util.ranks import (
-    all_reduce,
-    collective_device,
-    data_size,
-    rank,
-    start_alone,
-    world_size,
-)
+from sage_fast.util.deepspeed_private import check_version, join_deepspeed
+from sage_fast.util.ranks import all_reduce, collective_device, data_size, rank, start_alone, world_size
 
 # DeepSpeed calls these by their old names, thousands of times an iteration.
 _OLD_NAMES = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base"
