@@ -323,8 +323,8 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
     [
         ("run.json", "run.json: not valid JSON"),
         (
-            "checkpoints/iteration-000002/state.json",
-            "no checkpoint can be used (iteration-000002: state.json has",
+            "checkpoints/iteration-000002/training/state.json",
+            "no checkpoint can be used (iteration-000002: training/state.json has",
         ),
         ("metrics.jsonl", "metrics.jsonl, line 3: not a row of metrics: 'half'"),
     ],

@@ -32,7 +32,7 @@ def check_output(config: Config, *, resume: bool) -> None:
                 "nothing was changed"
             )
         check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
-    elif not run.is_dir() and (run.is_symlink() or run.exists()):
+    elif (run.is_symlink() or run.exists()) and not run.is_dir():  # in this order: another rank may just make it
         found = "a file" if run.exists() else "a link to nothing"
         raise UserError(f"output = {config.output!r}: {found}; expected a new or empty folder")
     elif run.is_dir() and any(not _is_trace(path) for path in run.iterdir()):
