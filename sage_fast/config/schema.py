@@ -477,7 +477,7 @@ class TrainConfig(Section):
     """With `zero3` on several nodes, shard over the ranks of a node, so that only gradients cross nodes, once an
     update. Each node holds all shards: without it, they are spread over all ranks."""
     offload: Offload = "none"
-    """What is kept and updated in host memory. `optimizer`: the optimizer state of `zero1` and `zero2`, with the float32
+    """What is kept and updated in host memory. `optimizer`: the optimizer state of `zero1` and `zero2`, their float32
     master, the KL's anchor and the averaged weights. `all`: all that `zero3` shards, anchor and average included."""
     deepspeed_config: str | None = None
     """JSON file merged over the DeepSpeed configuration of `zero1` and `zero2`, which follows from the other
