@@ -79,7 +79,7 @@ def test_the_prompt_and_the_size_are_the_published_ones(tiny: tuple[Path, dict[s
     published = HPSv3Reward(str(write_hpsv3(tmp_path / "HPSv3", weights)), base=str(base))
     assert published.size(480, 848) == (336, 588)
     assert published.size(32, 32) == (448, 448)
-    assert published.choose(81, 1.0) == [0, 11, 23, 34, 46, 57, 69, 80]
+    assert published.choose(81) == [0, 11, 23, 34, 46, 57, 69, 80]
 
 
 @pytest.mark.parametrize(("key", "value", "why"), [

@@ -245,12 +245,15 @@ def test_bfloat16_and_eager_attention_score_alike(
 
 def test_which_frames_are_looked_at(reward: VideoAlignReward) -> None:
     # vision_process.py of github.com/KwaiVGI/VideoAlign: smart_nframes, then linspace
-    assert reward.choose(81, 24.0) == [0, 16, 32, 48, 64, 80]  # 6.75 frames are 6
-    assert reward.choose(121, 24.0) == [0, 13, 27, 40, 53, 67, 80, 93, 107, 120]
-    assert reward.choose(50, 10.0) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
-    assert reward.choose(16, 24.0) == [0, 5, 10, 15]  # at least 4
-    assert reward.choose(3, 24.0) == [0, 2]
-    assert len(reward.choose(100_000, 2.0)) == 768
+    reward.video_fps = 24.0
+    assert reward.choose(81) == [0, 16, 32, 48, 64, 80]  # 6.75 frames are 6
+    assert reward.choose(121) == [0, 13, 27, 40, 53, 67, 80, 93, 107, 120]
+    assert reward.choose(16) == [0, 5, 10, 15]  # at least 4
+    assert reward.choose(3) == [0, 2]
+    reward.video_fps = 10.0
+    assert reward.choose(50) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
+    reward.video_fps = 2.0
+    assert len(reward.choose(100_000)) == 768
     with pytest.raises(ValueError, match="at least 2 frames, got 1"):
         reward.score(videos(1, 1), ["a"])
 

@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
 from sage_fast.rewards.frames import FrameReward, levels, resize
 from sage_fast.util.errors import UserError
-from sage_fast.util.frames import evenly_spaced
 
 BICUBIC = 3
 """Code of PIL's bicubic filter in preprocessor_config.json."""
@@ -32,8 +31,7 @@ class CLIPReward(FrameReward):
     Args:
         path: folder or hub id of a `CLIPModel`.
         processor: folder or hub id of its tokenizer and image processor; None for `path`.
-        num_frames: number of evenly spaced frames, including first and last; shorter videos use all.
-        device: as for `FrameReward`.
+        num_frames, device: as for `FrameReward`.
 
     Raises:
         UserError: an argument is invalid, or the files it names are not as expected.
@@ -42,10 +40,7 @@ class CLIPReward(FrameReward):
     files: ClassVar = {"path": ("config.json",), "processor": ("preprocessor_config.json",)}
 
     def __init__(self, path: str, processor: str | None, num_frames: int, device: str | None) -> None:
-        super().__init__(device, video_fps=1.0)  # the choice of frames does not depend on the rate
-        if num_frames < 1:
-            raise UserError(f"num_frames = {num_frames}: expected at least 1")
-        self.num_frames = num_frames
+        super().__init__(device, num_frames)
         try:
             self.network, loaded = CLIPModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
         except (OSError, ValueError, RuntimeError) as error:
@@ -73,10 +68,6 @@ class CLIPReward(FrameReward):
         side = self.network.config.vision_config.image_size
         if self.crop != (side, side):
             raise UserError(f"processor = {processor!r}: crops to {self.crop}, but {path!r} takes {side} x {side}")
-
-    def choose(self, total: int, fps: float) -> list[int]:
-        """Return `num_frames` evenly spaced indices."""
-        return evenly_spaced(total, self.num_frames)
 
     def pixels(self, frames: Tensor) -> Tensor:
         """Resize, centre-crop and normalise float frames `[n, 3, H, W]` in [0, 1] to float32 `[n, 3, S, S]`."""

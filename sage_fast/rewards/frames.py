@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sage_fast.util.errors import UserError
+from sage_fast.util.frames import evenly_spaced
 
 SCORED_AT_ONCE = 8
 """Maximum number of videos per batch."""
@@ -39,11 +39,11 @@ def resize(frames: Tensor, height: int, width: int) -> Tensor:
 class FrameReward:
     """A frozen network that scores selected frames of each video.
 
-    A subclass loads `network`, selects frames (`choose`) and scores them (`of_frames`).
+    A subclass loads `network` and scores frames (`of_frames`); it may also select them (`choose`).
 
     Args:
         device: device of the network, such as "cuda:1"; None for the device of the first videos it scores.
-        video_fps: frames per second of the videos passed to `score`.
+        num_frames: number of evenly spaced frames, including first and last; shorter videos use all.
 
     Attributes:
         files: argument that names a folder or a hub id -> patterns of files in it, for `--dry-run`.
@@ -54,18 +54,18 @@ class FrameReward:
     gpu_bytes: ClassVar[float | None] = None
     network: Any
 
-    def __init__(self, device: str | None, video_fps: float) -> None:
-        if not (math.isfinite(video_fps) and video_fps > 0):
-            raise UserError(f"video_fps = {video_fps}: expected frames per second above 0, such as 24")
+    def __init__(self, device: str | None, num_frames: int) -> None:
+        if num_frames < 1:
+            raise UserError(f"num_frames = {num_frames}: expected at least 1")
         try:
             self.device = None if device is None else torch.device(device)
         except RuntimeError as error:
             raise UserError(f"device = {device!r}: expected a device of torch, such as 'cuda:1' or 'cpu'") from error
-        self.video_fps = video_fps
+        self.num_frames = num_frames
 
-    def choose(self, total: int, fps: float) -> list[int]:
-        """Return the sorted indices of the frames to score, out of `total` at `fps` frames per second."""
-        raise NotImplementedError
+    def choose(self, total: int) -> list[int]:
+        """Return the sorted indices of the frames to score, out of `total`."""
+        return evenly_spaced(total, self.num_frames)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Score B videos, given as their chosen frames, float `[n, 3, H, W]` in [0, 1] on `device`.
@@ -80,7 +80,7 @@ class FrameReward:
         """Score videos; return each part, float32 `[B]`.
 
         Args:
-            videos: float `[B, F, 3, H, W]` in [0, 1] at `video_fps` frames per second; NaN gives NaN.
+            videos: float `[B, F, 3, H, W]` in [0, 1]; NaN gives NaN.
             prompts: B prompts.
 
         Raises:
@@ -88,7 +88,7 @@ class FrameReward:
         """
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.is_floating_point():
             raise ValueError(f"expected float videos [B, F, 3, H, W], got {videos.dtype} {list(videos.shape)}")
-        chosen = videos[:, self.choose(videos.shape[1], self.video_fps)]
+        chosen = videos[:, self.choose(videos.shape[1])]
         if len(videos) != len(prompts) or not prompts:
             raise ValueError(f"expected a prompt for each video, got {len(videos)} videos and {len(prompts)} prompts")
         if self.device is None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from sage_fast.rewards.qwen2_vl import CELL, Attention, Precision, Qwen2VLReward, build_network, local_folder
 from sage_fast.util.errors import UserError
-from sage_fast.util.frames import evenly_spaced
 
 TEMPLATE = (Path(__file__).parent / "hpsv3_prompt.txt").read_text(encoding="utf-8")
 """The training prompt, verbatim, spaces at the ends of lines included: INSTRUCTION and prompt_with_special_token in
@@ -35,7 +34,7 @@ class HPSv3Reward(Qwen2VLReward):
     Args:
         path: folder of the published checkpoint (`HPSv3.safetensors`), or its hub id.
         base, device, dtype, attention: as for `Qwen2VLReward`.
-        num_frames: number of evenly spaced frames, including first and last; shorter videos use all.
+        num_frames: as for `FrameReward`.
 
     Raises:
         UserError: an argument, the checkpoint or the base is not as expected. The error lists all keys of the
@@ -59,10 +58,8 @@ class HPSv3Reward(Qwen2VLReward):
         attention: Attention = "sdpa",
         num_frames: int = 8,
     ) -> None:
-        if num_frames < 1:
-            raise UserError(f"num_frames = {num_frames}: expected at least 1")
-        super().__init__(base, device, dtype, attention, video_fps=1.0)  # the choice of frames does not depend on it
-        self.num_frames, self.min_frame_pixels, self.max_frame_pixels = num_frames, PIXELS, PIXELS
+        super().__init__(base, device, dtype, attention, num_frames)
+        self.min_frame_pixels = self.max_frame_pixels = PIXELS
         width = self.config.text_config.hidden_size
         with torch.device("meta"):
             self.head = nn.Sequential(
@@ -72,10 +69,6 @@ class HPSv3Reward(Qwen2VLReward):
         self.network, weights = build_network("HPSv3", self.config, read_weights(path), shapes, self.dtype, attention)
         self.head.load_state_dict(weights, strict=True, assign=True)
         self.head.eval().requires_grad_(False)
-
-    def choose(self, total: int, fps: float) -> list[int]:
-        """Return `num_frames` evenly spaced indices."""
-        return evenly_spaced(total, self.num_frames)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return the part, float32 `[B]`."""

@@ -44,7 +44,7 @@ class Qwen2VLReward(FrameReward):
 
     Args:
         base: folder or hub id of the base model; only its configuration and tokenizer are read.
-        device, video_fps: as for `FrameReward`.
+        device, num_frames: as for `FrameReward`.
         dtype: dtype of the weights; None for bfloat16 on CUDA, else float32. The head is always float32.
         attention: attention implementation of transformers.
 
@@ -67,9 +67,9 @@ class Qwen2VLReward(FrameReward):
     max_frame_pixels: int
 
     def __init__(
-        self, base: str, device: str | None, dtype: Precision | None, attention: Attention, video_fps: float
+        self, base: str, device: str | None, dtype: Precision | None, attention: Attention, num_frames: int
     ) -> None:
-        super().__init__(device, video_fps)
+        super().__init__(device, num_frames)
         if attention not in get_args(Attention):
             raise UserError(f"attention = {attention!r}: {nearest(attention, get_args(Attention))}")
         if dtype is None:

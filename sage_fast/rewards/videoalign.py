@@ -37,6 +37,8 @@ from sage_fast.util.frames import evenly_spaced
 
 PARTS = ("vq", "mq", "ta")
 """Visual quality, motion quality, text alignment."""
+MOST_FRAMES = 768
+"""Maximum number of frames, as published."""
 TEMPLATE = (Path(__file__).parent / "videoalign_prompt.txt").read_text(encoding="utf-8")
 """The training prompt, verbatim: "detailed_special" in prompt_template.py of github.com/KwaiVGI/VideoAlign (MIT,
 Copyright 2025 Kling Team, Kuaishou Technology)."""
@@ -79,12 +81,13 @@ class VideoAlignReward(Qwen2VLReward):
         max_frame_pixels: int | None = None,
         min_frame_pixels: int = 128 * CELL * CELL,
     ) -> None:
-        super().__init__(base, device, dtype, attention, video_fps)
+        super().__init__(base, device, dtype, attention, num_frames=MOST_FRAMES)
         folder = local_folder(path, "KwaiVGI/VideoReward", self.files["path"])
         settings = read_settings(folder)
-        self.fps = settings.fps if fps is None else fps
-        if not (math.isfinite(self.fps) and self.fps > 0):
-            raise UserError(f"fps = {self.fps}: expected frames per second above 0, such as 2")
+        self.fps, self.video_fps = settings.fps if fps is None else fps, video_fps
+        for name, rate, usual in (("fps", self.fps, 2), ("video_fps", video_fps, 24)):
+            if not (math.isfinite(rate) and rate > 0):
+                raise UserError(f"{name} = {rate}: expected frames per second above 0, such as {usual}")
         self.min_frame_pixels = min_frame_pixels
         self.max_frame_pixels = settings.max_frame_pixels if max_frame_pixels is None else max_frame_pixels
         if not CELL * CELL <= min_frame_pixels <= self.max_frame_pixels:
@@ -104,7 +107,7 @@ class VideoAlignReward(Qwen2VLReward):
         )
         self.head, self.mean, self.std = head["weight"], settings.mean, settings.std
 
-    def choose(self, total: int, fps: float) -> list[int]:
+    def choose(self, total: int) -> list[int]:
         """Return an even number of evenly spaced indices from first to last; at least 4 if the video has them.
 
         Raises:
@@ -112,8 +115,8 @@ class VideoAlignReward(Qwen2VLReward):
         """
         if total < FRAMES_TOGETHER:
             raise ValueError(f"VideoAlign needs videos of at least {FRAMES_TOGETHER} frames, got {total}")
-        most = min(768, total) // 2 * 2
-        return evenly_spaced(total, round(min(max(total / fps * self.fps, 4), most) / 2) * 2)
+        most = min(self.num_frames, total) // 2 * 2
+        return evenly_spaced(total, round(min(max(total / self.video_fps * self.fps, 4), most) / 2) * 2)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`."""
