@@ -496,7 +496,7 @@ def test_requests_that_are_none() -> None:
         with pytest.raises(ValueError, match=f"{key}|expected a|prompts"):
             read_request(json.dumps(sound | {key: value}).encode())
     with pytest.raises(Exception, match="answers request 'other' instead of 'mine'"):
-        reward_http.read_response(b'{"id": "other", "parts": {}}', "mine", "http://a")
+        reward_http.read_response({"id": "other", "parts": {}}, "mine", "http://a")
     assert HttpReward("http://a:1/prefix/")._path == "/prefix/score"
 
 

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -237,33 +237,30 @@ class _Evaluator:
         if len(chosen) < len(found.prompts):
             log.info(f"note: {source.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
         files = [found.files[i] for i in chosen]
-        read = _reader(files, self.config.sampling.batch_size)
+        size = self.config.sampling.batch_size
         log.info(f"score {source.label}")
         seeds = [found.seeds[i] if found.seeds else found.keys[i][1] for i in chosen]
         prompts = [found.prompts[i] for i in chosen]
-        result = score_videos(self.scoring, prompts, seeds, read, scorers=self.scorers).to_json()
+        result = score_videos(
+            self.scoring, prompts, seeds, lambda own: _batches(files[own.start : own.stop], size), scorers=self.scorers
+        ).to_json()
         scored = of_scores(source.label, result, {})
         return result, dataclasses.replace(scored, files=files, seeds=seeds if found.seeds else None)
 
 
-def _reader(files: Sequence[Path | None], size: int) -> Callable[[range], Chunks]:
-    """Return a function that yields the videos of these numbers in batches of one shape, at most `size` at a time."""
-    device = local_device()
-
-    def read(numbers: range) -> Chunks:
-        batch: list[Tensor] = []
-        for i in numbers:
-            file = files[i]
-            assert file is not None
-            video = read_video(file)
-            if batch and (len(batch) == size or video.shape != batch[0].shape):
-                yield list(range(i - numbers.start - len(batch), i - numbers.start)), torch.stack(batch).to(device)
-                batch = []
-            batch.append(video)
-        if batch:
-            yield list(range(len(numbers) - len(batch), len(numbers))), torch.stack(batch).to(device)
-
-    return read
+def _batches(files: Sequence[Path | None], size: int) -> Chunks:
+    """Yield videos of one shape, at most `size` at a time, with their indices in `files`."""
+    device, indices, batch = local_device(), list[int](), list[Tensor]()
+    for i, file in enumerate(files):
+        assert file is not None
+        video = read_video(file)
+        if batch and (len(batch) == size or video.shape != batch[0].shape):
+            yield indices, torch.stack(batch).to(device)
+            indices, batch = [], []
+        indices.append(i)
+        batch.append(video)
+    if batch:
+        yield indices, torch.stack(batch).to(device)
 
 
 def add_scores(
@@ -294,9 +291,9 @@ def add_scores(
         log.info(f"score {videos.label}")
         kept = [i for i, file in enumerate(videos.files) if file is not None]
         found: dict[str, list[Scores]] = {short: [] for short in scorers}
-        for numbers, chunk in _reader([videos.files[i] for i in kept], sampling.batch_size)(range(len(kept))):
+        for indices, chunk in _batches([videos.files[i] for i in kept], sampling.batch_size):
             for short, scorer in scorers.items():
-                found[short].append(scorer(chunk, [videos.prompts[kept[i]] for i in numbers]))
+                found[short].append(scorer(chunk, [videos.prompts[kept[i]] for i in indices]))
         scores, by = dict(videos.scores), dict(videos.scorers)
         for name, (short, scorer) in zip(names, scorers.items()):
             log_failures(joined := join_scores(found[short]))

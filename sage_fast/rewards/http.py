@@ -73,11 +73,11 @@ class Client:
     def close(self) -> None:
         pass
 
-    def _post(self, body: bytes, seconds: float, key: str) -> bytes:
-        """Send a request with a key, or "" for none; return the answer of status 200.
+    def _post(self, body: bytes, seconds: float, key: str) -> Any:
+        """Send a request with a key, or "" for none; return the JSON of an answer with status 200.
 
         Raises:
-            TransportFailure: no connection, no whole answer in time, or status 408, 429 or at least 500.
+            TransportFailure: no connection, no whole answer in time, no JSON, or status 408, 429 or at least 500.
             RewardFailure: the server answered with an error; its own words.
         """
         try:
@@ -91,7 +91,10 @@ class Client:
             self._answered |= not lost
             why = names_for_values(f"{self.url}: status {status}: {_error_of(text)}")
             raise (TransportFailure if lost else RewardFailure)(why)
-        return text
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise TransportFailure(f"{self.url}: an answer that is no JSON: {text[:80]!r}") from error
 
     def _exchange(self, body: bytes, seconds: float, key: str) -> tuple[int, bytes]:
         end = time.monotonic() + seconds
@@ -136,8 +139,8 @@ class HttpReward(Client):
         self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
     ) -> dict[str, Tensor]:
         """Send one request; return each part, float32 `[B]`, NaN for null."""
-        text = self._post(format_request(videos, prompts, metadata, name, self.dtype), seconds, token())
-        parts = checked(read_response(text, name, self.url), len(prompts))
+        answer = self._post(format_request(videos, prompts, metadata, name, self.dtype), seconds, token())
+        parts = checked(read_response(answer, name, self.url), len(prompts))
         self._answered = True
         return parts
 
@@ -219,17 +222,12 @@ def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"schema": SCHEMA, "id": name, "parts": values}
 
 
-def read_response(body: bytes, name: str, url: str) -> dict[str, Tensor]:
-    """Parse the parts of the response to request `name`.
+def read_response(got: Any, name: str, url: str) -> dict[str, Tensor]:
+    """Return the parts in the response to request `name`.
 
     Raises:
-        TransportFailure: the response is not JSON; it may have been cut off.
         RewardFailure: the response is malformed or answers another request.
     """
-    try:
-        got = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise TransportFailure(f"{url}: an answer that is no JSON: {body[:80]!r}") from error
     try:
         if got["id"] != name:
             raise RewardFailure(f"{url}: answers request {str(got['id'])[:40]!r} instead of {name!r}")
@@ -240,7 +238,7 @@ def read_response(body: bytes, name: str, url: str) -> dict[str, Tensor]:
             for part, values in got["parts"].items()
         }
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {body[:80]!r}") from error
+        raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {str(got)[:80]!r}") from error
 
 
 def _error_of(body: bytes) -> str:

@@ -118,14 +118,12 @@ class VLMReward(Client):
         content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
         content.append({"type": "text", "text": self.template.replace("{prompt}", prompt)})
         body = self.fields | {"messages": [{"role": "user", "content": content}]}
-        text = self._post(json.dumps(body).encode(), seconds, self.api_key)
+        got = self._post(json.dumps(body).encode(), seconds, self.api_key)
         try:
-            choice = json.loads(text)["choices"][0]
+            choice = got["choices"][0]
             answer, ended = str(choice["message"]["content"]), choice["finish_reason"]
         except (TypeError, KeyError, IndexError) as error:
-            raise RewardFailure(f"{self.url}: an answer that is no chat completion: {text[:80]!r}") from error
-        except (ValueError, RecursionError) as error:
-            raise TransportFailure(f"{self.url}: an answer that is no JSON: {text[:80]!r}") from error
+            raise RewardFailure(f"{self.url}: an answer that is no chat completion: {str(got)[:80]!r}") from error
         self._answered = True
         if ended == "length":
             raise RewardFailure(f"{self.url}: the answer was cut off at max_tokens: {answer[:80]!r}")

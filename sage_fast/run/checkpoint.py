@@ -179,11 +179,6 @@ def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], Sta
 # -- checksums --------------------------------------------------------------------------------------------------------
 
 
-def _share(names: list[str]) -> list[str]:
-    """Return this rank's share of the files: hashing is split over the ranks."""
-    return names[rank() :: world_size()]
-
-
 def write_manifest(folder: Path, written: Iterable[Path], **facts: int) -> None:
     """Write the manifest of a folder. Collective: each rank fsyncs and hashes its own files.
 
@@ -202,5 +197,5 @@ def write_manifest(folder: Path, written: Iterable[Path], **facts: int) -> None:
 
 def _fault(folder: Path) -> str | None:
     """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing."""
-    found = all_gather_object(fault_of(folder, _share, needed=STATE))
+    found = all_gather_object(fault_of(folder, lambda names: names[rank() :: world_size()], needed=STATE))
     return next((fault for fault in found if fault is not None), None)
