@@ -89,17 +89,16 @@ class Returns:
         print("a reward may print", flush=True)
         if self.what == "in place":
             videos.zero_()
-        if self.what == "ends its children":
+        if self.what == "children":
             own = os.getpid()
             for process in Path(f"/proc/{own}/task/{own}/children").read_text().split():
                 os.kill(int(process), signal.SIGTERM)
             time.sleep(0.3)
-        if self.what == "waits for its children":
             with contextlib.suppress(ChildProcessError):
                 while True:
                     os.wait()
-        if self.what == "fork" and os.fork() == 0:
-            return {"a": [9.0] * count}
+            if os.fork() == 0:
+                return {"a": [9.0] * count}
         return {
             "ints": {"a": torch.arange(count)},
             "bools": {"a": torch.ones(count, dtype=torch.bool)},

@@ -34,12 +34,11 @@ class NeedsToken(TestbedReward):
         assert (token, service) == (SECRET, {"api_key": SECRET, "fps": 2})
 
 
-@pytest.mark.parametrize(("several", "workers"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize("several", [False, True])
 def test_secrets_are_in_no_file_of_a_run_and_reach_the_reward(
-    several: bool, workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    several: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward: dict[str, Any] = {"name": "tests.test_secrets:NeedsToken", "weights": {"vq": 1}, "args": ARGS}
-    reward["workers"] = workers
     file, run = tmp_path / "config.yaml", tmp_path / "run"
     tree = {"base": str(PAPER), "output": str(run), "reward": {"several": [reward]} if several else reward}
     file.write_text(yaml.safe_dump(tree))
@@ -77,13 +76,17 @@ def test_variables_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
         from_environment({"several": given["several"]}, "args")
 
 
-def test_a_missing_variable_of_a_process_or_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_a_process_or_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SAGE_KEY", raising=False)
     with pytest.raises(UserError, match=r"^reward\.name = 'http://there': args\.dtype = .* variable SAGE_KEY"):
         load_reward(RewardEntry(name="http://there", args={"dtype": "${SAGE_KEY}"}))
     reward = CompositeReward.of(RewardConfig(name="tests.test_secrets:NeedsToken", args=ARGS, workers=1))
+    sampling = SamplingConfig(num_frames=5, height=32, width=32)
     with pytest.raises(UserError, match=r"^reward\.name = 'tests.*': args\.token = .* variable SAGE_KEY"):
-        reward.check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
+        reward.check(sampling, ["a"])
+    monkeypatch.setenv("SAGE_KEY", SECRET)
+    reward.check(sampling, ["a red circle moves left quickly"])
+    assert "vq" in reward.parts
 
 
 @pytest.mark.parametrize(
@@ -163,8 +166,7 @@ class Leaks:
         raise OSError(f"no answer from {self.url}")
 
 
-@pytest.mark.parametrize("how", ["made", "told", "called"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("how", "workers"), [("made", 0), ("told", 0), ("called", 0), ("made", 1), ("called", 1)])
 def test_errors_of_a_reward_name_the_variable(how: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAGE_KEY", SECRET)
     args = {"url": "https://me:${SAGE_KEY}@there", "how": how}
