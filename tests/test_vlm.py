@@ -149,6 +149,7 @@ def test_an_answer_that_does_not_parse_costs_its_own_video_alone(vlm: VLM) -> No
     text = "\n".join(scores.notes)
     assert "expected one line 'Alignment Score (1-5): X' in the answer 'A fine dog.'" in text
     assert "the video has values that are not finite" in text
+    assert "; 3 of 4 videos had no scores" in text
 
 
 def test_a_busy_server_is_asked_again_for_what_is_missing(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:

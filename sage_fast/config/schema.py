@@ -539,7 +539,7 @@ class TrainConfig(Section):
 
     @property
     def samples(self) -> int:
-        """Return the number of samples of an iteration, over all ranks."""
+        """Number of samples per iteration, over all ranks."""
         return self.prompts_per_iteration * self.group_size
 
 

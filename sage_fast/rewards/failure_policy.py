@@ -74,7 +74,7 @@ class Outcome:
         parts: name -> float32 `[B]`, NaN for a video that failed.
         errors: video -> why it has no scores.
         retried: number of videos without scores after the first call.
-        note: why the reward was called again; None if it was not.
+        note: why videos had no scores after the first call; None if all had.
     """
 
     parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -112,8 +112,7 @@ class FailurePolicy:
         raised = self._attempt(outcome, videos, prompts, metadata, list(range(count)))
         if errors:
             outcome.retried = len(errors)
-            why = first_line(next(iter(errors.values())))
-            outcome.note = f"{why}; called again for {len(errors)} of {count} videos"
+            outcome.note = f"{first_line(next(iter(errors.values())))}; {len(errors)} of {count} videos had no scores"
         for _ in range(self.retries):
             if errors and time.monotonic() < deadline:
                 raised = self._attempt(outcome, videos, prompts, metadata, list(errors))
