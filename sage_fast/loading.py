@@ -287,7 +287,7 @@ def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, 
 
 
 def samples_of_rank(train: TrainConfig, groups: int) -> int:
-    """Return an iteration's samples on a rank of the first of `groups`, which has the most."""
+    """Return the number of samples per iteration on a rank of the first of `groups`, which has the most."""
     return len(share_of(train.samples, groups, 0))
 
 
