@@ -135,7 +135,6 @@ def prepare(fault: Fault) -> None:
     """Set up the fault in this process."""
     import safetensors.torch
 
-    import sage_fast.models.parts
     from sage_fast.trainer import Trainer
 
     seen = 0
@@ -192,7 +191,7 @@ def prepare(fault: Fault) -> None:
 
             return saving
 
-        sage_fast.models.parts.save_file = torn(safetensors.torch.save_file)
+        safetensors.torch.save_file = torn(safetensors.torch.save_file)
     elif fault.at == "loss":
         loss_of = Trainer._loss
 

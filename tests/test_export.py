@@ -421,7 +421,8 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert message("export", str(run), str(run), capsys=capsys).endswith(
         "expected a new or an empty folder; nothing was changed"
     )
-    assert "'nowhere': no such file or folder" in message("export", "nowhere", out, capsys=capsys)
+    assert "'nowhere': no such file or folder; expected a run" in message("export", "nowhere", out, capsys=capsys)
+    assert "is no run folder: config.yaml is missing" in message("export", str(tmp_path), out, capsys=capsys)
     assert "--base '/data/model': expected a hub id such as" in message(
         "export", str(run), out, "--base", "/data/model", capsys=capsys
     )

@@ -29,6 +29,7 @@ from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.manifest import checkpoints, iteration_of
 from sage_fast.run.training_state import save_training_state
 from sage_fast.util.errors import RankError, UserError
+from sage_fast.util.files import save_tensors
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.test_engine_deepspeed import needs_deepspeed
@@ -240,7 +241,7 @@ def full_disk(folder: Path, engine: Engine) -> None:
     save_checkpoint(folder / "disk", 1, engine, {}, None)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
     with (
-        mock.patch.object(parts, "save_file", side_effect=full if rank() == 1 else save_file),
+        mock.patch.object(parts, "save_tensors", side_effect=full if rank() == 1 else save_tensors),
         pytest.raises((OSError, RankError), match="No space left on device"),
     ):
         save_checkpoint(folder / "disk", 2, engine, {}, None)

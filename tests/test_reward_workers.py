@@ -151,9 +151,7 @@ def test_dead_or_hanging_process_is_restarted_and_its_videos_rescored(process: A
         "its process ended: signal SIGKILL", "its process ended: exit status 3",
         "no answer within 12 s for 2 videos; its process was ended",
     )):  # fmt: skip
-        assert scores.notes == (
-            f"reward 'tests.reward_faults:Fingerprint': {expected}; 2 of 2 videos had no scores",
-        )
+        assert scores.notes == (f"reward 'tests.reward_faults:Fingerprint': {expected}; 2 of 2 videos had no scores",)
     processes = [int(path.name[4:]) for path in tmp_path.glob("0/pid-*")]
     assert len(processes) == 4
     assert sum(Path("/proc", str(number)).exists() for number in processes) == 1

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-
-from safetensors.torch import save_file
-from torch import Tensor
 
 from sage_fast.commands.card import PICTURE, model_card
 from sage_fast.commands.sources import is_checkpoint, newest_weights
@@ -21,7 +17,7 @@ from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.run.manifest import fault_of_weights, iteration_of
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import atomic_path, read_json, saving
+from sage_fast.util.files import atomic_path, read_json, save_tensors
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +98,8 @@ def _write_lora(spec: Spec, part: str, weights: Path, folder: Path, name: str, b
     write_adapter(folder / file, tensors, adapter)
     own = folder if file == LORA_FILE else folder / part
     adapter.save_pretrained(own)
-    _save(own / "adapter_model.safetensors", {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}, {})
+    named = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
+    save_tensors(own / "adapter_model.safetensors", named, {"format": "pt"})
     for layout, place in spec.lora_layouts.items():
-        moved = converted(tensors, adapter, place)
-        _save(own / f"{name}-{layout}.safetensors", moved, {"base_model": base} if base else {})
-
-
-def _save(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    with saving(file):
-        save_file(dict(tensors), file, {"format": "pt", **metadata})
+        metadata = {"format": "pt"} | ({"base_model": base} if base else {})
+        save_tensors(own / f"{name}-{layout}.safetensors", converted(tensors, adapter, place), metadata)

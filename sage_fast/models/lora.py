@@ -12,11 +12,11 @@ import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig, set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sage_fast.util.errors import UserError, first_line
-from sage_fast.util.files import saving
+from sage_fast.util.files import save_tensors
 
 ADAPTER = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -32,8 +32,7 @@ def write_adapter(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig)
     """Write a LoRA in diffusers format, with its configuration in the metadata."""
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, sort_keys=True)}
-    with saving(file):
-        save_file(dict(tensors), file, metadata)
+    save_tensors(file, tensors, metadata)
 
 
 def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) -> None:

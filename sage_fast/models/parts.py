@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_fast.models.policy import Policy
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import saving
+from sage_fast.util.files import save_tensors
 from sage_fast.util.ranks import all_gather_object, broadcast_object, exchange, fail_together, rank, world_size
 
 Span = tuple[int, int]
@@ -64,8 +63,7 @@ class Layout:
         file = folder / f"{kind}-{rank() + 1:05d}-of-{world_size():05d}.safetensors"
         slices = {name: piece for name, part in state.items() if (piece := self.own_slice(name, part)).numel()}
         places = {name: (self.written[rank()][name][0], self.shapes[name].numel()) for name in slices}
-        with saving(file):
-            save_file(slices, file, {"parts": json.dumps(places)})
+        save_tensors(file, slices, {"parts": json.dumps(places)})
         return file
 
     def whole(self, state: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:

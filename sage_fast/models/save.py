@@ -8,13 +8,12 @@ from typing import Any
 
 from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft import get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_fast.models.lora import ADAPTER, lora_files, write_adapter
 from sage_fast.models.parts import Layout
 from sage_fast.models.policy import Policy, State
-from sage_fast.util.files import saving, write_json
+from sage_fast.util.files import save_tensors, write_json
 from sage_fast.util.ranks import fail_together, rank, world_size
 
 
@@ -76,8 +75,7 @@ def _write_network(folder: Path, network: Any, tensors: Mapping[str, Tensor], ow
     names = names if count > 1 else [SAFETENSORS_WEIGHTS_NAME]
     if tensors:
         written.append(folder / names[rank()])
-        with saving(written[0]):
-            save_file(dict(tensors), written[0], {"format": "pt"})
+        save_tensors(written[0], tensors, {"format": "pt"})
     if rank() == 0:
         network.save_config(folder)
         written.append(folder / network.config_name)

@@ -36,31 +36,25 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def saving(path: Path) -> Iterator[None]:
-    """Wrap `torch.save` and safetensors: convert their errors to OSError and make `path` readable for colleagues.
+def save_tensors(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file with the default permissions: 0644 under the usual umask.
 
-    Only the write itself can fail there. `path` is a file or a folder.
+    safetensors itself writes through a temporary file with mode 0600, which colleagues cannot read.
+
+    Raises:
+        OSError: it cannot be written; safetensors has an error of its own.
     """
+    from safetensors.torch import save_file  # imports PyTorch
+
     try:
-        yield
-    except (RuntimeError, SafetensorError) as error:
-        free = shutil.disk_usage(path if path.is_dir() else path.parent).free
+        save_file(dict(tensors), file, dict(metadata))
+    except SafetensorError as error:
+        free = shutil.disk_usage(file.parent).free
         why = f"cannot be written, {free / 2**20:,.1f} MiB are free there: {first_line(error)}"
-        raise OSError(errno.EIO, why, str(path)) from error
-    _share(path)
-
-
-def _share(path: Path) -> None:
-    """Give a file, or all files below a folder, the default permissions: 0644 under the usual umask.
-
-    safetensors writes through a temporary file with mode 0600, which colleagues cannot read.
-    """
+        raise OSError(errno.EIO, why, str(file)) from error
     umask = os.umask(0)
     os.umask(umask)
-    for file in [path] if path.is_file() else path.rglob("*"):
-        if file.is_file():
-            file.chmod(0o666 & ~umask)
+    file.chmod(0o666 & ~umask)
 
 
 @contextlib.contextmanager
