@@ -118,15 +118,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "overlap": (
         lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(0, 1)),
-        f"{FILES[0]} and {FILES[1]}: element 1 of vector is in both",
+        f"vector: expected elements 0 to 4, each once; got 0 to 2 in {FILES[0]}, 1 to 3 in {FILES[1]}",
     ),
     "gap": (
         lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(0, 3)),
-        f"{FILES[0]} and {FILES[1]}: elements 2 to 3 of vector are missing",
+        f"vector: expected elements 0 to 4, each once; got 0 to 2 in {FILES[0]}, 3 to 5 in {FILES[1]}",
     ),
     "an end": (
         lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(1, 6)),
-        f"{FILES[1]}: elements 4 to 6 of vector are missing",
+        f"vector: expected elements 0 to 6, each once; got 0 to 2 in {FILES[0]}, 2 to 4 in {FILES[1]}",
     ),
     "other file": (
         lambda folder: save_file({"vector": torch.zeros(2)}, folder / FILES[0]),

@@ -157,14 +157,9 @@ def _slices_in(folder: Path) -> dict[str, dict[str, list[tuple[int, int, str]]]]
                 sizes[weight] = size
         for weight, found in slices.items():
             found.sort()
-            end, before = 0, ""
-            for first, stop, name in [*found, (sizes[weight], 0, "")]:
-                named = " and ".join(filter(None, (before, name)))
-                if first < end:
-                    raise UserError(f"{folder}: {named}: element {first:,} of {weight} is in both")
-                if first > end:
-                    raise UserError(f"{folder}: {named}: elements {end:,} to {first:,} of {weight} are missing")
-                end, before = stop, name
+            if [0, *(end for _, end, _ in found)] != [*(first for first, _, _ in found), size := sizes[weight]]:
+                listed = ", ".join(f"{first:,} to {end:,} in {name}" for first, end, name in found)
+                raise UserError(f"{folder}: {weight}: expected elements 0 to {size:,}, each once; got {listed}")
     return kinds
 
 
