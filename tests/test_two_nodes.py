@@ -38,7 +38,8 @@ TRAIN = [str(REPOSITORY / "configs" / "recipes" / "paper.yaml"), *FEW_STEPS, *ar
     train__checkpoint_interval=1, eval__num_prompts=2, eval__seeds_per_prompt=1, eval__num_videos=1, eval__interval=0,
     eval__judge="null", tracking__trackers="[]", timeout_minutes=LIMIT / 60,
 )]  # fmt: skip
-ENGINES = ["plain", *(pytest.param(engine, marks=[needs_deepspeed, pytest.mark.soak]) for engine in ("zero2", "zero3"))]
+ENGINES = ["plain", "zero3", pytest.param("zero2", marks=needs_deepspeed)]
+pytestmark = pytest.mark.soak
 
 
 @dataclass
@@ -134,7 +135,6 @@ def weights(run: Path) -> dict[str, bytes]:
     return {name: tensor.tobytes() for name, tensor in load_file(run / "weights" / LORA_FILE).items()}
 
 
-@pytest.mark.soak
 @pytest.mark.fault(
     "the network between two nodes is cut under `torchrun --max-restarts`", "when it is back, torchrun goes on"
 )
