@@ -23,6 +23,7 @@ from sage_fast.eval.scores import paired_table
 from sage_fast.eval.text import format_table
 from sage_fast.eval.videoset import VideoSet, hacked, of_scores, read_folder, table, write_folder
 from sage_fast.loading import Scoring, load_rewards
+from sage_fast.report import charts
 from sage_fast.report.playback import for_browser, read_video
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4
@@ -441,8 +442,11 @@ def scored_by(run: Path, weights: object, reward: dict[str, object]) -> Path:
     return run
 
 
-def compared(out: Path, *sources: Path) -> str:
-    assert main(["compare", *map(str, sources), "--folder", str(out)]) == 0
+def compared(out: Path, *words: str | Path) -> str:
+    """The page of `compare`, of whose charts only those of held-out scores are drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "lines", lambda *given, **options: None)
+        assert main(["compare", *map(str, words), "--folder", str(out)]) == 0
     return (out / "comparison.html").read_text()
 
 
@@ -514,9 +518,9 @@ def test_compare_scores_the_videos_of_both_alike(tmp_path: Path, capsys: pytest.
     for i in range(5):
         (two / "videos" / "after" / f"{i:02d}-x.mp4").write_bytes(film(i + 1))
     scorer = ["--scorer", "tests.test_judging:red"]
-    assert main(["compare", str(one), str(two), "--folder", str(tmp_path / "out"), *scorer]) == 0
+    page = compared(tmp_path / "out", one, two, *scorer)
     row = r"<tr><td>two</td><td>5 / 5</td><td>[^<]*</td><td[^>]*>([^<]*)</td>"
-    gains = re.findall(row, (tmp_path / "out" / "comparison.html").read_text().split(">red/red<")[1])
+    gains = re.findall(row, page.split(">red/red<")[1])
     reds = [1000 * float(read_video(two / "videos" / "after" / f"{i:02d}-x.mp4")[:, 0].mean()) for i in (0, 4)]
     expected = (reds[1] - reds[0]) / 4  # the k-th video of one is the k-1st of the other
     assert [float(gain.replace("\N{MINUS SIGN}", "-")) for gain in gains] == [pytest.approx(expected, abs=1e-3)]

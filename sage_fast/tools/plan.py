@@ -52,8 +52,8 @@ from sage_fast.tools.traffic import Traffic, traffic
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
 
-ASSUMED_DISK, ASSUMED_NODE = 1e9, 8
-"""Bytes per second that a node writes to disk, and GPUs of a node. Assumptions: measure yours."""
+ASSUMED_DISK = 1e9
+"""Bytes per second that a node writes to disk. An assumption: measure yours."""
 PLANNED_ITERATIONS = 32
 """Iterations over which the plan averages the work of ranks whose groups have windows of their own."""
 PEAK_FLOPS = 1e12 * PEAK_TFLOPS["H100"]
@@ -166,9 +166,8 @@ def plan(
     s, train, sharing, rewards = config.sampling, config.train, config.model.sequence_parallel, rewards or {}
     check_heads(sharing, spec.heads)
     policy, objective = _meta_policy(spec, tuple(vars(config.model).items())), Objective.of(config)
-    cost, latent = spec.cost(config), spec.latent_shape(s)
+    cost, latent, samples, steps = spec.cost(config), spec.latent_shape(s), train.samples, longest_window(config)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    samples, steps = train.samples, longest_window(config)
     rollout_steps, longest = _rollout_steps(s, train, ranks // sharing, config.seed)
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
@@ -182,7 +181,8 @@ def plan(
     extra = {"CUDA graphs": graphs, "gradients of a rollout's samples": rollout_gradient_bytes(policy, mine) * one_pass}
     apart |= stored | {part: size for part, size in extra.items() if size}
     busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing}
-    mine_of = {part: count * busiest[part] * sharing for part, count in counted.items()}
+    batch = {"rollout": s.batch_size, "training": train.batch_size, "anchor": train.batch_size}
+    batched = {part: n * busiest[part] * sharing / min(batch[part], mine) for part, n in counted.items()}
     of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
     return Plan(
         parameters=base,
@@ -200,7 +200,7 @@ def plan(
         saved=(1 - rollout_steps / (samples * s.steps), 1 - longest / (mine * s.steps)),
         flops={"forward": cost.forward, **of_parts},
         evaluations=_evaluations(config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing),
-        traffic=_traffic((train, s), policy, mine_of, mine, ranks=ranks, width=config.model.element_bytes),
+        traffic=traffic(train, policy, batched, ranks=ranks, passes=s.passes, width=config.model.element_bytes),
         memory={**held.weights, **held.training, **apart, of_activations: checkpointing.mean(cost.activations)},
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         other_memory=_brief_memory(s, config.model.element_bytes, spec, mine)
@@ -227,22 +227,6 @@ def _fit_into(
     recomputation, in_rollout = chosen or (fits, beside > 0)
     left = room - beside - recomputation.mean(cost.activations)
     return recomputation, in_rollout, cost.graphs_within(left, graphs)
-
-
-def _traffic(
-    settings: tuple[TrainConfig, SamplingConfig],
-    policy: Policy,
-    forwards: Mapping[str, float],
-    samples: int,
-    *,
-    ranks: int,
-    width: int,
-) -> dict[str, Traffic]:
-    """Return kind -> collectives, of part -> `forwards` of single samples and `samples` on the GPU with the most."""
-    train, s = settings
-    batches = {"rollout": s.batch_size, "training": train.batch_size, "anchor": train.batch_size}
-    batched = {part: count / min(batches[part], samples) for part, count in forwards.items()}
-    return traffic(train, policy, batched, ranks=ranks, passes=s.passes, width=width)
 
 
 def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int) -> tuple[float, float]:
@@ -357,7 +341,7 @@ def format_plan(plan: Plan) -> str:
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     together = sum(plan.memory.values())
     fits = "fits" if together <= plan.gpu_memory else "does not fit"
-    disks = ASSUMED_DISK * math.ceil(plan.ranks / ASSUMED_NODE)
+    disks = ASSUMED_DISK * math.ceil(plan.ranks / NODE)
     lines = [
         "model",
         _line("parameters", _count(plan.parameters)),
