@@ -154,6 +154,16 @@ def test_a_signal_while_a_run_is_loaded_ends_it_there(stop: Stop) -> None:
         receive(stop, signal.SIGTERM)
 
 
+def test_a_library_that_makes_its_own_error_of_a_signal_hides_no_stop() -> None:
+    with pytest.raises(Stopped) as raised, Stop(60):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except Stopped:
+            raise OSError("unable to load weights") from None
+    assert raised.value.status == 0
+
+
 def test_a_worker_of_a_reward_that_is_terminated_does_not_stop_the_run(stop: Stop) -> None:
     """multiprocessing ends its workers by SIGTERM; a forked one shares the pipe, and must not keep the handler."""
     worker = os.fork()

@@ -48,6 +48,7 @@ class Stop:
         self.training = False
         self.number = 0
         self._asked = 0.0
+        self._raised = 0
         self._saving = False
         self._saved = False
 
@@ -116,7 +117,7 @@ class Stop:
                 self._taken[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         global _active
         if _active is not self:
             return
@@ -128,11 +129,14 @@ class Stop:
         self._thread.join()
         for end in self._ends:
             os.close(end)
+        if self._raised and isinstance(error, Exception):  # a library that read weights made its own error of it
+            raise Stopped(self._raised) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_terminal()
         if not self.training:
+            self._raised = number
             raise Stopped(number)
 
     def _watch(self) -> None:

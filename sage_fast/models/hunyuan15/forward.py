@@ -127,9 +127,8 @@ class TextToVideoForward(nn.Module):
         sinusoid, embedder = model.time_embed.time_proj(timestep), model.time_embed.timestep_embedder
         temb = F.silu(embedder(sinusoid.to(next(embedder.parameters()).dtype))).to(dtype)
         rows = torch.cat([adaln(temb) for adaln in self.adaln], dim=1)
-        return rows.view(len(timestep), len(self.blocks), 2, 6, -1), model.norm_out.linear(temb).view(
-            len(timestep), 2, -1
-        )
+        last = model.norm_out.linear(temb).view(len(timestep), 2, -1)
+        return rows.view(len(timestep), len(model.transformer_blocks), 2, 6, -1), last
 
     def context(self, timestep: Tensor, text: TextBatch) -> tuple[Tensor, Tensor | None]:
         """Return glyph and refined text tokens `[R, L2 + L, d]`, and their bool mask if lengths differ."""
