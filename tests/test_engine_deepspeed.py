@@ -268,11 +268,11 @@ def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
 @needs_deepspeed
 def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": true}')
+    file.write_text('{"zero_optimization": {"reduce_bucket_size": 6}, "wall_clock_breakdown": true}')
     config = settings(train__engine="zero2", train__deepspeed_config=str(file)).train
     check_engine(config)
-    made = deepspeed_settings(config, trained=1000)
-    assert made["zero_optimization"]["reduce_bucket_size"] == 7
+    made = deepspeed_settings(config, trained=999)
+    assert made["zero_optimization"]["reduce_bucket_size"] == 6
     assert made["zero_optimization"]["stage"] == 2
     assert made["zero_optimization"]["allgather_bucket_size"] == 1000
     assert made["wall_clock_breakdown"]
@@ -285,8 +285,10 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
         ("zero_hpz_partition_size", 2, "cannot be overridden"),
         ("round_robin_gradients", True, "cannot be overridden"),  # it changed Muon's updates
         ("reduce_buckets_size", 2, "the nearest is zero_optimization.reduce_bucket_size"),
-        ("reduce_bucket_size", "auto", 'reduce_bucket_size = "auto": expected a whole number'),
-        ("reduce_bucket_size", float("inf"), "expected a whole number"),
+        ("reduce_bucket_size", "auto", 'reduce_bucket_size = "auto": expected an even number'),
+        ("reduce_bucket_size", float("inf"), "expected an even number"),
+        ("reduce_bucket_size", 0, "reduce_bucket_size = 0: expected an even number from 2"),
+        ("allgather_bucket_size", 5, "allgather_bucket_size = 5: expected an even number from 2"),
         ("overlap_comm", 1, "overlap_comm = 1: expected true or false"),
     ):
         file.write_text(json.dumps({"zero_optimization": {key: value}}))

@@ -35,17 +35,17 @@ OURS = {
 }
 """Keys a user's file may not set -> the setting of ours that determines them."""
 
-ALLOWED = {
-    "zero_optimization.reduce_bucket_size": int,
-    "zero_optimization.allgather_bucket_size": int,
+ALLOWED: dict[str, type[bool] | int] = {
+    "zero_optimization.reduce_bucket_size": 2,
+    "zero_optimization.allgather_bucket_size": 2,
     "zero_optimization.overlap_comm": bool,
     "zero_optimization.contiguous_gradients": bool,
     "zero_optimization.reduce_scatter": bool,
     "zero_optimization.allgather_partitions": bool,
     "wall_clock_breakdown": bool,
-    "steps_per_print": int,
+    "steps_per_print": 1,
 }
-"""Keys a user's file may set -> type. They change speed and memory, but no update.
+"""Keys a user's file may set -> bool, or what a number is a multiple of. They change speed and memory, but no update.
 
 Other keys would change updates. Half-precision gradient communication loses small values. `round_robin_gradients`
 reorders the weights in DeepSpeed's rows: updates by Muon were then far from those of one process.
@@ -63,7 +63,7 @@ def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False)
         trained: number of trained elements.
         bf16: whether activations are bfloat16.
     """
-    bucket = max(min(BUCKET, trained), 1)
+    bucket = min(BUCKET, trained + trained % 2)  # DeepSpeed requires an even number
     zero: dict[str, Any] = {
         "stage": ENGINES[config.engine].stage,
         "overlap_comm": False,
@@ -116,9 +116,13 @@ def _own(config: TrainConfig) -> dict[str, Any]:
                 f"{name} sets {key}, which cannot be overridden: "
                 + (f"the nearest is {near[0]}" if near else f"expected any of {', '.join(ALLOWED)}")
             )
-        number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value % 1 == 0
-        if not (number if ALLOWED[key] is int else isinstance(value, bool)):
-            expected = "a whole number" if ALLOWED[key] is int else "true or false"
+        multiple, boolean = ALLOWED[key], isinstance(value, bool)
+        if isinstance(multiple, int):
+            fits = isinstance(value, int | float) and not boolean and value > 0 and value % multiple == 0
+            expected = "an even number from 2" if multiple == 2 else "a whole number from 1"
+        else:
+            fits, expected = boolean, "true or false"
+        if not fits:
             raise UserError(f"{name}: {key} = {json.dumps(value)}: expected {expected}")
     if "gradients" not in ENGINES[config.engine].shards and zero.get("overlap_comm"):
         raise UserError(f"{name}: zero_optimization.overlap_comm needs train.engine = zero2; take it out")
