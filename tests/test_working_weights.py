@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -169,7 +170,7 @@ def check_swaps(engine: Engine) -> None:
             assert_rounded(engine, expected)
         assert_rounded(engine, present)
     state = policy.snapshot()
-    with pytest.raises(ZeroDivisionError), Sent() as sent, policy.using(anchor):
+    with Sent() as sent, contextlib.suppress(ZeroDivisionError), policy.using(anchor):
         sent.found.clear()
         raise ZeroDivisionError
     assert sent.found == [], "the other rank may wait in another collective"
