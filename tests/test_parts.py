@@ -31,7 +31,6 @@ from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.manifest import checkpoints, iteration_of
 from sage_fast.run.training_state import save_training_state
 from sage_fast.util.errors import RankError, UserError
-from sage_fast.util.files import save_tensors
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.test_engine_deepspeed import needs_deepspeed

@@ -35,17 +35,15 @@ OURS = {
 }
 """Keys a user's file may not set -> the setting of ours that determines them."""
 
-ALLOWED: dict[str, type[bool] | int] = {
-    "zero_optimization.reduce_bucket_size": 2,
-    "zero_optimization.allgather_bucket_size": 2,
+ALLOWED = {
+    "zero_optimization.reduce_bucket_size": int,
+    "zero_optimization.allgather_bucket_size": int,
     "zero_optimization.overlap_comm": bool,
     "zero_optimization.contiguous_gradients": bool,
     "zero_optimization.reduce_scatter": bool,
     "zero_optimization.allgather_partitions": bool,
-    "wall_clock_breakdown": bool,
-    "steps_per_print": 1,
 }
-"""Keys a user's file may set -> bool, or what a number is a multiple of. They change speed and memory, but no update.
+"""Keys a user's file may set -> type. They change speed and memory, but no update.
 
 Other keys would change updates. Half-precision gradient communication loses small values. `round_robin_gradients`
 reorders the weights in DeepSpeed's rows: updates by Muon were then far from those of one process.
@@ -116,13 +114,9 @@ def _own(config: TrainConfig) -> dict[str, Any]:
                 f"{name} sets {key}, which cannot be overridden: "
                 + (f"the nearest is {near[0]}" if near else f"expected any of {', '.join(ALLOWED)}")
             )
-        multiple, boolean = ALLOWED[key], isinstance(value, bool)
-        if isinstance(multiple, int):
-            fits = isinstance(value, int | float) and not boolean and value > 0 and value % multiple == 0
-            expected = "an even number from 2" if multiple == 2 else "a whole number from 1"
-        else:
-            fits, expected = boolean, "true or false"
-        if not fits:
+        even = isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and value % 2 == 0
+        if not (even if ALLOWED[key] is int else isinstance(value, bool)):
+            expected = "an even number from 2" if ALLOWED[key] is int else "true or false"
             raise UserError(f"{name}: {key} = {json.dumps(value)}: expected {expected}")
     if "gradients" not in ENGINES[config.engine].shards and zero.get("overlap_comm"):
         raise UserError(f"{name}: zero_optimization.overlap_comm needs train.engine = zero2; take it out")

@@ -66,18 +66,15 @@ def save_checkpoint(
     if broadcast_object(folder.is_dir(), 0) and _fault(folder) is None:
         return
     partial = folder.with_name(folder.name + PARTIAL)
-    with fail_together():
-        if rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / TRAINING).mkdir(parents=True)
     try:
-        written = save_training_state(partial / TRAINING, engine, anchor)
-        written += save_weights(engine.policy, partial, engine.ema)
         with fail_together():
             if rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
                 state = {"iteration": iteration, "optimizer_steps": engine.steps, **counters}
                 write_json(state, partial / STATE)
-                written.append(partial / STATE)
+        written = [partial / STATE] if rank() == 0 else []
+        written += save_training_state(partial / TRAINING, engine, anchor)
+        written += save_weights(engine.policy, partial, engine.ema)
         write_manifest(partial, written)
         with fail_together():
             if rank() == 0:
