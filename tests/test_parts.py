@@ -1,5 +1,6 @@
 """Checkpoints and weights that every rank writes: who writes what, any number of readers, and files that do not fit."""
 
+import contextlib
 import errno
 import json
 import os
@@ -25,11 +26,11 @@ from sage_fast.models.parts import Layout, SavedParts
 from sage_fast.models.testbed import BASE as TESTBED
 from sage_fast.models.testbed.model import Testbed, TestbedTransformer
 from sage_fast.parallel import Engine, make_engine
+from sage_fast.run import checkpoint as checkpoint_module
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.manifest import checkpoints, iteration_of
 from sage_fast.run.training_state import save_training_state
 from sage_fast.util.errors import RankError, UserError
-from sage_fast.util.files import save_tensors
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.test_engine_deepspeed import needs_deepspeed
@@ -237,14 +238,13 @@ def on_two_ranks(folder: Path, names: Sequence[str]) -> None:
 
 
 def full_disk(folder: Path, engine: Engine) -> None:
-    """The disk of the second rank is full: both ranks say so, and the checkpoint before stays."""
+    """The disk of one rank is full: both ranks say so, and the checkpoint before stays."""
     save_checkpoint(folder / "disk", 1, engine, {}, None)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
-    with (
-        mock.patch.object(parts, "save_tensors", side_effect=full if rank() == 1 else save_tensors),
-        pytest.raises((OSError, RankError), match="No space left on device"),
-    ):
-        save_checkpoint(folder / "disk", 2, engine, {}, None)
+    for number, place, name in ((1, parts, "save_tensors"), (0, Path, "mkdir"), (0, checkpoint_module, "checkpoints")):
+        failing = mock.patch.object(place, name, side_effect=full) if rank() == number else contextlib.nullcontext()
+        with failing, pytest.raises((OSError, RankError), match="No space left on device"):
+            save_checkpoint(folder / "disk", 2, engine, {}, None)
     dist.barrier()
     assert [iteration_of(checkpoint) for checkpoint in checkpoints(folder / "disk")] == [1]
     assert load_checkpoint(folder / "disk", engine) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -168,6 +169,12 @@ def check_swaps(engine: Engine) -> None:
         with policy.using(state):
             assert_rounded(engine, expected)
         assert_rounded(engine, present)
+    state = policy.snapshot()
+    with Sent() as sent, contextlib.suppress(ZeroDivisionError), policy.using(anchor):
+        sent.found.clear()
+        raise ZeroDivisionError
+    assert sent.found == [], "the other rank may wait in another collective"
+    policy.load(state)
     engine.backward(loss_of(policy, 1) * (math.nan if rank() == 0 else 1), 2)
     with pytest.raises(NonFiniteError, match=f"optimizer step {UPDATES}; the weights were not updated"):
         engine.step()

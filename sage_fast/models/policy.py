@@ -243,14 +243,14 @@ class Policy:
     def using(self, state: State) -> Iterator[None]:
         """Run with another state of the trainable weights, then restore the present one.
 
-        After an error of this rank alone, weights that are restored by a collective are not.
+        After an error of this rank alone they are not restored: a sharding engine would need a collective.
         """
         present = self.snapshot()
         try:
             self.load(state)
             yield
         finally:
-            if not (self.collective_forwards and fails_alone()):
+            if not fails_alone():
                 self.load(present)
 
     @property

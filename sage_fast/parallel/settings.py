@@ -42,8 +42,6 @@ ALLOWED = {
     "zero_optimization.contiguous_gradients": bool,
     "zero_optimization.reduce_scatter": bool,
     "zero_optimization.allgather_partitions": bool,
-    "wall_clock_breakdown": bool,
-    "steps_per_print": int,
 }
 """Keys a user's file may set -> type. They change speed and memory, but no update.
 
@@ -63,7 +61,7 @@ def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False)
         trained: number of trained elements.
         bf16: whether activations are bfloat16.
     """
-    bucket = max(min(BUCKET, trained), 1)
+    bucket = min(BUCKET, trained + trained % 2)  # DeepSpeed requires an even number
     zero: dict[str, Any] = {
         "stage": ENGINES[config.engine].stage,
         "overlap_comm": False,
@@ -116,9 +114,9 @@ def _own(config: TrainConfig) -> dict[str, Any]:
                 f"{name} sets {key}, which cannot be overridden: "
                 + (f"the nearest is {near[0]}" if near else f"expected any of {', '.join(ALLOWED)}")
             )
-        number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value % 1 == 0
-        if not (number if ALLOWED[key] is int else isinstance(value, bool)):
-            expected = "a whole number" if ALLOWED[key] is int else "true or false"
+        even = isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and value % 2 == 0
+        if not (even if ALLOWED[key] is int else isinstance(value, bool)):
+            expected = "an even number from 2" if ALLOWED[key] is int else "true or false"
             raise UserError(f"{name}: {key} = {json.dumps(value)}: expected {expected}")
     if "gradients" not in ENGINES[config.engine].shards and zero.get("overlap_comm"):
         raise UserError(f"{name}: zero_optimization.overlap_comm needs train.engine = zero2; take it out")

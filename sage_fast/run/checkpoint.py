@@ -38,7 +38,7 @@ from sage_fast.run.training_state import load_training_state, save_training_stat
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
 from sage_fast.util.files import PARTIAL, atomic_path, read_json, remove_folder, sync, write_json
-from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, fail_together, rank, world_size
+from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
 log = logging.getLogger(__name__)
 
@@ -66,31 +66,28 @@ def save_checkpoint(
     if broadcast_object(folder.is_dir(), 0) and _fault(folder) is None:
         return
     partial = folder.with_name(folder.name + PARTIAL)
-    if rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / TRAINING).mkdir(parents=True)
-    barrier()
     try:
-        written = save_training_state(partial / TRAINING, engine, anchor)
-        written += save_weights(engine.policy, partial, engine.ema)
         with fail_together():
             if rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
                 state = {"iteration": iteration, "optimizer_steps": engine.steps, **counters}
                 write_json(state, partial / STATE)
-                written.append(partial / STATE)
+        written = [partial / STATE] if rank() == 0 else []
+        written += save_training_state(partial / TRAINING, engine, anchor)
+        written += save_weights(engine.policy, partial, engine.ema)
         write_manifest(partial, written)
-        if rank() == 0:
-            for inner in [path for path in partial.rglob("*") if path.is_dir()]:
-                sync(inner)
-            for other in [other for other in checkpoints(run) if iteration_of(other) >= iteration]:
-                remove_folder(other)
-            partial.replace(folder)
-            sync(folder.parent)
+        with fail_together():
+            if rank() == 0:
+                for inner in [path for path in partial.rglob("*") if path.is_dir()]:
+                    sync(inner)
+                for other in [other for other in checkpoints(run) if iteration_of(other) >= iteration]:
+                    remove_folder(other)
+                partial.replace(folder)
+                sync(folder.parent)
     except (OSError, RankError):
         if rank() == 0:  # free the space: the disk may be full
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    barrier()
 
 
 def save_final_weights(run: Path, iteration: int, engine: Engine) -> None:
@@ -191,11 +188,13 @@ def write_manifest(folder: Path, written: Iterable[Path], **facts: int) -> None:
             sync(file)
         own = {file.relative_to(folder).as_posix(): digest(file) for file in written}
     files = {name: entry for of_rank in all_gather_object(own) for name, entry in of_rank.items()}
-    if rank() == 0:
-        write_json({**facts, "files": dict(sorted(files.items()))}, folder / MANIFEST)
+    with fail_together():
+        if rank() == 0:
+            write_json({**facts, "files": dict(sorted(files.items()))}, folder / MANIFEST)
 
 
 def _fault(folder: Path) -> str | None:
     """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing."""
-    found = all_gather_object(fault_of(folder, lambda names: names[rank() :: world_size()], needed=STATE))
-    return next((fault for fault in found if fault is not None), None)
+    with fail_together():
+        own = fault_of(folder, lambda names: names[rank() :: world_size()], needed=STATE)
+    return next((fault for fault in all_gather_object(own) if fault is not None), None)
