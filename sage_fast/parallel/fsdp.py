@@ -35,7 +35,8 @@ class FsdpEngine(PlainEngine):
     def _prepare(self) -> None:
         policy = self.policy
         start_alone(policy.device)
-        mesh, self.nodes = _meshes(policy.device, ranks_that_shard(self.config, world_size()))
+        shards = torch.tensor(ranks_that_shard(self.config, world_size()), device=policy.device)
+        mesh, self.nodes = _meshes(policy.device, int(all_reduce(shards, "max")))  # nodes may differ in size
         matrices = {name for name, p in policy.parameters().items() if policy.is_muon(name, p)}
         self.parameters.clear()  # so that each whole weight is freed once it is sharded
         _shard(policy, mesh, offload="weights" in OFFLOADS[self.config.offload])
