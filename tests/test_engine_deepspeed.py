@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from tests.tiny import CPU, FEW_STEPS, arguments, embeddings, settings, tiny_mod
 from tests.zero_runs import SETTINGS, NamedReward, resume
 
 REPOSITORY = Path(__file__).parent.parent
-SOAK = "SAGE_FAST_SOAK" in os.environ
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: pip install 'sage-fast[deepspeed]'",
@@ -132,10 +130,11 @@ def test_the_plan_is_within_5_percent_of_the_memory_at_the_peak(engine: str, tmp
     assert found["measured"] == pytest.approx(sum(found["planned"].values()), rel=0.05), found
 
 
+@pytest.mark.soak
 @needs_deepspeed
 def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
-    """Train with ZeRO-2, then ZeRO-3 on two ranks (`make soak`: on one in between); rows match one plain process."""
-    stages = [(1, "zero2", 2), (2, "zero3", 1), (3, "zero3", 2)] if SOAK else [(1, "zero2", 2), (2, "zero3", 2)]
+    """Train with ZeRO-2, then ZeRO-3 on one rank and on two; rows match one plain process."""
+    stages = [(1, "zero2", 2), (2, "zero3", 1), (3, "zero3", 2)]
     base = ["train", str(REPOSITORY / "configs" / "recipes" / "paper.yaml"), "--quiet", *FEW_STEPS]
     base += arguments(train__prompts_per_iteration=2, train__group_size=2, train__schedule="constant",
                       eval__num_prompts=2, eval__seeds_per_prompt=1, tracking__trackers="[]")  # fmt: skip
