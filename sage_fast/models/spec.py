@@ -159,6 +159,10 @@ class Spec:
         """Return the tokens of a video with latents (C, T, H, W)."""
         return math.prod(latents[1:]) // self.patch
 
+    def size_arguments(self, sampling: SamplingConfig) -> str:
+        """Return the arguments that give a diffusers pipeline the size of a video, for the cards."""
+        return f"height={sampling.height}, width={sampling.width}, num_frames={sampling.num_frames}"
+
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int] | None:
         """Return (tokens, heads, head width) at which to measure attention kernels; None if the model calls its own."""
         return None

@@ -133,6 +133,10 @@ class HunyuanVideo15(Spec):
             sampling.width // self.vae.spatial_compression_ratio,
         )
 
+    def size_arguments(self, sampling: SamplingConfig) -> str:
+        given = super().size_arguments(sampling)
+        return f"num_frames={sampling.num_frames}" if self.takes_images else given  # the image has the shape
+
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int]:
         joint = self.tokens(self.latent_shape(sampling)) + self.text_tokens
         return joint, self.heads, self.transformer_config.attention_head_dim
