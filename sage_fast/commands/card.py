@@ -35,8 +35,7 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         base: hub id of the base model.
         files: names of the files beside the card.
     """
-    lora = config.model.trains_adapter
-    task = "image-to-video" if spec.takes_images else "text-to-video"
+    lora, task = config.model.trains_adapter, "image-to-video" if spec.takes_images else "text-to-video"
     data = ModelCardData(
         base_model=base,
         base_model_relation=("adapter" if lora else "finetune") if base else None,
@@ -76,11 +75,12 @@ def _use(
         load = f'pipe.{part}.load_lora_adapter(weights, weight_name="{LORA_FILE}", prefix=None)'
     else:
         load = f'pipe.{part} = type(pipe.{part}).from_pretrained(weights, subfolder="{part}", dtype=torch.bfloat16)'
+    helpers, given = ("export_to_video, load_image", "image, ") if spec.takes_images else ("export_to_video", "")
     further = f"num_inference_steps={steps}" + ("" if spec.set_guidance else f", guidance_scale={scale:g}")
     code = [
         "import torch",
         "from diffusers import DiffusionPipeline",
-        f"from diffusers.utils import export_to_video{', load_image' * spec.takes_images}",
+        f"from diffusers.utils import {helpers}",
         "",
         'weights = "."  # the folder of this file, or the name of this repository on the hub',
         f'base = "{base or "BASE"}"' + ("" if base else "  # the folder or the hub id of the base model"),
@@ -88,7 +88,8 @@ def _use(
         load,
         'pipe.to("cuda")',
         *([spec.set_guidance.format(scale)] if spec.set_guidance else []),
-        f"video = pipe({spec.call(sampling)}, {further}).frames[0]",
+        *(['image = load_image("image.png")'] if spec.takes_images else []),
+        f'video = pipe({given}"a prompt", {spec.size_arguments(sampling)}, {further}).frames[0]',
         f'export_to_video(video, "video.mp4", fps={spec.fps})',
     ]
     return "\n".join([*listed, "", "```python", *code, "```"]).strip()

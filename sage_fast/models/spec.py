@@ -159,10 +159,6 @@ class Spec:
         """Return what the user should know about this checkpoint with these settings, one sentence each."""
         return []
 
-    def call(self, sampling: SamplingConfig) -> str:
-        """Return the arguments with which the checkpoint's diffusers pipeline samples a video, for the cards."""
-        return f'"a prompt", height={sampling.height}, width={sampling.width}, num_frames={sampling.num_frames}'
-
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         """Return (C, T, H, W) of one video's latents."""
         raise NotImplementedError
@@ -170,6 +166,10 @@ class Spec:
     def tokens(self, latents: Sequence[int]) -> int:
         """Return the tokens of a video with latents (C, T, H, W)."""
         return math.prod(latents[1:]) // self.patch
+
+    def size_arguments(self, sampling: SamplingConfig) -> str:
+        """Return the arguments that give a diffusers pipeline the size of a video, for the cards."""
+        return f"height={sampling.height}, width={sampling.width}, num_frames={sampling.num_frames}"
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int] | None:
         """Return (tokens, heads, head width) at which to measure attention kernels; None if the model calls its own."""

@@ -154,11 +154,6 @@ class HunyuanVideo15(Spec):
             )
         return notes
 
-    def call(self, sampling: SamplingConfig) -> str:
-        if not self.takes_images:
-            return super().call(sampling)
-        return f'image=load_image("image.png"), prompt="a prompt", num_frames={sampling.num_frames}'
-
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         return (
             self.transformer_config.out_channels,
@@ -166,6 +161,10 @@ class HunyuanVideo15(Spec):
             sampling.height // self.vae.spatial_compression_ratio,
             sampling.width // self.vae.spatial_compression_ratio,
         )
+
+    def size_arguments(self, sampling: SamplingConfig) -> str:
+        given = super().size_arguments(sampling)
+        return f"num_frames={sampling.num_frames}" if self.takes_images else given  # the image has the shape
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int]:
         joint = self.tokens(self.latent_shape(sampling)) + self.prompt_tokens
