@@ -134,7 +134,6 @@ class Testbed(HunyuanVideo15):
     license = None
     fps = 8
     text_tokens = 7  # every prompt has this length
-    encoder_weights = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)
 
@@ -143,6 +142,10 @@ class Testbed(HunyuanVideo15):
             with torch.device("meta"):
                 return allow_batches(tiny_vae())
         return Spec.meta(self, part)
+
+    @property
+    def encoder_weights(self) -> int:
+        return 0
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
         return []
