@@ -21,7 +21,7 @@ from PIL import Image
 import sage_fast.data.embeddings
 from sage_fast.cli import main
 from sage_fast.commands.card import model_card
-from sage_fast.commands.init import init
+from sage_fast.commands.init import TESTBED_PROMPT, init
 from sage_fast.config.load import load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached, fill_cache
@@ -30,18 +30,16 @@ from sage_fast.eval.videoset import read_folder
 from sage_fast.loading import check_captions
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import find_spec
-from sage_fast.models.protocol import Condition, Encoder
-from sage_fast.models.spec import Spec
-from sage_fast.models.testbed import BASE
-from sage_fast.models.testbed.model import Testbed
 from sage_fast.report.html import image_address
 from sage_fast.rewards import CompositeReward
 from sage_fast.rewards.server import RewardServer
+from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
-from sage_fast.util.images import Caption, prompt_key, read_image, split_key
+from sage_fast.util.images import read_image
 from tests.test_docs import REPOSITORY
 from tests.tiny import arguments, settings
+from tests.tiny_checkpoint import write_tiny_checkpoint
 
 BALL = "a red ball rolls"
 
@@ -196,18 +194,16 @@ def test_an_image_is_read_upright_and_in_color(there: Path) -> None:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-class TakesImages(Spec):
-    path = "checkpoint"
-    takes_images = True  # type: ignore[assignment]
+I2V = "random:hunyuanvideo15-480p-i2v"
 
 
 def test_a_model_with_images_needs_one_for_every_prompt(there: Path) -> None:
     picture(there / "a.png")
     file = write(there / "p.jsonl", {"prompt": "a", "image": "a.png"}, {"prompt": "b"})
     with pytest.raises(UserError) as error:
-        check_captions(read_prompts(file), TakesImages("checkpoint"))
+        check_captions(read_prompts(file), find_spec(I2V))
     assert str(error.value) == (
-        f"prompt file {file!r}, line 2: model.path = 'checkpoint' is image-to-video; expected an image for each "
+        f"prompt file {file!r}, line 2: model.path = {I2V!r} is image-to-video; expected an image for each "
         'prompt, in the key "image" of a .jsonl file'
     )
 
@@ -228,7 +224,7 @@ def test_a_cut_image_is_found_before_a_model_is_loaded(kind: str, there: Path) -
     truncated(there / f"bad.{kind}")
     file = write(there / "p.jsonl", {"prompt": "a", "image": f"bad.{kind}"})
     with pytest.raises(UserError, match=rf"line 1: image '{there}/bad.{kind}' cannot be read: .*") as error:
-        check_captions(read_prompts(file), TakesImages("checkpoint"))
+        check_captions(read_prompts(file), find_spec(I2V))
     assert str(error.value).startswith(f"prompt file {file!r}, line 1")
 
 
@@ -258,7 +254,7 @@ def test_the_cache_follows_what_an_image_shows_and_its_size(there: Path, monkeyp
     assert (there / "cache" / f"{text}.safetensors").is_file()
     picture(Path(a), "blue")
     assert fill_cache(captions, lambda: encode, there / "cache", "m") == 1
-    for spec, count in ((TakesImages("x"), 2), (find_spec("random:testbed"), 1)):
+    for spec, count in ((find_spec(I2V), 2), (find_spec("random:testbed"), 1)):
         names = {cache_key(spec, "float32", there / "cache", SamplingConfig(height=h)) for h in (32, 64)}
         assert len(names) == count
 
@@ -278,26 +274,8 @@ def seen(videos, prompts, metadata):
 """
 
 
-class Seeing(Testbed):
-    """A model of which every prompt has one more token: the colour of its image."""
-
-    takes_images = True  # type: ignore[assignment]
-
-    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
-        read = super().load_encoder(dtype, device, sampling)
-
-        def encode(caption: Caption) -> Condition:
-            text = read(Caption(caption.text))
-            assert isinstance(text, TextEmbedding)
-            color = torch.tensor(read_image(caption.image).getpixel((0, 0))) / 50
-            token = torch.nn.functional.pad(color, (0, text.text.shape[1] - 3))
-            return dataclasses.replace(text, text=torch.cat([text.text, token[None]]))
-
-        return encode
-
-
 TINY = arguments(
-    model__path=f"{__name__}:Seeing:{BASE}", model__dtype="float32", model__lora_rank=2, data__prompts="p.jsonl",
+    model__path="model", model__dtype="float32", model__lora_rank=2, data__prompts="p.jsonl",
     data__eval_prompts="p.jsonl", sampling__steps=2, sampling__num_frames=5, sampling__height=32, sampling__width=32,
     sampling__guidance_scale=2, reward__name="own:seen", reward__weights="{red: 1}", reward__on_failure="stop",
     train__iterations=1, train__prompts_per_iteration=2, train__group_size=2, eval__steps=1, eval__num_prompts=2,
@@ -315,12 +293,13 @@ def call(*words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two prompts of equal text, seed and negative prompt, and a run on them."""
+    """A checkpoint of the real classes, two prompts of equal text, seed and negative prompt, and a run on them."""
     folder = tmp_path_factory.mktemp("images")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        rows = [{"prompt": CIRCLE, "image": f"{color}.png", "seed": 3} for color in ("red", "blue")]
-        write(folder / "p.jsonl", rows[0], rows[1] | {"negative_prompt": "a square"})
+        write_tiny_checkpoint(folder / "model", seed=1, task="i2v")
+        row = {"prompt": CIRCLE, "negative_prompt": "a square", "seed": 3}
+        write(folder / "p.jsonl", *(row | {"image": f"{color}.png"} for color in ("red", "blue")))
         for color in ("red", "blue", "green"):
             picture(folder / f"{color}.png", color)
         (folder / "own.py").write_text(REWARD)
@@ -337,11 +316,11 @@ def test_two_images_of_one_text_have_their_own_rewards_groups_and_videos(folder:
     for name in ("before", "after"):
         scores = read_json(folder / "run" / "eval" / f"{name}.json")
         assert scores["prompts"] == KEYS
-        assert scores["negatives"] == {KEYS[1]: "a square"}
+        assert scores["negatives"] == dict.fromkeys(KEYS, "a square")
         assert scores["images"] == {key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))}
         assert scores["parts"]["red"] == scores["parts"]["judge/red"] == [1, 0]
-        spread = scores["parts"]["spread"]
-        assert abs(spread[0] - spread[1]) > 1e-4  # from the same noise
+        red, blue = scores["parts"]["spread"]
+        assert red != blue  # from the same noise
 
 
 def test_the_report_shows_the_image_beside_its_video(folder: Path) -> None:
@@ -423,17 +402,17 @@ def test_samples_of_the_command_line_have_images(folder: Path) -> None:
 
 def test_the_cache_and_the_plan_take_images(folder: Path) -> None:
     own = [*TINY, "--data.embedding_cache", "cache"]
-    assert "cache: 5 texts, of which 5 were encoded now" in call("embed", "c.yaml", *own)[1]
+    assert "cache: 6 texts, of which 6 were encoded now" in call("embed", "c.yaml", *own)[1]
     assert "of which 0 were encoded now" in call("embed", "c.yaml", *own)[1]
     status, out = call("train", "c.yaml", *own, "--dry-run")
     assert (status, "p.jsonl: 2 prompts, each with an image" in out) == (0, True), out
 
 
 @pytest.mark.parametrize("command", ["train", "train --dry-run", "embed --data.embedding_cache cache", "sample"])
-@pytest.mark.parametrize("path", ["testbed", f"{__name__}:Seeing:{BASE}"])
+@pytest.mark.parametrize("path", ["testbed", "model"])
 def test_every_command_refuses_prompts_of_another_task(command: str, path: str, folder: Path) -> None:
     name, *options = command.split()
-    rows = [{"prompt": CIRCLE, "image": "red.png"}, {"prompt": CIRCLE}]
+    rows = [{"prompt": "a square", "image": "red.png"}, {"prompt": "a square"}]
     file = write(folder / "mixed.jsonl", *(rows[::-1] if path == "testbed" else rows))
     options += ["--prompts", file] if name == "sample" else ["--data.prompts", file]
     config = ["--model.path", path, "--output", "refused"]
@@ -461,7 +440,7 @@ def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None
 def test_init_copies_images(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = there / "shipped"
     picture(shipped / "prompts" / "red.png")
-    write(shipped / "prompts" / "p.jsonl", {"prompt": CIRCLE, "image": "red.png"})
+    write(shipped / "prompts" / "p.jsonl", {"prompt": TESTBED_PROMPT, "image": "red.png"})
     (shipped / "my_rewards.py").write_text("")
     demo = (REPOSITORY / "configs" / "demo.yaml").read_text()
     for name in ("testbed:train", "testbed:heldout"):
@@ -474,11 +453,11 @@ def test_init_copies_images(there: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     data = load(there / "mine" / "config.yaml").data
     for source in (data.prompts, data.eval_prompts):
         (prompt,) = read_prompts(str(there / "mine" / source))
-        assert prompt.caption == Caption(CIRCLE, str(there / "mine" / "red.png"))
+        assert prompt.caption == Caption(TESTBED_PROMPT, str(there / "mine" / "red.png"))
 
 
 def test_the_card_of_such_a_model_samples_from_an_image() -> None:
-    spec = find_spec(f"{__name__}:Seeing:{BASE}")
+    spec = find_spec(I2V)
     card = ModelCard(model_card(Path("none"), settings(), spec, iteration=1, base="a/b", files=[]))
     assert (card.data.pipeline_tag, card.data.tags[0]) == ("image-to-video", "image-to-video")
     assert 'image = load_image("image.png")\nvideo = pipe(image, "a prompt", num_frames=' in card.text
