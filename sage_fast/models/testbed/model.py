@@ -17,7 +17,7 @@ from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec
-from sage_fast.models.testbed import BASE
+from sage_fast.models.testbed import BASE, BASE_I2V
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
 
 LATENT_CHANNELS = 32  # as the real model's
@@ -137,6 +137,10 @@ class Testbed(HunyuanVideo15):
     encoder_weights = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)
+
+    @classmethod
+    def source(cls, part: str, checkpoint: str) -> str:
+        return str(BASE) if part == "vae" and checkpoint == str(BASE_I2V) else checkpoint
 
     def meta(self, part: str) -> Any:
         if part == "vae" and not self.layouts.get(part):
