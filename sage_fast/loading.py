@@ -24,12 +24,12 @@ from sage_fast.config.schema import (
     TrainConfig,
 )
 from sage_fast.data.embeddings import cache_key, encode_cached
-from sage_fast.data.prompts import FORMATS, SETS, Prompt, metadata_of, negatives_of, read_prompts, texts_of
+from sage_fast.data.prompts import FORMATS, SETS, Prompt, captions_of, metadata_of, negatives_of, read_prompts
 from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Condition
+from sage_fast.models.protocol import Caption, Condition
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.models.spec import Cost, Spec
@@ -40,6 +40,7 @@ from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import graph_bytes, step_graphs
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
+from sage_fast.util.images import prompt_key, split_key
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import all_gather_object, data_size, initialize, join_sequence_group, local_device, world_size
 
@@ -59,7 +60,9 @@ class Setup(Scoring):
 
     Attributes:
         graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run without.
-        negatives: prompt -> negative prompt, where it is not empty.
+        prompts, eval_prompts: keys (`Prompt.key`).
+        captions: key -> what to encode, for these, the empty and the negative prompts.
+        negatives: key -> negative prompt, where it is not empty.
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
@@ -67,6 +70,7 @@ class Setup(Scoring):
     prompts: list[str]
     eval_prompts: list[str]
     graphs: StepGraphs | None = None
+    captions: dict[str, Caption] = dataclasses.field(default_factory=dict)
     negatives: dict[str, str] = dataclasses.field(default_factory=dict)
     eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
     embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
@@ -79,16 +83,19 @@ class Setup(Scoring):
         """
         configured = self.config.data.embedding_cache
         folder = Path(configured) if configured else cache
+        spec, sampling = self.model.spec, self.config.sampling
         found = encode_cached(
-            ["", *self.prompts, *self.eval_prompts, *self.negatives.values()],
-            self.model.load_encoder,
+            self.captions,
+            lambda: self.model.load_encoder(sampling),
             folder,
-            cache_key(self.model.spec.path, self.config.model.dtype, folder, self.model.spec.encoder_version),
-            self.model.spec.condition,
+            cache_key(spec, self.config.model.dtype, folder, sampling),
+            spec.condition,
         )
         self.embeddings = {
-            prompt: dataclasses.replace(embedding, negative=self.negatives.get(prompt, ""))
-            for prompt, embedding in found.items()
+            key: dataclasses.replace(
+                embedding, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1])
+            )
+            for key, embedding in found.items()
         }
 
 
@@ -120,10 +127,11 @@ def load_setup(
     else:
         train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
     negatives = negatives_of([*train_prompts, *eval_prompts])
-    spec.check_prompts(texts_of([*train_prompts, *eval_prompts]))
+    captions = captions_of([*train_prompts, *eval_prompts])
+    spec.check_prompts(caption.text for caption in captions.values())
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
-        texts, eval_texts = ([prompt.text for prompt in group] for group in (train_prompts, eval_prompts))
+        texts, eval_texts = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
         metadata = metadata_of([*train_prompts, *eval_prompts])
         reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, texts, eval_texts, metadata)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
@@ -146,8 +154,9 @@ def load_setup(
         graphs=step_graphs(model.policy, model.spec.cost(config), left),
         reward=reward,
         judge=judge,
-        prompts=[prompt.text for prompt in train_prompts],
-        eval_prompts=[prompt.text for prompt in eval_prompts],
+        prompts=[prompt.key for prompt in train_prompts],
+        eval_prompts=[prompt.key for prompt in eval_prompts],
+        captions=captions,
         negatives=negatives,
         eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
     )

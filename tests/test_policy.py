@@ -27,9 +27,11 @@ from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.load import find_spec, load_model, make_trainable
 from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
+from sage_fast.models.protocol import Caption
 from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.errors import UserError
+from tests.tiny import captions
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -75,8 +77,8 @@ def model(checkpoint: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def embeddings(model: Model) -> dict[str, TextEmbedding]:
-    encode = model.load_encoder()
-    return {prompt: encode(prompt) for prompt in ("", PLAIN, QUOTED, LONG)}
+    encode = model.load_encoder(SamplingConfig())
+    return {prompt: encode(Caption(prompt)) for prompt in ("", PLAIN, QUOTED, LONG)}
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -208,7 +210,7 @@ def test_a_crop_that_does_not_end_at_the_prompt_is_refused(
     (other / "tokenizer" / "chat_template.jinja").unlink()
     (other / "tokenizer" / "chat_template.jinja").write_text(template.replace(" * 108 ", f" * {tokens} "))
     with pytest.raises(UserError, match=message):
-        load(other).load_encoder()
+        load(other).load_encoder(SamplingConfig())
 
 
 def test_loading_and_saving_say_nothing(
@@ -217,7 +219,7 @@ def test_loading_and_saving_say_nothing(
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("error")
         model = load(checkpoint, dtype="bfloat16")
-        model.load_encoder()(QUOTED)
+        model.load_encoder(SamplingConfig())(Caption(QUOTED))
         save_weights(model.policy, tmp_path)
         load(checkpoint, dtype="bfloat16", weights=str(tmp_path))
     captured = capfd.readouterr()
@@ -280,7 +282,7 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
 
     def factory():
         calls.append("load")
-        return lambda prompt: calls.append(prompt) or embeddings[prompt]
+        return lambda caption: calls.append(caption.text) or embeddings[caption.text]
 
     def check(found: dict[str, TextEmbedding]) -> None:
         assert list(found) == [PLAIN, QUOTED]
@@ -288,20 +290,20 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
             torch.testing.assert_close(found[prompt].text, embeddings[prompt].text, rtol=0, atol=0)
             torch.testing.assert_close(found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0)
 
-    found = encode_cached([PLAIN, QUOTED, PLAIN], factory, tmp_path, "m", TextEmbedding)
+    found = encode_cached(captions(PLAIN, QUOTED, PLAIN), factory, tmp_path, "m", TextEmbedding)
     check(found)
     maps = Path("/proc/self/maps").read_text()  # mapped into memory, so that the ranks of a node share it
     assert all(str(file) in maps for file in tmp_path.iterdir())
     assert calls == ["load", PLAIN, QUOTED]
-    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding))
+    check(encode_cached(captions(PLAIN, QUOTED), factory, tmp_path, "m", TextEmbedding))
     assert calls == ["load", PLAIN, QUOTED]
     files = sorted(tmp_path.iterdir())
     assert [file.suffix for file in files] == [".safetensors"] * 2
     files[0].write_bytes(files[0].read_bytes()[:-7])  # a truncated copy
-    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding))
+    check(encode_cached(captions(PLAIN, QUOTED), factory, tmp_path, "m", TextEmbedding))
     assert calls[3] == "load"
     assert len(calls) == 5
-    encode_cached([PLAIN], factory, tmp_path, "another model", TextEmbedding)
+    encode_cached(captions(PLAIN), factory, tmp_path, "another model", TextEmbedding)
     assert calls[5:] == ["load", PLAIN]
 
 
@@ -331,8 +333,10 @@ def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
 ) -> None:  # fmt: skip
     def encode() -> dict[str, TextEmbedding]:
         if fill:
-            fill_cache([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m")
-        return encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding)
+            fill_cache(captions(PLAIN, QUOTED), lambda: lambda read: embeddings[read.text], tmp_path, "m")
+        return encode_cached(
+            captions(PLAIN, QUOTED), lambda: lambda read: embeddings[read.text], tmp_path, "m", TextEmbedding
+        )
 
     encode()
     sound = {file: file.read_bytes() for file in tmp_path.iterdir()}
@@ -358,7 +362,7 @@ def test_interrupted_encoding_leaves_whole_files_alone(
 
     monkeypatch.setattr("sage_fast.util.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding)
+        encode_cached(captions(PLAIN, QUOTED), lambda: lambda read: embeddings[read.text], tmp_path, "m", TextEmbedding)
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
 
 
@@ -657,7 +661,7 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
     assert message(copy) == (f"model.path = '{copy}': no checkpoint in diffusers format; vae/config.json is missing")
     (tmp_path / "vae.json").rename(copy / "vae" / "config.json")
     with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the text encoders: "):
-        load(copy).load_encoder()
+        load(copy).load_encoder(SamplingConfig())
     weights = copy / "vae" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
     tensors.pop("decoder.conv_in.conv.weight")

@@ -10,6 +10,7 @@ from sage_fast.config.load import build, dump
 from sage_fast.models.hunyuan15.encoder import random_encoder
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.protocol import Caption
 from sage_fast.models.random_weights import random_module
 from sage_fast.tools.plan import plan
 from sage_fast.util.files import read_metrics
@@ -83,13 +84,13 @@ def test_full_tuning_trains_float32_weights() -> None:
 
 def test_embeddings_follow_from_the_text() -> None:
     encode = random_encoder(find_spec(PUBLISHED).meta("transformer").config)
-    first, again, other, empty = (encode(text) for text in ("a red kite", "a red kite", "a red kita", ""))
+    first, again, other, empty = (encode(Caption(text)) for text in ("a red kite", "a red kite", "a red kita", ""))
     assert torch.equal(first.text, again.text)
     assert not torch.equal(first.text, other.text)
     assert first.text.shape == (1 + 10 // 4, 3584)
     assert empty.text.shape == (1, 3584)
     assert first.glyphs.shape == (0, 1472)
-    assert encode("word " * 2000).text.shape == (1000, 3584)
+    assert encode(Caption("word " * 2000)).text.shape == (1000, 3584)
 
 
 def test_unknown_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.model import Model
+from sage_fast.models.protocol import Caption
 from sage_fast.models.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward
@@ -120,6 +121,11 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
 
 def embeddings(prompts: Sequence[str], dtype: torch.dtype = torch.float32) -> dict[str, TextEmbedding]:
     return {p: TextEmbedding(text=embed(p).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype)) for p in ["", *prompts]}
+
+
+def captions(*texts: str) -> dict[str, Caption]:
+    """Key -> caption of prompts without an image."""
+    return {text: Caption(text) for text in texts}
 
 
 def resolved(objective: ObjectiveConfig, kl: KLConfig | None = None) -> Objective:

@@ -77,7 +77,7 @@ def run_eval(
     known = [prompt for found in videos.values() for prompt in found.prompts]
     files = configured_prompts(config.data)
     if len(videos) < len(sources):
-        known = [prompt.text for prompt in files[1]]
+        known = [prompt.key for prompt in files[1]]
     metadata = metadata_of([*files[0], *files[1]])
     further = _scorers(scorers, config.reward, config.sampling, known, metadata)
     evaluator = _Evaluator(sources, config, further, videos, metadata)

@@ -47,11 +47,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     setup = load_setup(config, prompts, rewards=False)
     for note in setup.model.notes:
         log.info(f"note: {note}")
-    texts = [prompt.text for prompt in prompts]
+    keys = [prompt.key for prompt in prompts]
     seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
     for place, seed in setup.eval_seeds.items():
         seeds[place] = seed
     with writing(folder):
         setup.encode(folder / "embeddings")
-        videos = generate(config, setup.model, texts, setup.embeddings, seeds, setup.graphs)
-        print(*save_videos(videos, texts, folder, setup.model.spec.fps), sep="\n")
+        videos = generate(config, setup.model, keys, setup.embeddings, seeds, setup.graphs)
+        print(*save_videos(videos, keys, folder, setup.model.spec.fps), sep="\n")

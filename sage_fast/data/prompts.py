@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import pkgutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.fields import is_unicode
+from sage_fast.models.protocol import Caption
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.images import prompt_key
 
-KEYS = ("prompt", "negative_prompt", "seed")
+KEYS = ("prompt", "negative_prompt", "seed", "image")
 UNREAD = (".json", ".ndjson", ".csv", ".tsv")
 """Suffixes that would wrongly be read as text."""
 SETS = {
@@ -33,6 +36,8 @@ class Prompt:
     Attributes:
         text: the prompt.
         negative: negative prompt for guidance; empty if the record has none.
+        image: path of the image that the video begins from, as the record names it; empty if it has none.
+        folder: what a relative `image` is relative to.
         seed: seed of the first video in `eval` and `sample`; None derives it from the seed of the run.
         metadata: further keys of the record, for rewards that take them.
         where: file and line.
@@ -40,9 +45,24 @@ class Prompt:
 
     text: str
     negative: str = ""
+    image: str = ""
+    folder: str = ""
     seed: int | None = None
     metadata: Fields = dataclasses.field(default_factory=dict)
     where: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def key(self) -> str:
+        """Name of the prompt everywhere else: its text, and its image if it has one."""
+        return prompt_key(self.text, self.image)
+
+    @property
+    def caption(self) -> Caption:
+        return Caption(self.text, os.path.abspath(Path(self.folder, self.image)) if self.image else "")
+
+    def saying(self, text: str) -> Prompt:
+        """Return a prompt with the same image and another text."""
+        return Prompt(text=text, image=self.image, folder=self.folder, where=self.where)
 
 
 def read_prompts(source: str) -> list[Prompt]:
@@ -74,27 +94,32 @@ def read_prompts(source: str) -> list[Prompt]:
     return prompts
 
 
-def texts_of(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the texts that a run of these prompts embeds: the empty prompt, the prompts and their negative prompts.
+def captions_of(prompts: Sequence[Prompt]) -> dict[str, Caption]:
+    """Return key -> caption of all that a run of these prompts embeds: empty, given and negative prompts.
 
     Raises:
         UserError: a prompt has two negative prompts.
     """
-    return list(dict.fromkeys(["", *(prompt.text for prompt in prompts), *negatives_of(prompts).values()]))
+    negatives = [prompt.saying(prompt.negative) for prompt in _firsts(prompts).values() if prompt.negative]
+    return {prompt.key: prompt.caption for prompt in (*(p.saying("") for p in prompts), *prompts, *negatives)}
 
 
 def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
-    """Return prompt -> negative prompt for the prompts that have one; errors as `_firsts`."""
-    return {text: first.negative for text, first in _firsts(prompts).items() if first.negative}
+    """Return key -> negative prompt for the prompts that have one; errors as `_firsts`."""
+    return {key: first.negative for key, first in _firsts(prompts).items() if first.negative}
 
 
 def metadata_of(prompts: Iterable[Prompt]) -> dict[str, Fields]:
-    """Return prompt -> metadata for the prompts that have any; errors as `_firsts`."""
-    return {text: first.metadata for text, first in _firsts(prompts).items() if first.metadata}
+    """Return key -> metadata for the prompts that have any, the path of the image included; errors as `_firsts`."""
+    return {key: metadata for key, first in _firsts(prompts).items() if (metadata := _metadata(first))}
+
+
+def _metadata(prompt: Prompt) -> Fields:
+    return {**prompt.metadata, "image": prompt.caption.image} if prompt.image else prompt.metadata
 
 
 def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
-    """Return prompt -> its first record.
+    """Return key -> its first record.
 
     Raises:
         UserError: another record of the prompt has other values. Sampling, training and evaluation must use the same
@@ -102,8 +127,8 @@ def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
     """
     known: dict[str, Prompt] = {}
     for prompt in prompts:
-        first = known.setdefault(prompt.text, prompt)
-        own, other = ({"negative_prompt": record.negative, **record.metadata} for record in (prompt, first))
+        first = known.setdefault(prompt.key, prompt)
+        own, other = ({"negative_prompt": record.negative, **_metadata(record)} for record in (prompt, first))
         for key in own | other:
             if own.get(key) != other.get(key):
                 name = textwrap.shorten(key, 60)

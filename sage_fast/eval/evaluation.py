@@ -124,7 +124,7 @@ def video_chunks(
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
     runs = bucket_by_length([lengths[prompts[i]] for i in order], sampling.batch_size)
-    pending = None
+    pending, dummy = None, next(iter(embeddings))
 
     def generate(texts: Sequence[str], keys: Tensor) -> Tensor:
         conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
@@ -132,7 +132,7 @@ def video_chunks(
         return rollout(model.policy, table, coefs, conditioning, texts, keys, x, on_step=bar.update, graphs=graphs)
 
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
-        for run in model.policy.states.pad_to_largest(runs, lambda: generate([""], seeds.new_zeros(1))):
+        for run in model.policy.states.pad_to_largest(runs, lambda: generate([dummy], seeds.new_zeros(1))):
             chosen = order[run]
             latents = generate([prompts[i] for i in chosen], seeds[chosen])
             if pending is not None:

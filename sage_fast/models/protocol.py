@@ -12,13 +12,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 Key = Hashable
-"""Opaque key of a sample's condition. A text prompt is its own key."""
+"""Opaque key of a sample's condition. A text prompt is its own key; see `sage_fast.util.images` for images."""
+
+
+class Caption(NamedTuple):
+    """What an encoder reads of a prompt.
+
+    Attributes:
+        text: the prompt.
+        image: absolute path of the image that the video begins from; empty if there is none.
+    """
+
+    text: str
+    image: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +56,8 @@ class Condition:
         return dataclasses.replace(self, **{name: t.to(device, dtype) for name, t in self.tensors().items()})
 
 
-Encoder = Callable[[str], Condition]
-"""Prompt -> its `Condition`."""
+Encoder = Callable[[Caption], Condition]
+"""Caption -> its `Condition`."""
 
 
 def pass_lengths(conditions: Mapping[Any, Condition], *, guided: bool) -> dict[Key, tuple[int, ...]]:

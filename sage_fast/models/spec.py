@@ -140,6 +140,11 @@ class Spec:
             UserError: this is such a checkpoint.
         """
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether every prompt has an image; otherwise none has one."""
+        return False
+
     def check_prompts(self, prompts: Iterable[str]) -> None:
         """Check that the text encoder knows every word.
 
@@ -182,8 +187,11 @@ class Spec:
         """Return the decoder over a loaded autoencoder."""
         raise NotImplementedError
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
-        """Load the text encoders; dropping the returned function releases them.
+    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
+        """Load the encoders; dropping the returned function releases them.
+
+        Args:
+            sampling: its height and width are those that images are resized to.
 
         Raises:
             UserError: they are missing or incomplete.
@@ -191,5 +199,5 @@ class Spec:
         raise NotImplementedError
 
     def encoder_version(self) -> str | None:
-        """Return a fingerprint of the text encoders' files; empty if they are code, None if there are none."""
+        """Return a fingerprint of the encoders' files; empty if they are code, None if there are none."""
         return ""

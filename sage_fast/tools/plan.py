@@ -26,7 +26,7 @@ from sage_fast.algorithm.schedule import (
     windows,
 )
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
-from sage_fast.data.prompts import Prompt, texts_of
+from sage_fast.data.prompts import Prompt, captions_of
 from sage_fast.loading import (
     check_prompt_sets,
     configured_prompts,
@@ -484,7 +484,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     check_trainable(config, ranks)
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
-    spec.check_prompts(texts_of([*train, *heldout]))
+    spec.check_prompts(caption.text for caption in captions_of([*train, *heldout]).values())
     data = _format_data(config, train, heldout)  # before the plan, which takes a second
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))

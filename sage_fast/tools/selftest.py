@@ -16,7 +16,7 @@ from sage_fast.models.attention import ATTENTION, usable
 from sage_fast.models.attention_trial import fastest, measure_attention, try_attention
 from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Condition
+from sage_fast.models.protocol import Caption, Condition
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec
@@ -178,7 +178,7 @@ def random_policy(spec: Spec, device: torch.device) -> Policy:
 
 def conditions(spec: Spec, policy: Policy) -> dict[str, Condition]:
     """Return prompt -> condition, for `PROMPT` and the empty one."""
-    condition = spec.load_encoder(policy.dtype, policy.device)(PROMPT)
+    condition = spec.load_encoder(policy.dtype, policy.device, SamplingConfig())(Caption(PROMPT))
     return {"": condition, PROMPT: condition}
 
 

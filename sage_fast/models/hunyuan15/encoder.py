@@ -14,7 +14,7 @@ from huggingface_hub.errors import HTTPError
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import Encoder
+from sage_fast.models.protocol import Caption, Encoder
 from sage_fast.util.errors import UserError, first_line
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
@@ -50,7 +50,7 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device) -> Encoder
     _check_crop(pipeline, path)
     for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
         encoder.to(device)
-    return lambda prompt: _encode(pipeline, prompt, device)
+    return lambda caption: _encode(pipeline, caption.text, device)
 
 
 def encoder_version(path: str) -> str | None:
@@ -127,8 +127,8 @@ def random_encoder(config: Any) -> Encoder:
         config: the transformer's config.
     """
 
-    def encode(prompt: str) -> TextEmbedding:
-        text = prompt.encode()
+    def encode(caption: Caption) -> TextEmbedding:
+        text = caption.text.encode()
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1)
         tokens = min(1 + len(text) // BYTES_OF_A_TOKEN, MAX_TOKENS)
         return TextEmbedding(

@@ -181,7 +181,7 @@ class HunyuanVideo15(Spec):
     def decoder(self, vae: Any) -> VideoDecoder:
         return VideoDecoder(vae)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
+    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
         if is_random(self.path):
             return random_encoder(self.transformer_config)
         return load_encoder(self.path, dtype, device)

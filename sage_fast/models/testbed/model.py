@@ -155,11 +155,11 @@ class Testbed(HunyuanVideo15):
         for prompt in [] if is_random(self.path) else prompts:
             self.embed(prompt)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
+    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
         if is_random(self.path):
-            return super().load_encoder(dtype, device)
+            return super().load_encoder(dtype, device, sampling)
         no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
-        return lambda prompt: TextEmbedding(text=self.embed(prompt), glyphs=no_glyphs)
+        return lambda caption: TextEmbedding(text=self.embed(caption.text), glyphs=no_glyphs)
 
     def encoder_version(self) -> str:
         return ""
