@@ -29,7 +29,7 @@ from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fi
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Caption, Condition
+from sage_fast.models.protocol import Condition
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.models.spec import Cost, Spec
@@ -40,9 +40,18 @@ from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import graph_bytes, step_graphs
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import prompt_key, split_key
+from sage_fast.util.images import Caption, check_pixels, prompt_key, split_key
 from sage_fast.util.metrics import JUDGE_PART
-from sage_fast.util.ranks import all_gather_object, data_size, initialize, join_sequence_group, local_device, world_size
+from sage_fast.util.ranks import (
+    all_gather_object,
+    data_size,
+    fail_together,
+    initialize,
+    join_sequence_group,
+    local_device,
+    rank,
+    world_size,
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -120,15 +129,15 @@ def load_setup(
     """
     device = initialize(config.timeout_minutes)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
-    spec = find_spec(config.model.path)
+    spec = find_spec(config.model.path, fetch=True)
     if prompts is None:
         train_prompts, eval_prompts = configured_prompts(config.data)
         check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)
     else:
-        train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
+        given = (p if isinstance(p, Prompt) else Prompt(text=p, where=f"prompt {p!r}") for p in prompts)
+        train_prompts = eval_prompts = [*given]
     negatives = negatives_of([*train_prompts, *eval_prompts])
-    captions = captions_of([*train_prompts, *eval_prompts])
-    spec.check_prompts(caption.text for caption in captions.values())
+    check_captions([*train_prompts, *eval_prompts], spec)
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
         texts, eval_texts = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
@@ -156,7 +165,7 @@ def load_setup(
         judge=judge,
         prompts=[prompt.key for prompt in train_prompts],
         eval_prompts=[prompt.key for prompt in eval_prompts],
-        captions=captions,
+        captions=captions_of([*train_prompts, *eval_prompts]),
         negatives=negatives,
         eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
     )
@@ -183,6 +192,33 @@ def check_prompt_sets(
                 f"data.{key} = {getattr(data, key)!r}: captions of the testbed's moving shapes, not for "
                 f"model.path = {model_path!r}; expected a file of other prompts: {FORMATS}"
             )
+
+
+def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
+    """Check that a model can encode the prompts: each with a whole image, or none with one. Collective.
+
+    Raises:
+        UserError: it cannot.
+    """
+    for prompt in prompts:
+        if spec.takes_images and not prompt.image:
+            raise UserError(
+                f"{prompt.where}: model.path = {spec.path!r} is image-to-video; expected an image for each prompt, in "
+                'the key "image" of a .jsonl file'
+            )
+        if prompt.image and not spec.takes_images:
+            raise UserError(
+                f"{prompt.where}: image = {prompt.image!r}, and model.path = {spec.path!r} is text-to-video; expected "
+                "a prompt without an image"
+            )
+    spec.check_prompts(caption.text for caption in captions_of(prompts).values())
+    first = {prompt.caption.image: prompt for prompt in reversed(prompts) if prompt.image}
+    with fail_together():
+        for path in [*first][rank() :: world_size()]:
+            try:
+                check_pixels(path)
+            except UserError as error:
+                raise UserError(f"{first[path].where}: {error}") from error
 
 
 def load_rewards(

@@ -27,10 +27,11 @@ from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.load import load_model
-from sage_fast.models.protocol import Caption, pass_lengths
+from sage_fast.models.protocol import pass_lengths
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
+from sage_fast.util.images import Caption
 from tests.test_docs import REPOSITORY, blocks
 from tests.tiny import CPU, arguments, captions, embeddings, settings, tiny_model
 from tests.tiny_checkpoint import write_tiny_checkpoint

@@ -28,7 +28,7 @@ from sage_fast.config.load import load
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models import sharing
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import Caption, pass_lengths
+from sage_fast.models.protocol import pass_lengths
 from sage_fast.rewards import Reward, Scores
 from sage_fast.rollout.loop import bucket_by_length
 from sage_fast.rollout.scoring import gather_scores
@@ -37,6 +37,7 @@ from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
+from sage_fast.util.images import Caption
 from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest, straggler_line
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests.ranks import run_ranks, screens

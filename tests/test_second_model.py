@@ -27,10 +27,11 @@ from sage_fast.models.decoder import Decoder
 from sage_fast.models.load import load_model
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Caption, Condition, Encoder
+from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.files import read_metrics
+from sage_fast.util.images import Caption
 from tests.ranks import command_on_ranks
 from tests.tiny import CPU, settings
 

@@ -25,12 +25,12 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.model import Model
-from sage_fast.models.protocol import Caption
 from sage_fast.models.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
+from sage_fast.util.images import Caption
 
 CPU = torch.device("cpu")
 BASE_SETTINGS: dict[str, Any] = {

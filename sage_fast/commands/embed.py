@@ -33,6 +33,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     import torch
 
     from sage_fast.data.embeddings import cache_key, fill_cache
+    from sage_fast.loading import check_captions
     from sage_fast.models.load import find_spec
     from sage_fast.util.ranks import initialize, shutdown
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
     captions, device = captions_of(prompts), initialize(config.timeout_minutes)
     spec, cache = find_spec(config.model.path, fetch=True), Path(data.embedding_cache)
-    spec.check_prompts(caption.text for caption in captions.values())
+    check_captions(prompts, spec)
     load = functools.partial(spec.load_encoder, getattr(torch, dtype), device, config.sampling)
     encoded = fill_cache(captions, load, cache, cache_key(spec, dtype, cache, config.sampling))
     shutdown()

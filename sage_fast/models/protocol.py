@@ -12,25 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from sage_fast.util.images import Caption
+
 Key = Hashable
 """Opaque key of a sample's condition. A text prompt is its own key; see `sage_fast.util.images` for images."""
-
-
-class Caption(NamedTuple):
-    """What an encoder reads of a prompt.
-
-    Attributes:
-        text: the prompt.
-        image: absolute path of the image that the video begins from; empty if there is none.
-    """
-
-    text: str
-    image: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

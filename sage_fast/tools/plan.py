@@ -26,8 +26,9 @@ from sage_fast.algorithm.schedule import (
     windows,
 )
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
-from sage_fast.data.prompts import Prompt, captions_of
+from sage_fast.data.prompts import Prompt
 from sage_fast.loading import (
+    check_captions,
     check_prompt_sets,
     configured_prompts,
     fit_training,
@@ -484,7 +485,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     check_trainable(config, ranks)
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
-    spec.check_prompts(caption.text for caption in captions_of([*train, *heldout]).values())
+    check_captions([*train, *heldout], spec)
     data = _format_data(config, train, heldout)  # before the plan, which takes a second
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))

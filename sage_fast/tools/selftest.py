@@ -16,7 +16,7 @@ from sage_fast.models.attention import ATTENTION, usable
 from sage_fast.models.attention_trial import fastest, measure_attention, try_attention
 from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Caption, Condition
+from sage_fast.models.protocol import Condition
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec
@@ -28,6 +28,7 @@ from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registe
 from sage_fast.tools.replays import replay_problem
 from sage_fast.util.console import quiet
 from sage_fast.util.errors import in_one_line
+from sage_fast.util.images import Caption
 
 PROMPT = "a red circle moves left quickly"
 TESTBED = "random:testbed"

@@ -26,7 +26,8 @@ LONGEST_CHAIN = 11
 PACKAGE_LINES = 15548
 """As the reading paths, and: commands in files of their own, a plan of disk, evaluations and rewards, flash-attn 4, the
 operators of a feed-forward with an adapter, a vision-language model as a judge, HPSv3, links between GPUs, scores
-of `compare` by a common scorer, a profile of several ranks, FSDP2, a float32 master beside bfloat16 weights, image-to-video."""
+of `compare` by a common scorer, a profile of several ranks, FSDP2, a float32 master beside bfloat16 weights,
+image-to-video."""
 LONGEST_FUNCTION = 60
 TAKES_ALL_SETTINGS = 35
 """Functions with a parameter of the type `Config`; the others take the sections or values that they read."""

@@ -14,8 +14,9 @@ from huggingface_hub.errors import HTTPError
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import Caption, Encoder
+from sage_fast.models.protocol import Encoder
 from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.images import Caption
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 BLOCK, BLOCKS = 4096, 256
