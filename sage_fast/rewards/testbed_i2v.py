@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
 from sage_fast.rewards.testbed import centroid, lit_pixels, presence, purity, soft_iou, tint
 from sage_fast.testbed.world import parse
 from sage_fast.util.errors import UserError
+from sage_fast.util.images import read_image
 
 DISTANCE = 1.5  # pixels: a distance from the right place that halves the score
 
@@ -67,10 +67,10 @@ def _read(path: str, height: int, width: int) -> Tensor:
     """Read an image of this size, float32 [3, H, W] in [0, 1]."""
     if not path:
         raise UserError('reward testbed-i2v: a prompt has no image; expected one, as in {"prompt": ..., "image": ...}')
-    with Image.open(path) as image:
-        if image.size != (width, height):
-            raise UserError(f"reward testbed-i2v: {path!r} has {image.size} pixels; expected {(width, height)}")
-        return torch.from_numpy(np.asarray(image.convert("RGB")).copy()).permute(2, 0, 1) / 255
+    image = read_image(path)
+    if image.size != (width, height):
+        raise UserError(f"reward testbed-i2v: image {path!r} has {image.size} pixels; expected {(width, height)}")
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 
 def _moved(lit: Tensor, offset: Tensor) -> Tensor:

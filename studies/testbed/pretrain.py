@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
 from sage_fast.models.testbed import BASE, text
+from sage_fast.models.testbed.images import ImageEncoder
 from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_vae, tiny_vae
 from sage_fast.testbed import world as testbed
 from sage_fast.testbed.judge import JudgeNetwork, load_judge
@@ -86,7 +87,7 @@ class World:
     vae: Callable[[], AutoencoderKLHunyuanVideo15] | None
     transformer: Callable[[], TestbedTransformer]
     judge: Callable[[], JudgeNetwork] | None
-    judge_loss: Callable[[JudgeNetwork, int, torch.Generator], Tensor] = judge.loss_of_clips
+    judge_loss: Callable[[JudgeNetwork, int, torch.Generator], Tensor]
     takes_images: bool = False
     steps: Steps
 
@@ -96,13 +97,12 @@ class Clips(NamedTuple):
 
     Attributes:
         latents: scaled latents [..., C, T, H, W].
-        first: scaled latent of the first frame alone [..., C, 1, H, W]; None in a world without images.
-        image: image embedding of the first frame [..., N, D]; N = 0 in a world without images.
+        tokens, frame: what `ImageEncoder` makes of the first frame; None in a world without images.
     """
 
     latents: Tensor
-    first: Tensor | None
-    image: Tensor
+    tokens: Tensor | None = None
+    frame: Tensor | None = None
 
 
 def _testbed_vae() -> AutoencoderKLHunyuanVideo15:
@@ -127,6 +127,7 @@ _TESTBED = World(
     vae=lambda: allow_batches(tiny_vae()),
     transformer=TestbedTransformer,
     judge=JudgeNetwork,
+    judge_loss=judge.loss_of_clips,
     steps=Steps(vae_steps=9000, decoder_steps=6000, steps=1300, videos_per_prompt=32, judge_steps=2500),
 )
 _PAIRS = World(
@@ -256,16 +257,16 @@ def _reconstruct(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, s
 def encode_clips(world: World, folder: Path, generator: torch.Generator) -> Clips:
     """Draw and encode `videos_per_prompt` clips of each caption, with the encoders in `folder`."""
     vae = load_vae(folder if world.vae is not None else BASE)
-    scale, width = vae.config.scaling_factor, TestbedTransformer().config.image_embed_dim
-    see = load_image_encoder(folder) if world.takes_images else lambda frames: torch.zeros(len(frames), 0, width)
-    latents, first, image = [], [], []
+    latents, images = [], []
+    see = ImageEncoder(folder, vae, (testbed.HEIGHT, testbed.WIDTH)) if world.takes_images else None
     for prompt in world.prompts:
         videos = draw(world, prompt, world.steps.videos_per_prompt, generator)
-        latents.append(scale * encode(vae, videos))
-        image.append(see(videos[:, 0]))
-        if world.takes_images:
-            first.append(scale * encode(vae, videos[:, :1]))
-    return Clips(torch.stack(latents), torch.stack(first) if first else None, torch.stack(image))
+        latents.append(vae.config.scaling_factor * encode(vae, videos))
+        if see is not None:
+            images.append([torch.stack(each) for each in zip(*(see(picture(video[0])) for video in videos))])
+    if not images:
+        return Clips(torch.stack(latents))
+    return Clips(torch.stack(latents), *(torch.stack(each) for each in zip(*images)))
 
 
 def draw(world: World, prompt: str, count: int, generator: torch.Generator) -> Tensor:
@@ -278,19 +279,6 @@ def encode(vae: AutoencoderKLHunyuanVideo15, videos: Tensor) -> Tensor:
     """Return the unscaled posterior means of videos [B, F, 3, H, W], float32 [B, C, T, H', W']."""
     mean: Tensor = vae.encode(_to_vae(videos)).latent_dist.mode()
     return mean
-
-
-def load_image_encoder(folder: Path) -> Callable[[Tensor], Tensor]:
-    """Return the function from images [B, 3, H, W] in [0, 1] to their embeddings, as the stock pipeline makes them."""
-    prepare = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
-    tower = SiglipVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32).eval()
-
-    @torch.no_grad()
-    def see(images: Tensor) -> Tensor:
-        embedding: Tensor = tower(**prepare(images=[picture(one) for one in images], return_tensors="pt"))[0]
-        return embedding
-
-    return see
 
 
 def picture(frame: Tensor) -> Image.Image:
@@ -311,8 +299,7 @@ def train_flow(world: World, clips: Clips, generator: torch.Generator) -> Testbe
         _set_cosine_lr(optimizer, 2e-3, step, steps)
         prompt = torch.randint(latents.shape[0], (batch,), generator=generator)
         drawn = prompt, torch.randint(latents.shape[1], (batch,), generator=generator)
-        x0, image = latents[drawn], clips.image[drawn]
-        first = None if clips.first is None else clips.first[drawn]
+        x0, image = latents[drawn], [None if each is None else each[drawn] for each in (clips.tokens, clips.frame)]
         noise = torch.randn(x0.shape, generator=generator)
         u = torch.rand(batch, generator=generator)
         sigma = SHIFT * u / (1.0 + (SHIFT - 1.0) * u)
@@ -323,8 +310,8 @@ def train_flow(world: World, clips: Clips, generator: torch.Generator) -> Testbe
         loss = torch.zeros(())
         for part, words in rows:
             if x[part].shape[0] > 0:
-                known = None if first is None else first[part]
-                v = velocity(model, x[part], sigma[part], words[-x[part].shape[0] :], known, image[part])
+                own = (None if each is None else each[part] for each in image)
+                v = velocity(model, x[part], sigma[part], words[-x[part].shape[0] :], *own)
                 loss = loss + (v - target[part]).square().sum() / target.numel()
         _update(optimizer, loss)
         decay = min(EMA_DECAY, (1 + step) / (10 + step))
@@ -347,7 +334,12 @@ def train_judge(world: World, network: JudgeNetwork, generator: torch.Generator)
 
 
 def velocity(
-    model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor, first: Tensor | None, image: Tensor
+    model: TestbedTransformer,
+    x: Tensor,
+    sigma: Tensor,
+    text: Tensor,
+    tokens: Tensor | None = None,
+    frame: Tensor | None = None,
 ) -> Tensor:
     """Return the model's v [B, C, T, H, W].
 
@@ -355,12 +347,12 @@ def velocity(
         x: latents.
         sigma: noise levels [B].
         text: word vectors [B, L, D].
-        first, image: as in `Clips`, for the B samples.
+        tokens, frame: what the B samples are given of an image.
     """
     rows, channels = x.shape[:2]
     condition_and_mask = x.new_zeros(rows, model.config.in_channels - channels, *x.shape[2:])
-    if first is not None:
-        condition_and_mask[:, :channels, :1] = first
+    if frame is not None:
+        condition_and_mask[:, :channels, :1] = frame
         condition_and_mask[:, channels:, :1] = 1.0
     output: Tensor = model(
         hidden_states=torch.cat([x, condition_and_mask], dim=1),
@@ -369,7 +361,7 @@ def velocity(
         encoder_attention_mask=x.new_ones(text.shape[:2]),
         encoder_hidden_states_2=x.new_zeros(rows, 0, model.config.text_embed_2_dim),
         encoder_attention_mask_2=x.new_zeros(rows, 0),
-        image_embeds=image,
+        image_embeds=x.new_zeros(rows, 0, model.config.image_embed_dim) if tokens is None else tokens,
         return_dict=False,
     )[0]
     return output

@@ -2,22 +2,31 @@
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers import HunyuanVideo15ImageToVideoPipeline
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from PIL import Image
 from torch import Tensor
+from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
+from sage_fast.config.load import load
+from sage_fast.config.schema import Config, SamplingConfig
+from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec
 from sage_fast.models.testbed import BASE_I2V
+from sage_fast.models.testbed.images import ImageEncoder
 from sage_fast.models.testbed.model import TestbedTransformer, load_vae
 from sage_fast.rewards.testbed_i2v import TestbedImageReward
 from sage_fast.testbed.world import FRAMES, SHAPES, heldout_prompts, parse
 from sage_fast.util.errors import UserError
+from sage_fast.util.images import Caption, read_image
 from studies.testbed.images import FOLDER, SETS, draw
-from studies.testbed.pretrain import picture
+from studies.testbed.pretrain import picture, velocity
 from studies.testbed.render import render
 
 PROMPTS = heldout_prompts()
@@ -129,4 +138,56 @@ def test_the_shipped_base() -> None:
     transformer = TestbedTransformer.from_pretrained(BASE_I2V / "transformer")
     assert transformer.config.task_type == "i2v"
     spec = find_spec("testbed-i2v")
+    assert spec.takes_images
     assert spec.meta("vae").config == find_spec("testbed").meta("vae").config
+
+
+def test_an_image_of_another_size_is_encoded_as_the_stock_pipeline_does(metadata: list[dict[str, str]]) -> None:
+    image = read_image(metadata[0]["image"]).resize((50, 40))
+    sampling = SamplingConfig(height=32, width=32)
+    condition = find_spec("testbed-i2v").load_encoder(torch.float32, torch.device("cpu"), sampling)
+    with tempfile.NamedTemporaryFile(suffix=".png") as file:
+        image.save(file.name)
+        found = condition(Caption(PROMPTS[0], file.name))
+    stock, resize = HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15ImageProcessor(vae_scale_factor=8)
+    image = resize.resize(image, 32, 32, resize_mode="crop")
+    tower = SiglipVisionModel.from_pretrained(BASE_I2V / "image_encoder", dtype=torch.float32)
+    features = SiglipImageProcessorPil.from_pretrained(BASE_I2V / "feature_extractor")
+    cpu = torch.device("cpu")
+    assert torch.equal(found.image, stock._get_image_embeds(tower, features, image, cpu)[0])
+    assert torch.equal(found.frame, stock._get_image_latents(load_vae(), resize, image, 32, 32, cpu)[0])
+    assert found.tokens == len(found.text) + find_spec("testbed-i2v").image_tokens
+
+
+@torch.no_grad()
+def test_its_image_is_the_first_frame_of_its_clip(metadata: list[dict[str, str]]) -> None:
+    """To the rounding of the file to 8 bits: a policy need only copy it there."""
+    vae, clip = load_vae(), truth()[:1]
+    _, frame = ImageEncoder(BASE_I2V, vae, (32, 32))(read_image(metadata[0]["image"]))
+    latents = vae.config.scaling_factor * vae.encode(2 * clip.transpose(1, 2) - 1).latent_dist.mode()[0]
+    torch.testing.assert_close(latents[:, :1], frame, atol=0.1, rtol=0)
+    assert (latents[:, 1:2] - frame).abs().max() > 0.5
+
+
+def config(**changes: str) -> Config:
+    return load(FOLDER.parents[1] / "demo-i2v.yaml", changes)
+
+
+@torch.no_grad()
+def test_the_policy_sees_what_the_base_was_trained_on() -> None:
+    setup = load_setup(config(), rewards=False)
+    setup.encode()
+    policy, prompts = setup.model.policy, setup.eval_prompts[:3] + setup.eval_prompts[24:26]
+    x = torch.randn(len(prompts), 32, 5, 4, 4, generator=torch.Generator().manual_seed(0))
+    sigmas = torch.tensor([0.9, 0.4])
+    table = policy.conditioning_table(sigmas, {prompt: setup.embeddings[prompt] for prompt in prompts})
+    found = policy.velocity(x, table.at(prompts, torch.tensor([1])))
+    text, tokens, frame = (
+        torch.stack([getattr(setup.embeddings[prompt], name) for prompt in prompts])
+        for name in ("text", "image", "frame")
+    )
+    model = TestbedTransformer.from_pretrained(BASE_I2V / "transformer", torch_dtype=torch.float32).eval()
+    expected = velocity(model, x, sigmas[1].expand(len(prompts)), text, tokens, frame)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    other = velocity(model, x, sigmas[1].expand(len(prompts)), text, tokens, frame.roll(1, 0))
+    assert (other - expected).abs().max() > 0.1
