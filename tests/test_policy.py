@@ -660,7 +660,7 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
     (copy / "vae" / "config.json").rename(tmp_path / "vae.json")
     assert message(copy) == (f"model.path = '{copy}': no checkpoint in diffusers format; vae/config.json is missing")
     (tmp_path / "vae.json").rename(copy / "vae" / "config.json")
-    with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the text encoders: "):
+    with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the encoders: "):
         load(copy).load_encoder(SamplingConfig())
     weights = copy / "vae" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)

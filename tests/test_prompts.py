@@ -457,7 +457,7 @@ def test_a_prompt_that_is_not_embedded_asks_for_the_encoders(there: Path) -> Non
     with without_encoders((there / "model").resolve()):
         for status, out in (call("train", "c.yaml", *TINY, "--output", "runs/two"), embed()):
             assert status == 2
-            assert "cannot read the text encoders" in out
+            assert "cannot read the encoders" in out
 
 
 def test_the_version_on_the_hub_is_that_of_what_was_downloaded(

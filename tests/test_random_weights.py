@@ -11,7 +11,7 @@ from sage_fast.models.hunyuan15.encoder import random_encoder
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.random_weights import random_module
-from sage_fast.tools.plan import plan
+from sage_fast.tools.plan import format_plan, plan
 from sage_fast.util.files import read_metrics
 from sage_fast.util.images import Caption
 from tests.tiny import settings
@@ -51,7 +51,7 @@ def test_a_run_from_the_prompt_to_the_checkpoint_and_back(
 def test_the_plan_is_that_of_the_published_model() -> None:
     config = build({"model.path": PUBLISHED, "sampling.num_frames": 81})
     published = plan(config)
-    del published.other_memory["text encoders (while prompts are encoded)"]  # embeddings are made up
+    del published.other_memory["encoders (while prompts are encoded)"]  # embeddings are made up
     assert plan(config, find_spec(PUBLISHED)) == published
     assert find_spec(PUBLISHED).meta("transformer").config.task_type == "t2v"
     assert main(["train", "configs/hunyuanvideo15-480p.yaml", "--model.path", PUBLISHED, "--dry-run"]) == 0
@@ -100,3 +100,18 @@ def test_unknown_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         assert main([name, "configs/recipes/paper.yaml", *options, *given]) == 2
         assert "did you mean 'random:hunyuanvideo15-480p'" in capsys.readouterr().err
         assert not (tmp_path / "none").exists()
+
+
+def test_images_take_tokens_and_encoders() -> None:
+    """A forward of 480p has 729 tokens of an image beside those of the text; the transformer is the same."""
+    config = build({"sampling.num_frames": 81, "model.gradient_checkpointing": "full"})
+    text, image = (find_spec(path) for path in (PUBLISHED, f"{PUBLISHED}-i2v"))
+    assert (image.prompt_tokens, text.prompt_tokens) == (929, 200)
+    assert image.attention_shape(config.sampling)[0] == 32_760 + 929
+    less, more = (plan(config, spec) for spec in (text, image))
+    assert (more.parameters, more.trainable) == (less.parameters, less.trainable)
+    for part in ("forward", "training"):
+        assert 1.03 < more.flops[part] / less.flops[part] < 1.05
+    part = "activations, checkpointing full"
+    assert more.memory[part] / less.memory[part] == pytest.approx((32_760 + 929) / (32_760 + 200))
+    assert "with 929 tokens a prompt" in " ".join(format_plan(more).split())

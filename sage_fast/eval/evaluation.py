@@ -27,6 +27,7 @@ from sage_fast.rollout.scoring import log_failures
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import json_value
+from sage_fast.util.images import split_key
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -48,7 +49,8 @@ Chunks = Iterator[tuple[list[int], Tensor]]
 class Evaluation:
     """Scores of N videos, identical on every rank, and this rank's first videos, float32 `[F, 3, H, W]`.
 
-    `parts` includes those of `eval.judge` as `judge/<part>`. `negatives` maps prompts to their negative prompts.
+    `parts` includes those of `eval.judge` as `judge/<part>`. `negatives` and `images` map prompts to their negative
+    prompts and to the paths of their images.
     """
 
     iteration: int
@@ -59,13 +61,15 @@ class Evaluation:
     parts: dict[str, list[float]]
     weights: dict[str, float]
     videos: list[Tensor]
+    images: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the scores as JSON; null where a reward failed."""
         fields = ("iteration", "prompts", "negatives", "seeds", "weights")
         parts = {part: [*map(json_value, values)] for part, values in self.parts.items()}
         reward = [*map(json_value, self.reward)]
-        return {field: getattr(self, field) for field in fields} | {"reward": reward, "parts": parts}
+        images = {"images": self.images} if self.images else {}
+        return {field: getattr(self, field) for field in fields} | images | {"reward": reward, "parts": parts}
 
 
 def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
@@ -198,6 +202,7 @@ def evaluate(
             sample,
             iteration=iteration,
             negatives=negatives_for(setup, texts),
+            images={key: setup.captions[key].image for key in texts if split_key(key)[1]},
             kept=config.eval.num_videos,
             save=save,
             scorers=scorers,
@@ -213,6 +218,7 @@ def score_videos(
     *,
     iteration: int = 0,
     negatives: Mapping[str, str] | None = None,
+    images: Mapping[str, str] | None = None,
     kept: int = 0,
     save: Callable[[int, str, Tensor], object] | None = None,
     scorers: Mapping[str, CompositeReward] | None = None,
@@ -275,6 +281,7 @@ def score_videos(
         parts={prefix + part: values.tolist() for prefix in merged for part, values in merged[prefix].parts.items()},
         weights=scoring.config.reward.part_weights,
         videos=[videos[i] for i in sorted(videos)],
+        images=dict(images or {}),
     )
 
 

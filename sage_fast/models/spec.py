@@ -24,7 +24,7 @@ class Cost:
     """Compute and memory cost of one sample.
 
     Attributes:
-        forward: FLOPs of one forward of the network, with `Spec.text_tokens` text tokens.
+        forward: FLOPs of one forward of the network, with `Spec.prompt_tokens` tokens of a prompt.
         attention: FLOPs of attention within `forward`.
         decode: FLOPs of decoding the video.
         decoder_weights: number of elements of the autoencoder.
@@ -79,7 +79,6 @@ class Spec:
         randoms: paths `random:NAME` of models with random weights.
         fps: frames per second of its videos.
         text_tokens: assumed prompt length while none is known.
-        encoder_weights: number of elements of the text encoders; 0 if they are code.
         lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular expression.
         prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; files always do.
         lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
@@ -97,7 +96,6 @@ class Spec:
     randoms: ClassVar[tuple[str, ...]] = ()
     fps: ClassVar[int] = 24
     text_tokens: ClassVar[int] = 200
-    encoder_weights: ClassVar[int] = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ()
     lora_layouts: ClassVar[Mapping[str, Callable[[str], Place]]] = {}
     set_guidance: ClassVar[str] = ""
@@ -145,6 +143,16 @@ class Spec:
         """Whether every prompt has an image; otherwise none has one."""
         return False
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Assumed tokens of a prompt in a forward, while none is known: those of its text and of its image."""
+        return self.text_tokens
+
+    @property
+    def encoder_weights(self) -> int:
+        """Number of elements of the encoders; 0 if they are code."""
+        return 0
+
     def check_prompts(self, prompts: Iterable[str]) -> None:
         """Check that the text encoder knows every word.
 
@@ -163,6 +171,10 @@ class Spec:
     def tokens(self, latents: Sequence[int]) -> int:
         """Return the tokens of a video with latents (C, T, H, W)."""
         return math.prod(latents[1:]) // self.patch
+
+    def size_arguments(self, sampling: SamplingConfig) -> str:
+        """Return the arguments that give a diffusers pipeline the size of a video, for the cards."""
+        return f"height={sampling.height}, width={sampling.width}, num_frames={sampling.num_frames}"
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int] | None:
         """Return (tokens, heads, head width) at which to measure attention kernels; None if the model calls its own."""

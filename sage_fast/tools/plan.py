@@ -92,7 +92,7 @@ class Plan:
         trainable: trained parameters, of the model or of the adapter.
         latent_shape: (C, T, H, W).
         tokens: tokens of one video.
-        text_tokens: assumed tokens of a prompt.
+        prompt_tokens: assumed tokens of a prompt, text and image.
         ranks: GPUs that share the iteration.
         iterations: iterations of the run.
         samples: trained samples per iteration, over all ranks.
@@ -119,7 +119,7 @@ class Plan:
     trainable: int
     latent_shape: tuple[int, int, int, int]
     tokens: int
-    text_tokens: int
+    prompt_tokens: int
     ranks: int
     iterations: int
     samples: int
@@ -190,7 +190,7 @@ def plan(
         trainable=sum(p.numel() for p in policy.parameters().values()),
         latent_shape=latent,
         tokens=spec.tokens(latent),
-        text_tokens=spec.text_tokens,
+        prompt_tokens=spec.prompt_tokens,
         ranks=ranks,
         iterations=train.iterations,
         samples=samples,
@@ -267,13 +267,13 @@ def _brief_memory(s: SamplingConfig, width: int, spec: Spec, mine: int) -> dict[
     """Return part -> bytes on a GPU that are freed before it trains.
 
     Args:
-        width: bytes of an element of the text encoders.
+        width: bytes of an element of the encoders.
         mine: samples of an iteration on a rank.
     """
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     parts = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     if spec.encoder_weights and not is_random(spec.path):
-        parts["text encoders (while prompts are encoded)"] = float(width * spec.encoder_weights)
+        parts["encoders (while prompts are encoded)"] = float(width * spec.encoder_weights)
     return parts
 
 
@@ -409,7 +409,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         *_format_shared_steps(plan),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
-            f"H200), with {plan.text_tokens} text tokens a prompt. 'at {ASSUMED_SHARE:.0%}' is an assumption, measured "
+            f"H200), with {plan.prompt_tokens} tokens a prompt. 'at {ASSUMED_SHARE:.0%}' is an assumption, measured "
             f"nowhere here: that share of an H100's peak of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, as training of Llama 3 "
             "reports. Training holds the backward, the recomputation with checkpointing, and the forwards of the steps "
             "that rollouts train. The anchor is free in the iteration after its refresh. Times are those of the GPU "

@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from torch import Tensor
 
 from sage_fast.config.schema import SamplingConfig
+from sage_fast.models.hunyuan15.encoder import encoder_version
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
@@ -137,7 +138,6 @@ class Testbed(HunyuanVideo15):
     fps = 8
     text_tokens = 7  # every prompt has this length
     image_tokens = 4
-    encoder_weights = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)
 
@@ -150,6 +150,10 @@ class Testbed(HunyuanVideo15):
             with torch.device("meta"):
                 return allow_batches(tiny_vae())
         return Spec.meta(self, part)
+
+    @property
+    def encoder_weights(self) -> int:
+        return 0
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
         return []
@@ -173,5 +177,6 @@ class Testbed(HunyuanVideo15):
 
         return encode
 
-    def encoder_version(self) -> str:
-        return ""
+    def encoder_version(self) -> str | None:
+        reads = self.takes_images and not is_random(self.path)
+        return encoder_version(self.path, ("image_encoder", "feature_extractor")) if reads else ""
