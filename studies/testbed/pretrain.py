@@ -148,7 +148,7 @@ _I2V = dataclasses.replace(
     transformer=functools.partial(TestbedTransformer, task_type="i2v"),
     judge=None,
     takes_images=True,
-    steps=Steps(steps=800, videos_per_prompt=32),
+    steps=Steps(steps=300, videos_per_prompt=32),
 )
 WORLDS = {world.name: world for world in (_TESTBED, _PAIRS, _I2V)}
 

@@ -180,7 +180,7 @@ def test_the_policy_sees_what_the_base_was_trained_on() -> None:
     policy, prompts = setup.model.policy, setup.eval_prompts[:3] + setup.eval_prompts[24:26]
     x = torch.randn(len(prompts), 32, 5, 4, 4, generator=torch.Generator().manual_seed(0))
     sigmas = torch.tensor([0.9, 0.4])
-    table = policy.conditioning_table(sigmas, {prompt: setup.embeddings[prompt] for prompt in prompts})
+    table = policy.conditioning_table(sigmas, setup.embeddings)
     found = policy.velocity(x, table.at(prompts, torch.tensor([1])))
     text, tokens, frame = (
         torch.stack([getattr(setup.embeddings[prompt], name) for prompt in prompts])
