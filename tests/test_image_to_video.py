@@ -1,6 +1,7 @@
 """Image-to-video against diffusers' own pipeline, on a tiny checkpoint of the published classes."""
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,16 +14,21 @@ from sage_fast.benchmarks.stock import StockPolicy
 from torch import Tensor
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.cli import main
+from sage_fast.config.load import dump
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.model import Model
 from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.files import read_json, read_metrics
 from sage_fast.util.images import Caption
+from tests.tiny import settings
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, IMAGE_PATCHES, SHIFT, write_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -330,3 +336,35 @@ def test_random_images_follow_from_their_path() -> None:
         assert torch.equal(getattr(first, name), getattr(negative, name))
         assert not torch.equal(getattr(first, name), getattr(other, name))
     assert torch.equal(first.text, other.text)
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_a_run_from_images_to_weights_and_back(
+    checkpoint: Path, images: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str
+) -> None:
+    """Guided rollouts of two images, evaluations, and a resume that needs no encoders."""
+    monkeypatch.chdir(tmp_path)
+    Path("any_video.py").write_text("def mean(videos, prompts):\n    return {'mean': videos.mean((1, 2, 3, 4))}\n")
+    records = [json.dumps({"prompt": prompt, "image": str(image)}) for prompt, image in images.items()]
+    Path("prompts.jsonl").write_text("\n".join(records))
+    config = settings(
+        model__path=str(checkpoint), model__tuning=tuning, reward__name="any_video:mean", reward__weights={"mean": 1.0},
+        data__prompts="prompts.jsonl", data__eval_prompts="prompts.jsonl", sampling__num_frames=5, sampling__height=48,
+        sampling__width=64, sampling__steps=2, sampling__guidance_scale=2.0, eval__steps=1, train__iterations=1,
+        train__optimizer_steps=2, tracking__trackers=[], output="run",
+    )  # fmt: skip
+    Path("images.yaml").write_text(dump(config))
+    assert main(["train", "images.yaml", "--quiet"]) == 0
+    monkeypatch.setattr(HunyuanVideo15, "load_encoder", lambda *_: pytest.fail("its embeddings are cached"))
+    assert main(["train", "images.yaml", "--resume", "--train.iterations", "2", "--quiet"]) == 0
+    rows = read_metrics(Path("run/metrics.jsonl"))
+    assert [row["iteration"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["grad_norm"] > 0
+        assert row["log_prob/parity"] < 1e-4
+    assert set(read_json(Path("run/eval/after.json"))["prompts"]) == {
+        f"{prompt} [image: {image}]" for prompt, image in images.items()
+    }

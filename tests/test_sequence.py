@@ -1,6 +1,7 @@
 """Samples that ranks share (`model.sequence_parallel`), on gloo: the values and gradients of one process, the same
 iterations, and what does not fit is said before a model is loaded."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -42,6 +43,7 @@ PROMPTS = {
     "one length": ["a red circle moves left quickly"] * 2,
     "mixed lengths": ["a red circle moves left quickly", ""],
     "one token": ["", ""],
+    "images": ["a red circle moves left quickly", ""],
 }
 
 FORWARDS = list(
@@ -52,13 +54,14 @@ FORWARDS = list(
             ("lora", 3.0, "mixed lengths", (5, 3, 3)),
             ("full", 1.0, "one token", (5, 3, 3)),
             ("full", 3.0, "mixed lengths", (5, 4, 4)),
+            ("full", 3.0, "images", (5, 3, 3)),
         ),
     )
 )
 """Ranks to a sample, and tuning, guidance, prompts and latent shape. `make test` has all of them once, `make soak` with
 both numbers of ranks."""
 if not SOAK:
-    FORWARDS = [FORWARDS[i] for i in (1, 2, 4, 7)]
+    FORWARDS = [FORWARDS[i] for i in (1, 2, 4, 5, 8)]
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -92,6 +95,9 @@ def forwards(folder: Path) -> None:
         for p in model.policy.parameters().values():
             p.data.add_(0.05 * torch.randn(p.shape))
         chosen = embeddings(PROMPTS[prompts])
+        if prompts == "images":
+            image = {"image": torch.randn(6, 8), "frame": torch.randn(32, 1, *latents[1:])}
+            chosen = {prompt: dataclasses.replace(known, **image) for prompt, known in chosen.items()}
         text, negative = (
             collate([chosen[prompt] for prompt in names], torch.device("cpu"), torch.float32)
             for names in (PROMPTS[prompts], ["", ""])

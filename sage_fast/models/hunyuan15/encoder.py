@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
+import transformers
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
@@ -45,7 +46,7 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
         UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
     """
     source = reachable(path)
-    cls: Any = HunyuanVideo15Pipeline if size is None else HunyuanVideo15ImageToVideoPipeline
+    cls: Any = HunyuanVideo15Pipeline if size is None else _image_pipeline()
     parts: dict[str, Any] = {"transformer": None, "scheduler": None, "guider": None}
     try:
         if size is None:
@@ -65,6 +66,18 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
     for encoder in encoders:
         encoder.to(device)
     return lambda caption: _encode(pipeline, caption, device, size)
+
+
+def _image_pipeline() -> Any:
+    """Import the image-to-video pipeline without the warning that PIL resizes images where torchvision is missing."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        from diffusers import HunyuanVideo15ImageToVideoPipeline
+    finally:
+        logging.set_verbosity(before)
+    return HunyuanVideo15ImageToVideoPipeline
 
 
 def encoder_version(path: str, parts: Sequence[str] = PARTS) -> str | None:
