@@ -253,6 +253,7 @@ def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(joined) == first
 
 
+@pytest.mark.usefixtures("dynamo_only")
 def test_results_are_written_after_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "operators.json"
     measure = bench.measure
