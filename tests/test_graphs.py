@@ -4,6 +4,7 @@ Without a GPU a recording runs its Python again over the same buffers: everythin
 runs. The tests at the end need one.
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -51,8 +52,18 @@ def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graph
     return replays.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
 
 
-def difference(graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = replays.TABLE) -> str:
-    return replays.replay_problem(graphs, embeddings(PROMPTS), batches, table)
+def difference(
+    graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = replays.TABLE, images: bool = False
+) -> str:
+    """Of replays; with `images`, each prompt has one."""
+    texts = embeddings(PROMPTS)
+    if images:
+        drawn = {"image": torch.randn(len(texts), 6, 8), "frame": torch.randn(len(texts), 32, 1, 4, 4)}
+        texts = {
+            prompt: dataclasses.replace(texts[prompt], **{name: t[i] for name, t in drawn.items()})
+            for i, prompt in enumerate(texts)
+        }
+    return replays.replay_problem(graphs, texts, batches, table)
 
 
 def ode2(shift: float) -> TransitionTable:
@@ -69,16 +80,16 @@ def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_same_bits_and_one_recording_for_one_shape(guidance: float) -> None:
+@pytest.mark.parametrize(("guidance", "images"), [(1.0, False), (3.0, False), (3.0, True)])
+def test_same_bits_and_one_recording_for_one_shape(guidance: float, images: bool) -> None:
     policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
     graphs = StepGraphs(policy, rerun, max_memory=math.inf)
     batches = [[prompt] * 2 for prompt in PROMPTS]
-    assert not difference(graphs, batches[:1])
+    assert not difference(graphs, batches[:1], images=images)
     assert len(graphs) == 0  # recorded when the shape comes for the second time
-    assert not difference(graphs, batches)
+    assert not difference(graphs, batches, images=images)
     assert len(graphs) == 1
-    assert not difference(graphs, [PROMPTS[:2]] * 2)  # a prompt for each sample
+    assert not difference(graphs, [PROMPTS[:2]] * 2, images=images)  # a prompt for each sample
     assert len(graphs) == 2
 
 
