@@ -4,7 +4,6 @@ Without a GPU a recording runs its Python again over the same buffers: everythin
 runs. The tests at the end need one.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from sage_fast.tools import replays
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from tests.pretend_cuda import PretendCuda
-from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
+from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer, with_images
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves down slowly"]
 STEPS = 5
@@ -57,13 +56,7 @@ def difference(
 ) -> str:
     """Of replays; with `images`, each prompt has one."""
     texts = embeddings(PROMPTS)
-    if images:
-        drawn = {"image": torch.randn(len(texts), 6, 8), "frame": torch.randn(len(texts), 32, 1, 4, 4)}
-        texts = {
-            prompt: dataclasses.replace(texts[prompt], **{name: t[i] for name, t in drawn.items()})
-            for i, prompt in enumerate(texts)
-        }
-    return replays.replay_problem(graphs, texts, batches, table)
+    return replays.replay_problem(graphs, with_images(texts) if images else texts, batches, table)
 
 
 def ode2(shift: float) -> TransitionTable:
