@@ -29,8 +29,8 @@ from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import Caption
 from tests.tiny import captions
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
 

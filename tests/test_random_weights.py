@@ -12,8 +12,8 @@ from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.random_weights import random_module
 from sage_fast.tools.plan import format_plan, plan
+from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_metrics
-from sage_fast.util.images import Caption
 from tests.tiny import settings
 
 PUBLISHED = "random:hunyuanvideo15-480p"

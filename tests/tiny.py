@@ -30,7 +30,7 @@ from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
-from sage_fast.util.images import Caption
+from sage_fast.util.captions import Caption
 
 CPU = torch.device("cpu")
 BASE_SETTINGS: dict[str, Any] = {

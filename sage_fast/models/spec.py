@@ -110,6 +110,11 @@ class Spec:
         """Return the network whose class tells the family, and whose adapter has the name that diffusers looks for."""
         return next(iter(cls.networks))
 
+    @classmethod
+    def source(cls, part: str, checkpoint: str) -> str:
+        """Return the checkpoint that a part is read from: another one if they share it."""
+        return checkpoint
+
     def meta(self, part: str) -> Any:
         """Return a part on the meta device: no memory, no weights."""
         settings = {key: value for key, value in self.layouts.get(part, {}).items() if not key.startswith("_")}

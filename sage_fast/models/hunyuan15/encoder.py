@@ -19,8 +19,9 @@ from torch import Tensor
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError, first_line
-from sage_fast.util.images import Caption, read_image
+from sage_fast.util.images import read_image
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 IMAGE_PARTS = ("image_encoder", "feature_extractor", "vae")
