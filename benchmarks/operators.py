@@ -29,7 +29,6 @@ from sage_fast.ops.norm_modulate import norm_modulate_reference
 from sage_fast.ops.norm_rotate import joined_reference
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.tools.harness import (
-    H200_BF16_FLOPS,
     Save,
     fresh_compilation,
     head_line,
@@ -65,10 +64,6 @@ CPU_SIZES = ("480p batch 1", "480p batch 4", "480p batch 16", "720p batch 4", "t
 BAR = 0.9
 """Share of the copy's speed that a fused operator should reach on a GPU at 720p or larger. A 480p batch of 4 fills an
 H200 1.29 times, so its last wave is mostly empty."""
-H200_BYTES_PER_SECOND = 4.3e12
-"""Bandwidth of a copy on one H200; measured, but not by this code."""
-GUIDED_STEP_SECONDS = 2 * 6.6e14 / H200_BF16_FLOPS
-"""Seconds of two forwards at 480p, 81 frames, at the matmul ceiling; an operator is small next to it."""
 
 STEPS, ETA = 20, 0.7
 ROTATION_BYTES = 256 * 2**20
@@ -327,25 +322,19 @@ def format_result(result: dict[str, Any]) -> str:
             f"{ms['eager'] / fused:>6.1f}x{ms['compiled']:>8.2f} ms{ms['compiled'] / fused:>6.2f}x"
             f"{ms['copy']:>8.2f} ms{ms['copy'] / fused:>9.0%}"
         )
-    share = 12 * math.prod(SIZES["480p batch 1"]) / H200_BYTES_PER_SECOND / GUIDED_STEP_SECONDS
     lines += [
         "",
         "medians of one interleaved run on inputs that rotate past the cache; copy = the same bytes, copied; fused = "
         f"{env['operators']}",
-        "In proportion: a guided 480p denoising step of the 8.3 B transformer takes at least "
-        f"{GUIDED_STEP_SECONDS:.2f} s on one H200; the fused step at its "
-        f"{H200_BYTES_PER_SECOND / 1e12:.1f} TB/s is {share:.0e} of that (both measured ceilings, not runs of ours).",
     ]
     if any(row["seconds"]["copy"]["p50"] > row["seconds"]["fused"]["p50"] for row in result["rows"]):
         lines.append(
-            "Above 100% a copy is no limit: a CPU also reads what it overwrites, so what mostly reads is faster."
+            "Above 100% a copy is no limit: what mostly reads can be faster (a CPU also reads what it writes)."
         )
     if env["operators"] == "Triton":
         lines.append(
             f"The bar is {BAR:.0%} of the limit at 720p or larger; below that the fixed cost of a kernel counts."
         )
-    else:
-        lines.append("There is no GPU row yet.")
     return "\n".join(lines)
 
 

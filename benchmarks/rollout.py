@@ -225,6 +225,4 @@ def format_rollout(result: Mapping[str, Any]) -> str:
     lines += [f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]]
     served = {row["size"]: row["attention"] for row in [*result["rows"], *result["not_run"]] if "attention" in row}
     lines += [f"attention of eager, compiled and graphed at {size}: {name}" for size, name in served.items()]
-    if not any(row["peak_bytes"] for row in result["rows"]):
-        lines.append("There is no GPU row yet.")
     return "\n".join(lines)

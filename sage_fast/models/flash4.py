@@ -2,7 +2,7 @@
 
 The package flash-attn-4 (kernels in CuTe DSL for Hopper and Blackwell, compiled at the first call) launches its kernels
 past PyTorch's dispatcher. As an operator, checkpointing can keep its output and torch.compile can call it. Written
-against 4.0.0b36; it has not run on a GPU yet.
+against 4.0.0b36; not run yet.
 """
 
 from __future__ import annotations

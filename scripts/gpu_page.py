@@ -1,0 +1,36 @@
+"""Write the tables of docs/results/gpu.md from the results that they name: `python -m scripts.gpu_page`.
+
+A table stands between `<!-- table: FILE -->` and `<!-- end -->`, as the command that measured FILE prints it.
+tests/test_docs.py fails while they differ.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from sage_fast.benchmarks.operators import format_result
+from sage_fast.benchmarks.rollout import format_rollout
+
+from sage_fast.tools.profile import format_profile
+
+REPOSITORY = Path(__file__).parent.parent
+PAGE = REPOSITORY / "docs" / "results" / "gpu.md"
+TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+FORMS = {"phases": format_profile, "ceiling_flops_per_second": format_rollout, "rows": format_result}
+"""Key of a result -> the form of its table; the first key that it has decides."""
+
+
+def written(page: str) -> str:
+    """Return the page with its tables written anew."""
+
+    def table(found: re.Match[str]) -> str:
+        result = json.loads((REPOSITORY / found[2]).read_text(encoding="utf-8"))
+        form = next(form for key, form in FORMS.items() if key in result)
+        text, *_ = form(result).partition("\n\ntrace,")  # what follows of a profile is for who measured it
+        return f"{found[1]}```text\n{text}\n```\n{found[3]}"
+
+    return TABLE.sub(table, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
