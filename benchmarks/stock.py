@@ -89,7 +89,8 @@ class StockPolicy(HunyuanVideo15Policy):
         condition = x.new_zeros(batch, config.in_channels - channels, *x.shape[2:])
         images = x.new_zeros(batch, IMAGE_TOKENS if self.padded else 0, config.image_embed_dim)
         if text.images is not None and text.frames is not None:
-            images, condition[:, :channels, :1], condition[:, channels:, :1] = text.images, text.frames, 1
+            images, condition[:, :channels, :1] = text.images, text.frames
+            condition[:, channels:, :1].fill_(1)
         return self.transformer(
             torch.cat([x, condition], dim=1), timestep, tokens, mask, encoder_hidden_states_2=glyphs,
             encoder_attention_mask_2=glyphs_mask, image_embeds=images, return_dict=False,

@@ -38,9 +38,10 @@ from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import graph_bytes, step_graphs
+from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import Caption, check_pixels, prompt_key, split_key
+from sage_fast.util.images import check_pixels
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,

@@ -26,8 +26,8 @@ from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.model import Model
 from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_json, read_metrics
-from sage_fast.util.images import Caption
 from tests.tiny import settings
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, IMAGE_PATCHES, SHIFT, write_tiny_checkpoint
 

@@ -1,24 +1,45 @@
 """Prompts with images: how files are read and checked, what tells two images apart, and where it is seen."""
 
+import base64
+import contextlib
+import csv
+import dataclasses
+import html
+import io
 import json
 import os
-from collections.abc import Callable
+import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 
 import sage_fast.data.embeddings
-from sage_fast.config.schema import SamplingConfig
+from sage_fast.cli import main
+from sage_fast.commands.card import model_card
+from sage_fast.commands.init import TESTBED_PROMPT, init
+from sage_fast.config.load import load
+from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached, fill_cache
 from sage_fast.data.prompts import captions_of, metadata_of, negatives_of, read_prompts
+from sage_fast.eval.videoset import read_folder
 from sage_fast.loading import check_captions
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import find_spec
-from sage_fast.models.spec import Spec
+from sage_fast.report.html import image_address
+from sage_fast.rewards import CompositeReward
+from sage_fast.rewards.server import RewardServer
+from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import Caption, prompt_key, read_image, split_key
+from sage_fast.util.files import read_json, read_metrics
+from sage_fast.util.images import read_image
+from tests.test_docs import REPOSITORY
+from tests.tiny import arguments, settings
+from tests.tiny_checkpoint import write_tiny_checkpoint
 
 BALL = "a red ball rolls"
 
@@ -173,18 +194,16 @@ def test_an_image_is_read_upright_and_in_color(there: Path) -> None:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-class TakesImages(Spec):
-    path = "checkpoint"
-    takes_images = True  # type: ignore[assignment]
+I2V = "random:hunyuanvideo15-480p-i2v"
 
 
 def test_a_model_with_images_needs_one_for_every_prompt(there: Path) -> None:
     picture(there / "a.png")
     file = write(there / "p.jsonl", {"prompt": "a", "image": "a.png"}, {"prompt": "b"})
     with pytest.raises(UserError) as error:
-        check_captions(read_prompts(file), TakesImages("checkpoint"))
+        check_captions(read_prompts(file), find_spec(I2V))
     assert str(error.value) == (
-        f"prompt file {file!r}, line 2: model.path = 'checkpoint' is image-to-video; expected an image for each "
+        f"prompt file {file!r}, line 2: model.path = {I2V!r} is image-to-video; expected an image for each "
         'prompt, in the key "image" of a .jsonl file'
     )
 
@@ -205,7 +224,7 @@ def test_a_cut_image_is_found_before_a_model_is_loaded(kind: str, there: Path) -
     truncated(there / f"bad.{kind}")
     file = write(there / "p.jsonl", {"prompt": "a", "image": f"bad.{kind}"})
     with pytest.raises(UserError, match=rf"line 1: image '{there}/bad.{kind}' cannot be read: .*") as error:
-        check_captions(read_prompts(file), TakesImages("checkpoint"))
+        check_captions(read_prompts(file), find_spec(I2V))
     assert str(error.value).startswith(f"prompt file {file!r}, line 1")
 
 
@@ -235,6 +254,210 @@ def test_the_cache_follows_what_an_image_shows_and_its_size(there: Path, monkeyp
     assert (there / "cache" / f"{text}.safetensors").is_file()
     picture(Path(a), "blue")
     assert fill_cache(captions, lambda: encode, there / "cache", "m") == 1
-    for spec, count in ((TakesImages("x"), 2), (find_spec("random:testbed"), 1)):
+    for spec, count in ((find_spec(I2V), 2), (find_spec("random:testbed"), 1)):
         names = {cache_key(spec, "float32", there / "cache", SamplingConfig(height=h)) for h in (32, 64)}
         assert len(names) == count
+
+
+# -- from the prompt file to the report -------------------------------------------------------------------------------
+
+CIRCLE = "a circle moves left"
+KEYS = [f"{CIRCLE} [image: {color}.png]" for color in ("red", "blue")]
+REWARD = """
+import re
+from PIL import Image
+
+def seen(videos, prompts, metadata):
+    images = [Image.open(one["image"]).convert("RGB").getpixel((0, 0)) for one in metadata]
+    assert set(prompts) == {"a circle moves left"}, prompts
+    return {"red": [float(image == (255, 0, 0)) for image in images], "spread": videos.std((1, 2, 3, 4))}
+"""
+
+
+TINY = arguments(
+    model__path="model", model__dtype="float32", model__lora_rank=2, data__prompts="p.jsonl",
+    data__eval_prompts="p.jsonl", sampling__steps=2, sampling__num_frames=5, sampling__height=32, sampling__width=32,
+    sampling__guidance_scale=2, reward__name="own:seen", reward__weights="{red: 1}", reward__on_failure="stop",
+    train__iterations=1, train__prompts_per_iteration=2, train__group_size=2, eval__steps=1, eval__num_prompts=2,
+    eval__num_videos=2, eval__judge="own:seen", tracking__trackers="[]",
+)  # fmt: skip
+
+
+def call(*words: str) -> tuple[int, str]:
+    """Exit status and output of a command."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = main([*words])
+    return status, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkpoint of the real classes, two prompts of equal text, seed and negative prompt, and a run on them."""
+    folder = tmp_path_factory.mktemp("images")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_tiny_checkpoint(folder / "model", seed=1, task="i2v")
+        row = {"prompt": CIRCLE, "negative_prompt": "a square", "seed": 3}
+        write(folder / "p.jsonl", *(row | {"image": f"{color}.png"} for color in ("red", "blue")))
+        for color in ("red", "blue", "green"):
+            picture(folder / f"{color}.png", color)
+        (folder / "own.py").write_text(REWARD)
+        (folder / "c.yaml").write_text("output: run\n")
+        status, out = call("train", "c.yaml", *TINY, "--quiet")
+        assert status == 0, out
+        yield folder
+
+
+def test_two_images_of_one_text_have_their_own_rewards_groups_and_videos(folder: Path) -> None:
+    (row,) = read_metrics(folder / "run" / "metrics.jsonl")
+    assert row["reward/mean"] == 0.5
+    assert row["reward/zero_std_groups"] == 1  # no group has samples of both
+    for name in ("before", "after"):
+        scores = read_json(folder / "run" / "eval" / f"{name}.json")
+        assert scores["prompts"] == KEYS
+        assert scores["negatives"] == dict.fromkeys(KEYS, "a square")
+        assert scores["images"] == {key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))}
+        assert scores["parts"]["red"] == scores["parts"]["judge/red"] == [1, 0]
+        red, blue = scores["parts"]["spread"]
+        assert red != blue  # from the same noise
+
+
+def test_the_report_shows_the_image_beside_its_video(folder: Path) -> None:
+    page = (folder / "run" / "report.html").read_text()
+    for key, color in zip(KEYS, ("red", "blue")):
+        assert f'<img alt="image: {key}" src="{image_address(str(folder / f"{color}.png"))}">' in page
+        assert f'aria-label="after: {key}"' in page
+    data = base64.b64decode(image_address("blue.png").partition(",")[2])
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.size == (192, 128)
+        red, green, blue = image.getpixel((90, 60))  # type: ignore[misc]
+        assert min(blue - red, blue - green) > 200
+
+
+def test_a_report_without_the_file_of_an_image_says_so(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder / "run", tmp_path / "run")
+    for file in (run / "eval").glob("*.json"):
+        file.write_text(file.read_text().replace(str(folder), str(tmp_path)))
+    assert call("report", str(run))[0] == 0
+    page = html.unescape((run / "report.html").read_text())
+    assert f"left out: image '{tmp_path}/red.png': no such file" in page
+    assert '<img alt="image: ' not in page
+
+
+def test_a_resume_trains_on_the_same_prompts(folder: Path) -> None:
+    shutil.copytree(folder / "run", folder / "again")
+    status, out = call(
+        "train", "again/config.yaml", "--output", "again", "--resume", "--train.iterations", "2", "--quiet"
+    )
+    assert status == 0, out
+    assert [row["reward/mean"] for row in read_metrics(folder / "again" / "metrics.jsonl")] == [0.5, 0.5]
+
+
+def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
+    """Any reward scores them later, without the prompt files; pages show the images."""
+    status, out = call("eval", "run", "--folder", "out", "--quiet")
+    assert status == 0, out
+    (home,) = (folder / "out" / "videos").iterdir()
+    with (home / "videos.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["prompt"] for row in rows] == KEYS
+    assert [row["image"] for row in rows] == [f"../../../{color}.png" for color in ("red", "blue")]
+    found = read_folder("saved", home)
+    assert found.images == {key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))}
+    (folder / "other.txt").write_text("a square moves left\n")
+    words = ["--data.prompts", "other.txt", "--data.eval_prompts", "other.txt", "--json", "saved.json", "--quiet"]
+    status, out = call("eval", str(home), "--reward.name", "own:seen", "--reward.weights", "{red: 1}", *words)
+    assert status == 0, out
+    assert read_json(folder / "saved.json")["parts"]["red"] == [1, 0]
+    status, out = call("compare", "run", f"saved={home}", "--folder", "compared", "--scorer", "own:seen")
+    assert status == 0, out
+    page = (folder / "compared" / "comparison.html").read_text()
+    assert page.count('<img alt="image: ') == 2
+    (home / "videos.csv").write_text((home / "videos.csv").read_text().replace("red.png,", "gone.png,"))
+    with pytest.raises(UserError, match=r"video 1: '../../../gone.png': no such file in "):
+        read_folder("saved", home)
+
+
+def test_samples_of_the_command_line_have_images(folder: Path) -> None:
+    words = ["sample", "run", "--quiet", "--folder"]
+    status, out = call(*words, "one", "--prompt", CIRCLE, "--prompt", "a square", "--image", "green.png")
+    assert (status, len(out.split())) == (0, 2), out
+    assert call(*words, "file", "--prompts", "p.jsonl")[0] == 0
+    assert len([*(folder / "file").glob("*.mp4")]) == 2
+    for images, expected in (
+        (
+            ["--image", "red.png"] * 3,
+            "--image: given 3 times, with --prompt given 2 times; expected one for all prompts",
+        ),
+        ([], "--prompt 'a square': model.path = "),
+        (["--image", "none.png"], f"--image 'none.png': image '{folder}/none.png': no such file"),
+    ):
+        status, out = call(*words, "none", "--prompt", "a square", "--prompt", CIRCLE, *images)
+        assert (status, expected in out.replace("\n", " ")) == (2, True), out
+    assert not (folder / "none").exists()
+    status, out = call(*words, "none", "--prompts", "p.jsonl", "--image", "red.png")
+    assert (status, "with --prompt given 0 times" in out) == (2, True)
+
+
+def test_the_cache_and_the_plan_take_images(folder: Path) -> None:
+    own = [*TINY, "--data.embedding_cache", "cache"]
+    assert "cache: 6 texts, of which 6 were encoded now" in call("embed", "c.yaml", *own)[1]
+    assert "of which 0 were encoded now" in call("embed", "c.yaml", *own)[1]
+    status, out = call("train", "c.yaml", *own, "--dry-run")
+    assert (status, "p.jsonl: 2 prompts, each with an image" in out) == (0, True), out
+
+
+@pytest.mark.parametrize("command", ["train", "train --dry-run", "embed --data.embedding_cache cache", "sample"])
+@pytest.mark.parametrize("path", ["testbed", "model"])
+def test_every_command_refuses_prompts_of_another_task(command: str, path: str, folder: Path) -> None:
+    name, *options = command.split()
+    rows = [{"prompt": "a square", "image": "red.png"}, {"prompt": "a square"}]
+    file = write(folder / "mixed.jsonl", *(rows[::-1] if path == "testbed" else rows))
+    options += ["--prompts", file] if name == "sample" else ["--data.prompts", file]
+    config = ["--model.path", path, "--output", "refused"]
+    status, out = call(name, "c.yaml", *TINY, *config, *options)
+    assert (status, f"prompt file {file!r}, line 2: " in out.replace("\n", " ")) == (2, True), out
+    assert not (folder / "refused").exists()
+
+
+@pytest.mark.parametrize("how", ["here", "process", "http"])
+def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None:
+    config = RewardConfig(name="own:seen", weights={"red": 1.0}, on_failure="stop", workers=int(how == "process"))
+    metadata = metadata_of(read_prompts("p.jsonl"))
+    with contextlib.ExitStack() as stack:
+        if how == "http":
+            server = stack.enter_context(RewardServer(CompositeReward.of(config), "127.0.0.1", 0))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            config = dataclasses.replace(config, name=server.address)
+        reward = CompositeReward.of(config, metadata=metadata)
+        reward.check(SamplingConfig(num_frames=5, height=32, width=32), KEYS)
+        scores = reward(torch.rand(3, 5, 3, 32, 32), [KEYS[1], KEYS[0], KEYS[1]])
+    assert scores.rewards.tolist() == [0, 1, 0]
+
+
+def test_init_copies_images(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = there / "shipped"
+    picture(shipped / "prompts" / "red.png")
+    write(shipped / "prompts" / "p.jsonl", {"prompt": TESTBED_PROMPT, "image": "red.png"})
+    (shipped / "my_rewards.py").write_text("")
+    demo = (REPOSITORY / "configs" / "demo.yaml").read_text()
+    for name in ("testbed:train", "testbed:heldout"):
+        demo = demo.replace(name, "configs/prompts/p.jsonl")
+    (shipped / "seeing.yaml").write_text(demo)
+    monkeypatch.setattr("sage_fast.commands.init._FOLDER", shipped)
+    printed = init(there / "mine", "seeing")
+    assert "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 1 images" in printed
+    assert "sage-fast sample runs/first --prompts heldout.jsonl" in printed
+    data = load(there / "mine" / "config.yaml").data
+    for source in (data.prompts, data.eval_prompts):
+        (prompt,) = read_prompts(str(there / "mine" / source))
+        assert prompt.caption == Caption(TESTBED_PROMPT, str(there / "mine" / "red.png"))
+
+
+def test_the_card_of_such_a_model_samples_from_an_image() -> None:
+    spec = find_spec(I2V)
+    card = ModelCard(model_card(Path("none"), settings(), spec, iteration=1, base="a/b", files=[]))
+    assert (card.data.pipeline_tag, card.data.tags[0]) == ("image-to-video", "image-to-video")
+    assert 'image = load_image("image.png")\nvideo = pipe(image, "a prompt", num_frames=' in card.text

@@ -29,8 +29,8 @@ from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import Caption
 from tests.tiny import captions
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
 
@@ -149,7 +149,7 @@ def changed(checkpoint: Path, folder: Path, part: str, **values: object) -> Path
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"task_type": "i2v"}, "its transformer has task_type = 'i2v'; expected a text-to-video checkpoint"),
+        ({"task_type": "sr"}, "its transformer has task_type = 'sr'; expected 't2v' or 'i2v'"),
         ({"use_meanflow": True}, "its transformer has use_meanflow = true, a step-distilled model"),
     ],
 )
@@ -168,9 +168,9 @@ def test_a_checkpoint_of_the_hub_is_refused_likewise(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task is known only once the checkpoint is read."""
-    other = changed(checkpoint, tmp_path, "transformer", task_type="i2v")
+    other = changed(checkpoint, tmp_path, "transformer", task_type="sr")
     monkeypatch.setattr("sage_fast.models.load.reachable", lambda path: str(other))
-    with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'i2v'"):
+    with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'sr'"):
         load("owner/name")
 
 

@@ -29,9 +29,9 @@ from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.load import load_model
 from sage_fast.models.protocol import pass_lengths
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
-from sage_fast.util.images import Caption
 from tests.test_docs import REPOSITORY, blocks
 from tests.tiny import CPU, arguments, captions, embeddings, settings, tiny_model
 from tests.tiny_checkpoint import write_tiny_checkpoint

@@ -12,8 +12,8 @@ from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.random_weights import random_module
 from sage_fast.tools.plan import format_plan, plan
+from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_metrics
-from sage_fast.util.images import Caption
 from tests.tiny import settings
 
 PUBLISHED = "random:hunyuanvideo15-480p"
@@ -112,6 +112,7 @@ def test_images_take_tokens_and_encoders() -> None:
     assert (more.parameters, more.trainable) == (less.parameters, less.trainable)
     for part in ("forward", "training"):
         assert 1.03 < more.flops[part] / less.flops[part] < 1.05
+    assert main(["train", "configs/hunyuanvideo15-480p-i2v.yaml", "--model.path", image.path, "--dry-run"]) == 0
     part = "activations, checkpointing full"
     assert more.memory[part] / less.memory[part] == pytest.approx((32_760 + 929) / (32_760 + 200))
     assert "with 929 tokens a prompt" in " ".join(format_plan(more).split())

@@ -35,9 +35,9 @@ from sage_fast.rollout.scoring import gather_scores
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
-from sage_fast.util.images import Caption
 from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest, straggler_line
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests.ranks import run_ranks, screens

@@ -30,8 +30,8 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_metrics
-from sage_fast.util.images import Caption
 from tests.ranks import command_on_ranks
 from tests.tiny import CPU, settings
 

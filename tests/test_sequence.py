@@ -1,7 +1,6 @@
 """Samples that ranks share (`model.sequence_parallel`), on gloo: the values and gradients of one process, the same
 iterations, and what does not fit is said before a model is loaded."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -32,7 +31,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, RunError, UserError
 from sage_fast.util.ranks import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import embeddings, rounding_of_advantages, settings, tiny_model, tiny_trainer
+from tests.tiny import embeddings, rounding_of_advantages, settings, tiny_model, tiny_trainer, with_images
 
 REPOSITORY = Path(__file__).parent.parent
 SOAK = "SAGE_FAST_SOAK" in os.environ
@@ -96,8 +95,7 @@ def forwards(folder: Path) -> None:
             p.data.add_(0.05 * torch.randn(p.shape))
         chosen = embeddings(PROMPTS[prompts])
         if prompts == "images":
-            image = {"image": torch.randn(6, 8), "frame": torch.randn(32, 1, *latents[1:])}
-            chosen = {prompt: dataclasses.replace(known, **image) for prompt, known in chosen.items()}
+            chosen = with_images(chosen, *latents[1:])
         text, negative = (
             collate([chosen[prompt] for prompt in names], torch.device("cpu"), torch.float32)
             for names in (PROMPTS[prompts], ["", ""])

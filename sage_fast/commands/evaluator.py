@@ -248,15 +248,12 @@ class _Evaluator:
         seeds = [found.seeds[i] if found.seeds else found.keys[i][1] for i in chosen]
         prompts = [found.prompts[i] for i in chosen]
         result = score_videos(
-            self.scoring,
-            prompts,
-            seeds,
-            lambda own: _batches(files[own.start : own.stop], size),
-            images=found.images,
-            scorers=self.scorers,
+            self.scoring, prompts, seeds, lambda own: _batches(files[own.start : own.stop], size), scorers=self.scorers
         ).to_json()
         scored = of_scores(source.label, result, {})
-        return result, dataclasses.replace(scored, files=files, seeds=seeds if found.seeds else None)
+        return result, dataclasses.replace(
+            scored, files=files, seeds=seeds if found.seeds else None, images=found.images
+        )
 
 
 def _batches(files: Sequence[Path | None], size: int) -> Chunks:

@@ -92,11 +92,12 @@ def init(folder: Path, name: str) -> str:
     if name not in (names := _shipped()):
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
     config = load(_FOLDER / f"{name}.yaml")
-    on_testbed = config.model.path.startswith("testbed")
     prompts = [
         read_prompts(source if source in SETS else str(_FOLDER / source.removeprefix("configs/")))
         for source in (config.data.prompts, config.data.eval_prompts)
     ]
+    captions = {prompt.text for name in SETS for prompt in read_prompts(name)}
+    on_testbed = captions.issuperset(prompt.text for prompt in prompts[0])
     images = {prompt.image: prompt.caption.image for prompt in itertools.chain(*prompts) if prompt.image}
     own = (OWN_IMAGES if images else OWN) | (OWN_REWARD if on_testbed else {})
     texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", own)}

@@ -17,9 +17,9 @@ from torch import Tensor
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.models.spec import Spec
+from sage_fast.util.captions import Caption
 from sage_fast.util.console import Progress
 from sage_fast.util.files import write_atomic
-from sage_fast.util.images import Caption
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.fields import is_unicode
+from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.images import Caption, check_image, prompt_key, split_key
+from sage_fast.util.images import check_image
 
 KEYS = ("prompt", "negative_prompt", "seed", "image")
 UNREAD = (".json", ".ndjson", ".csv", ".tsv")

@@ -24,10 +24,10 @@ from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import log_failures
+from sage_fast.util.captions import split_key
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import json_value
-from sage_fast.util.images import split_key
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -61,7 +61,7 @@ class Evaluation:
     parts: dict[str, list[float]]
     weights: dict[str, float]
     videos: list[Tensor]
-    images: dict[str, str]
+    images: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the scores as JSON; null where a reward failed."""
@@ -195,19 +195,19 @@ def evaluate(
         )
 
     with model.policy.at_guidance(config.eval_guidance_scale):
-        return score_videos(
+        found = score_videos(
             setup,
             texts,
             seeds.tolist(),
             sample,
             iteration=iteration,
             negatives=negatives_for(setup, texts),
-            images={key: setup.captions[key].image for key in texts if split_key(key)[1]},
             kept=config.eval.num_videos,
             save=save,
             scorers=scorers,
             collective=model.policy.collective_forwards,
         )
+    return dataclasses.replace(found, images={key: setup.captions[key].image for key in texts if split_key(key)[1]})
 
 
 def score_videos(
@@ -218,7 +218,6 @@ def score_videos(
     *,
     iteration: int = 0,
     negatives: Mapping[str, str] | None = None,
-    images: Mapping[str, str] | None = None,
     kept: int = 0,
     save: Callable[[int, str, Tensor], object] | None = None,
     scorers: Mapping[str, CompositeReward] | None = None,
@@ -281,7 +280,6 @@ def score_videos(
         parts={prefix + part: values.tolist() for prefix in merged for part, values in merged[prefix].parts.items()},
         weights=scoring.config.reward.part_weights,
         videos=[videos[i] for i in sorted(videos)],
-        images=dict(images or {}),
     )
 
 

@@ -27,9 +27,9 @@ from sage_fast.eval.scores import (
     mean_and_margin,
     paired_row,
 )
+from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, read_json, write_atomic, write_json
-from sage_fast.util.images import split_key
 from sage_fast.util.videos import numbered
 
 OWN = ("file", "prompt", "image", "seed")

@@ -17,10 +17,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from sage_fast.util.images import Caption
+from sage_fast.util.captions import Caption
 
 Key = Hashable
-"""Opaque key of a sample's condition. A text prompt is its own key; see `sage_fast.util.images` for images."""
+"""Opaque key of a sample's condition. A text prompt is its own key; see `sage_fast.util.captions` for images."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

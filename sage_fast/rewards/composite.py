@@ -14,8 +14,8 @@ from sage_fast.rewards.failure_policy import FailurePolicy, Outcome
 from sage_fast.rewards.interface import Metadata, Pending, Reward, Scores
 from sage_fast.rewards.load import backend_class, connect
 from sage_fast.rewards.source import Source
+from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
-from sage_fast.util.images import split_key
 
 RAW = "_raw"
 """Suffix of a part before its normalisation."""

@@ -516,7 +516,8 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
 
 def _keys_of(prompts: Sequence[Prompt]) -> str:
     keys = sorted({key for prompt in prompts for key in prompt.metadata})
-    return f" (metadata: {', '.join(keys)})" if keys else ""
+    images = ", each with an image" if any(prompt.image for prompt in prompts) else ""
+    return f"{images} (metadata: {', '.join(keys)})" if keys else images
 
 
 def _format_weights(weights: Mapping[str, float]) -> str:

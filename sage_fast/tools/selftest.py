@@ -26,9 +26,9 @@ from sage_fast.tools.doctor import Check, tried
 from sage_fast.tools.harness import host_timer, matmul_ceiling, of_limit, usual_dtype
 from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong
 from sage_fast.tools.replays import replay_problem
+from sage_fast.util.captions import Caption
 from sage_fast.util.console import quiet
 from sage_fast.util.errors import in_one_line
-from sage_fast.util.images import Caption
 
 PROMPT = "a red circle moves left quickly"
 TESTBED = "random:testbed"

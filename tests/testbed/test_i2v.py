@@ -27,8 +27,9 @@ from sage_fast.models.testbed.model import TestbedTransformer, load_vae
 from sage_fast.rewards.testbed_i2v import TestbedImageReward
 from sage_fast.testbed.world import FRAMES, SHAPES, heldout_prompts, parse
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import Caption, read_image
+from sage_fast.util.images import read_image
 from studies.testbed.images import FOLDER, SETS, draw
 from studies.testbed.pretrain import picture, velocity
 from studies.testbed.render import render

@@ -19,13 +19,14 @@ from torch import Tensor
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError, first_line
-from sage_fast.util.images import Caption, read_image
+from sage_fast.util.images import read_image
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 IMAGE_PARTS = ("image_encoder", "feature_extractor", "vae")
 IMAGE_TOKENS = 729
-"""Tokens of an image: SigLIP's patches of 14 x 14 pixels of 384 x 384."""
+"""Tokens of an image in published checkpoints: SigLIP's 27 x 27 patches."""
 BLOCK, BLOCKS = 4096, 256
 """Sampled blocks for the fingerprint of a large file: bytes per block and number of blocks. In 5 GB, one per 20 MB."""
 

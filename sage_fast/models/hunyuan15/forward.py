@@ -151,7 +151,7 @@ class TextToVideoForward(nn.Module):
         return torch.cat([glyphs, refined], dim=1), torch.cat(masks, dim=1)
 
     def images(self, text: TextBatch) -> Images | None:
-        """Return the images of a batch with the tokens that they enter the first block with; None without images."""
+        """Return the images of a batch, as they enter the first block; None without images."""
         if text.images is None or text.frames is None:
             return None
         model = self.transformer
@@ -169,8 +169,8 @@ class TextToVideoForward(nn.Module):
     def _embed(self, x: Tensor, frame: Tensor | None) -> Tensor:
         """Return video tokens `[B, N, d]`.
 
-        The extra input channels, `[x's channels + 1]`, hold the given first `frame` `[1 or B, C, 1, H, W]` and, where
-        it is, a 1. Elsewhere they are 0.
+        The network has C + 1 further input channels. They are 0, but at the first frame if it is given: there they
+        hold `frame`, `[1 or B, C, 1, H, W]`, and a 1.
         """
         proj, channels = self.transformer.x_embedder.proj, x.shape[1]
         if frame is not None:

@@ -43,10 +43,6 @@ FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
 """Random model -> number of its blocks, which have the published width: all weights of these train on one GPU."""
 
 
-TASKS = ("t2v", "i2v")
-"""Values of the transformer's `task_type`; the second one takes an image."""
-
-
 class HunyuanVideo15(Spec):
     """HunyuanVideo 1.5, text-to-video and image-to-video.
 
@@ -106,19 +102,20 @@ class HunyuanVideo15(Spec):
     def meta(self, part: str) -> Any:
         if part == "transformer" and not self.layouts.get(part):  # otherwise as published
             blocks = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
+            task = "i2v" if "i2v" in self.path else "t2v"  # published checkpoints are named by it
             with torch.device("meta"):
-                return HunyuanVideo15Transformer3DModel(task_type=TASKS["i2v" in self.path], **blocks)
+                return HunyuanVideo15Transformer3DModel(task_type=task, **blocks)
         return super().meta(part)
 
     def check(self) -> None:
-        """Refuse checkpoints for another task, or with MeanFlow: we never pass a second timestep.
+        """Refuse checkpoints for another task or with MeanFlow: we never pass a second timestep.
 
         Raises:
             UserError: the checkpoint would load but be sampled wrongly.
         """
         layout = self.layouts.get("transformer", {})
         task = layout.get("task_type", "t2v")
-        if task not in TASKS:
+        if task not in ("t2v", "i2v"):
             raise UserError(
                 f"model.path = {self.path!r}: its transformer has task_type = {task!r}; expected 't2v' or 'i2v', as "
                 f"in {self.published}"

@@ -21,7 +21,8 @@ from sage_fast.models.spec import Spec
 from sage_fast.models.testbed import BASE, BASE_I2V
 from sage_fast.models.testbed.images import ImageEncoder
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
-from sage_fast.util.images import Caption, read_image
+from sage_fast.util.captions import Caption
+from sage_fast.util.images import read_image
 
 LATENT_CHANNELS = 32  # as the real model's
 LATENT_FRAMES = 5  # 17 video frames: the first one alone, then four to a latent frame
