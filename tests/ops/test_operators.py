@@ -308,7 +308,7 @@ def test_the_guided_velocity_is_that_of_plain_pytorch_to_the_bit(
     results = functions("transition_step")(x, v, v_uncond, 6.3, *table)
     x_next, logp = functions("transition_step")(x, v_old, None, None, *table)
     assert torch.equal(results[0], x_next)
-    # v_old is float32. Next to 16-bit latents a thread then holds 4 elements, not 8, and adds the squares in another order.
+    # v_old is float32. Next to 16-bit latents a thread then holds 4 elements, not 8, and adds in another order.
     torch.testing.assert_close(results[1], logp, rtol=1e-6, atol=1e-6)
     coefs, step, _ = table
     ours = functions("transition_score")(x, results[0], v, v_uncond, 6.3, v_old, v_old, coefs, step, 0.3)
