@@ -209,7 +209,8 @@ MEMORY_SHARE = 0.85
 iterations on an H100, training allocated 93 to 98 % of the plan: `benchmarks/results/2026-11-25-h100-iteration.json`,
 `-full`, `-nft` and `-nft-zero3`. What was reserved, and ranks that hold NCCL's buffers, were not measured."""
 DECODING = 8 * 2**30
-"""Bytes of a GPU left free for a decode that runs beside the backward of a rollout's step."""
+"""Bytes of a GPU left free for a decode that runs beside the backward of a rollout's step. On an H100 the decode of a
+480p video of 81 frames took 9.9 GiB in contiguous layout, and 3.2 GiB less channels-last, as a run decodes."""
 
 
 def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, bool, float]:
