@@ -386,15 +386,11 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         times = map(_duration, _seconds(of_busiest))
         return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
-    parts, forward, evaluations = dict(plan.flops), plan.flops["forward"], plan.evaluations
-    del parts["forward"]
+    parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
     longest = {part: flops * plan.busiest[part] for part, flops in parts.items()}
-    sampled = evaluations.flops - evaluations.decode
-    evaluation = {"rollout": evaluations.busiest * sampled, "decode": evaluations.busiest * evaluations.decode}
-    together, run = sum(parts.values()), plan.iterations * sum(parts.values()) + evaluations.count * evaluations.flops
-    slowest = {
-        part: plan.iterations * flops + evaluations.count * evaluation.get(part, 0) for part, flops in longest.items()
-    }
+    forward, together, e = plan.flops["forward"], sum(parts.values()), plan.evaluations
+    evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
+    slowest = {part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()}
     hours = [_number(plan.ranks * seconds / 3600) for seconds in _seconds(slowest)]
     rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
     return [
@@ -405,9 +401,9 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         work("together", sum(plan.forwards.values()), together, longest),
         _line("rollout steps replayed from a CUDA graph", f"{plan.replayed:.0%}"),
         "",
-        f"the run: {plan.iterations:,} iterations, {evaluations.count:,} evaluations of {evaluations.videos:,} videos",
-        work("one evaluation", 0, evaluations.flops, evaluation),
-        work("all of the run", 0, run, slowest),
+        f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
+        work("one evaluation", 0, e.flops, evaluation),
+        work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
         _line("GPU-hours", "", "", *hours, width=29),
         *_format_shared_steps(plan),
         textwrap.fill(
