@@ -8,6 +8,9 @@ classifier of clips and their corruptions.
 
 The base is under-trained on purpose. Its shapes are recognisable, but often the wrong ones, blurred, or moving the
 wrong way, which leaves reinforcement learning something to improve.
+
+The image-to-video world has the testbed's autoencoder and judge; its transformer is given the first frame of a clip.
+Its base copies that frame, then often loses the object's colour, its shape or its way.
 """
 
 from __future__ import annotations
