@@ -211,13 +211,12 @@ def _compile(s: Specialisation, arch: int) -> Any:
         "GATED": s.gated,
         "PART": s.part,
     }
+    wide = "norm" in s.kernel and ("bwd" in s.kernel or "gated" in s.kernel)
+    options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     if adapter:
-        flags = adapter_rows.tile(4 if s.x == "fp32" else 2) | {
-            "GELU": s.gelu,
-            "GATED": s.gated,
-            "RANK": 64,
-            "UP_RANK": 64,
-        }
+        options = adapter_rows.options(4 if s.x == "fp32" else 2, 64, backward="bwd" in s.kernel)
+        flags = {name: options.pop(name) for name in ("ROWS", "BLOCK")}
+        flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": 64, "UP_RANK": 64}
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     if unknown := [name for name in flagged if name not in flags]:
         raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
@@ -262,9 +261,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         for i, (name, type_name) in enumerate(signature.items())
         if name.endswith(divisible) and name not in uneven and (norm or type_name != "constexpr")
     }
-    wide = adapter or ("norm" in s.kernel and ("bwd" in s.kernel or "gated" in s.kernel))
     source = ASTSource(kernel, signature, constants, attributes)
-    options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -41,10 +41,10 @@ values and their gradients spill on sm_100."""
 
 
 def _mend_the_interpreter() -> None:
-    """Make Triton's interpreter compute bf16 as compiled kernels do.
+    """Make Triton's interpreter compute bf16 as compiled kernels do, and loop with NumPy 2.4.
 
     3.6 to 3.9 truncate fp32 to bf16 instead of rounding it to nearest even, and multiply the bits of bf16 matrices as
-    integers.
+    integers. 3.6 converts a loop's bound by `int`, which NumPy 2.4 refuses for the array of one element that it is.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -66,6 +66,13 @@ def _mend_the_interpreter() -> None:
             return handle
         return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch_with_index
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
 
 

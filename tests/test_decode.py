@@ -78,7 +78,7 @@ def test_decode_equals_stock(vae: AutoencoderKLHunyuanVideo15, shape: tuple[int,
 
 
 def test_decode_keeps_the_layout_it_is_given(vae: AutoencoderKLHunyuanVideo15) -> None:
-    """As on a GPU, where nothing is made channels-last."""
+    """As `sage-fast bench rollout --path contiguous` measures it; a run makes everything channels-last."""
     latents = latents_of(vae, 2, 4, 3, 4)
     expected = torch.cat([vae.decode(latent, return_dict=False)[0] for latent in latents.split(1)])
     for frames in (4, 2, 1):

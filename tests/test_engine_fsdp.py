@@ -6,17 +6,20 @@ import math
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _to_kwargs
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scaling import count_gathers
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
-from sage_fast.parallel import Engine, make_engine, ranks_that_shard
+from sage_fast.parallel import Engine, fsdp, make_engine, ranks_that_shard
 from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown
@@ -45,6 +48,22 @@ def engine(case: str, name: str) -> Engine:
         policy.transformer.float()
     freeze_dead_ends(policy.transformer)
     return make_engine(policy, config.train)
+
+
+def test_the_root_has_an_argument_for_fsdp2_to_move_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch 2.11 moves it before a root's forward; on a CPU it does not look."""
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, **_: module)
+    monkeypatch.setattr(nn.Module, "set_modules_to_forward_prefetch", lambda *_: None, raising=False)
+    roots: list[nn.Module] = []
+
+    def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if isinstance(module, fsdp._Root):
+            assert _to_kwargs(arguments, {}, CPU, False)[0][0] == arguments
+            roots.append(module)
+
+    with register_module_forward_pre_hook(before):
+        fsdp._shard(tiny_model(settings()).policy, cast(DeviceMesh, None), offload=False)
+    assert len(roots) == 1
 
 
 def loss(policy: HunyuanVideo15Policy, seed: int, *, frozen: bool) -> Tensor:

@@ -347,11 +347,11 @@ def test_a_run_from_images_to_weights_and_back(
 ) -> None:
     """Guided rollouts of two images, evaluations, and a resume that needs no encoders."""
     monkeypatch.chdir(tmp_path)
-    Path("any_video.py").write_text("def mean(videos, prompts):\n    return {'mean': videos.mean((1, 2, 3, 4))}\n")
+    Path("any_pixel.py").write_text("def mean(videos, prompts):\n    return {'mean': videos.mean((1, 2, 3, 4))}\n")
     records = [json.dumps({"prompt": prompt, "image": str(image)}) for prompt, image in images.items()]
     Path("prompts.jsonl").write_text("\n".join(records))
     config = settings(
-        model__path=str(checkpoint), model__tuning=tuning, reward__name="any_video:mean", reward__weights={"mean": 1.0},
+        model__path=str(checkpoint), model__tuning=tuning, reward__name="any_pixel:mean", reward__weights={"mean": 1.0},
         data__prompts="prompts.jsonl", data__eval_prompts="prompts.jsonl", sampling__num_frames=5, sampling__height=48,
         sampling__width=64, sampling__steps=2, sampling__guidance_scale=2.0, eval__steps=1, train__iterations=1,
         train__optimizer_steps=2, tracking__trackers=[], output="run",

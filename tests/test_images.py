@@ -277,9 +277,9 @@ def seen(videos, prompts, metadata):
 TINY = arguments(
     model__path="model", model__dtype="float32", model__lora_rank=2, data__prompts="p.jsonl",
     data__eval_prompts="p.jsonl", sampling__steps=2, sampling__num_frames=5, sampling__height=32, sampling__width=32,
-    sampling__guidance_scale=2, reward__name="own:seen", reward__weights="{red: 1}", reward__on_failure="stop",
+    sampling__guidance_scale=2, reward__name="noted:seen", reward__weights="{red: 1}", reward__on_failure="stop",
     train__iterations=1, train__prompts_per_iteration=2, train__group_size=2, eval__steps=1, eval__num_prompts=2,
-    eval__num_videos=2, eval__judge="own:seen", tracking__trackers="[]",
+    eval__num_videos=2, eval__judge="noted:seen", tracking__trackers="[]",
 )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         write(folder / "p.jsonl", *(row | {"image": f"{color}.png"} for color in ("red", "blue")))
         for color in ("red", "blue", "green"):
             picture(folder / f"{color}.png", color)
-        (folder / "own.py").write_text(REWARD)
+        (folder / "noted.py").write_text(REWARD)
         (folder / "c.yaml").write_text("output: run\n")
         status, out = call("train", "c.yaml", *TINY, "--quiet")
         assert status == 0, out
@@ -367,10 +367,10 @@ def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
     assert found.images == {key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))}
     (folder / "other.txt").write_text("a square moves left\n")
     words = ["--data.prompts", "other.txt", "--data.eval_prompts", "other.txt", "--json", "saved.json", "--quiet"]
-    status, out = call("eval", str(home), "--reward.name", "own:seen", "--reward.weights", "{red: 1}", *words)
+    status, out = call("eval", str(home), "--reward.name", "noted:seen", "--reward.weights", "{red: 1}", *words)
     assert status == 0, out
     assert read_json(folder / "saved.json")["parts"]["red"] == [1, 0]
-    status, out = call("compare", "run", f"saved={home}", "--folder", "compared", "--scorer", "own:seen")
+    status, out = call("compare", "run", f"saved={home}", "--folder", "compared", "--scorer", "noted:seen")
     assert status == 0, out
     page = (folder / "compared" / "comparison.html").read_text()
     assert page.count('<img alt="image: ') == 2
@@ -423,7 +423,7 @@ def test_every_command_refuses_prompts_of_another_task(command: str, path: str, 
 
 @pytest.mark.parametrize("how", ["here", "process", "http"])
 def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None:
-    config = RewardConfig(name="own:seen", weights={"red": 1.0}, on_failure="stop", workers=int(how == "process"))
+    config = RewardConfig(name="noted:seen", weights={"red": 1.0}, on_failure="stop", workers=int(how == "process"))
     metadata = metadata_of(read_prompts("p.jsonl"))
     with contextlib.ExitStack() as stack:
         if how == "http":

@@ -652,8 +652,8 @@ def message(checkpoint: Path | str, **settings: object) -> str:
 
 def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path: Path) -> None:
     assert message("/nowhere/at/all") == (
-        "model.path = '/nowhere/at/all': no such folder; expected one of testbed; or a local folder in diffusers "
-        "format, or a hub id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+        "model.path = '/nowhere/at/all': no such folder; expected one of testbed, testbed-i2v; or a local folder in "
+        "diffusers format, or a hub id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     )
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))

@@ -203,8 +203,7 @@ def test_training_gives_the_metrics_of_the_cpu(
     overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(reward__timeout_seconds=0, **FEW | overrides)  # the mode is that of this thread
-    with monkeypatch.context() as as_on_a_gpu:  # how much is decoded at a time, and in which layout, changes rounding
-        as_on_a_gpu.setattr(torch, "channels_last_3d", torch.contiguous_format)
+    with monkeypatch.context() as as_on_a_gpu:  # how much is decoded at a time changes rounding
         as_on_a_gpu.setitem(decode.ENOUGH, "cpu", decode.ENOUGH["cuda"])
         _, expected, expected_evaluation, _ = train(config, tmp_path)
     with PretendCuda() as device:

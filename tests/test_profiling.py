@@ -6,6 +6,7 @@ import functools
 import gzip
 import io
 import json
+import re
 import shlex
 import sys
 import threading
@@ -422,6 +423,14 @@ def test_a_profile_is_not_overwritten(
 )  # fmt: skip
 def test_family(name: str, expected: str) -> None:
     assert family(name) == expected
+
+
+def test_every_kernel_of_ours_counts_as_ours() -> None:
+    folder = Path(__file__).parents[1] / "kernels"
+    sources = "".join(path.read_text() for path in folder.glob("*.py"))
+    names = re.findall(r"^def (_\w+_kernel)\(", sources, re.MULTILINE)
+    assert {"_adapter_rows_fwd_kernel", "_gated_sum_bwd_kernel", "_reduce_kernel"} <= {*names}
+    assert {family(name) for name in names} == {"sage_fast operators"}
 
 
 def test_work_belongs_to_the_innermost_phase() -> None:

@@ -137,7 +137,7 @@ def _shard(policy: Policy, mesh: DeviceMesh, *, offload: bool) -> None:
             unit.set_modules_to_forward_prefetch([following])
     # The first forward tells FSDP2 the root, whose units share streams and the end of a backward.
     fully_shard(root := _Root(itertools.chain(*runs)), mesh=mesh)
-    root()
+    root(None)
 
 
 class _Root(nn.Module):
@@ -145,8 +145,8 @@ class _Root(nn.Module):
         super().__init__()
         self.units = nn.ModuleList(units)
 
-    def forward(self) -> None:
-        pass
+    def forward(self, _: None) -> None:
+        """Do nothing. FSDP2 of PyTorch 2.11 takes the first argument to move it to the GPU, and fails without one."""
 
 
 def sizes(p: DTensor) -> tuple[int, ...]:

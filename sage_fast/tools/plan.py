@@ -51,16 +51,15 @@ from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.tools.links import IN_NODE, NODE, PORT
 from sage_fast.tools.traffic import Traffic, traffic
 from sage_fast.util.console import wrapped
-from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
+from sage_fast.util.environment import format_bytes
 
 ASSUMED_DISK = 1e9
 """Bytes per second that a node writes to disk. An assumption: measure yours."""
 PLANNED_ITERATIONS = 32
 """Iterations over which the plan averages the work of ranks whose groups have windows of their own."""
-PEAK_FLOPS = 1e12 * PEAK_TFLOPS["H100"]
-ASSUMED_SHARE = 0.4
-"""Share of `PEAK_FLOPS` that a run is assumed to reach. Nothing here has measured it; training of Llama 3 405B on H100s
-reached 38 to 43 % (arXiv 2407.21783, section 3.3)."""
+MEASURED_FLOPS = {"rollout": 520e12, "decode": 383e12, "anchor": 518e12, "training": 500e12}
+"""Part -> FLOP/s of one H100 80GB on 2026-11-25, at 480p and 81 frames with a LoRA: `2026-11-25-h100-iteration.json` in
+benchmarks/results, and for the decode the channels-last row of `2026-11-25-h100-decode-480p.json`."""
 
 
 @functools.cache
@@ -75,11 +74,15 @@ def _meta_policy(spec: Spec, settings: tuple[tuple[str, Any], ...]) -> Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluations:
-    """The evaluations of a run: how many, the videos and FLOPs of each over all ranks, and `busiest` as in `Plan`."""
+    """The evaluations of a run: how many, the videos and FLOPs of each over all ranks, and `busiest` as in `Plan`.
+
+    `flops` include those of `decode`.
+    """
 
     count: int
     videos: int
     flops: float
+    decode: float
     busiest: float
 
 
@@ -259,6 +262,7 @@ def _evaluations(
         count=2 + (iterations - 1) // (settings.interval or iterations),
         videos=videos,
         flops=videos * (settings.steps * passes * cost.forward + cost.decode),
+        decode=videos * cost.decode,
         busiest=len(share_of(videos, ranks // sharing, 0)) / videos / sharing,
     )
 
@@ -378,48 +382,49 @@ def _line(label: str, *cells: str, width: int = 41) -> str:
 
 def _format_work(plan: Plan, gpus: str) -> list[str]:
     """Format FLOPs, times and GPU-hours of an iteration and of the run."""
-    rates = (H200_BF16_FLOPS, ASSUMED_SHARE * PEAK_FLOPS)
 
-    def work(label: str, count: int, flops: float, of_busiest: float) -> str:
-        times = [_duration(of_busiest / rate) for rate in rates]
+    def work(label: str, count: int, flops: float, of_busiest: Mapping[str, float]) -> str:
+        times = map(_duration, _seconds(of_busiest))
         return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
     longest = {part: flops * plan.busiest[part] for part, flops in parts.items()}
-    together, forward, evaluations = (
-        (sum(parts.values()), sum(longest.values())),
-        plan.flops["forward"],
-        plan.evaluations,
-    )
-    evaluation = evaluations.flops, evaluations.busiest * evaluations.flops
-    run, slowest = (plan.iterations * a + evaluations.count * b for a, b in zip(together, evaluation))
-    hours = [_number(plan.ranks * slowest / rate / 3600) for rate in rates]
+    forward, together, e = plan.flops["forward"], sum(parts.values()), plan.evaluations
+    evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
+    slowest = {part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()}
+    hours = [_number(plan.ranks * seconds / 3600) for seconds in _seconds(slowest)]
+    rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
     return [
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
-        _line("", "forwards", "FLOPs", "at least", f"at {ASSUMED_SHARE:.0%}", width=29),
-        work("one forward of one sample", 0, forward, forward),
-        *(work(part, plan.forwards.get(part, 0), flops, longest[part]) for part, flops in parts.items()),
-        work("together", sum(plan.forwards.values()), *together),
+        _line("", "forwards", "FLOPs", "at least", "on H100s", width=29),
+        work("one forward of one sample", 0, forward, {"rollout": forward}),
+        *(work(part, plan.forwards.get(part, 0), flops, {part: longest[part]}) for part, flops in parts.items()),
+        work("together", sum(plan.forwards.values()), together, longest),
         _line("rollout steps replayed from a CUDA graph", f"{plan.replayed:.0%}"),
         "",
-        f"the run: {plan.iterations:,} iterations, {evaluations.count:,} evaluations of {evaluations.videos:,} videos",
-        work("one evaluation", 0, *evaluation),
-        work("all of the run", 0, run, slowest),
+        f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
+        work("one evaluation", 0, e.flops, evaluation),
+        work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
         _line("GPU-hours", "", "", *hours, width=29),
         *_format_shared_steps(plan),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
-            f"H200), with {plan.prompt_tokens} tokens a prompt. 'at {ASSUMED_SHARE:.0%}' is an assumption, measured "
-            f"nowhere here: that share of an H100's peak of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, as training of Llama 3 "
-            "reports. Training holds the backward, the recomputation with checkpointing, and the forwards of the steps "
-            "that rollouts train. The anchor is free in the iteration after its refresh. Times are those of the GPU "
-            "with the most work. Not counted: rewards. On each GPU the first rollout of a text length runs without a "
-            "CUDA graph; each prompt counts as a length of its own.",
+            f"H200), with {plan.prompt_tokens} tokens a prompt. 'on H100s' is at the TFLOP/s that one H100 reached "
+            f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. Training holds the "
+            "backward, the recomputation with checkpointing, and the forwards of the steps that rollouts train. The "
+            "anchor is free in the iteration after its refresh. Times are those of the GPU with the most work. Not "
+            "counted: rewards. On each GPU the first rollout of a text length runs without a CUDA graph; each prompt "
+            "counts as a length of its own.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
         ),
     ]
+
+
+def _seconds(flops: Mapping[str, float]) -> tuple[float, float]:
+    """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates."""
+    return sum(flops.values()) / H200_BF16_FLOPS, sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
 
 
 def _format_traffic(plan: Plan) -> list[str]:

@@ -47,7 +47,7 @@ PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "t
 
 PYTHON = "Python between operators"
 FAMILIES = {
-    "sage_fast operators": r"sage_fast|transition_(step|score)|norm_(modulate|rotate)|gated_norm|residual_norm|philox",
+    "sage_fast operators": r"sage_fast|^_[a-z_]+_kernel$",
     "attention": r"attention|attn|flash|fmha|softmax",
     "convolution": r"conv(?!ert)|vol2col|fprop|dgrad|wgrad|winograd|nchw|nhwc",
     "optimizer": r"adam|_foreach|multi_tensor|aten::(lerp|addcdiv)",

@@ -77,6 +77,17 @@ compile_report([Specialisation(kernel=kernel)], [90])
 """
 
 
+COMPENSATED = """
+import re
+from sage_fast.benchmarks import compile_report as report
+
+kernels = [s for s in report.SPECIALISATIONS if "adapter_rows_fwd" in s.kernel and s.x == "fp32" and not s.gelu]
+for ptx in (report._compile(s, arch).asm["ptx"] for s in kernels for arch in report.ARCHITECTURES):
+    found = {name: re.findall(rf"\\b{name}\\.rn\\.f32(x2)?\\b", ptx) for name in ("add", "sub")}
+    print(*(sum(1 + bool(pair) for pair in pairs) for pairs in found.values()))
+"""
+
+
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -108,6 +119,12 @@ def test_a_flag_that_the_report_does_not_know_is_an_error(operator: str, tmp_pat
     result = run(FORGETFUL, operator, f"_{operator}_fwd_kernel", str(tmp_path))
     assert result.returncode == 1
     assert f"_{operator}_fwd_kernel: NEW" in result.stderr.splitlines()[-1]
+
+
+def test_the_compiler_keeps_the_compensation_of_a_float32_sum() -> None:
+    """An addition and three subtractions for each of a thread's 4 sums of 16 products, each rounded on its own."""
+    result = run(COMPENSATED)
+    assert result.stdout.splitlines() == ["4 12"] * 2 * len(ARCHITECTURES), result.stdout + result.stderr
 
 
 def test_nothing_spills(rows):

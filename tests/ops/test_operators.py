@@ -21,7 +21,7 @@ from sage_fast.algorithm.transitions import SAMPLERS, Reduction, sigma_schedule,
 from sage_fast.ops import implementation
 from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
-from sage_fast.tools.operators import OPERATORS, Comparison, Kernels, check, inputs, registered
+from sage_fast.tools.operators import OPERATORS, UNIT, Comparison, Kernels, check, inputs, registered
 from tests.ops.accuracy import assert_accurate
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -218,7 +218,10 @@ def test_absent_velocities_score_zero(
         compared = {
             c.name: c for c in check("transition_score", functions, [x, x_next, v, *others, coefs, step, branch])
         }
-        assert_accurate(compared.values())
+        # Without noise x_next is the mean as the kernel rounds it, and without v_old the errors are of it alone: 0 for
+        # the kernel, and that rounding in float64.
+        rounding = {"absolute": 0.0 if old else UNIT * x_next.abs().mean().item()}
+        assert_accurate(compared.values(), error_plus=rounding, error_minus=rounding)
         assert anchor or not compared["kl_anchor"].fused.any()
         assert old or not compared["kl_old"].fused.any()
         assert compared["dv_uncond"].fused.numel() == guidance * v.numel()
@@ -303,8 +306,10 @@ def test_the_guided_velocity_is_that_of_plain_pytorch_to_the_bit(
     x, v, v_uncond, _, *table = inputs("transition_step", (3, numel), dtypes, device)
     v_old = guided(v, v_uncond, 6.3, FP32)
     results = functions("transition_step")(x, v, v_uncond, 6.3, *table)
-    for ours, expected in zip(results, functions("transition_step")(x, v_old, None, None, *table), strict=True):
-        assert torch.equal(ours, expected)
+    x_next, logp = functions("transition_step")(x, v_old, None, None, *table)
+    assert torch.equal(results[0], x_next)
+    # v_old is float32. Next to 16-bit latents a thread then holds 4 elements, not 8, and adds in another order.
+    torch.testing.assert_close(results[1], logp, rtol=1e-6, atol=1e-6)
     coefs, step, _ = table
     ours = functions("transition_score")(x, results[0], v, v_uncond, 6.3, v_old, v_old, coefs, step, 0.3)
     expected = functions("transition_score")(x, results[0], v_old, None, None, v_old, v_old, coefs, step, 0.3)

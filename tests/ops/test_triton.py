@@ -14,7 +14,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from sage_fast.kernels import common  # noqa: E402
+from sage_fast.kernels import adapter_rows, common  # noqa: E402
 from sage_fast.kernels.common import _noise  # noqa: E402
 from sage_fast.kernels.transition_score import transition_score, transition_score_backward  # noqa: E402
 from sage_fast.kernels.transition_step import transition_step  # noqa: E402
@@ -23,7 +23,7 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table  # 
 from sage_fast.ops import _dispatch  # noqa: E402
 from sage_fast.ops.philox import philox4x32  # noqa: E402
 from sage_fast.ops.transition_step import transition_step_reference  # noqa: E402
-from sage_fast.tools.operators import check, inputs  # noqa: E402
+from sage_fast.tools.operators import UNIT, check, inputs  # noqa: E402
 from tests.ops.accuracy import assert_accurate, launcher  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,6 +73,24 @@ def test_rows_beside_an_adapter_of_any_rank(rank):
     """Over several tiles of rows and columns, with ranks that differ; above MAX_RANK the reference serves."""
     x, _, _ = inputs("adapter_rows", (2, 70, 130), (BF16,), DEVICE)
     assert_accurate(check("adapter_rows", launcher, [x, torch.randn(rank, 130, device=DEVICE).to(BF16), True]))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_long_float32_sum_of_an_adapter_errs_by_its_last_bits(backward, monkeypatch):
+    """Of 512 positive products of 16, added one by one."""
+    monkeypatch.setattr(adapter_rows, "MAX_PROGRAMS", 1)
+    long, few = torch.rand(2**13, 16, device=DEVICE) + 0.5, torch.rand(2**13, 16, device=DEVICE)
+    exact = long.double().t() @ few.double()
+    if backward:  # x = 40, where GELU's slope is 1: both sums are of the long side as it is
+        x = torch.full_like(long, 40.0)
+        d_down, d_up = adapter_rows.adapter_rows_backward(long.clone(), few, x, x, few)
+        sums = [(d_up, exact), (d_down, few.double().t() @ x.double())]
+    else:
+        out = adapter_rows.adapter_rows(few.t()[None].contiguous(), long.t().contiguous(), False)
+        sums = [(out[0, :, 2**13 :], exact.t())]
+    for ours, expected in sums:
+        error = ((ours.double() - expected).abs() / expected).max()
+        assert error <= UNIT, error / UNIT
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(32_760, 1), (32_960, 1), (75_600, 1), (32_760, 2), (200, 1), (1, 500)])

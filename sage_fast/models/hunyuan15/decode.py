@@ -96,15 +96,13 @@ class VideoDecoder(Decoder):
 
     Args:
         vae: the autoencoder, on its device; its weights are rearranged in memory.
-        channels_last: use the channels-last layout for weights and activations. Default: only on the CPU, where it
-            measured faster. Not measured on GPUs: `sage-fast bench rollout --part decode` does.
+        channels_last: use the channels-last layout for weights and activations. It measured faster on the CPU; on an
+            H100 a 480p video of 81 frames took 2.12 s for 2.42, and 3.2 GiB less.
     """
 
-    def __init__(self, vae: AutoencoderKLHunyuanVideo15, channels_last: bool | None = None) -> None:
+    def __init__(self, vae: AutoencoderKLHunyuanVideo15, channels_last: bool = True) -> None:
         super().__init__(vae)
-        self.layout = torch.contiguous_format
-        if vae.device.type == "cpu" if channels_last is None else channels_last:
-            self.layout = torch.channels_last_3d
+        self.layout = torch.channels_last_3d if channels_last else torch.contiguous_format
         self.plans: dict[tuple[int, ...], DecodePlan] = {}
         for weight in vae.decoder.parameters():
             if weight.ndim == 5:
