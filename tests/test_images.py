@@ -37,6 +37,7 @@ from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
 from sage_fast.util.images import read_image
+from tests.ranks import command_on_ranks
 from tests.test_docs import REPOSITORY
 from tests.tiny import arguments, settings
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -461,3 +462,17 @@ def test_the_card_of_such_a_model_samples_from_an_image() -> None:
     card = ModelCard(model_card(Path("none"), settings(), spec, iteration=1, base="a/b", files=[]))
     assert (card.data.pipeline_tag, card.data.tags[0]) == ("image-to-video", "image-to-video")
     assert 'image = load_image("image.png")\nvideo = pipe(image, "a prompt", num_frames=' in card.text
+
+
+def test_ranks_share_images_and_all_name_one_that_is_cut(folder: Path) -> None:
+    command_on_ranks(["train", "c.yaml", *TINY, "--output", "ranks", "--quiet"], folder)
+    one, two = (read_json(folder / name / "eval" / "before.json") for name in ("run", "ranks"))
+    assert two["images"] == one["images"]
+    for part, values in one["parts"].items():
+        assert two["parts"][part] == pytest.approx(values, rel=1e-5), part
+    truncated(folder / "cut.png")
+    file = write(folder / "cut.jsonl", *({"prompt": "a", "image": f"{name}.png"} for name in ("red", "cut")))
+    with pytest.raises(AssertionError) as error:
+        command_on_ranks(["train", "c.yaml", *TINY, "--data.prompts", file, "--output", "none"], folder)
+    assert str(error.value).count(f"prompt file {file!r}, line 2: image '{folder}/cut.png' cannot be read") == 2
+    assert not (folder / "none").exists()
