@@ -195,11 +195,11 @@ def check_prompt_sets(
             )
 
 
-def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
-    """Check that a model can encode the prompts: each with a whole image, or none with one. Collective.
+def check_task(prompts: Sequence[Prompt], spec: Spec) -> None:
+    """Check that every prompt has an image if the model takes images, and that none has one otherwise.
 
     Raises:
-        UserError: it cannot.
+        UserError: one is not as expected.
     """
     for prompt in prompts:
         if spec.takes_images and not prompt.image:
@@ -210,8 +210,17 @@ def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
         if prompt.image and not spec.takes_images:
             raise UserError(
                 f"{prompt.where}: image = {prompt.image!r}, and model.path = {spec.path!r} is text-to-video; expected "
-                "a prompt without an image"
+                "a prompt without an image (one that is for a reward needs another key)"
             )
+
+
+def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
+    """Check that a model can encode the prompts: `check_task`, their words, and that images are whole. Collective.
+
+    Raises:
+        UserError: it cannot.
+    """
+    check_task(prompts, spec)
     spec.check_prompts(caption.text for caption in captions_of(prompts).values())
     first = {prompt.caption.image: prompt for prompt in reversed(prompts) if prompt.image}
     with fail_together():

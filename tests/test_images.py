@@ -22,7 +22,8 @@ import sage_fast.data.embeddings
 from sage_fast.cli import main
 from sage_fast.commands.card import model_card
 from sage_fast.commands.init import TESTBED_PROMPT, init
-from sage_fast.config.load import load
+from sage_fast.config.command_line import overrides_of
+from sage_fast.config.load import dump, from_overrides, load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached, fill_cache
 from sage_fast.data.prompts import captions_of, metadata_of, negatives_of, read_prompts
@@ -216,7 +217,7 @@ def test_a_model_without_images_refuses_one(there: Path) -> None:
         check_captions(read_prompts(file), find_spec("random:testbed"))
     assert str(error.value) == (
         f"prompt file {file!r}, line 2: image = 'a.png', and model.path = 'random:testbed' is text-to-video; expected "
-        "a prompt without an image"
+        "a prompt without an image (one that is for a reward needs another key)"
     )
 
 
@@ -378,6 +379,15 @@ def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
     (home / "videos.csv").write_text((home / "videos.csv").read_text().replace("red.png,", "gone.png,"))
     with pytest.raises(UserError, match=r"video 1: '../../../gone.png': no such file in "):
         read_folder("saved", home)
+
+
+def test_models_of_two_tasks_are_not_evaluated_together(folder: Path) -> None:
+    """Which is said before the first of them samples anything."""
+    words = ["--model.path", "testbed", "--output", "other"]
+    (folder / "words.yaml").write_text(dump(from_overrides(overrides_of([*TINY, *words]))))
+    status, out = call("eval", "run", "words.yaml", "--folder", "both")
+    assert (status, "line 1: image = 'red.png', and model.path = " in out.replace("\n", " ")) == (2, True), out
+    assert not (folder / "both").exists()
 
 
 def test_samples_of_the_command_line_have_images(folder: Path) -> None:

@@ -32,8 +32,8 @@ from sage_fast.eval.videoset import (
     table,
     write_folder,
 )
-from sage_fast.loading import Scoring, Setup, configured_prompts, load_rewards, load_setup
-from sage_fast.models.load import load_model
+from sage_fast.loading import Scoring, Setup, check_task, configured_prompts, load_rewards, load_setup
+from sage_fast.models.load import find_spec, load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.playback import read_video
 from sage_fast.rewards import Judge, join_scores
@@ -78,6 +78,8 @@ def run_eval(
     files = configured_prompts(config.data)
     if len(videos) < len(sources):
         known = [prompt.key for prompt in files[1]]
+    for path in dict.fromkeys(source.config.model.path for source in sources if source.config is not None):
+        check_task(files[1], find_spec(path, fetch=True))
     metadata = _metadata([*files[0], *files[1]], videos.values())
     further = _scorers(scorers, config.reward, config.sampling, known, metadata)
     evaluator = _Evaluator(sources, config, further, videos, metadata)
