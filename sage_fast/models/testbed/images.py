@@ -14,6 +14,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
+from sage_fast.models.hub import progress_bars_of
+
 
 class ImageEncoder:
     """Encodes images for videos of one size.
@@ -25,7 +27,8 @@ class ImageEncoder:
     """
 
     def __init__(self, folder: Path, vae: AutoencoderKLHunyuanVideo15, size: tuple[int, int]) -> None:
-        self.tower = SiglipVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32).eval()
+        with progress_bars_of(str(folder)):
+            self.tower = SiglipVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32).eval()
         self.features = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
         self.pixels = HunyuanVideo15ImageProcessor(vae_scale_factor=vae.config.spatial_compression_ratio)
         self.vae, self.size = vae, size
