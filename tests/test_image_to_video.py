@@ -28,6 +28,7 @@ from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_json, read_metrics
+from tests.ranks import command_on_ranks
 from tests.tiny import settings
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, IMAGE_PATCHES, SHIFT, write_tiny_checkpoint
 
@@ -345,7 +346,7 @@ def test_random_images_follow_from_their_path() -> None:
 def test_a_run_from_images_to_weights_and_back(
     checkpoint: Path, images: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str
 ) -> None:
-    """Guided rollouts of two images, evaluations, and a resume that needs no encoders."""
+    """Guided rollouts of two images, evaluations, two ranks that shard, and a resume that needs no encoders."""
     monkeypatch.chdir(tmp_path)
     Path("any_pixel.py").write_text("def mean(videos, prompts):\n    return {'mean': videos.mean((1, 2, 3, 4))}\n")
     records = [json.dumps({"prompt": prompt, "image": str(image)}) for prompt, image in images.items()]
@@ -358,6 +359,11 @@ def test_a_run_from_images_to_weights_and_back(
     )  # fmt: skip
     Path("images.yaml").write_text(dump(config))
     assert main(["train", "images.yaml", "--quiet"]) == 0
+    if tuning == "full":
+        command_on_ranks(["train", "images.yaml", "--train.engine", "zero3", "--output", "sharded"], tmp_path)
+        (alone,), (sharded,) = (read_metrics(Path(run, "metrics.jsonl")) for run in ("run", "sharded"))
+        for name in ("reward/mean", "grad_norm"):
+            assert sharded[name] == pytest.approx(alone[name], rel=1e-5), name
     monkeypatch.setattr(HunyuanVideo15, "load_encoder", lambda *_: pytest.fail("its embeddings are cached"))
     assert main(["train", "images.yaml", "--resume", "--train.iterations", "2", "--quiet"]) == 0
     rows = read_metrics(Path("run/metrics.jsonl"))

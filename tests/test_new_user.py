@@ -30,6 +30,7 @@ SHIPPED = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 FOUR_BLOCKS = "one iteration of 4 blocks on an H100, random weights"
 EVIDENCE_OF = {
     "demo": "run here on the testbed",
+    "demo-i2v": "run here on the testbed",
     "demo-nft": "run here on the testbed",
     "official-480p": "run at this size by the authors",
     "hunyuanvideo15-480p": "one iteration on an H100, random weights",
