@@ -155,7 +155,8 @@ class TextToVideoForward(nn.Module):
         if text.images is None or text.frames is None:
             return None
         model = self.transformer
-        return Images(model.image_embedder(text.images) + model.cond_type_embed.weight[2], text.frames)
+        tokens = model.image_embedder(text.images) + model.cond_type_embed.weight[2]
+        return Images(tokens.to(self.dtype), text.frames)
 
     @property
     def conditioning_is_frozen(self) -> bool:

@@ -101,8 +101,6 @@ class HunyuanVideo15Policy(Policy):
             with self._autocast():
                 context, _ = self.forward.context(timesteps.repeat_interleave(len(embeddings)), text)
                 images = self.forward.images(once)
-            if images is not None:
-                images = images._replace(tokens=images.tokens.to(self.dtype))
             return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings))), images
 
         with self._autocast():
