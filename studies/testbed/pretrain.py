@@ -157,7 +157,7 @@ WORLDS = {world.name: world for world in (_TESTBED, _PAIRS, _I2V)}
 
 
 def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
-    """Train the autoencoder, the transformer and the judge; write `vae/`, `transformer/` and `judge/` into `folder`.
+    """Train what a world has; write `vae/`, `transformer/`, `judge/` and the encoder of images into `folder`.
 
     Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights. A part that
     `folder` already holds is kept; the others do not change, since each part has its own random numbers.
@@ -170,21 +170,18 @@ def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
 
     with torch.random.fork_rng(devices=[]):
         if world.judge is not None and missing("judge"):
-            train_judge(world, world.judge(), torch.Generator().manual_seed(seed)).half().save_pretrained(
-                folder / "judge"
-            )
+            network = train_judge(world, world.judge(), torch.Generator().manual_seed(seed))
+            network.half().save_pretrained(folder / "judge")
         if world.vae is not None and missing("vae"):
             train_vae(world, world.vae(), seed).half().save_pretrained(folder / "vae")
         if world.takes_images and missing("image_encoder"):
             random_image_encoder().half().save_pretrained(folder / "image_encoder")
-            SiglipImageProcessorPil(size=dict.fromkeys(("height", "width"), IMAGE_SIZE)).save_pretrained(
-                folder / "feature_extractor"
-            )
+            features = SiglipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+            features.save_pretrained(folder / "feature_extractor")
         if missing("transformer"):
             generator = torch.Generator().manual_seed(seed)
-            train_flow(world, encode_clips(world, folder, generator), generator).half().save_pretrained(
-                folder / "transformer"
-            )
+            transformer = train_flow(world, encode_clips(world, folder, generator), generator)
+            transformer.half().save_pretrained(folder / "transformer")
 
     record = {
         "command": f"python -m studies.testbed.pretrain FOLDER --world {world.name} --seed {seed}",
