@@ -44,7 +44,7 @@ MERGES = (("t", "h"), ("th", "e"), ("Ġ", "a"), ("Ġ", "the"), ("i", "n"), ("in"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|system|>")
 
 
-def tiny_transformer(width_of_a_head: int = 16) -> HunyuanVideo15Transformer3DModel:
+def tiny_transformer(width_of_a_head: int = 16, *, step_distilled: bool = False) -> HunyuanVideo15Transformer3DModel:
     """2 heads, 2 blocks, random weights; 4.4 M parameters, nearly all in the projection with a fixed width of 2048."""
     assert width_of_a_head % 8 == 0
     quarter = width_of_a_head // 4
@@ -61,6 +61,7 @@ def tiny_transformer(width_of_a_head: int = 16) -> HunyuanVideo15Transformer3DMo
         rope_axes_dim=(quarter, (width_of_a_head - quarter) // 2, (width_of_a_head - quarter) // 2),
         target_size=32,
         task_type="t2v",
+        use_meanflow=step_distilled,
     )
 
 
@@ -76,7 +77,7 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def write_tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
+def write_tiny_checkpoint(folder: Path, seed: int = 0, *, step_distilled: bool = False) -> Path:
     """Write a `HunyuanVideo15Pipeline` with random weights to `folder`; returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -114,7 +115,7 @@ def write_tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
             spatial_compression_ratio=16,
             temporal_compression_ratio=4,
         )
-        transformer = tiny_transformer()
+        transformer = tiny_transformer(step_distilled=step_distilled)
         # The default initialisation leaves the text all but without effect on the velocity; tests want to see it.
         for module in (transformer.context_embedder, transformer.context_embedder_2, transformer.transformer_blocks):
             for p in module.parameters():
@@ -128,7 +129,7 @@ def write_tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         text_encoder_2=text_encoder_2.eval(),
         tokenizer_2=tokenizer_2,
-        guider=ClassifierFreeGuidance(guidance_scale=GUIDANCE_SCALE),
+        guider=ClassifierFreeGuidance(guidance_scale=1.0 if step_distilled else GUIDANCE_SCALE),
     ).save_pretrained(folder)
     return folder
 

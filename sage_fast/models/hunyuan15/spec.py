@@ -5,8 +5,10 @@ tests/test_plan.py checks the formulas against PyTorch's own counts. A multiply-
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +28,7 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
-from sage_fast.models.spec import Cost, Spec
+from sage_fast.models.spec import Cost, Distillation, Spec
 from sage_fast.util.errors import UserError
 
 Architecture = Mapping[str, Any]
@@ -34,6 +36,10 @@ Architecture = Mapping[str, Any]
 
 FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
 """Random model -> number of its blocks, which have the published width: all weights of these train on one GPU."""
+
+
+DISTILLED, STEP_DISTILLED = "_distilled", "_step_distilled"
+"""Ends of the names of published checkpoints: distilled from guidance, and also to few steps by MeanFlow."""
 
 
 class HunyuanVideo15(Spec):
@@ -71,18 +77,29 @@ class HunyuanVideo15(Spec):
         return self.transformer_config.num_attention_heads
 
     @property
+    def distillation(self) -> Distillation | None:
+        if self.transformer_config.use_meanflow:
+            return Distillation(steps=(8, 12), mean_velocity=True)  # README: recommended
+        distilled = self.path.endswith(DISTILLED)
+        if not distilled and Path(self.path).is_dir():
+            with contextlib.suppress(OSError):
+                distilled = _scale_of(ClassifierFreeGuidance.load_config(self.path, subfolder="guider")) == 1
+        return Distillation(steps=(50,)) if distilled else None  # README: "must use 50 steps"
+
+    @property
     def patch(self) -> int:
         return places_of_a_token(self.transformer_config)
 
     def meta(self, part: str) -> Any:
         if part == "transformer" and not self.layouts.get(part):  # otherwise as published
-            blocks = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
+            settings: dict[str, Any] = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
+            settings |= {"use_meanflow": True} if self.path.endswith(STEP_DISTILLED) else {}
             with torch.device("meta"):
-                return HunyuanVideo15Transformer3DModel(task_type="t2v", **blocks)
+                return HunyuanVideo15Transformer3DModel(task_type="t2v", **settings)
         return super().meta(part)
 
     def check(self) -> None:
-        """Refuse checkpoints for another task or with MeanFlow: we never pass image conditions or a second timestep.
+        """Refuse checkpoints for another task: we never pass image conditions.
 
         Raises:
             UserError: the checkpoint would load but be sampled wrongly.
@@ -93,11 +110,6 @@ class HunyuanVideo15(Spec):
             raise UserError(
                 f"model.path = {self.path!r}: its transformer has task_type = {task!r}; expected a text-to-video "
                 f"checkpoint, 't2v', such as {self.published}"
-            )
-        if layout.get("use_meanflow", False):
-            raise UserError(
-                f"model.path = {self.path!r}: its transformer has use_meanflow = true, a step-distilled model that "
-                f"also takes the end of each step; expected one without, such as {self.published}"
             )
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
@@ -117,7 +129,7 @@ class HunyuanVideo15(Spec):
             dynamic = scheduler.get("use_dynamic_shifting")
             published = "a shift that depends on the size" if dynamic else f"shift {scheduler.get('shift', 1.0):g}"
             notes.append(f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {published}")
-        scale = guider.get("guidance_scale", 1.0) if guider.get("enabled", True) else 1.0
+        scale = _scale_of(guider)
         if scale != sampling.guidance_scale:
             notes.append(
                 f"sampling.guidance_scale = {sampling.guidance_scale:g}, and the checkpoint's guider has "
@@ -188,6 +200,11 @@ class HunyuanVideo15(Spec):
 
     def encoder_version(self) -> str | None:
         return "" if is_random(self.path) else encoder_version(self.path)
+
+
+def _scale_of(guider: Mapping[str, Any]) -> float:
+    """Return the guidance scale of a guider's configuration; 1 if it is off."""
+    return float(guider.get("guidance_scale", 1.0)) if guider.get("enabled", True) else 1.0
 
 
 def forward_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
