@@ -14,12 +14,13 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from torch import Tensor, nn
 
 from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.encoder import IMAGE_TOKENS
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.testbed.model import allow_batches
 
-PADDED_TEXT, PADDED_GLYPHS, IMAGE_TOKENS = 1000, 256, 729
-"""Token counts to which the published pipeline pads a prompt."""
+PADDED_TEXT, PADDED_GLYPHS = 1000, 256
+"""Token counts to which the published pipeline pads a prompt; without an image, that has masked tokens too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +90,14 @@ class StockPolicy(HunyuanVideo15Policy):
         return StockTable(self, sigmas.to(self.device, torch.float32), embeddings)
 
     def stock_forward(self, x: Tensor, timestep: Tensor, text: TextBatch, end: Tensor | None = None) -> Tensor:
-        config, batch = self.transformer.config, len(x)
+        config, batch, channels = self.transformer.config, len(x), x.shape[1]
         tokens, mask = _padded(text.text, text.text_mask, PADDED_TEXT if self.padded else 0)
         glyphs, glyphs_mask = _padded(text.glyphs, text.glyphs_mask, PADDED_GLYPHS if self.padded else 0)
-        condition = x.new_zeros(batch, config.in_channels - x.shape[1], *x.shape[2:])
+        condition = x.new_zeros(batch, config.in_channels - channels, *x.shape[2:])
         images = x.new_zeros(batch, IMAGE_TOKENS if self.padded else 0, config.image_embed_dim)
+        if text.images is not None and text.frames is not None:
+            images, condition[:, :channels, :1] = text.images, text.frames
+            condition[:, channels:, :1].fill_(1)
         return self.transformer(
             torch.cat([x, condition], dim=1), timestep, tokens, mask, encoder_hidden_states_2=glyphs,
             encoder_attention_mask_2=glyphs_mask, image_embeds=images, timestep_r=end, return_dict=False,

@@ -25,7 +25,7 @@ from sage_fast.config.schema import (
     TrainConfig,
 )
 from sage_fast.data.embeddings import cache_key, encode_cached
-from sage_fast.data.prompts import FORMATS, SETS, Prompt, metadata_of, negatives_of, read_prompts, texts_of
+from sage_fast.data.prompts import FORMATS, SETS, Prompt, captions_of, metadata_of, negatives_of, read_prompts
 from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
@@ -39,10 +39,21 @@ from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import graph_bytes, step_graphs
+from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
+from sage_fast.util.images import check_pixels
 from sage_fast.util.metrics import JUDGE_PART
-from sage_fast.util.ranks import all_gather_object, data_size, initialize, join_sequence_group, local_device, world_size
+from sage_fast.util.ranks import (
+    all_gather_object,
+    data_size,
+    fail_together,
+    initialize,
+    join_sequence_group,
+    local_device,
+    rank,
+    world_size,
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -60,7 +71,9 @@ class Setup(Scoring):
 
     Attributes:
         graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run without.
-        negatives: prompt -> negative prompt, where it is not empty.
+        prompts, eval_prompts: keys (`Prompt.key`).
+        captions: key -> what to encode, for these, the empty and the negative prompts.
+        negatives: key -> negative prompt, where it is not empty.
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
@@ -68,6 +81,7 @@ class Setup(Scoring):
     prompts: list[str]
     eval_prompts: list[str]
     graphs: StepGraphs | None = None
+    captions: dict[str, Caption] = dataclasses.field(default_factory=dict)
     negatives: dict[str, str] = dataclasses.field(default_factory=dict)
     eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
     embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
@@ -80,16 +94,19 @@ class Setup(Scoring):
         """
         configured = self.config.data.embedding_cache
         folder = Path(configured) if configured else cache
+        spec, sampling = self.model.spec, self.config.sampling
         found = encode_cached(
-            ["", *self.prompts, *self.eval_prompts, *self.negatives.values()],
-            self.model.load_encoder,
+            self.captions,
+            lambda: self.model.load_encoder(sampling),
             folder,
-            cache_key(self.model.spec.path, self.config.model.dtype, folder, self.model.spec.encoder_version),
-            self.model.spec.condition,
+            cache_key(spec, self.config.model.dtype, folder, sampling),
+            spec.condition,
         )
         self.embeddings = {
-            prompt: dataclasses.replace(embedding, negative=self.negatives.get(prompt, ""))
-            for prompt, embedding in found.items()
+            key: dataclasses.replace(
+                embedding, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1])
+            )
+            for key, embedding in found.items()
         }
 
 
@@ -120,12 +137,13 @@ def load_setup(
         train_prompts, eval_prompts = configured_prompts(config.data)
         check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)
     else:
-        train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
+        given = (p if isinstance(p, Prompt) else Prompt(text=p, where=f"prompt {p!r}") for p in prompts)
+        train_prompts = eval_prompts = [*given]
     negatives = negatives_of([*train_prompts, *eval_prompts])
-    spec.check_prompts(texts_of([*train_prompts, *eval_prompts]))
+    check_captions([*train_prompts, *eval_prompts], spec)
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
-        texts, eval_texts = ([prompt.text for prompt in group] for group in (train_prompts, eval_prompts))
+        texts, eval_texts = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
         metadata = metadata_of([*train_prompts, *eval_prompts])
         reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, texts, eval_texts, metadata)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
@@ -148,8 +166,9 @@ def load_setup(
         graphs=step_graphs(model.policy, model.spec.cost(config), left),
         reward=reward,
         judge=judge,
-        prompts=[prompt.text for prompt in train_prompts],
-        eval_prompts=[prompt.text for prompt in eval_prompts],
+        prompts=[prompt.key for prompt in train_prompts],
+        eval_prompts=[prompt.key for prompt in eval_prompts],
+        captions=captions_of([*train_prompts, *eval_prompts]),
         negatives=negatives,
         eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
     )
@@ -176,6 +195,33 @@ def check_prompt_sets(
                 f"data.{key} = {getattr(data, key)!r}: captions of the testbed's moving shapes, not for "
                 f"model.path = {model_path!r}; expected a file of other prompts: {FORMATS}"
             )
+
+
+def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
+    """Check that a model can encode the prompts: each with a whole image, or none with one. Collective.
+
+    Raises:
+        UserError: it cannot.
+    """
+    for prompt in prompts:
+        if spec.takes_images and not prompt.image:
+            raise UserError(
+                f"{prompt.where}: model.path = {spec.path!r} is image-to-video; expected an image for each prompt, in "
+                'the key "image" of a .jsonl file'
+            )
+        if prompt.image and not spec.takes_images:
+            raise UserError(
+                f"{prompt.where}: image = {prompt.image!r}, and model.path = {spec.path!r} is text-to-video; expected "
+                "a prompt without an image"
+            )
+    spec.check_prompts(caption.text for caption in captions_of(prompts).values())
+    first = {prompt.caption.image: prompt for prompt in reversed(prompts) if prompt.image}
+    with fail_together():
+        for path in [*first][rank() :: world_size()]:
+            try:
+                check_pixels(path)
+            except UserError as error:
+                raise UserError(f"{first[path].where}: {error}") from error
 
 
 def load_rewards(

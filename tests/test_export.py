@@ -12,6 +12,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel
+from PIL import Image
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -354,12 +355,12 @@ def test_the_licence_is_the_models_own() -> None:
     assert card.data.license_link == "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
 
 
-@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.parametrize(("tuning", "task"), [("lora", "t2v"), ("full", "t2v"), ("lora", "i2v")])
 def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
-    tuning: Literal["lora", "full"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tuning: Literal["lora", "full"], task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run it in the exported folder, on a tiny checkpoint of the real classes."""
-    checkpoint, run = write_tiny_checkpoint(tmp_path / "model", seed=1), tmp_path / "run"
+    checkpoint, run = write_tiny_checkpoint(tmp_path / "model", seed=1, task=task), tmp_path / "run"
     parts = ModelConfig(path=str(checkpoint), tuning=tuning, dtype="float32", lora_rank=2)
     model = load_model(parts, SamplingConfig(), CPU, seed=0)
     for p in model.policy.networks["transformer"].parameters():
@@ -373,6 +374,7 @@ def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
     card = (tmp_path / "out" / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", card, re.S)[1]  # type: ignore[index]
     monkeypatch.chdir(tmp_path / "out")
+    Image.new("RGB", (32, 32), "red").save("image.png")
     names: dict[str, Any] = {}
     exec(compile(code.replace(BASE, str(checkpoint)).replace('"cuda"', '"cpu"'), "card", "exec"), names)
     assert Path("video.mp4").stat().st_size > 300

@@ -29,7 +29,7 @@ from sage_fast.tools import replays
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from tests.pretend_cuda import PretendCuda
-from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
+from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer, with_images
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves down slowly"]
 STEPS = 5
@@ -51,8 +51,12 @@ def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graph
     return replays.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
 
 
-def difference(graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = replays.TABLE) -> str:
-    return replays.replay_problem(graphs, embeddings(PROMPTS), batches, table)
+def difference(
+    graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = replays.TABLE, images: bool = False
+) -> str:
+    """Of replays; with `images`, each prompt has one."""
+    texts = embeddings(PROMPTS)
+    return replays.replay_problem(graphs, with_images(texts) if images else texts, batches, table)
 
 
 def ode2(shift: float) -> TransitionTable:
@@ -69,16 +73,16 @@ def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_same_bits_and_one_recording_for_one_shape(guidance: float) -> None:
+@pytest.mark.parametrize(("guidance", "images"), [(1.0, False), (3.0, False), (3.0, True)])
+def test_same_bits_and_one_recording_for_one_shape(guidance: float, images: bool) -> None:
     policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
     graphs = StepGraphs(policy, rerun, max_memory=math.inf)
     batches = [[prompt] * 2 for prompt in PROMPTS]
-    assert not difference(graphs, batches[:1])
+    assert not difference(graphs, batches[:1], images=images)
     assert len(graphs) == 0  # recorded when the shape comes for the second time
-    assert not difference(graphs, batches)
+    assert not difference(graphs, batches, images=images)
     assert len(graphs) == 1
-    assert not difference(graphs, [PROMPTS[:2]] * 2)  # a prompt for each sample
+    assert not difference(graphs, [PROMPTS[:2]] * 2, images=images)  # a prompt for each sample
     assert len(graphs) == 2
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import torch
 from sage_fast.cli import main
 from sage_fast.commands.init import EVIDENCE, init
 from sage_fast.config.load import load
+from sage_fast.data.prompts import read_prompts
 from sage_fast.eval.videoset import read_folder
 from sage_fast.report.playback import read_video
 from sage_fast.util.files import read_metrics
@@ -45,6 +47,7 @@ QUICKSTART = CONFIGS.parent / "docs" / "tutorials" / "first-run.md"
 WHERE = "import sage_fast, sage_fast.ops; print(sage_fast.__file__)\n"
 CHECK = """
 import torch
+from sage_fast.data.prompts import read_prompts
 from sage_fast.models.testbed.model import BASE
 def velocity(transformer):
     x = torch.randn(1, 65, 5, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -203,9 +206,13 @@ def test_init_writes_what_its_configuration_names(
     differing = [line.split(":")[0].strip() for line, other in pairs if line != other]
     own_reward = ["name", "weights"] if name.startswith("demo") else []
     assert differing == ["output", "prompts", "eval_prompts", *own_reward]
-    assert sorted(os.listdir()) == sorted(
-        {*FILES, "slurm.sbatch"} - {"slurm.sbatch" if own_reward else "my_rewards.py"}
-    )
+    expected = {*FILES, "slurm.sbatch"} - {"slurm.sbatch" if own_reward else "my_rewards.py"}
+    if name.endswith("-i2v"):
+        data = load(CONFIGS / f"{name}.yaml").data
+        shipped = [read_prompts(str(CONFIGS.parent / source)) for source in (data.prompts, data.eval_prompts)]
+        expected = {file.replace(".txt", ".jsonl") for file in expected}
+        expected |= {prompt.image for prompt in itertools.chain(*shipped)}
+    assert sorted(os.listdir()) == sorted(expected)
     if name not in ("demo", "hunyuanvideo15-480p") and "SAGE_FAST_SOAK" not in os.environ:
         return  # a dry run of the 8.3 B model takes seconds
     assert main(["train", "config.yaml", "--dry-run"]) == 0

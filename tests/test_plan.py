@@ -13,7 +13,14 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
+from transformers import (
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    T5Config,
+    T5EncoderModel,
+)
 
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.objective import KL_STRATEGIES
@@ -42,29 +49,29 @@ SIZE = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832
 PUBLISHED = build(SIZE | {"kl.strategy": "dual", "model.gradient_checkpointing": "full"})
 
 
-def forward(transformer: torch.nn.Module, space: tuple[int, int, int], text: int, device: str) -> torch.Tensor:
+def forward(transformer: torch.nn.Module, space: tuple[int, int, int], text: int, image: int) -> torch.Tensor:
     config = transformer.config
-    with torch.device(device):
+    with torch.device("cpu"):
         return transformer(
             torch.randn(1, config.in_channels, *space), torch.full((1,), 500.0),
             torch.randn(1, text, config.text_embed_dim), torch.ones(1, text, dtype=torch.int64),
             encoder_hidden_states_2=torch.zeros(1, 0, config.text_embed_2_dim),
             encoder_attention_mask_2=torch.zeros(1, 0, dtype=torch.int64),
-            image_embeds=torch.zeros(1, 0, config.image_embed_dim), return_dict=False,
+            image_embeds=torch.ones(1, image, config.image_embed_dim), return_dict=False,
         )[0]  # fmt: skip
 
 
-@pytest.mark.parametrize(("space", "text"), [((5, 6, 7), 9), ((2, 16, 16), 40)])
-def test_forward_flops(space: tuple[int, int, int], text: int) -> None:
+@pytest.mark.parametrize(("space", "text", "image"), [((5, 6, 7), 9, 0), ((2, 16, 16), 40, 0), ((2, 8, 8), 9, 90)])
+def test_forward_flops(space: tuple[int, int, int], text: int, image: int) -> None:
     transformer = HunyuanVideo15Transformer3DModel(
         num_attention_heads=8, attention_head_dim=32, num_layers=3, num_refiner_layers=1, rope_axes_dim=(8, 12, 12),
-        text_embed_dim=48, text_embed_2_dim=8, image_embed_dim=8,
+        text_embed_dim=48, text_embed_2_dim=8, image_embed_dim=160,
     )  # fmt: skip
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter, torch.no_grad():  # the CPU's fused attention is not counted
-        forward(transformer, space, text, "cpu")
+        forward(transformer, space, text, image)
     tokens = space[0] * space[1] * space[2]
-    assert forward_flops(transformer.config, tokens, text) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert forward_flops(transformer.config, tokens, text, image) == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 def test_published_model() -> None:
@@ -247,7 +254,7 @@ def test_rewards_take_memory_on_their_ranks() -> None:
 
 
 def test_bytes_of_the_text_encoders() -> None:
-    """Both encoders of the published checkpoint, in its dtype; a model whose encoder is code has none."""
+    """The encoders of published checkpoints, in their dtype; a model whose encoder is code has none."""
     with torch.device("meta"):
         qwen = Qwen2_5_VLTextModel(
             Qwen2_5_VLTextConfig(
@@ -261,9 +268,20 @@ def test_bytes_of_the_text_encoders() -> None:
                 feed_forward_proj="gated-gelu",
             )
         )  # fmt: skip
-    elements = sum(p.numel() for encoder in (qwen, byt5) for p in encoder.parameters())
-    part = "text encoders (while prompts are encoded)"
+        siglip = SiglipVisionModel(
+            SiglipVisionConfig(
+                hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, image_size=384,
+                patch_size=14,
+            )
+        )  # fmt: skip
+        vae = AutoencoderKLHunyuanVideo15()
+    elements, images = (
+        sum(p.numel() for encoder in encoders for p in encoder.parameters())
+        for encoders in ((qwen, byt5), (siglip, vae.encoder))
+    )
+    part = "encoders (while prompts are encoded)"
     assert plan(PUBLISHED).other_memory[part] == 2 * elements
+    assert plan(PUBLISHED, HunyuanVideo15("owner/480p_i2v")).other_memory[part] == 2 * (elements + images)
     assert part not in plan(settings(), tiny_model(settings()).spec).other_memory
     assert part not in plan(PUBLISHED, HunyuanVideo15("random:hunyuanvideo15-480p")).other_memory
 
@@ -398,21 +416,22 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
     [(24, torch.bfloat16, False), (16, torch.float32, False), (0, torch.bfloat16, True), (0, torch.bfloat16, False)],
     ids=["lora", "lora in float32", "full in float32", "full in bfloat16"],
 )
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize(("guidance", "image"), [(1.0, 0), (3.0, 0), (3.0, 40)], ids=["plain", "guided", "image"])
 @torch.no_grad()
 def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
-    rank: int, dtype: torch.dtype, casts: bool, guidance: float
+    rank: int, dtype: torch.dtype, casts: bool, guidance: float, image: int
 ) -> None:
     """What a pool reuses within a capture is what the allocator reuses within a step."""
     text, batch, steps = 24, 2, 3
-    architecture = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 3}
+    architecture = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 3, "out_channels": 32}
     transformer = layers(3, heads=4, width=64)
     if not casts:
         torch.nn.Module.to(transformer, dtype)
     tuning: Tuning = "lora" if rank else "full"
     make_trainable(HunyuanVideo15(), transformer, ModelConfig(tuning=tuning, lora_rank=rank or 1, lora_alpha=1))
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=guidance)
-    embeddings = {"": TextEmbedding(text=torch.randn(text, 32), glyphs=torch.zeros(0, 8))}
+    pictured = {"image": torch.randn(image, 8), "frame": torch.randn(32, 1, 16, 16)} if image else {}
+    embeddings = {"": TextEmbedding(text=torch.randn(text, 32), glyphs=torch.zeros(0, 8), **pictured)}
     table = transition_table(sigma_schedule(steps, 3.0), "sage", 0.7)
     conditions = policy.conditioning_table(table.sigmas[:-1], embeddings).of([""] * batch)
     x, step = torch.randn(batch, 32, 8, 16, 16), torch.zeros(1, dtype=torch.int64)
@@ -421,11 +440,11 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     weights = [p._buffer for p in policy.forward.projections]
     with Live(x, *transformer.parameters(), *weights) as live:
         denoise(policy, coefs, conditions.at(step), seeds, x, step)
-    tokens, passes = 8 * 16 * 16 + text, len(conditions.tensors()) // 3
+    tokens, passes = 8 * 16 * 16 + text + image, 1 if guidance == 1 else 2
     expected = step_bytes(architecture, tokens, dtype.itemsize, rank=rank, batch_size=batch, casts=casts)
     # Latents are an eighth as wide as a token here, and the last block casts fewer matrices.
     assert live.peak == pytest.approx(expected, rel=0.05)
-    shared, own = condition_bytes(architecture, text, dtype.itemsize, steps=steps, passes=passes)
+    shared, own = condition_bytes(architecture, text, image, dtype.itemsize, steps=steps, passes=passes, frame=(16, 16))
     assert own == conditions.context.nbytes
     assert shared + own == sum(tensor.nbytes for tensor in conditions.tensors())
 

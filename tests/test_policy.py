@@ -29,7 +29,9 @@ from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
+from tests.tiny import captions
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -75,8 +77,8 @@ def model(checkpoint: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def embeddings(model: Model) -> dict[str, TextEmbedding]:
-    encode = model.load_encoder()
-    return {prompt: encode(prompt) for prompt in ("", PLAIN, QUOTED, LONG)}
+    encode = model.load_encoder(SamplingConfig())
+    return {prompt: encode(Caption(prompt)) for prompt in ("", PLAIN, QUOTED, LONG)}
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -146,8 +148,8 @@ def changed(checkpoint: Path, folder: Path, part: str, **values: object) -> Path
 
 def test_checkpoints_of_another_task_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     """The error names the task, in a dry run too."""
-    other = changed(checkpoint, tmp_path, "transformer", task_type="i2v")
-    message = "its transformer has task_type = 'i2v'; expected a text-to-video checkpoint"
+    other = changed(checkpoint, tmp_path, "transformer", task_type="sr")
+    message = "its transformer has task_type = 'sr'; expected 't2v' or 'i2v'"
     with pytest.raises(UserError, match=message):
         find_spec(str(other))
     with pytest.raises(UserError, match=message):
@@ -158,9 +160,9 @@ def test_a_checkpoint_of_the_hub_is_refused_likewise(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task is known only once the checkpoint is read."""
-    other = changed(checkpoint, tmp_path, "transformer", task_type="i2v")
+    other = changed(checkpoint, tmp_path, "transformer", task_type="sr")
     monkeypatch.setattr("sage_fast.models.load.reachable", lambda path: str(other))
-    with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'i2v'"):
+    with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'sr'"):
         load("owner/name")
 
 
@@ -200,7 +202,7 @@ def test_a_crop_that_does_not_end_at_the_prompt_is_refused(
     (other / "tokenizer" / "chat_template.jinja").unlink()
     (other / "tokenizer" / "chat_template.jinja").write_text(template.replace(" * 108 ", f" * {tokens} "))
     with pytest.raises(UserError, match=message):
-        load(other).load_encoder()
+        load(other).load_encoder(SamplingConfig())
 
 
 def test_loading_and_saving_say_nothing(
@@ -209,7 +211,7 @@ def test_loading_and_saving_say_nothing(
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("error")
         model = load(checkpoint, dtype="bfloat16")
-        model.load_encoder()(QUOTED)
+        model.load_encoder(SamplingConfig())(Caption(QUOTED))
         save_weights(model.policy, tmp_path)
         load(checkpoint, dtype="bfloat16", weights=str(tmp_path))
     captured = capfd.readouterr()
@@ -272,7 +274,7 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
 
     def factory():
         calls.append("load")
-        return lambda prompt: calls.append(prompt) or embeddings[prompt]
+        return lambda caption: calls.append(caption.text) or embeddings[caption.text]
 
     def check(found: dict[str, TextEmbedding]) -> None:
         assert list(found) == [PLAIN, QUOTED]
@@ -280,20 +282,20 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
             torch.testing.assert_close(found[prompt].text, embeddings[prompt].text, rtol=0, atol=0)
             torch.testing.assert_close(found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0)
 
-    found = encode_cached([PLAIN, QUOTED, PLAIN], factory, tmp_path, "m", TextEmbedding)
+    found = encode_cached(captions(PLAIN, QUOTED, PLAIN), factory, tmp_path, "m", TextEmbedding)
     check(found)
     maps = Path("/proc/self/maps").read_text()  # mapped into memory, so that the ranks of a node share it
     assert all(str(file) in maps for file in tmp_path.iterdir())
     assert calls == ["load", PLAIN, QUOTED]
-    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding))
+    check(encode_cached(captions(PLAIN, QUOTED), factory, tmp_path, "m", TextEmbedding))
     assert calls == ["load", PLAIN, QUOTED]
     files = sorted(tmp_path.iterdir())
     assert [file.suffix for file in files] == [".safetensors"] * 2
     files[0].write_bytes(files[0].read_bytes()[:-7])  # a truncated copy
-    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding))
+    check(encode_cached(captions(PLAIN, QUOTED), factory, tmp_path, "m", TextEmbedding))
     assert calls[3] == "load"
     assert len(calls) == 5
-    encode_cached([PLAIN], factory, tmp_path, "another model", TextEmbedding)
+    encode_cached(captions(PLAIN), factory, tmp_path, "another model", TextEmbedding)
     assert calls[5:] == ["load", PLAIN]
 
 
@@ -323,8 +325,10 @@ def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
 ) -> None:  # fmt: skip
     def encode() -> dict[str, TextEmbedding]:
         if fill:
-            fill_cache([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m")
-        return encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding)
+            fill_cache(captions(PLAIN, QUOTED), lambda: lambda read: embeddings[read.text], tmp_path, "m")
+        return encode_cached(
+            captions(PLAIN, QUOTED), lambda: lambda read: embeddings[read.text], tmp_path, "m", TextEmbedding
+        )
 
     encode()
     sound = {file: file.read_bytes() for file in tmp_path.iterdir()}
@@ -350,7 +354,7 @@ def test_interrupted_encoding_leaves_whole_files_alone(
 
     monkeypatch.setattr("sage_fast.util.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding)
+        encode_cached(captions(PLAIN, QUOTED), lambda: lambda read: embeddings[read.text], tmp_path, "m", TextEmbedding)
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
 
 
@@ -640,16 +644,16 @@ def message(checkpoint: Path | str, **settings: object) -> str:
 
 def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path: Path) -> None:
     assert message("/nowhere/at/all") == (
-        "model.path = '/nowhere/at/all': no such folder; expected one of testbed; or a local folder in diffusers "
-        "format, or a hub id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+        "model.path = '/nowhere/at/all': no such folder; expected one of testbed, testbed-i2v; or a local folder in "
+        "diffusers format, or a hub id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     )
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
     (copy / "vae" / "config.json").rename(tmp_path / "vae.json")
     assert message(copy) == (f"model.path = '{copy}': no checkpoint in diffusers format; vae/config.json is missing")
     (tmp_path / "vae.json").rename(copy / "vae" / "config.json")
-    with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the text encoders: "):
-        load(copy).load_encoder()
+    with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the encoders: "):
+        load(copy).load_encoder(SamplingConfig())
     weights = copy / "vae" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
     tensors.pop("decoder.conv_in.conv.weight")

@@ -37,7 +37,7 @@ from sage_fast.tools.operators import OPERATORS
 from sage_fast.trainer import Trainer
 from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import CUDA, CudaTensor, PretendCuda
-from tests.tiny import embeddings, settings, tiny_model
+from tests.tiny import embeddings, settings, tiny_model, with_images
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPT = "a red circle moves left quickly"
@@ -312,8 +312,9 @@ def test_steps_that_cannot_be_recorded_take_no_memory(overrides: dict[str, Any])
     assert taken(settings(**overrides)) == 0
 
 
+@pytest.mark.parametrize("given", [embeddings, lambda prompts: with_images(embeddings(prompts))], ids=["text", "image"])
 @torch.no_grad()
-def test_a_step_never_waits_where_the_stock_forward_waits_for_every_sample() -> None:
+def test_a_step_never_waits_where_the_stock_forward_waits_for_every_sample(given: Any) -> None:
     """diffusers' forward finds the valid text tokens of B samples with 12 B + 1 synchronisations."""
     with PretendCuda() as device:
         ours = tiny_model(settings(), device=CUDA).policy
@@ -322,7 +323,7 @@ def test_a_step_never_waits_where_the_stock_forward_waits_for_every_sample() -> 
         latents, step = initial_latents(seeds, LATENT_SHAPE, CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
         counts = []
         for policy in (StockPolicy(ours.transformer, dtype=torch.float32), ours):
-            schedule = policy.conditioning_table(table.sigmas[:-1], embeddings([PROMPT])).of([PROMPT] * 3)
+            schedule = policy.conditioning_table(table.sigmas[:-1], given([PROMPT])).of([PROMPT] * 3)
             for _ in range(2):  # the first makes the rotary table
                 device.events.clear()
                 denoise(policy, coefs, schedule.at(step), seeds, latents, step)

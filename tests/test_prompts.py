@@ -29,10 +29,11 @@ from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.load import load_model
 from sage_fast.models.protocol import pass_lengths
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
 from tests.test_docs import REPOSITORY, blocks
-from tests.tiny import CPU, arguments, embeddings, settings, tiny_model
+from tests.tiny import CPU, arguments, captions, embeddings, settings, tiny_model
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 CAT, DOG = "a cat, asleep", 'a dog under a sign that says "open"'
@@ -297,11 +298,11 @@ def counting(encoded: list[str] | None = None, fails_at: int | None = None) -> C
     def load(*given: Any) -> Any:
         encode = load_encoder(*given)
 
-        def encode_one(prompt: str) -> TextEmbedding:
-            noted.append(prompt)
+        def encode_one(caption: Caption) -> TextEmbedding:
+            noted.append(caption.text)
             if len(noted) == fails_at:
                 raise RuntimeError("killed")
-            return encode(prompt)
+            return encode(caption)
 
         return encode_one
 
@@ -342,14 +343,14 @@ def test_ranks_share_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     nothing = TextEmbedding(text=torch.zeros(1, 2), glyphs=torch.zeros(0, 2))
     shares: list[list[str]] = []
 
-    def encoder() -> Callable[[str], TextEmbedding]:
-        return lambda prompt: shares[-1].append(prompt) or nothing  # type: ignore[func-returns-value]
+    def encoder() -> Callable[[Caption], TextEmbedding]:
+        return lambda caption: shares[-1].append(caption.text) or nothing  # type: ignore[func-returns-value]
 
     for number, count in ((0, 3), (1, 3), (0, 2), (1, 2)):
         shares.append([])
         monkeypatch.setattr(module, "rank", lambda number=number: number)
         monkeypatch.setattr(module, "world_size", lambda count=count: count)
-        assert module.fill_cache([*prompts, prompts[0]], encoder, tmp_path, "m") == len(shares[-1])
+        assert module.fill_cache(captions(*prompts), encoder, tmp_path, "m") == len(shares[-1])
     assert shares[:2] == [prompts[0::3], prompts[1::3]]
     assert sorted(shares[2] + shares[3]) == prompts[2::3]  # the third rank's share was missing
 
@@ -362,14 +363,14 @@ def test_a_cache_has_to_be_named(there: Path) -> None:
 
 def test_the_cache_holds_what_the_encoders_give(there: Path) -> None:
     model = load_model(ModelConfig(path="model", dtype="float32"), SamplingConfig(), CPU, seed=0)
-    encode = model.load_encoder()
-    found = encode_cached([DOG, ""], no_encoder, there / "cache",
-                          cache_key("model", "float32", there / "cache", lambda: encoder_version("model")),
+    encode = model.load_encoder(SamplingConfig())
+    found = encode_cached(captions(DOG, ""), no_encoder, there / "cache",
+                          cache_key(model.spec, "float32", there / "cache", SamplingConfig()),
                           TextEmbedding)  # fmt: skip
     assert len(found[DOG].glyphs) > 0
     for prompt in (DOG, ""):
-        assert torch.equal(found[prompt].text, encode(prompt).text)
-        assert torch.equal(found[prompt].glyphs, encode(prompt).glyphs)
+        assert torch.equal(found[prompt].text, encode(Caption(prompt)).text)
+        assert torch.equal(found[prompt].glyphs, encode(Caption(prompt)).glyphs)
 
 
 def test_a_changed_encoder_is_not_served_what_another_gave(there: Path) -> None:
@@ -456,7 +457,7 @@ def test_a_prompt_that_is_not_embedded_asks_for_the_encoders(there: Path) -> Non
     with without_encoders((there / "model").resolve()):
         for status, out in (call("train", "c.yaml", *TINY, "--output", "runs/two"), embed()):
             assert status == 2
-            assert "cannot read the text encoders" in out
+            assert "cannot read the encoders" in out
 
 
 def test_the_version_on_the_hub_is_that_of_what_was_downloaded(

@@ -11,7 +11,8 @@ from sage_fast.models.hunyuan15.encoder import random_encoder
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.random_weights import random_module
-from sage_fast.tools.plan import plan
+from sage_fast.tools.plan import format_plan, plan
+from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_metrics
 from tests.tiny import settings
 
@@ -50,7 +51,7 @@ def test_a_run_from_the_prompt_to_the_checkpoint_and_back(
 def test_the_plan_is_that_of_the_published_model() -> None:
     config = build({"model.path": PUBLISHED, "sampling.num_frames": 81})
     published = plan(config)
-    del published.other_memory["text encoders (while prompts are encoded)"]  # embeddings are made up
+    del published.other_memory["encoders (while prompts are encoded)"]  # embeddings are made up
     assert plan(config, find_spec(PUBLISHED)) == published
     assert find_spec(PUBLISHED).meta("transformer").config.task_type == "t2v"
     assert main(["train", "configs/hunyuanvideo15-480p.yaml", "--model.path", PUBLISHED, "--dry-run"]) == 0
@@ -83,13 +84,13 @@ def test_full_tuning_trains_float32_weights() -> None:
 
 def test_embeddings_follow_from_the_text() -> None:
     encode = random_encoder(find_spec(PUBLISHED).meta("transformer").config)
-    first, again, other, empty = (encode(text) for text in ("a red kite", "a red kite", "a red kita", ""))
+    first, again, other, empty = (encode(Caption(text)) for text in ("a red kite", "a red kite", "a red kita", ""))
     assert torch.equal(first.text, again.text)
     assert not torch.equal(first.text, other.text)
     assert first.text.shape == (1 + 10 // 4, 3584)
     assert empty.text.shape == (1, 3584)
     assert first.glyphs.shape == (0, 1472)
-    assert encode("word " * 2000).text.shape == (1000, 3584)
+    assert encode(Caption("word " * 2000)).text.shape == (1000, 3584)
 
 
 def test_unknown_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -99,3 +100,19 @@ def test_unknown_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         assert main([name, "configs/recipes/paper.yaml", *options, *given]) == 2
         assert "did you mean 'random:hunyuanvideo15-480p'" in capsys.readouterr().err
         assert not (tmp_path / "none").exists()
+
+
+def test_images_take_tokens_and_encoders() -> None:
+    """A forward of 480p has 729 tokens of an image beside those of the text; the transformer is the same."""
+    config = build({"sampling.num_frames": 81, "model.gradient_checkpointing": "full"})
+    text, image = (find_spec(path) for path in (PUBLISHED, f"{PUBLISHED}-i2v"))
+    assert (image.prompt_tokens, text.prompt_tokens) == (929, 200)
+    assert image.attention_shape(config.sampling)[0] == 32_760 + 929
+    less, more = (plan(config, spec) for spec in (text, image))
+    assert (more.parameters, more.trainable) == (less.parameters, less.trainable)
+    for part in ("forward", "training"):
+        assert 1.03 < more.flops[part] / less.flops[part] < 1.05
+    assert main(["train", "configs/hunyuanvideo15-480p-i2v.yaml", "--model.path", image.path, "--dry-run"]) == 0
+    part = "activations, checkpointing full"
+    assert more.memory[part] / less.memory[part] == pytest.approx((32_760 + 929) / (32_760 + 200))
+    assert "with 929 tokens a prompt" in " ".join(format_plan(more).split())

@@ -35,6 +35,7 @@ from sage_fast.rollout.scoring import gather_scores
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
 from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest, straggler_line
@@ -44,6 +45,7 @@ from tests.tiny import (
     FEW_STEPS,
     BrightnessReward,
     arguments,
+    captions,
     drawn_samples,
     rounding_of_advantages,
     settings,
@@ -172,16 +174,16 @@ def encode(folder: Path) -> Record:
     """Embed prompts with one cache for all ranks, one for each, and none; return the prompts that this rank encoded."""
     encoded: list[str] = []
 
-    def factory() -> Callable[[str], TextEmbedding]:
-        def one(prompt: str) -> TextEmbedding:
-            encoded.append(prompt)
-            return TextEmbedding(text=torch.full((2, 3), float(len(prompt))), glyphs=torch.zeros(0, 2))
+    def factory() -> Callable[[Caption], TextEmbedding]:
+        def one(caption: Caption) -> TextEmbedding:
+            encoded.append(caption.text)
+            return TextEmbedding(text=torch.full((2, 3), float(len(caption.text))), glyphs=torch.zeros(0, 2))
 
         return one
 
     def round_of(prompts: list[str], cache: Path | None) -> list[str]:
         encoded.clear()
-        found = encode_cached(prompts, factory, cache, "m", TextEmbedding)
+        found = encode_cached(captions(*prompts), factory, cache, "m", TextEmbedding)
         assert list(found) == prompts
         assert all(found[prompt].text.tolist() == [[float(len(prompt))] * 3] * 2 for prompt in prompts)
         return list(encoded)

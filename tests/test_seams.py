@@ -84,8 +84,11 @@ def test_an_installed_package_adds_names_and_replaces_none(monkeypatch: pytest.M
         ("no_such_module:Wan:folder", "no module 'no_such_module' is installed or in"),
         ("sage_fast.models.protocol:Wan:folder", "expected a subclass of sage_fast.models.spec.Spec, found None"),
         ("sage_fast.models.spec:Cost:folder", "expected a subclass of sage_fast.models.spec.Spec, found <class"),
-        ("sage_fast.models.testbed.model:Testbed:folder", "no such folder; expected one of testbed; or a local folder"),
-        ("testbedd", "no such folder; expected one of testbed; did you mean 'testbed'?; or a local folder"),
+        (
+            "sage_fast.models.testbed.model:Testbed:folder",
+            "no such folder; expected one of testbed, testbed-i2v; or a local folder",
+        ),
+        ("testbedd", "no such folder; expected one of testbed, testbed-i2v; did you mean 'testbed'?; or"),
         ("random:testbad", "did you mean 'random:testbed'"),
     ],
 )

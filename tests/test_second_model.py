@@ -30,6 +30,7 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_metrics
 from tests.ranks import command_on_ranks
 from tests.tiny import CPU, settings
@@ -151,10 +152,10 @@ class Wan(Spec):
     def decoder(self, vae: Any) -> WanDecoder:
         return WanDecoder(vae)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
-        def encode(prompt: str) -> Text:
+    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
+        def encode(caption: Caption) -> Text:
             rows = torch.zeros(WORDS, WIDTH)
-            for row, word in enumerate(prompt.split()[:WORDS]):
+            for row, word in enumerate(caption.text.split()[:WORDS]):
                 rows[row] = torch.randn(WIDTH, generator=torch.Generator().manual_seed(sum(word.encode())))
             return Text(text=rows)
 
@@ -234,9 +235,9 @@ def test_conditions_are_keyed_by_anything(folder: Path, guidance: float) -> None
     """And a sample comes out the same beside another one and alone."""
     config = config_of(folder, sampling__guidance_scale=guidance)
     model = load_model(config.model, config.sampling, CPU, 0)
-    encode, keys = model.load_encoder(), [("snow", 1), ("snow", 2)]
+    encode, keys = model.load_encoder(config.sampling), [("snow", 1), ("snow", 2)]
     texts = {keys[0]: "snow falls", keys[1]: "snow melts", None: ""}
-    conditions = {key: dataclasses.replace(encode(text), negative=None) for key, text in texts.items()}
+    conditions = {key: dataclasses.replace(encode(Caption(text)), negative=None) for key, text in texts.items()}
     table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
     shape, seeds = model.latent_shape(config.sampling), torch.arange(2)
     known, noise = model.policy.conditioning_table(table.sigmas[:-1], conditions), initial_latents(seeds, shape, CPU)

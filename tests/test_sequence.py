@@ -31,7 +31,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, RunError, UserError
 from sage_fast.util.ranks import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import embeddings, rounding_of_advantages, settings, tiny_model, tiny_trainer
+from tests.tiny import embeddings, rounding_of_advantages, settings, tiny_model, tiny_trainer, with_images
 
 REPOSITORY = Path(__file__).parent.parent
 SOAK = "SAGE_FAST_SOAK" in os.environ
@@ -42,6 +42,7 @@ PROMPTS = {
     "one length": ["a red circle moves left quickly"] * 2,
     "mixed lengths": ["a red circle moves left quickly", ""],
     "one token": ["", ""],
+    "images": ["a red circle moves left quickly", ""],
 }
 
 FORWARDS = list(
@@ -52,13 +53,14 @@ FORWARDS = list(
             ("lora", 3.0, "mixed lengths", (5, 3, 3)),
             ("full", 1.0, "one token", (5, 3, 3)),
             ("full", 3.0, "mixed lengths", (5, 4, 4)),
+            ("full", 3.0, "images", (5, 3, 3)),
         ),
     )
 )
 """Ranks to a sample, and tuning, guidance, prompts and latent shape. `make test` has all of them once, `make soak` with
 both numbers of ranks."""
 if not SOAK:
-    FORWARDS = [FORWARDS[i] for i in (1, 2, 4, 7)]
+    FORWARDS = [FORWARDS[i] for i in (1, 2, 4, 5, 8)]
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -92,6 +94,8 @@ def forwards(folder: Path) -> None:
         for p in model.policy.parameters().values():
             p.data.add_(0.05 * torch.randn(p.shape))
         chosen = embeddings(PROMPTS[prompts])
+        if prompts == "images":
+            chosen = with_images(chosen, *latents[1:])
         text, negative = (
             collate([chosen[prompt] for prompt in names], torch.device("cpu"), torch.float32)
             for names in (PROMPTS[prompts], ["", ""])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import Caption
 
 CPU = torch.device("cpu")
 BASE_SETTINGS: dict[str, Any] = {
@@ -120,6 +121,19 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
 
 def embeddings(prompts: Sequence[str], dtype: torch.dtype = torch.float32) -> dict[str, TextEmbedding]:
     return {p: TextEmbedding(text=embed(p).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype)) for p in ["", *prompts]}
+
+
+def with_images(texts: Mapping[str, TextEmbedding], height: int = 4, width: int = 4) -> dict[str, TextEmbedding]:
+    """Give each prompt a random image of its own; height and width are those of latents."""
+    return {
+        prompt: dataclasses.replace(text, image=torch.randn(6, 8), frame=torch.randn(32, 1, height, width))
+        for prompt, text in texts.items()
+    }
+
+
+def captions(*texts: str) -> dict[str, Caption]:
+    """Key -> caption of prompts without an image."""
+    return {text: Caption(text) for text in texts}
 
 
 def resolved(objective: ObjectiveConfig, kl: KLConfig | None = None) -> Objective:

@@ -1,15 +1,17 @@
-"""A complete HunyuanVideo 1.5 checkpoint of a few megabytes: every class is the published one, only the sizes differ.
+"""Complete HunyuanVideo 1.5 checkpoints of a few megabytes: every class is the published one, only the sizes differ.
 
 `python tests/tiny_checkpoint.py FOLDER` writes it; `model.path = FOLDER` then takes every path of a real model.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
     AutoencoderKLHunyuanVideo15,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
@@ -20,6 +22,9 @@ from transformers import (
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
     Qwen2Tokenizer,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     T5Config,
     T5EncoderModel,
 )
@@ -27,6 +32,8 @@ from transformers import (
 TEXT_DIM = 32
 GLYPH_DIM = 24
 IMAGE_DIM = 16
+IMAGE_PATCHES = 3
+"""On each side of an image, of 14 pixels."""
 GUIDANCE_SCALE = 6.0
 SHIFT = 5.0
 PREFIX_TOKENS = 108
@@ -44,7 +51,9 @@ MERGES = (("t", "h"), ("th", "e"), ("Ġ", "a"), ("Ġ", "the"), ("i", "n"), ("in"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|system|>")
 
 
-def tiny_transformer(width_of_a_head: int = 16, *, step_distilled: bool = False) -> HunyuanVideo15Transformer3DModel:
+def tiny_transformer(
+    width_of_a_head: int = 16, task: str = "t2v", *, step_distilled: bool = False
+) -> HunyuanVideo15Transformer3DModel:
     """2 heads, 2 blocks, random weights; 4.4 M parameters, nearly all in the projection with a fixed width of 2048."""
     assert width_of_a_head % 8 == 0
     quarter = width_of_a_head // 4
@@ -59,8 +68,8 @@ def tiny_transformer(width_of_a_head: int = 16, *, step_distilled: bool = False)
         text_embed_2_dim=GLYPH_DIM,
         image_embed_dim=IMAGE_DIM,
         rope_axes_dim=(quarter, (width_of_a_head - quarter) // 2, (width_of_a_head - quarter) // 2),
-        target_size=32,
-        task_type="t2v",
+        target_size=64,
+        task_type=task,
         use_meanflow=step_distilled,
     )
 
@@ -77,8 +86,8 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def write_tiny_checkpoint(folder: Path, seed: int = 0, *, step_distilled: bool = False) -> Path:
-    """Write a `HunyuanVideo15Pipeline` with random weights to `folder`; returns the folder."""
+def write_tiny_checkpoint(folder: Path, seed: int = 0, task: str = "t2v", *, step_distilled: bool = False) -> Path:
+    """Write the pipeline of a task with random weights to `folder`; returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = tiny_tokenizer()
@@ -115,13 +124,16 @@ def write_tiny_checkpoint(folder: Path, seed: int = 0, *, step_distilled: bool =
             spatial_compression_ratio=16,
             temporal_compression_ratio=4,
         )
-        transformer = tiny_transformer(step_distilled=step_distilled)
+        transformer = tiny_transformer(task=task, step_distilled=step_distilled)
         # The default initialisation leaves the text all but without effect on the velocity; tests want to see it.
         for module in (transformer.context_embedder, transformer.context_embedder_2, transformer.transformer_blocks):
             for p in module.parameters():
                 if p.ndim == 2:
                     torch.nn.init.normal_(p, std=1.5 / p.shape[1] ** 0.5)
-    HunyuanVideo15Pipeline(
+        pipeline, images = (
+            (HunyuanVideo15ImageToVideoPipeline, tiny_siglip()) if task == "i2v" else (HunyuanVideo15Pipeline, {})
+        )
+    pipeline(
         text_encoder=text_encoder.eval(),
         tokenizer=tokenizer,
         transformer=transformer.eval(),
@@ -130,8 +142,20 @@ def write_tiny_checkpoint(folder: Path, seed: int = 0, *, step_distilled: bool =
         text_encoder_2=text_encoder_2.eval(),
         tokenizer_2=tokenizer_2,
         guider=ClassifierFreeGuidance(guidance_scale=1.0 if step_distilled else GUIDANCE_SCALE),
+        **images,
     ).save_pretrained(folder)
     return folder
+
+
+def tiny_siglip() -> dict[str, Any]:
+    """The parts of an image-to-video pipeline that read its image."""
+    size = 14 * IMAGE_PATCHES
+    config = SiglipVisionConfig(
+        hidden_size=IMAGE_DIM, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=size,
+        patch_size=14,
+    )  # fmt: skip
+    extractor = SiglipImageProcessor(size={"height": size, "width": size})
+    return {"image_encoder": SiglipVisionModel(config).eval(), "feature_extractor": extractor}
 
 
 if __name__ == "__main__":

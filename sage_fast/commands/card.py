@@ -35,7 +35,7 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         base: hub id of the base model.
         files: names of the files beside the card.
     """
-    lora = config.model.trains_adapter
+    lora, task = config.model.trains_adapter, "image-to-video" if spec.takes_images else "text-to-video"
     data = ModelCardData(
         base_model=base,
         base_model_relation=("adapter" if lora else "finetune") if base else None,
@@ -43,8 +43,8 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         license="other" if spec.license else None,
         license_name=spec.license[0] if spec.license else None,
         license_link=spec.license[1] if spec.license else None,
-        pipeline_tag="text-to-video",
-        tags=["text-to-video", "sage-fast", *(["lora"] if lora else [])],
+        pipeline_tag=task,
+        tags=[task, "sage-fast", *(["lora"] if lora else [])],
     )
     rewards = ", ".join(entry.name for entry in config.reward.entries)
     sampling = config.sampling
@@ -75,12 +75,12 @@ def _use(
         load = f'pipe.{part}.load_lora_adapter(weights, weight_name="{LORA_FILE}", prefix=None)'
     else:
         load = f'pipe.{part} = type(pipe.{part}).from_pretrained(weights, subfolder="{part}", dtype=torch.bfloat16)'
-    size = f"height={sampling.height}, width={sampling.width}, num_frames={sampling.num_frames}"
+    helpers, given = ("export_to_video, load_image", "image, ") if spec.takes_images else ("export_to_video", "")
     further = f"num_inference_steps={steps}" + ("" if spec.set_guidance else f", guidance_scale={scale:g}")
     code = [
         "import torch",
         "from diffusers import DiffusionPipeline",
-        "from diffusers.utils import export_to_video",
+        f"from diffusers.utils import {helpers}",
         "",
         'weights = "."  # the folder of this file, or the name of this repository on the hub',
         f'base = "{base or "BASE"}"' + ("" if base else "  # the folder or the hub id of the base model"),
@@ -88,7 +88,8 @@ def _use(
         load,
         'pipe.to("cuda")',
         *([spec.set_guidance.format(scale)] if spec.set_guidance else []),
-        f'video = pipe("a prompt", {size}, {further}).frames[0]',
+        *(['image = load_image("image.png")'] if spec.takes_images else []),
+        f'video = pipe({given}"a prompt", {spec.size_arguments(sampling)}, {further}).frames[0]',
         f'export_to_video(video, "video.mp4", fps={spec.fps})',
     ]
     return "\n".join([*listed, "", "```python", *code, "```"]).strip()

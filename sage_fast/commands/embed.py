@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import load_source
-from sage_fast.data.prompts import read_prompts, texts_of
+from sage_fast.data.prompts import captions_of, read_prompts
 from sage_fast.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     import torch
 
     from sage_fast.data.embeddings import cache_key, fill_cache
+    from sage_fast.loading import check_captions
     from sage_fast.models.load import find_spec
     from sage_fast.util.ranks import initialize, shutdown
 
@@ -44,10 +45,10 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         )
     sources = [options.prompts] if options.prompts else [data.prompts, data.eval_prompts]
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
-    texts, device = texts_of(prompts), initialize(config.timeout_minutes)
+    captions, device = captions_of(prompts), initialize(config.timeout_minutes)
     spec, cache = find_spec(config.model.path, fetch=True), Path(data.embedding_cache)
-    spec.check_prompts(texts)
-    load = functools.partial(spec.load_encoder, getattr(torch, dtype), device)
-    encoded = fill_cache(texts, load, cache, cache_key(spec.path, dtype, cache, spec.encoder_version))
+    check_captions(prompts, spec)
+    load = functools.partial(spec.load_encoder, getattr(torch, dtype), device, config.sampling)
+    encoded = fill_cache(captions, load, cache, cache_key(spec, dtype, cache, config.sampling))
     shutdown()
-    log.info(f"{cache}: {len(texts)} texts, of which {encoded} were encoded now")
+    log.info(f"{cache}: {len(captions)} texts, of which {encoded} were encoded now")

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sage_fast.commands.sources import Source
 from sage_fast.config.schema import AttentionBackend, Config, DataConfig, RewardConfig, SamplingConfig
-from sage_fast.data.prompts import metadata_of
+from sage_fast.data.prompts import Prompt, metadata_of
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
 from sage_fast.eval.text import format_table
 from sage_fast.eval.videoset import (
@@ -77,8 +77,8 @@ def run_eval(
     known = [prompt for found in videos.values() for prompt in found.prompts]
     files = configured_prompts(config.data)
     if len(videos) < len(sources):
-        known = [prompt.text for prompt in files[1]]
-    metadata = metadata_of([*files[0], *files[1]])
+        known = [prompt.key for prompt in files[1]]
+    metadata = _metadata([*files[0], *files[1]], videos.values())
     further = _scorers(scorers, config.reward, config.sampling, known, metadata)
     evaluator = _Evaluator(sources, config, further, videos, metadata)
     watching = {JUDGE_PART: config.eval.judge} | {f"{short}/": name for short, name in zip(further, scorers)}
@@ -98,6 +98,12 @@ def run_eval(
         notes = [note for other in sets[1:] for note in check_prompts(sets[0], other)]
         judges = [name for name in dict.fromkeys(n for s in sets for n in s.scores) if _watches(name, further)]
         _finish(sets, evaluations, notes, judges, config.eval.num_videos, folder, json)
+
+
+def _metadata(prompts: Iterable[Prompt], sets: Iterable[VideoSet]) -> dict[str, Metadata]:
+    """Return the metadata of all prompts; of those in no file, the image alone."""
+    known = {key: {"image": path} for videos in sets for key, path in videos.images.items()}
+    return known | metadata_of(prompts)
 
 
 def _scorers(
@@ -245,7 +251,9 @@ class _Evaluator:
             self.scoring, prompts, seeds, lambda own: _batches(files[own.start : own.stop], size), scorers=self.scorers
         ).to_json()
         scored = of_scores(source.label, result, {})
-        return result, dataclasses.replace(scored, files=files, seeds=seeds if found.seeds else None)
+        return result, dataclasses.replace(
+            scored, files=files, seeds=seeds if found.seeds else None, images=found.images
+        )
 
 
 def _batches(files: Sequence[Path | None], size: int) -> Chunks:
@@ -284,7 +292,7 @@ def add_scores(
                 "eval has --scorer too, and samples them"
             )
     known = [prompt for videos in sets for prompt, _ in videos.shown]
-    metadata = metadata_of(itertools.chain(*configured_prompts(data)))
+    metadata = _metadata(itertools.chain(*configured_prompts(data)), sets)
     scorers = _scorers(names, settings, sampling, known, metadata)
     scored = []
     for videos in sets:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.commands.sources import check_folder, load_source
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 def add_arguments(add: Callable[..., object]) -> None:
     add("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     add("--prompt", action="append", default=[], help="may be given several times")
+    add("--image", metavar="FILE", action="append", default=[], help="image of each --prompt in turn, or one for all")
     add("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
     add("--folder", type=Path, default="samples", help="where the MP4 files go (default: samples)")
     add("--quiet", action="store_true", help="no progress bar")
@@ -40,18 +42,32 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from sage_fast.loading import load_setup
     from sage_fast.util.seeding import sample_seeds
 
-    prompts = [Prompt(text=text) for text in options.prompt]
+    prompts = _given(options.prompt, options.image)
     prompts += read_prompts(options.prompts) if options.prompts else []
     folder = options.folder
     check_folder(folder)
     setup = load_setup(config, prompts, rewards=False)
     for note in setup.model.notes:
         log.info(f"note: {note}")
-    texts = [prompt.text for prompt in prompts]
+    keys = [prompt.key for prompt in prompts]
     seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
     for place, seed in setup.eval_seeds.items():
         seeds[place] = seed
     with writing(folder):
         setup.encode(folder / "embeddings")
-        videos = generate(config, setup.model, texts, setup.embeddings, seeds, setup.graphs)
-        print(*save_videos(videos, texts, folder, setup.model.spec.fps), sep="\n")
+        videos = generate(config, setup.model, keys, setup.embeddings, seeds, setup.graphs)
+        print(*save_videos(videos, keys, folder, setup.model.spec.fps), sep="\n")
+
+
+def _given(texts: Sequence[str], images: Sequence[str]) -> list[Prompt]:
+    """Return the prompts of the command line."""
+    if len(images) not in (0, min(1, len(texts)), len(texts)):
+        raise UserError(
+            f"--image: given {len(images)} times, with --prompt given {len(texts)} times; expected one for all prompts "
+            "or one for each"
+        )
+    prompts = []
+    for text, image in zip(texts, itertools.cycle(images or [""])):
+        prompts.append(Prompt(text=text, image=image, where=f"--image {image!r}" if image else f"--prompt {text!r}"))
+        prompts[-1].check()
+    return prompts

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
     device = str(initialize())
     reward = CompositeReward.of(config.reward, device, metadata_of(prompts))
-    reward.check(config.sampling, [prompt.text for prompt in prompts], device)
+    reward.check(config.sampling, [prompt.key for prompt in prompts], device)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server = RewardServer(reward, options.host, options.port, device, options.largest * 2**20)

@@ -7,6 +7,7 @@ from sage_fast.util.plugins import registered
 
 SHIPPED = {
     "testbed": "sage_fast.rewards.testbed:TestbedReward",
+    "testbed-i2v": "sage_fast.rewards.testbed_i2v:TestbedImageReward",
     "testbed-judge": "sage_fast.rewards.judge:TestbedJudge",
     "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
     "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",

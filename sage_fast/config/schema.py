@@ -53,7 +53,7 @@ class ModelConfig(Section):
     """The policy and which of its weights are trained."""
 
     path: str = "testbed"
-    """`testbed`, a local folder in diffusers format, or a hub id such as
+    """`testbed`, `testbed-i2v`, a local folder in diffusers format, or a hub id such as
     hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p`, the same with
     `-4-blocks`, and `random:testbed` have random weights, for measuring the time and memory of an iteration without a
     checkpoint. Prefix any of these with `package.module:Name:` to use a model family of your own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.protocol import Condition, Encoder
+from sage_fast.models.spec import Spec
+from sage_fast.util.captions import Caption
 from sage_fast.util.console import Progress
 from sage_fast.util.files import write_atomic
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
@@ -26,26 +29,29 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _file(cache: Path, model: str, prompt: str) -> Path:
-    return cache / f"{_digest(model, prompt)}.safetensors"
+def _files(cache: Path, model: str, captions: Mapping[str, Caption]) -> dict[str, Path]:
+    """Return key -> the file of its embedding, which follows from the model, the text, and what is in the image."""
+    images = {path: [hashlib.sha256(Path(path).read_bytes()).hexdigest()] for _, path in {*captions.values()} if path}
+    names = {key: _digest(model, text, *images.get(path, [])) for key, (text, path) in captions.items()}
+    return {key: cache / f"{name}.safetensors" for key, name in names.items()}
 
 
-def cache_key(path: str, dtype: str, cache: Path | None, encoder_version: Callable[[], str | None]) -> str:
-    """Return the model, dtype and version of the text encoders as one string, the same on every rank. Collective.
+def cache_key(spec: Spec, dtype: str, cache: Path | None, sampling: SamplingConfig) -> str:
+    """Return model, dtype, version of the encoders and size of images as one string, alike on all ranks. Collective.
 
     Training needs no text encoders once all prompts are embedded. If the checkpoint has none, the version is the one
     that last filled the cache.
 
     Args:
-        path: path of the checkpoint.
+        spec: the checkpoint.
         dtype: dtype of the encoders.
         cache: cache folder; None keeps nothing on disk.
-        encoder_version: see `Spec.encoder_version`.
+        sampling: has the size that images are resized to.
     """
-    model = f"{Path(path).resolve() if Path(path).is_dir() else path} {dtype}"
+    model = f"{Path(spec.path).resolve() if Path(spec.path).is_dir() else spec.path} {dtype}"
     if cache is None:
         return model
-    version = encoder_version() if rank() == 0 else None
+    version = spec.encoder_version() if rank() == 0 else None
     if rank() == 0:
         last = cache / f"{_digest(model)}.encoder"
         if version is None:
@@ -53,11 +59,12 @@ def cache_key(path: str, dtype: str, cache: Path | None, encoder_version: Callab
         elif version:
             cache.mkdir(parents=True, exist_ok=True)
             write_atomic(last, version)
-    return f"{model} {broadcast_object(version, 0)}"
+    size = f" {sampling.height} x {sampling.width}" if spec.takes_images else ""
+    return f"{model} {broadcast_object(version, 0)}{size}"
 
 
 def fill_cache(
-    prompts: Sequence[str],
+    captions: Mapping[str, Caption],
     encoder_factory: Callable[[], Encoder],
     cache: Path,
     model: str,
@@ -67,51 +74,50 @@ def fill_cache(
     After a kill every file is complete, so the next call encodes the rest.
 
     Args:
-        prompts, encoder_factory, cache, model: as for `encode_cached`; all ranks must see the folder.
+        captions, encoder_factory, cache, model: as for `encode_cached`; all ranks must see the folder.
 
     Returns:
         Number of prompts encoded, over all ranks.
     """
-    share = list(dict.fromkeys(prompts))[rank() :: world_size()]
-    missing = [prompt for prompt in share if _read(_file(cache, model, prompt)) is None]
-    _note_unsound(_file(cache, model, prompt) for prompt in missing)
+    share = dict(itertools.islice(captions.items(), rank(), None, world_size()))
+    missing = {key: file for key, file in _files(cache, model, share).items() if _read(file) is None}
+    _note_unsound(missing.values())
     with fail_together(), Progress("encode", len(missing), "prompt") as bar:
         encode = encoder_factory() if missing else None
-        for prompt in missing:
+        for prompt, file in missing.items():
             assert encode is not None
-            _write(encode(prompt), _file(cache, model, prompt))
+            _write(encode(captions[prompt]), file)
             bar.update()
     return sum(all_gather_object(len(missing)))
 
 
 def encode_cached(
-    prompts: Sequence[str],
+    captions: Mapping[str, Caption],
     encoder_factory: Callable[[], Encoder],
     cache: Path | None,
     model: str,
     kind: type[Condition],
 ) -> dict[str, Any]:
-    """Return the embeddings of `prompts` on every rank, from `cache` or from the rank that encodes them. Collective.
+    """Return key -> embedding on every rank, from `cache` or from the rank that encodes them. Collective.
 
     No rank waits longer than another takes to load the text encoders and encode one prompt. The ranks need no shared
     file system: a rank that lacks an embedding receives it from one that has it.
 
     Args:
-        prompts: the same on every rank; duplicates are encoded once.
-        encoder_factory: loads the text encoders and returns a function from prompt to embedding; called only on a rank
+        captions: key -> what to encode, the same on every rank.
+        encoder_factory: loads the encoders and returns a function from caption to embedding; called only on a rank
             that has a prompt to encode.
-        cache: folder with one safetensors file per (model, prompt), with a checksum; None keeps nothing on disk.
+        cache: folder with one safetensors file per (model, caption), with a checksum; None keeps nothing on disk.
         model: result of `cache_key`.
         kind: class of the embeddings.
     """
-    prompts = list(dict.fromkeys(prompts))
-    files = {} if cache is None else {prompt: _file(cache, model, prompt) for prompt in prompts}
+    files = {} if cache is None else _files(cache, model, captions)
     known = {prompt: kind(**tensors) for prompt, file in files.items() if (tensors := _read(file)) is not None}
     _note_unsound(file for prompt, file in files.items() if prompt not in known)
-    held = all_gather_object([prompt in known for prompt in prompts])
+    held = all_gather_object([prompt in known for prompt in captions])
     turns = itertools.cycle(range(world_size()))
     sources = {}  # prompt that some rank lacks -> a rank that has it, or the next in turn, which encodes it
-    for prompt, *holds in zip(prompts, *held, strict=True):
+    for prompt, *holds in zip(captions, *held, strict=True):
         if not all(holds):
             sources[prompt] = holds.index(True) if any(holds) else next(turns)
     encode: Encoder | None = None
@@ -121,7 +127,7 @@ def encode_cached(
             for prompt in block:
                 if sources[prompt] == rank() and prompt not in known:
                     encode = encode or encoder_factory()
-                    known[prompt] = encode(prompt)
+                    known[prompt] = encode(captions[prompt])
                     if prompt in files:
                         _write(known[prompt], files[prompt])
             for prompt in block:
@@ -130,7 +136,7 @@ def encode_cached(
                 tensors = _read(files[prompt]) if prompt in files else None
                 known[prompt] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
-    return {prompt: known[prompt] for prompt in prompts}
+    return {prompt: known[prompt] for prompt in captions}
 
 
 def _write(condition: Condition, file: Path) -> None:

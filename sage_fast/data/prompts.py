@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import pkgutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.fields import is_unicode
+from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.images import check_image
 
-KEYS = ("prompt", "negative_prompt", "seed")
+KEYS = ("prompt", "negative_prompt", "seed", "image")
 UNREAD = (".json", ".ndjson", ".csv", ".tsv")
 """Suffixes that would wrongly be read as text."""
 SETS = {
@@ -33,32 +36,67 @@ class Prompt:
     Attributes:
         text: the prompt.
         negative: negative prompt for guidance; empty if the record has none.
+        image: path of the image that the video begins from, as the record names it; empty if it has none.
+        folder: what a relative `image` is relative to.
         seed: seed of the first video in `eval` and `sample`; None derives it from the seed of the run.
         metadata: further keys of the record, for rewards that take them.
-        where: file and line.
+        where: file and line, or what else gave it, for messages.
     """
 
     text: str
     negative: str = ""
+    image: str = ""
+    folder: str = ""
     seed: int | None = None
     metadata: Fields = dataclasses.field(default_factory=dict)
     where: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def key(self) -> str:
+        """Name of the prompt everywhere else: its text, and its image if it has one."""
+        return prompt_key(self.text, self.image)
+
+    @property
+    def caption(self) -> Caption:
+        return Caption(self.text, os.path.abspath(Path(self.folder, self.image)) if self.image else "")
+
+    def check(self) -> None:
+        """Check the key and the header of the image.
+
+        Raises:
+            UserError: the image cannot be used, or the text looks like a key with an image.
+        """
+        if split_key(self.key) != (self.text, self.image):
+            raise UserError(
+                f"{self.where}: {textwrap.shorten(self.key, 60)!r} ends like the name of a prompt with an image; "
+                'expected the image in the key "image" of a .jsonl file'
+            )
+        if self.image:
+            try:
+                check_image(self.caption.image)
+            except UserError as error:
+                raise UserError(f"{self.where}: {error}") from error
+
+    def saying(self, text: str) -> Prompt:
+        """Return a prompt with the same image and another text."""
+        return Prompt(text=text, image=self.image, folder=self.folder, where=self.where)
 
 
 def read_prompts(source: str) -> list[Prompt]:
     """Read the prompts of a UTF-8 file, or of a shipped set.
 
-    `.jsonl` has one object per line. Of the keys `KEYS` only `prompt` is required; further keys are metadata. Any other
-    file is text with one prompt per line; blank lines are skipped.
+    `.jsonl` has one object per line. Of the keys `KEYS` only `prompt` is required; further keys are metadata. `image`
+    is relative to the file. Any other file is text with one prompt per line; blank lines are skipped.
 
     Args:
         source: path, or a name in `SETS`.
 
     Raises:
-        UserError: missing, not UTF-8, malformed, or with a misspelt key, or a wrong type; names file and line.
+        UserError: missing, not UTF-8, malformed, or with a misspelt key, a wrong type or an image that cannot be used;
+            names file and line.
     """
     if source in SETS:
-        return [Prompt(text=text) for text in pkgutil.resolve_name(SETS[source])()]
+        return [Prompt(text=text, where=source) for text in pkgutil.resolve_name(SETS[source])()]
     if source.startswith(tuple(f"{name.partition(':')[0]}:" for name in SETS)):
         raise UserError(f"prompts {source!r}: {nearest(source, SETS)}; or a file")
     suffix = Path(source).suffix.lower()
@@ -68,33 +106,39 @@ def read_prompts(source: str) -> list[Prompt]:
     for number, line in enumerate(_text_of(source).split("\n"), start=1):  # splitlines() also splits at form feeds, ...
         if line.strip():
             where = f"prompt file {source!r}, line {number}"
-            prompts.append(_prompt(_json_fields(line, where) if suffix == ".jsonl" else {"prompt": line}, where))
+            fields = _json_fields(line, where) if suffix == ".jsonl" else {"prompt": line}
+            prompts.append(_prompt(fields, where, str(Path(source).parent)))
     if not prompts:
         raise UserError(f"prompt file {source!r} is empty; expected at least one prompt")
     return prompts
 
 
-def texts_of(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the texts that a run of these prompts embeds: the empty prompt, the prompts and their negative prompts.
+def captions_of(prompts: Sequence[Prompt]) -> dict[str, Caption]:
+    """Return key -> caption of all that a run of these prompts embeds: empty, given and negative prompts.
 
     Raises:
         UserError: a prompt has two negative prompts.
     """
-    return list(dict.fromkeys(["", *(prompt.text for prompt in prompts), *negatives_of(prompts).values()]))
+    negatives = [prompt.saying(prompt.negative) for prompt in _firsts(prompts).values() if prompt.negative]
+    return {prompt.key: prompt.caption for prompt in (*(p.saying("") for p in prompts), *prompts, *negatives)}
 
 
 def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
-    """Return prompt -> negative prompt for the prompts that have one; errors as `_firsts`."""
-    return {text: first.negative for text, first in _firsts(prompts).items() if first.negative}
+    """Return key -> negative prompt for the prompts that have one; errors as `_firsts`."""
+    return {key: first.negative for key, first in _firsts(prompts).items() if first.negative}
 
 
 def metadata_of(prompts: Iterable[Prompt]) -> dict[str, Fields]:
-    """Return prompt -> metadata for the prompts that have any; errors as `_firsts`."""
-    return {text: first.metadata for text, first in _firsts(prompts).items() if first.metadata}
+    """Return key -> metadata for the prompts that have any, the path of the image included; errors as `_firsts`."""
+    return {key: metadata for key, first in _firsts(prompts).items() if (metadata := _metadata(first))}
+
+
+def _metadata(prompt: Prompt) -> Fields:
+    return {**prompt.metadata, "image": prompt.caption.image} if prompt.image else prompt.metadata
 
 
 def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
-    """Return prompt -> its first record.
+    """Return key -> its first record.
 
     Raises:
         UserError: another record of the prompt has other values. Sampling, training and evaluation must use the same
@@ -102,14 +146,14 @@ def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
     """
     known: dict[str, Prompt] = {}
     for prompt in prompts:
-        first = known.setdefault(prompt.text, prompt)
-        own, other = ({"negative_prompt": record.negative, **record.metadata} for record in (prompt, first))
+        first = known.setdefault(prompt.key, prompt)
+        own, other = ({"negative_prompt": record.negative, **_metadata(record)} for record in (prompt, first))
         for key in own | other:
             if own.get(key) != other.get(key):
                 name = textwrap.shorten(key, 60)
                 raise UserError(
-                    f"{prompt.where}: {name} = {repr(own.get(key))[:60]}; the same prompt has "
-                    f"{repr(other.get(key))[:60]} in {first.where}; expected one {name} for a prompt, in training and "
+                    f"{prompt.where}: {name} = {repr(own.get(key))[:200]}; the same prompt has "
+                    f"{repr(other.get(key))[:200]} in {first.where}; expected one {name} for a prompt, in training and "
                     "evaluation alike"
                 )
     return known
@@ -158,20 +202,23 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number")
 
 
-def _prompt(fields: Fields, where: str) -> Prompt:
+def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
     metadata = {key: value for key, value in fields.items() if key not in KEYS}
     for key in sorted(metadata):
         if difflib.get_close_matches(key, KEYS[:2], n=1, cutoff=0.85):
             raise UserError(f"{where}: unknown key {textwrap.shorten(key, 60)!r}; {nearest(key, KEYS)}")
     if "prompt" not in fields:
         raise UserError(f"{where}: 'prompt' is missing")
-    text, negative = (_text(fields, key, where) for key in ("prompt", "negative_prompt"))
+    text, negative, image = (_text(fields, key, where) for key in ("prompt", "negative_prompt", "image"))
     if not text:
         raise UserError(f"{where}: the prompt is empty")
     seed = fields.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise UserError(f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1")
-    return Prompt(text=text, negative=negative, seed=seed, metadata=metadata, where=where)
+    given = {"image": image, "folder": folder} if image else {}
+    prompt = Prompt(text=text, negative=negative, seed=seed, metadata=metadata, where=where, **given)
+    prompt.check()
+    return prompt
 
 
 def _text(fields: Fields, key: str, where: str) -> str:

@@ -24,6 +24,7 @@ from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import log_failures
+from sage_fast.util.captions import split_key
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import json_value
@@ -48,7 +49,8 @@ Chunks = Iterator[tuple[list[int], Tensor]]
 class Evaluation:
     """Scores of N videos, identical on every rank, and this rank's first videos, float32 `[F, 3, H, W]`.
 
-    `parts` includes those of `eval.judge` as `judge/<part>`. `negatives` maps prompts to their negative prompts.
+    `parts` includes those of `eval.judge` as `judge/<part>`. `negatives` and `images` map prompts to their negative
+    prompts and to the paths of their images.
     """
 
     iteration: int
@@ -59,13 +61,15 @@ class Evaluation:
     parts: dict[str, list[float]]
     weights: dict[str, float]
     videos: list[Tensor]
+    images: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the scores as JSON; null where a reward failed."""
         fields = ("iteration", "prompts", "negatives", "seeds", "weights")
         parts = {part: [*map(json_value, values)] for part, values in self.parts.items()}
         reward = [*map(json_value, self.reward)]
-        return {field: getattr(self, field) for field in fields} | {"reward": reward, "parts": parts}
+        images = {"images": self.images} if self.images else {}
+        return {field: getattr(self, field) for field in fields} | images | {"reward": reward, "parts": parts}
 
 
 def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
@@ -124,7 +128,7 @@ def video_chunks(
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
     runs = bucket_by_length([lengths[prompts[i]] for i in order], sampling.batch_size)
-    pending = None
+    pending, dummy = None, next(iter(embeddings))
 
     def generate(texts: Sequence[str], keys: Tensor) -> Tensor:
         conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
@@ -132,7 +136,7 @@ def video_chunks(
         return rollout(model.policy, table, coefs, conditioning, texts, keys, x, on_step=bar.update, graphs=graphs)
 
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
-        for run in model.policy.states.pad_to_largest(runs, lambda: generate([""], seeds.new_zeros(1))):
+        for run in model.policy.states.pad_to_largest(runs, lambda: generate([dummy], seeds.new_zeros(1))):
             chosen = order[run]
             latents = generate([prompts[i] for i in chosen], seeds[chosen])
             if pending is not None:
@@ -191,7 +195,7 @@ def evaluate(
         )
 
     with model.policy.at_guidance(config.eval_guidance_scale):
-        return score_videos(
+        found = score_videos(
             setup,
             texts,
             seeds.tolist(),
@@ -203,6 +207,7 @@ def evaluate(
             scorers=scorers,
             collective=model.policy.collective_forwards,
         )
+    return dataclasses.replace(found, images={key: setup.captions[key].image for key in texts if split_key(key)[1]})
 
 
 def score_videos(

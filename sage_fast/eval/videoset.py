@@ -1,7 +1,8 @@
 """Scored videos of one source: a run folder, or a folder with a `videos.csv`, which any program can write.
 
-`videos.csv` has a header with `file` and `prompt`, then one line per video; `file` is relative to the folder.
-`sage-fast eval` adds `seed` and the scores. Any other purely numeric column is a score too.
+`videos.csv` has a header with `file` and `prompt`, then one line per video; `file` is relative to the folder, and so is
+`image`, of a prompt that has one. `sage-fast eval` adds `seed` and the scores. Any other purely numeric column is a
+score too.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from sage_fast.eval.scores import (
     mean_and_margin,
     paired_row,
 )
+from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, read_json, write_atomic, write_json
 from sage_fast.util.videos import numbered
 
+OWN = ("file", "prompt", "image", "seed")
+"""Columns of a `videos.csv` that are no scores."""
 SCORERS = "scorers.json"
 """File beside a `videos.csv` of `sage-fast eval`: `VideoSet.scorers`."""
 
@@ -48,6 +52,7 @@ class VideoSet:
         scores: name -> N numbers, NaN if missing; `reward`, the composite, comes first.
         scorers: name -> what computed the score, as `scorers_of` returns it; a missing name is not known.
         files: one per video; None where the file was not kept.
+        images: prompt -> path of its image, where it has one that is known.
     """
 
     label: str
@@ -56,6 +61,7 @@ class VideoSet:
     seeds: list[int] | None = None
     scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     scorers: dict[str, str] = dataclasses.field(default_factory=dict)
+    images: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def keys(self) -> list[Key]:
@@ -111,6 +117,7 @@ def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) 
         seeds=list(scores["seeds"]),
         scores={name: [as_float(value) for value in values] for name, values in columns_of(scores).items()},
         files=[files.get(number) for number in range(len(scores["prompts"]))],
+        images=dict(scores.get("images", {})),
     )
 
 
@@ -145,16 +152,20 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         if wanted not in columns:
             raise UserError(f"{index}: column {wanted!r} is missing; found {nearest(wanted, columns)}")
     files: list[Path | None] = []
+    images: dict[str, str] = {}
     for line, row in enumerate(rows, start=1):
         if None in row or any(value is None for value in row.values()):
             raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
-        path = folder / row["file"]
-        if not path.is_file():
-            raise UserError(f"{index}, video {line}: {row['file']!r}: no such file in {folder}")
+        image = row.get("image", "") if split_key(row["prompt"].strip())[1] else ""
+        for name in filter(None, (row["file"], image)):
+            if not (folder / name).is_file():
+                raise UserError(f"{index}, video {line}: {name!r}: no such file in {folder}")
         if not row["prompt"].strip():
             raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
-        files.append(path)
-    scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in ("file", "prompt", "seed")}
+        files.append(folder / row["file"])
+        if image:
+            images[row["prompt"].strip()] = os.path.abspath(folder / image)
+    scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in OWN}
     seeds = [row.get("seed", "") for row in rows]
     scorers = folder / SCORERS
     return VideoSet(
@@ -164,6 +175,7 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         seeds=[int(seed) for seed in seeds] if all(seed.isdecimal() for seed in seeds) else None,
         scores={name: values for name, values in scores.items() if values is not None},
         scorers=read_json(scorers) if scorers.is_file() else {},
+        images=images,
     )
 
 
@@ -180,12 +192,15 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
     """Write `videos.csv` and what computed its scores; every video must have a file."""
     table = io.StringIO(newline="")
     writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["file", "prompt", *(["seed"] if videos.seeds else []), *videos.scores])
+    given = {"image": bool(videos.images), "seed": bool(videos.seeds)}
+    writer.writerow(["file", "prompt", *(name for name, has in given.items() if has), *videos.scores])
     for i, (file, prompt) in enumerate(zip(videos.files, videos.prompts, strict=True)):
         assert file is not None
         numbers = [repr(values[i]) if math.isfinite(values[i]) else "" for values in videos.scores.values()]
         seed = [videos.seeds[i]] if videos.seeds else []
-        writer.writerow([os.path.relpath(file, folder), prompt, *seed, *numbers])
+        path = videos.images.get(prompt)
+        image = [os.path.relpath(path, folder) if path else ""] if videos.images else []
+        writer.writerow([os.path.relpath(file, folder), prompt, *image, *seed, *numbers])
     if videos.scorers:
         write_json(videos.scorers, folder / SCORERS)
     write_atomic(folder / VIDEOS, table.getvalue())

@@ -75,7 +75,8 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
             return (named or default_family())(path)
     source = reachable(path)
     cls = named or _family_in(given, source)
-    spec = cls(path, {part: read_layout("model.path", source, part) for part in (*cls.networks, "vae")})
+    parts = (*cls.networks, "vae")
+    spec = cls(path, {part: read_layout("model.path", cls.source(part, source), part) for part in parts})
     spec.check()
     return spec
 
@@ -177,7 +178,7 @@ def load_model(
         for part in spec.networks:
             _check_same(source, part, spec.layouts.get(part, {}))
     networks = {part: _load(spec, setting, source, part, weights, device) for part in spec.networks}
-    vae = _load(spec, "model.path", loaded, "vae", dtype, device)
+    vae = _load(spec, "model.path", spec.source("vae", loaded), "vae", dtype, device)
     for network in networks.values():
         network.eval()
         make_trainable(spec, network, config, seed, config.weights)

@@ -50,10 +50,10 @@ class Model:
         """(C, T, H, W) of one video's latents."""
         return self.spec.latent_shape(sampling)
 
-    def load_encoder(self) -> Encoder:
-        """Load the text encoders; dropping the returned function releases them.
+    def load_encoder(self, sampling: SamplingConfig) -> Encoder:
+        """Load the encoders; dropping the returned function releases them.
 
         Raises:
             UserError: they are missing or incomplete, or do not match the checkpoint.
         """
-        return self.spec.load_encoder(self.policy.dtype, self.policy.device)
+        return self.spec.load_encoder(self.policy.dtype, self.policy.device, sampling)

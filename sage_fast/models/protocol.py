@@ -17,8 +17,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from sage_fast.util.captions import Caption
+
 Key = Hashable
-"""Opaque key of a sample's condition. A text prompt is its own key."""
+"""Opaque key of a sample's condition. A text prompt is its own key; see `sage_fast.util.captions` for images."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,8 @@ class Condition:
         return dataclasses.replace(self, **{name: t.to(device, dtype) for name, t in self.tensors().items()})
 
 
-Encoder = Callable[[str], Condition]
-"""Prompt -> its `Condition`."""
+Encoder = Callable[[Caption], Condition]
+"""Caption -> its `Condition`."""
 
 
 def pass_lengths(conditions: Mapping[Any, Condition], *, guided: bool) -> dict[Key, tuple[int, ...]]:

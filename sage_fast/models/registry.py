@@ -6,7 +6,7 @@ import functools
 import re
 
 from sage_fast.models.spec import Spec
-from sage_fast.models.testbed import BASE
+from sage_fast.models.testbed import BASE, BASE_I2V
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import import_plugin, registered
 
@@ -16,7 +16,7 @@ SHIPPED = {
 }
 """Transformer class, as in config.json -> family. The first one is the default until config.json is read."""
 
-CHECKPOINTS = {"testbed": BASE}
+CHECKPOINTS = {"testbed": BASE, "testbed-i2v": BASE_I2V}
 """Name in `model.path` -> folder of a checkpoint that comes with the package."""
 
 GROUP = "sage_fast.models"

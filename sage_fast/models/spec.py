@@ -24,7 +24,7 @@ class Cost:
     """Compute and memory cost of one sample.
 
     Attributes:
-        forward: FLOPs of one forward of the network, with `Spec.text_tokens` text tokens.
+        forward: FLOPs of one forward of the network, with `Spec.prompt_tokens` tokens of a prompt.
         attention: FLOPs of attention within `forward`.
         decode: FLOPs of decoding the video.
         decoder_weights: number of elements of the autoencoder.
@@ -92,7 +92,6 @@ class Spec:
         randoms: paths `random:NAME` of models with random weights.
         fps: frames per second of its videos.
         text_tokens: assumed prompt length while none is known.
-        encoder_weights: number of elements of the text encoders; 0 if they are code.
         lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular expression.
         prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; files always do.
         lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
@@ -110,7 +109,6 @@ class Spec:
     randoms: ClassVar[tuple[str, ...]] = ()
     fps: ClassVar[int] = 24
     text_tokens: ClassVar[int] = 200
-    encoder_weights: ClassVar[int] = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ()
     lora_layouts: ClassVar[Mapping[str, Callable[[str], Place]]] = {}
     set_guidance: ClassVar[str] = ""
@@ -124,6 +122,11 @@ class Spec:
     def main_network(cls) -> str:
         """Return the network whose class tells the family, and whose adapter has the name that diffusers looks for."""
         return next(iter(cls.networks))
+
+    @classmethod
+    def source(cls, part: str, checkpoint: str) -> str:
+        """Return the checkpoint that a part is read from: another one if they share it."""
+        return checkpoint
 
     def meta(self, part: str) -> Any:
         """Return a part on the meta device: no memory, no weights."""
@@ -153,6 +156,21 @@ class Spec:
             UserError: this is such a checkpoint.
         """
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether every prompt has an image; otherwise none has one."""
+        return False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Assumed tokens of a prompt in a forward, while none is known: those of its text and of its image."""
+        return self.text_tokens
+
+    @property
+    def encoder_weights(self) -> int:
+        """Number of elements of the encoders; 0 if they are code."""
+        return 0
+
     def check_prompts(self, prompts: Iterable[str]) -> None:
         """Check that the text encoder knows every word.
 
@@ -171,6 +189,10 @@ class Spec:
     def tokens(self, latents: Sequence[int]) -> int:
         """Return the tokens of a video with latents (C, T, H, W)."""
         return math.prod(latents[1:]) // self.patch
+
+    def size_arguments(self, sampling: SamplingConfig) -> str:
+        """Return the arguments that give a diffusers pipeline the size of a video, for the cards."""
+        return f"height={sampling.height}, width={sampling.width}, num_frames={sampling.num_frames}"
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int] | None:
         """Return (tokens, heads, head width) at which to measure attention kernels; None if the model calls its own."""
@@ -195,8 +217,11 @@ class Spec:
         """Return the decoder over a loaded autoencoder."""
         raise NotImplementedError
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
-        """Load the text encoders; dropping the returned function releases them.
+    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
+        """Load the encoders; dropping the returned function releases them.
+
+        Args:
+            sampling: its height and width are those that images are resized to.
 
         Raises:
             UserError: they are missing or incomplete.
@@ -204,5 +229,5 @@ class Spec:
         raise NotImplementedError
 
     def encoder_version(self) -> str | None:
-        """Return a fingerprint of the text encoders' files; empty if they are code, None if there are none."""
+        """Return a fingerprint of the encoders' files; empty if they are code, None if there are none."""
         return ""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from PIL import Image
 
 from sage_fast.eval.scores import format_number
 from sage_fast.report.playback import for_browser
+from sage_fast.util.images import read_image
+from sage_fast.util.videos import MIN_SIDE
+
+SHOWN_SIDE = 480
+"""Most pixels on a side of an image."""
 
 
 def render(template: str | Path, **values: Any) -> str:
@@ -38,3 +45,17 @@ def data_address(file: Path) -> str:
     """
     kind, content = for_browser(file)
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def image_address(path: str) -> str:
+    """Return an image as a `data:` URL, reduced or enlarged to about the size that videos are shown in.
+
+    Raises:
+        UserError: the image cannot be read.
+    """
+    image, content = read_image(path), io.BytesIO()
+    factor = max(1, -(-MIN_SIDE // min(image.size)))
+    image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+    image.save(content, "JPEG", quality=90)
+    return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"

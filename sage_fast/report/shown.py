@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sage_fast.eval.videoset import Key, VideoSet, gains_of, shown_name
-from sage_fast.report.html import data_address
+from sage_fast.report.html import data_address, image_address
 from sage_fast.util.errors import UserError
 
 
@@ -50,13 +50,19 @@ def scores_of(videos: VideoSet, key: Key) -> dict[str, float]:
 
 
 def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the videos to show: prompt, reason, and label, scores and address for each set.
+    """Return the videos to show: prompt, reason, and label, scores and address for its image, if any, and each set.
 
-    A video that cannot be read is left out, with a line in `notes`.
+    A video or an image that cannot be read is left out, with a line in `notes`.
     """
     found = []
+    images = {prompt: path for videos in reversed(sets) for prompt, path in videos.images.items()}
     for key, why in choose(sets, count).items() if sets else ():
         cells: list[dict[str, Any]] = []
+        if key[0] in images:
+            try:
+                cells.append({"label": "image", "scores": {}, "address": image_address(images[key[0]])})
+            except UserError as error:
+                notes.append(f"left out: {error}")
         for videos in sets:
             cells.append({"label": videos.label, "scores": scores_of(videos, key)})
             try:

@@ -14,6 +14,7 @@ from sage_fast.rewards.failure_policy import FailurePolicy, Outcome
 from sage_fast.rewards.interface import Metadata, Pending, Reward, Scores
 from sage_fast.rewards.load import backend_class, connect
 from sage_fast.rewards.source import Source
+from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
 
 RAW = "_raw"
@@ -28,7 +29,7 @@ class CompositeReward:
     Args:
         reward: one reward, called in this process; or sources, as created by `of`.
         config: weights, and what to do about failures.
-        metadata: prompt -> its metadata, for the rewards that take it; a prompt may have none.
+        metadata: key of a prompt -> its metadata, for the rewards that take it; a prompt may have none.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class CompositeReward:
         """Score one or two made-up videos, check the result against the settings, and set `parts`.
 
         Args:
-            prompts: prompts of the run.
+            prompts: keys of the run's prompts.
             device: device of the run's videos.
 
         Raises:
@@ -84,18 +85,19 @@ class CompositeReward:
             RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         videos = dummy_videos(sampling).to(device)
-        texts = [prompts[i % len(prompts)] for i in range(len(videos))]
+        keys = [prompts[i % len(prompts)] for i in range(len(videos))]
+        texts, metadata = self._told(keys)
         found: dict[str, str] = {}
         for source in self.sources:
             where = f"{source.key} = {source.entry.name!r}"
             try:
                 with torch.random.fork_rng(devices=[]):
-                    parts = source.submit(FailurePolicy.call, videos, texts, self._metadata_of(texts)).result()
+                    parts = source.submit(FailurePolicy.call, videos, texts, metadata).result()
             except RewardFailure as error:
                 if str(error).startswith(where):  # it could not be created
                     raise UserError(str(error)) from error
                 shape = list(videos.shape)
-                raise UserError(f"{where}: failed on made-up videos {shape} of {texts[0]!r}: {error}") from error
+                raise UserError(f"{where}: failed on made-up videos {shape} of {keys[0]!r}: {error}") from error
             section = source.key.removesuffix("name")
             named = {"weights": source.entry.needed, "normalisation": set(source.entry.normalisation)}
             for setting, names in named.items():
@@ -106,7 +108,7 @@ class CompositeReward:
                 if not parts[part].isfinite().any():
                     raise UserError(
                         f"{where}: part {part!r} is {parts[part].tolist()} on made-up videos {list(videos.shape)} of "
-                        f"{texts[0]!r}; expected numbers: a video without one is dropped"
+                        f"{keys[0]!r}; expected numbers: a video without one is dropped"
                     )
             for part in parts:
                 own = source.entry.named(part)
@@ -121,11 +123,15 @@ class CompositeReward:
     # -- scores -------------------------------------------------------------------------------------------------------
 
     def submit(self, videos: Tensor, prompts: Sequence[str]) -> Pending:
-        """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away."""
-        texts, metadata = list(prompts), self._metadata_of(prompts)
+        """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away.
+
+        Args:
+            prompts: keys; a reward gets the text of each.
+        """
+        texts, metadata = self._told(prompts)
         order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].in_background)
         futures = {i: self.sources[i].submit(FailurePolicy.score, videos, texts, metadata) for i in order}
-        return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, texts))
+        return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, list(prompts)))
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Scores:
         """Call `submit` and wait for the scores."""
@@ -152,8 +158,9 @@ class CompositeReward:
             for part, values in future.result().items()
         }
 
-    def _metadata_of(self, prompts: Sequence[str]) -> list[Metadata]:
-        return [self.metadata.get(prompt, {}) for prompt in prompts]
+    def _told(self, keys: Sequence[str]) -> tuple[list[str], list[Metadata]]:
+        """Return what rewards are told of prompts: text and metadata."""
+        return [split_key(key)[0] for key in keys], [self.metadata.get(key, {}) for key in keys]
 
     def _join(self, prompts: list[str], outcomes: list[Outcome]) -> Scores:
         """Join the rewards' results to the composite and all parts; all are NaN for a video without a score.

@@ -58,24 +58,16 @@ class TestbedReward:
 
 def measure(videos: Tensor) -> Measurement:
     """Do all pixel work of the three scores, once."""
-    pixels = videos.float().clamp(0.0, 1.0) - BACKGROUND
-    # Each palette colour peaks at PEAK, so the largest channel gives a pixel's coverage.
-    lit = (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)  # [B, F, H, W]
-    area = lit.sum(dim=(2, 3))
+    pixels, lit = lit_pixels(videos)
     center = centroid(lit)
-    overlap = torch.stack([soft_iou(lit, coverage(shape, center, *lit.shape[2:])) for shape in SHAPES], dim=-1)
-
-    nearby = (lit * window(center, *lit.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
-    size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA  # 1 at the right area, less on both sides
-    presence = nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)
-
+    palette = [pixels.new_tensor(color) - BACKGROUND for color in COLORS.values()]
     velocity, residual = line_fit(center)
     return Measurement(
-        overlap=overlap,
-        purity=_purity(pixels, lit),
-        presence=presence,
-        area=area,
-        tint=(pixels * lit[:, :, None]).sum(dim=(3, 4)) / lit.square().sum(dim=(2, 3)).clamp(min=1e-3)[..., None],
+        overlap=torch.stack([soft_iou(lit, coverage(shape, center, *lit.shape[2:])) for shape in SHAPES], dim=-1),
+        purity=torch.stack([purity(pixels, lit, full) for full in palette], dim=-1),
+        presence=presence(lit, center),
+        area=lit.sum(dim=(2, 3)),
+        tint=tint(pixels, lit),
         velocity=velocity,
         residual=residual,
     )
@@ -142,15 +134,35 @@ def soft_iou(lit: Tensor, drawn: Tensor) -> Tensor:
     return both / (lit.sum(dim=(2, 3)) + drawn.sum(dim=(2, 3)) - both).clamp(min=1.0)
 
 
-def _purity(pixels: Tensor, lit: Tensor) -> Tensor:
-    """Return [B, F, colors]: how close lit pixels are to a colour scaled by `lit`, averaged over the lit area."""
+def lit_pixels(videos: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pixels above the background [B, F, 3, H, W], and how much each is lit [B, F, H, W] in [0, 1]."""
+    pixels = videos.float().clamp(0.0, 1.0) - BACKGROUND
+    # Each palette colour peaks at PEAK, so the largest channel gives a pixel's coverage.
+    return pixels, (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)
+
+
+def presence(lit: Tensor, center: Tensor) -> Tensor:
+    """Return [B, F] in [0, 1]: one compact thing of the right size is around `center`."""
+    area = lit.sum(dim=(2, 3))
+    nearby = (lit * window(center, *lit.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
+    size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA  # 1 at the right area, less on both sides
+    return nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)
+
+
+def tint(pixels: Tensor, lit: Tensor) -> Tensor:
+    """Return the mean RGB above the background of the lit pixels, [B, F, 3]."""
+    return (pixels * lit[:, :, None]).sum(dim=(3, 4)) / lit.square().sum(dim=(2, 3)).clamp(min=1e-3)[..., None]
+
+
+def purity(pixels: Tensor, lit: Tensor, full: Tensor) -> Tensor:
+    """Return [B, F]: how close lit pixels are to colour `full` scaled by `lit`, averaged over the lit area.
+
+    Args:
+        full: RGB above the background, [3] or a row per video [B, 1, 3].
+    """
     weight = lit / lit.sum(dim=(2, 3), keepdim=True).clamp(min=1.0)
-    scores = []
-    for color in COLORS.values():
-        full = pixels.new_tensor(color) - BACKGROUND
-        distance2 = (pixels - lit[:, :, None] * full[:, None, None]).square().sum(dim=2)
-        scores.append((weight * torch.exp(distance2 / (-2 * COLOR_TOLERANCE**2))).sum(dim=(2, 3)))
-    return torch.stack(scores, dim=-1)
+    distance2 = (pixels - lit[:, :, None] * full[..., None, None]).square().sum(dim=2)
+    return (weight * torch.exp(distance2 / (-2 * COLOR_TOLERANCE**2))).sum(dim=(2, 3))
 
 
 def window(center: Tensor, height: int, width: int) -> Tensor:

@@ -27,8 +27,9 @@ from sage_fast.algorithm.schedule import (
     windows,
 )
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
-from sage_fast.data.prompts import Prompt, texts_of
+from sage_fast.data.prompts import Prompt
 from sage_fast.loading import (
+    check_captions,
     check_prompt_sets,
     configured_prompts,
     fit_training,
@@ -95,7 +96,7 @@ class Plan:
         trainable: trained parameters, of the model or of the adapter.
         latent_shape: (C, T, H, W).
         tokens: tokens of one video.
-        text_tokens: assumed tokens of a prompt.
+        prompt_tokens: assumed tokens of a prompt, text and image.
         ranks: GPUs that share the iteration.
         iterations: iterations of the run.
         samples: trained samples per iteration, over all ranks.
@@ -122,7 +123,7 @@ class Plan:
     trainable: int
     latent_shape: tuple[int, int, int, int]
     tokens: int
-    text_tokens: int
+    prompt_tokens: int
     ranks: int
     iterations: int
     samples: int
@@ -193,7 +194,7 @@ def plan(
         trainable=sum(p.numel() for p in policy.parameters().values()),
         latent_shape=latent,
         tokens=spec.tokens(latent),
-        text_tokens=spec.text_tokens,
+        prompt_tokens=spec.prompt_tokens,
         ranks=ranks,
         iterations=train.iterations,
         samples=samples,
@@ -271,13 +272,13 @@ def _brief_memory(s: SamplingConfig, width: int, spec: Spec, mine: int) -> dict[
     """Return part -> bytes on a GPU that are freed before it trains.
 
     Args:
-        width: bytes of an element of the text encoders.
+        width: bytes of an element of the encoders.
         mine: samples of an iteration on a rank.
     """
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     parts = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     if spec.encoder_weights and not is_random(spec.path):
-        parts["text encoders (while prompts are encoded)"] = float(width * spec.encoder_weights)
+        parts["encoders (while prompts are encoded)"] = float(width * spec.encoder_weights)
     return parts
 
 
@@ -409,7 +410,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         *_format_shared_steps(plan),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
-            f"H200), with {plan.text_tokens} text tokens a prompt. 'on H100s' is at the TFLOP/s that one H100 reached "
+            f"H200), with {plan.prompt_tokens} tokens a prompt. 'on H100s' is at the TFLOP/s that one H100 reached "
             f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. Training holds the "
             "backward, the recomputation with checkpointing, and the forwards of the steps that rollouts train. The "
             "anchor is free in the iteration after its refresh. Times are those of the GPU with the most work. Not "
@@ -491,10 +492,9 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     check_distilled(spec.distillation, config.objective, config.sampling, config.eval)
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
-    spec.check_prompts(texts_of([*train, *heldout]))
-    data = _format_data(
-        config, train, heldout, config_warnings(config, spec.distillation)
-    )  # before the plan, which takes a second
+    check_captions([*train, *heldout], spec)
+    warnings = config_warnings(config, spec.distillation)
+    data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
     sizes = reward_sizes(config.named_rewards)
@@ -524,7 +524,8 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
 
 def _keys_of(prompts: Sequence[Prompt]) -> str:
     keys = sorted({key for prompt in prompts for key in prompt.metadata})
-    return f" (metadata: {', '.join(keys)})" if keys else ""
+    images = ", each with an image" if any(prompt.image for prompt in prompts) else ""
+    return f"{images} (metadata: {', '.join(keys)})" if keys else images
 
 
 def _format_weights(weights: Mapping[str, float]) -> str:

@@ -129,7 +129,8 @@ def profile_iteration(
         "source": source,
         "settings": dict(settings),
         "warmup": warmup,
-        "text_tokens": expected.text_tokens,
+        "text_tokens": model.spec.text_tokens,
+        "image_tokens": expected.prompt_tokens - model.spec.text_tokens,
         "ceiling_flops_per_second": ceiling,
         "phases": phase_table(row, of_phases, ceiling, {}),
         "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
@@ -297,7 +298,8 @@ def format_profile(result: Mapping[str, Any]) -> str:
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
     if result["ranks"] > 1:
         lines.append(f"seconds of rank 0 of {result['ranks']} ranks, FLOPs as the mean of all")
-    lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens a prompt")
+    images = f" and {count} image tokens" if (count := result.get("image_tokens", 0)) else ""
+    lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens{images} a prompt")
     if gpu:
         lines.append("each decode is waited for; in a run it overlaps the rollout of the next batch")
     if peaks := result["peak_bytes"]:

@@ -26,6 +26,7 @@ from sage_fast.tools.doctor import Check, tried
 from sage_fast.tools.harness import host_timer, matmul_ceiling, of_limit, usual_dtype
 from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong
 from sage_fast.tools.replays import replay_problem
+from sage_fast.util.captions import Caption
 from sage_fast.util.console import quiet
 from sage_fast.util.errors import in_one_line
 
@@ -183,7 +184,7 @@ def random_policy(spec: Spec, device: torch.device) -> Policy:
 
 def conditions(spec: Spec, policy: Policy) -> dict[str, Condition]:
     """Return prompt -> condition, for `PROMPT` and the empty one."""
-    condition = spec.load_encoder(policy.dtype, policy.device)(PROMPT)
+    condition = spec.load_encoder(policy.dtype, policy.device, SamplingConfig())(Caption(PROMPT))
     return {"": condition, PROMPT: condition}
 
 

@@ -251,7 +251,7 @@ def _on_testbed(
     """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
     from sage_fast.loading import load_setup
     from sage_fast.models.testbed.model import allow_batches
-    from studies.testbed.pretrain import WORLDS, encode_prompts
+    from studies.testbed.pretrain import WORLDS, draw, encode
 
     setup = load_setup(shipped("recipes/paper"), rewards=False)
     setup.encode()
@@ -260,10 +260,10 @@ def _on_testbed(
         key: torch.cat([_videos(setup, table, prompts, repeat) for repeat in range(repeats)])
         for key, table in tables.items()
     }
-    vae = setup.model.decoder.vae
+    vae = allow_batches(setup.model.decoder.vae)
     world, generator = WORLDS["testbed"], torch.Generator().manual_seed(0)
-    latents = encode_prompts(world, allow_batches(vae), setup.eval_prompts, 1, generator)
-    floor = manifold_distances(setup.model.decoder.submit(vae.config.scaling_factor * latents.flatten(0, 1)).result())
+    latents = torch.cat([encode(vae, draw(world, prompt, 1, generator)) for prompt in setup.eval_prompts])
+    floor = manifold_distances(setup.model.decoder.submit(vae.config.scaling_factor * latents).result())
     return {key: manifold_distances(clips).numpy() for key, clips in videos.items()}, floor.numpy()
 
 

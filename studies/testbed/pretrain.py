@@ -1,13 +1,16 @@
-"""Pre-train a small world's base model: python -m studies.testbed.pretrain FOLDER [--world pairs]
+"""Pre-train a small world's base model: python -m studies.testbed.pretrain FOLDER [--world pairs | i2v]
 
-The testbed's weights ship in sage_fast/models/testbed/base and sage_fast/testbed/base; those of the world of pairs are
-in studies/pairs/base.
+The testbed's weights ship in sage_fast/models/testbed/base and sage_fast/testbed/base, those of its image-to-video
+world in sage_fast/models/testbed/base_i2v; those of the world of pairs are in studies/pairs/base.
 
 Trains an autoencoder on rendered videos, a flow-matching transformer on its latents, and the held-out judge, a
 classifier of clips and their corruptions.
 
 The base is under-trained on purpose. Its shapes are recognisable, but often the wrong ones, blurred, or moving the
 wrong way, which leaves reinforcement learning something to improve.
+
+The image-to-video world has the testbed's autoencoder and judge; its transformer is given the first frame of a clip.
+Its base copies that frame, then often loses the object's colour, its shape or its way.
 """
 
 from __future__ import annotations
@@ -15,17 +18,22 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import json
 import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
+from PIL import Image
 from torch import Tensor
+from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
-from sage_fast.models.testbed import text
+from sage_fast.models.testbed import BASE, text
+from sage_fast.models.testbed.images import ImageEncoder
 from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_vae, tiny_vae
 from sage_fast.testbed import world as testbed
 from sage_fast.testbed.judge import JudgeNetwork, load_judge
@@ -42,6 +50,7 @@ SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more trainin
 PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance
 EMA_DECAY = 0.998
 KL_WEIGHT = 5e-4
+IMAGE_SIZE = 32  # pixels that the image encoder reads: four patches of half this size
 SCALED = 72  # videos that the scale of the latents is measured on: one of each of the testbed's captions
 
 
@@ -49,13 +58,13 @@ SCALED = 72  # videos that the scale of the latents is measured on: one of each 
 class Steps:
     """How long each part is trained, and its batch size."""
 
-    vae_steps: int
-    decoder_steps: int
+    vae_steps: int = 0
+    decoder_steps: int = 0
     steps: int
     vae_batch: int = 4
     batch: int = 64
     videos_per_prompt: int
-    judge_steps: int
+    judge_steps: int = 0
     judge_batch: int = 32
 
 
@@ -68,8 +77,9 @@ class World:
         prompts: captions that the base model is trained on.
         video: caption -> random video, float32 [F, 3, H, W] in [0, 1].
         embed: caption, or "" -> word vectors [L, D].
-        vae, transformer, judge: make the network that training begins with.
+        vae, transformer, judge: make the network that training begins with; None: the testbed's as it is, not saved.
         judge_loss: loss on a batch of random clips.
+        takes_images: whether the transformer is given the first frame of a clip.
         steps: how long.
     """
 
@@ -77,11 +87,25 @@ class World:
     prompts: list[str]
     video: Callable[[str, torch.Generator], Tensor]
     embed: Callable[[str], Tensor]
-    vae: Callable[[], AutoencoderKLHunyuanVideo15]
+    vae: Callable[[], AutoencoderKLHunyuanVideo15] | None
     transformer: Callable[[], TestbedTransformer]
-    judge: Callable[[], JudgeNetwork]
+    judge: Callable[[], JudgeNetwork] | None
     judge_loss: Callable[[JudgeNetwork, int, torch.Generator], Tensor]
+    takes_images: bool = False
     steps: Steps
+
+
+class Clips(NamedTuple):
+    """Random clips of each caption, encoded: all tensors begin with [prompts, videos].
+
+    Attributes:
+        latents: scaled latents [..., C, T, H, W].
+        tokens, frame: what `ImageEncoder` makes of the first frame; None in a world without images.
+    """
+
+    latents: Tensor
+    tokens: Tensor | None = None
+    frame: Tensor | None = None
 
 
 def _testbed_vae() -> AutoencoderKLHunyuanVideo15:
@@ -120,7 +144,16 @@ _PAIRS = World(
     judge_loss=pairs_judge.loss_of_clips,
     steps=Steps(vae_steps=0, decoder_steps=0, steps=3000, videos_per_prompt=4, judge_steps=1000, judge_batch=16),
 )
-WORLDS = {world.name: world for world in (_TESTBED, _PAIRS)}
+_I2V = dataclasses.replace(
+    _TESTBED,
+    name="i2v",
+    vae=None,
+    transformer=functools.partial(TestbedTransformer, task_type="i2v"),
+    judge=None,
+    takes_images=True,
+    steps=Steps(steps=300, videos_per_prompt=32),
+)
+WORLDS = {world.name: world for world in (_TESTBED, _PAIRS, _I2V)}
 
 
 def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
@@ -136,15 +169,22 @@ def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
         return not (folder / part).exists()
 
     with torch.random.fork_rng(devices=[]):
-        if missing("judge"):
-            train_judge(world, torch.Generator().manual_seed(seed)).half().save_pretrained(folder / "judge")
-        if missing("vae"):
-            train_vae(world, seed).half().save_pretrained(folder / "vae")
+        if world.judge is not None and missing("judge"):
+            train_judge(world, world.judge(), torch.Generator().manual_seed(seed)).half().save_pretrained(
+                folder / "judge"
+            )
+        if world.vae is not None and missing("vae"):
+            train_vae(world, world.vae(), seed).half().save_pretrained(folder / "vae")
+        if world.takes_images and missing("image_encoder"):
+            random_image_encoder().half().save_pretrained(folder / "image_encoder")
+            SiglipImageProcessorPil(size=dict.fromkeys(("height", "width"), IMAGE_SIZE)).save_pretrained(
+                folder / "feature_extractor"
+            )
         if missing("transformer"):
-            vae, generator = load_vae(folder), torch.Generator().manual_seed(seed)
-            videos = encode_prompts(world, vae, world.prompts, world.steps.videos_per_prompt, generator)
-            transformer = train_flow(world, vae.config.scaling_factor * videos, generator)
-            transformer.half().save_pretrained(folder / "transformer")
+            generator = torch.Generator().manual_seed(seed)
+            train_flow(world, encode_clips(world, folder, generator), generator).half().save_pretrained(
+                folder / "transformer"
+            )
 
     record = {
         "command": f"python -m studies.testbed.pretrain FOLDER --world {world.name} --seed {seed}",
@@ -155,19 +195,35 @@ def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
     (folder / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def train_vae(world: World, seed: int) -> AutoencoderKLHunyuanVideo15:
+def random_image_encoder() -> SiglipVisionModel:
+    """The smallest stock vision tower, with random weights: the first frame's latent tells the transformer enough."""
+    width = TestbedTransformer().config.image_embed_dim
+    return SiglipVisionModel(
+        SiglipVisionConfig(
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=IMAGE_SIZE,
+            patch_size=IMAGE_SIZE // 2,
+        )
+    ).eval()
+
+
+def train_vae(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int) -> AutoencoderKLHunyuanVideo15:
     """Train an autoencoder on rendered videos: first both halves, then the decoder alone; measure its latents' scale.
 
     Decoder steps are cheaper, and only the decoder's output is seen.
     """
-    vae = world.vae().train()
+    vae.train()
     # A shape covers a tenth of the frame; without a larger weight the autoencoder would blur it first.
     _reconstruct(world, vae, seed, steps=world.steps.vae_steps, foreground=8.0)
     vae.half().float()  # train the decoder on the encoder as stored, in half precision
     vae.encoder.requires_grad_(False)
     # The remaining error is a haze over the background: it covers most of the frame, but each pixel weighs little.
     _reconstruct(world, vae, seed, steps=world.steps.decoder_steps, foreground=3.0)
-    latents = encode_prompts(world, vae.eval(), world.prompts[:SCALED], 1, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.stack([encode(vae.eval(), draw(world, prompt, 1, generator)) for prompt in world.prompts[:SCALED]])
     vae.register_to_config(scaling_factor=1.0 / latents.std().item())
     return vae
 
@@ -201,25 +257,41 @@ def _reconstruct(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, s
         log.info(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
 
 
+def encode_clips(world: World, folder: Path, generator: torch.Generator) -> Clips:
+    """Draw and encode `videos_per_prompt` clips of each caption, with the encoders in `folder`."""
+    vae = load_vae(folder if world.vae is not None else BASE)
+    latents, images = [], []
+    see = ImageEncoder(folder, vae, (testbed.HEIGHT, testbed.WIDTH)) if world.takes_images else None
+    for prompt in world.prompts:
+        videos = draw(world, prompt, world.steps.videos_per_prompt, generator)
+        latents.append(vae.config.scaling_factor * encode(vae, videos))
+        if see is not None:
+            images.append([torch.stack(each) for each in zip(*(see(picture(video[0])) for video in videos))])
+    if not images:
+        return Clips(torch.stack(latents))
+    return Clips(torch.stack(latents), *(torch.stack(each) for each in zip(*images)))
+
+
+def draw(world: World, prompt: str, count: int, generator: torch.Generator) -> Tensor:
+    """Draw clips of one caption, float32 [count, F, 3, H, W] in [0, 1]."""
+    return torch.stack([world.video(prompt, generator) for _ in range(count)])
+
+
 @torch.no_grad()
-def encode_prompts(
-    world: World,
-    vae: AutoencoderKLHunyuanVideo15,
-    prompts: list[str],
-    videos_per_prompt: int,
-    generator: torch.Generator,
-) -> Tensor:
-    """Return the unscaled posterior means of freshly rendered videos, float32 [prompts, videos, C, T, H, W]."""
-    latents = []
-    for prompt in prompts:
-        videos = torch.stack([world.video(prompt, generator) for _ in range(videos_per_prompt)])
-        latents.append(vae.encode(_to_vae(videos)).latent_dist.mode())
-    return torch.stack(latents)
+def encode(vae: AutoencoderKLHunyuanVideo15, videos: Tensor) -> Tensor:
+    """Return the unscaled posterior means of videos [B, F, 3, H, W], float32 [B, C, T, H', W']."""
+    mean: Tensor = vae.encode(_to_vae(videos)).latent_dist.mode()
+    return mean
 
 
-def train_flow(world: World, latents: Tensor, generator: torch.Generator) -> TestbedTransformer:
-    """Train by flow matching on scaled latents [prompts, videos, C, T, H, W]; return the averaged weights."""
-    steps, batch = world.steps.steps, world.steps.batch
+def picture(frame: Tensor) -> Image.Image:
+    """Convert [3, H, W] in [0, 1] to an image."""
+    return Image.fromarray((255 * frame).round().byte().permute(1, 2, 0).contiguous().numpy())
+
+
+def train_flow(world: World, clips: Clips, generator: torch.Generator) -> TestbedTransformer:
+    """Train by flow matching; return the averaged weights."""
+    steps, batch, latents = world.steps.steps, world.steps.batch, clips.latents
     model = world.transformer().train()
     average = copy.deepcopy(model).eval().requires_grad_(False)
     text = torch.stack([world.embed(prompt) for prompt in world.prompts])
@@ -229,7 +301,8 @@ def train_flow(world: World, latents: Tensor, generator: torch.Generator) -> Tes
     for step in progress(range(steps), "transformer", steps):
         _set_cosine_lr(optimizer, 2e-3, step, steps)
         prompt = torch.randint(latents.shape[0], (batch,), generator=generator)
-        x0 = latents[prompt, torch.randint(latents.shape[1], (batch,), generator=generator)]
+        drawn = prompt, torch.randint(latents.shape[1], (batch,), generator=generator)
+        x0, image = latents[drawn], [None if each is None else each[drawn] for each in (clips.tokens, clips.frame)]
         noise = torch.randn(x0.shape, generator=generator)
         u = torch.rand(batch, generator=generator)
         sigma = SHIFT * u / (1.0 + (SHIFT - 1.0) * u)
@@ -240,7 +313,8 @@ def train_flow(world: World, latents: Tensor, generator: torch.Generator) -> Tes
         loss = torch.zeros(())
         for part, words in rows:
             if x[part].shape[0] > 0:
-                v = velocity(model, x[part], sigma[part], words[-x[part].shape[0] :])
+                own = (None if each is None else each[part] for each in image)
+                v = velocity(model, x[part], sigma[part], words[-x[part].shape[0] :], *own)
                 loss = loss + (v - target[part]).square().sum() / target.numel()
         _update(optimizer, loss)
         decay = min(EMA_DECAY, (1 + step) / (10 + step))
@@ -249,9 +323,9 @@ def train_flow(world: World, latents: Tensor, generator: torch.Generator) -> Tes
     return average
 
 
-def train_judge(world: World, generator: torch.Generator) -> JudgeNetwork:
+def train_judge(world: World, network: JudgeNetwork, generator: torch.Generator) -> JudgeNetwork:
     """Train the judge on clips, clean and corrupted."""
-    network, steps = world.judge().train(), world.steps.judge_steps
+    network, steps = network.train(), world.steps.judge_steps
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=1e-2)
     loss = torch.zeros(())
     for step in progress(range(steps), "judge", steps):
@@ -262,10 +336,27 @@ def train_judge(world: World, generator: torch.Generator) -> JudgeNetwork:
     return network.eval()
 
 
-def velocity(model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-    """Return the model's v [B, C, T, H, W] at latents x, noise levels sigma [B] and word vectors text [B, L, D]."""
-    rows = x.shape[0]
-    condition_and_mask = x.new_zeros(rows, model.config.in_channels - x.shape[1], *x.shape[2:])
+def velocity(
+    model: TestbedTransformer,
+    x: Tensor,
+    sigma: Tensor,
+    text: Tensor,
+    tokens: Tensor | None = None,
+    frame: Tensor | None = None,
+) -> Tensor:
+    """Return the model's v [B, C, T, H, W].
+
+    Args:
+        x: latents.
+        sigma: noise levels [B].
+        text: word vectors [B, L, D].
+        tokens, frame: what the B samples are given of an image.
+    """
+    rows, channels = x.shape[:2]
+    condition_and_mask = x.new_zeros(rows, model.config.in_channels - channels, *x.shape[2:])
+    if frame is not None:
+        condition_and_mask[:, :channels, :1] = frame
+        condition_and_mask[:, channels:, :1] = 1.0
     output: Tensor = model(
         hidden_states=torch.cat([x, condition_and_mask], dim=1),
         timestep=1000.0 * sigma,
@@ -273,7 +364,7 @@ def velocity(model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor) 
         encoder_attention_mask=x.new_ones(text.shape[:2]),
         encoder_hidden_states_2=x.new_zeros(rows, 0, model.config.text_embed_2_dim),
         encoder_attention_mask_2=x.new_zeros(rows, 0),
-        image_embeds=x.new_zeros(rows, 0, model.config.image_embed_dim),
+        image_embeds=x.new_zeros(rows, 0, model.config.image_embed_dim) if tokens is None else tokens,
         return_dict=False,
     )[0]
     return output

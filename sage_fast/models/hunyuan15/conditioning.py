@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast.models.hunyuan15.text import TextEmbedding, pad
@@ -27,8 +28,9 @@ class Inputs:
         modulation: `[1 or B, layers, 2, 6, d]`: per block, for video and text: shift, scale and gate of attention, then
             of the feed-forward.
         final: `[1 or B, 2, d]`, scale and shift of the last norm.
-        context: `[1 or B, L, d]`, glyph and text tokens.
+        context: `[1 or B, L, d]`, image, glyph and text tokens.
         mask: bool `[B, L]`, true for real tokens; None if nothing is padded.
+        frame: `[1 or B, C, 1, H, W]` latents of the image that begins the video; None without one.
         negative: conditioning of the unconditional pass; None without guidance.
     """
 
@@ -36,30 +38,58 @@ class Inputs:
     final: Tensor
     context: Tensor
     mask: Tensor | None
+    frame: Tensor | None = None
     negative: Inputs | None = None
+
+
+class Images(NamedTuple):
+    """Images of B samples, the same at every step; a single row stands for B equal ones.
+
+    Attributes:
+        tokens: `[1 or B, N, d]`, as they enter the first block.
+        frame: as in `Inputs`.
+    """
+
+    tokens: Tensor
+    frame: Tensor
+
+    def beside(self, context: Tensor) -> Tensor:
+        """Return the tokens and after them a context `[1 or B, L, d]`."""
+        return torch.cat([self.tokens.expand(len(context), -1, -1), context], dim=1)
+
+    def unmasked(self, mask: Tensor | None) -> Tensor | None:
+        """Return the mask of `beside`, given that of the context."""
+        return None if mask is None else F.pad(mask, (self.tokens.shape[1], 0), value=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConditions:
-    """Conditions of B samples at T steps: as `Inputs`, with a leading dimension T on all but the mask."""
+    """Conditions of B samples at T steps: as `Inputs`, with a leading dimension T on all but the mask and the images.
+
+    The context is without the images' tokens, which the mask covers.
+    """
 
     modulation: Tensor
     final: Tensor
     context: Tensor
     mask: Tensor | None
+    images: Images | None = None
     negative: BatchConditions | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors it holds; a CUDA graph reads copies of them."""
         own = [self.modulation, self.final, self.context, *([] if self.mask is None else [self.mask])]
-        return own + ([] if self.negative is None else self.negative.tensors())
+        return [*own, *(self.images or ()), *([] if self.negative is None else self.negative.tensors())]
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> BatchConditions:
         """Return the same conditions with the next of `tensors`, in the order of `tensors()`."""
         modulation, final, context = next(tensors), next(tensors), next(tensors)
         mask = None if self.mask is None else next(tensors)
+        images = None if self.images is None else Images(next(tensors), next(tensors))
         negative = None if self.negative is None else self.negative.with_tensors(tensors)
-        return BatchConditions(modulation=modulation, final=final, context=context, mask=mask, negative=negative)
+        return BatchConditions(
+            modulation=modulation, final=final, context=context, mask=mask, images=images, negative=negative
+        )
 
     def at(self, steps: Tensor) -> Inputs:
         """Return the rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`, without synchronising."""
@@ -68,11 +98,14 @@ class BatchConditions:
         else:
             sample = torch.arange(len(steps), device=steps.device) if self.context.shape[1] > 1 else 0
             context = self.context[steps, sample]
+        if self.images is not None:
+            context = self.images.beside(context)
         return Inputs(
             modulation=self.modulation.index_select(0, steps),
             final=self.final.index_select(0, steps),
             context=context,
             mask=self.mask,
+            frame=None if self.images is None else self.images.frame,
             negative=None if self.negative is None else self.negative.at(steps),
         )
 
@@ -84,7 +117,7 @@ class ConditionTable:
         modulation: `[T, layers, 2, 6, d]`.
         final: `[T, 2, d]`.
         embeddings: key -> embedding, including the negative ones with guidance.
-        contextualize: P embeddings of one length -> `[T, P, L, d]`.
+        contextualize: P embeddings of one length -> glyph and text tokens `[T, P, L, d]`, and their images.
         uses_guidance: whether there is an unconditional pass.
         trained: (keys, steps) -> conditioning with gradients; None while the weights behind the table are frozen.
     """
@@ -94,7 +127,7 @@ class ConditionTable:
         modulation: Tensor,
         final: Tensor,
         embeddings: Mapping[Any, TextEmbedding],
-        contextualize: Callable[[Sequence[TextEmbedding]], Tensor],
+        contextualize: Callable[[Sequence[TextEmbedding]], tuple[Tensor, Images | None]],
         uses_guidance: bool,
         trained: Callable[[Sequence[Key], Tensor], Inputs] | None = None,
     ) -> None:
@@ -105,6 +138,7 @@ class ConditionTable:
         self.uses_guidance = uses_guidance
         self.trained = trained
         self._contexts: dict[Key, Tensor] = {}
+        self._images: dict[Key, Images] = {}
 
     def of(self, keys: Sequence[Key]) -> BatchConditions:
         """Return the conditions of a batch; prompts of different lengths are padded and masked."""
@@ -123,7 +157,10 @@ class ConditionTable:
         else:
             padded, mask = pad([self._contexts[key].transpose(0, 1) for key in keys])  # [B, L, T, d]
             context = padded.permute(2, 0, 1, 3)
-        return BatchConditions(modulation=self.modulation, final=self.final, context=context, mask=mask)
+        own = [self._images[key] for key in (keys[:1] if context.shape[1] == 1 else keys) if key in self._images]
+        images = Images(*map(torch.cat, zip(*own))) if own else None
+        mask = mask if images is None else images.unmasked(mask)
+        return BatchConditions(modulation=self.modulation, final=self.final, context=context, mask=mask, images=images)
 
     @torch.no_grad()
     def _fill(self, keys: Sequence[Key]) -> None:
@@ -134,5 +171,7 @@ class ConditionTable:
                 embedding = self.embeddings[key]
                 missing[len(embedding.text), len(embedding.glyphs)].append(key)
         for group in missing.values():
-            contexts = self.contextualize([self.embeddings[key] for key in group])
+            contexts, images = self.contextualize([self.embeddings[key] for key in group])
             self._contexts.update(zip(group, contexts.unbind(1)))
+            if images is not None:
+                self._images.update(zip(group, map(Images, images.tokens.split(1), images.frame.split(1))))

@@ -1,23 +1,32 @@
-"""A checkpoint's text encoders: load them without the rest, encode prompts, and fingerprint their files."""
+"""A checkpoint's encoders: load them without the rest, encode prompts and images, and fingerprint their files."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
+from torch import Tensor
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
+from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.images import read_image
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+IMAGE_PARTS = ("image_encoder", "feature_extractor", "vae")
+IMAGE_TOKENS = 729
+"""Tokens of an image in published checkpoints: SigLIP's 27 x 27 patches."""
 BLOCK, BLOCKS = 4096, 256
 """Sampled blocks for the fingerprint of a large file: bytes per block and number of blocks. In 5 GB, one per 20 MB."""
 
@@ -25,38 +34,57 @@ BYTES_OF_A_TOKEN, MAX_TOKENS = 4, 1000
 """Bytes of English per token of the published tokenizer, and the length at which the pipeline truncates a prompt."""
 
 
-def load_encoder(path: str, dtype: torch.dtype, device: torch.device) -> Encoder:
-    """Load a checkpoint's text encoders and nothing else; dropping the returned function releases them.
+def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None = None) -> Encoder:
+    """Load a checkpoint's encoders and nothing else; dropping the returned function releases them.
 
     Args:
         path: the checkpoint.
         dtype: dtype of the encoders and their embeddings.
         device: device they run on; the embeddings are on the CPU.
+        size: (height, width) of the videos, to which images are resized and cropped; None for text-to-video.
 
     Raises:
         UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
     """
     source = reachable(path)
+    cls: Any = HunyuanVideo15Pipeline if size is None else _image_pipeline()
+    parts: dict[str, Any] = {"transformer": None, "scheduler": None, "guider": None}
     try:
-        with torch.device("meta"):  # the pipeline reads only sizes from it
-            vae = AutoencoderKLHunyuanVideo15.from_config(
-                AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae")
-            )
-        parts: dict[str, Any] = {"transformer": None, "vae": vae, "scheduler": None, "guider": None}
+        if size is None:
+            with torch.device("meta"):  # the pipeline reads only sizes from it
+                parts["vae"] = AutoencoderKLHunyuanVideo15.from_config(
+                    AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae")
+                )
         with progress_bars_of(source):
-            pipeline = HunyuanVideo15Pipeline.from_pretrained(source, **parts, dtype=dtype)
+            pipeline = cls.from_pretrained(source, **parts, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path = {path!r}: cannot read the text encoders: {error}") from error
+        raise UserError(f"model.path = {path!r}: cannot read the encoders: {error}") from error
     _check_crop(pipeline, path)
-    for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
+    encoders = [pipeline.text_encoder, pipeline.text_encoder_2]
+    if size is not None:
+        pipeline.vae.decoder = None
+        encoders += [pipeline.image_encoder, pipeline.vae]
+    for encoder in encoders:
         encoder.to(device)
-    return lambda prompt: _encode(pipeline, prompt, device)
+    return lambda caption: _encode(pipeline, caption, device, size)
 
 
-def encoder_version(path: str) -> str | None:
-    """Return a fingerprint of the files of the text encoders and tokenizers. Cheap: of large files it reads a part.
+def _image_pipeline() -> Any:
+    """Import the image-to-video pipeline without the warning that PIL resizes images where torchvision is missing."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        from diffusers import HunyuanVideo15ImageToVideoPipeline
+    finally:
+        logging.set_verbosity(before)
+    return HunyuanVideo15ImageToVideoPipeline
 
-    None if a local checkpoint lacks its text encoders.
+
+def encoder_version(path: str, parts: Sequence[str] = PARTS) -> str | None:
+    """Return a fingerprint of the files of a checkpoint's encoders. Cheap: of large files it reads a part.
+
+    None if a local checkpoint lacks one of the `parts`.
 
     Raises:
         UserError: the hub does not answer.
@@ -64,16 +92,16 @@ def encoder_version(path: str) -> str | None:
     source = reachable(path)
     folder = Path(source)
     if folder.is_dir():
-        if not all((folder / part).is_dir() for part in PARTS):
+        if not all((folder / part).is_dir() for part in parts):
             return None
-        files = [file for part in PARTS for file in (folder / part).rglob("*") if file.is_file()]
+        files = [file for part in parts for file in (folder / part).rglob("*") if file.is_file()]
         names = {file.relative_to(folder).as_posix(): _content(file) for file in files}
     else:
         try:
             found = HfApi().model_info(source, files_metadata=True, timeout=HUB_SECONDS).siblings or []
         except (HTTPError, OSError) as error:
             raise UserError(f"model.path = {path!r}: the hub does not list its files: {first_line(error)}") from error
-        listed = [file for file in found if file.rfilename.split("/")[0] in PARTS]
+        listed = [file for file in found if file.rfilename.split("/")[0] in parts]
         names = {file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id) for file in listed}
     return hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()[:32]
 
@@ -93,7 +121,7 @@ def _content(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_crop(pipeline: HunyuanVideo15Pipeline, path: str) -> None:
+def _check_crop(pipeline: Any, path: str) -> None:
     """Check that the pipeline's crop, which drops a fixed number of leading tokens, removes just the system message.
 
     Raises:
@@ -114,26 +142,42 @@ def _check_crop(pipeline: HunyuanVideo15Pipeline, path: str) -> None:
 
 
 @torch.no_grad()
-def _encode(pipeline: HunyuanVideo15Pipeline, prompt: str, device: torch.device) -> TextEmbedding:
-    """Encode one prompt with the text encoders of a published checkpoint, as the diffusers pipeline does."""
-    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompt, device=device, batch_size=1)
-    return TextEmbedding(text=text[0][text_mask[0].bool()].cpu(), glyphs=glyphs[0][glyphs_mask[0].bool()].cpu())
+def _encode(pipeline: Any, caption: Caption, device: torch.device, size: tuple[int, int] | None) -> TextEmbedding:
+    """Encode a prompt, and with a size its image, as the pipeline of the checkpoint does."""
+    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(caption.text, device=device, batch_size=1)
+    embedding = TextEmbedding(text=text[0][text_mask[0].bool()].cpu(), glyphs=glyphs[0][glyphs_mask[0].bool()].cpu())
+    if size is None:
+        return embedding
+    height, width = size
+    image = pipeline.video_processor.resize(read_image(caption.image), height, width, resize_mode="crop")
+    tokens = pipeline.encode_image(image, batch_size=1, device=device, dtype=text.dtype)
+    one_frame = torch.empty(1, 1, 1, 1, 1)  # of which only the number of frames counts
+    frame, _ = pipeline.prepare_cond_latents_and_mask(one_frame, image, 1, height, width, text.dtype, device)
+    return dataclasses.replace(embedding, image=tokens[0].cpu(), frame=frame[0].cpu())
 
 
-def random_encoder(config: Any) -> Encoder:
-    """Return an encoder whose random embeddings depend only on the prompt's text; published shapes, no glyphs.
+def random_encoder(config: Any, frame: Sequence[int] | None = None) -> Encoder:
+    """Return an encoder whose random embeddings depend only on the caption; published shapes, no glyphs.
 
     Args:
         config: the transformer's config.
+        frame: (C, 1, H, W) of the latents of an image, of which only the path counts; None for text-to-video.
     """
 
-    def encode(prompt: str) -> TextEmbedding:
-        text = prompt.encode()
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1)
-        tokens = min(1 + len(text) // BYTES_OF_A_TOKEN, MAX_TOKENS)
-        return TextEmbedding(
-            text=torch.randn(tokens, config.text_embed_dim, generator=generator),
-            glyphs=torch.zeros(0, config.text_embed_2_dim),
-        )
+    def encode(caption: Caption) -> TextEmbedding:
+        tokens = min(1 + len(caption.text.encode()) // BYTES_OF_A_TOKEN, MAX_TOKENS)
+        (text,) = _drawn(caption.text, (tokens, config.text_embed_dim))
+        embedding = TextEmbedding(text=text, glyphs=torch.zeros(0, config.text_embed_2_dim))
+        if frame is None:
+            return embedding
+        image, latents = _drawn(caption.image, (IMAGE_TOKENS, config.image_embed_dim), frame)
+        return dataclasses.replace(embedding, image=image, frame=latents)
 
     return encode
+
+
+def _drawn(name: str, *shapes: Sequence[int]) -> list[Tensor]:
+    """Return random tensors that follow from a name."""
+    digest = hashlib.sha256(name.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return [torch.randn(tuple(shape), generator=generator) for shape in shapes]

@@ -1,4 +1,4 @@
-"""The forward of HunyuanVideo 1.5, without the work that text-to-video rollouts do not need.
+"""The forward of HunyuanVideo 1.5, without the work that rollouts do not need.
 
 diffusers' own forward finds the valid text tokens by boolean indexing (12 B + 1 host synchronisations), masks padding
 even if nothing is padded, builds a [B, 1, S, S] mask in every block, and recomputes the rotary tables, AdaLN and the
@@ -6,7 +6,7 @@ refined text every time. Here a batch of prompts with equal lengths runs without
 serve it, and nothing synchronises. A batch of mixed lengths masks only keys. The weights are those of the stock
 modules, which stay unchanged: their own forward still works, and LoRA and `state_dict` are unaffected.
 
-Only video tokens are rotated, so the order of the text tokens does not matter.
+Only video tokens are rotated, so the order of the others does not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sage_fast.models.attention import ATTENTION, REFERENCE, Attention
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
-from sage_fast.models.hunyuan15.conditioning import Inputs
+from sage_fast.models.hunyuan15.conditioning import Images, Inputs
 from sage_fast.models.hunyuan15.text import TextBatch
 from sage_fast.models.lora_linear import Projection
 from sage_fast.models.sequence import SequenceParallel
@@ -86,7 +86,7 @@ class TextToVideoForward(nn.Module):
         config = model.config
         batch, _, *space = x.shape
         rotary = self._rotary_of(x)
-        hidden = self._embed(x)
+        hidden = self._embed(x, conditioning.frame)
         context = conditioning.context.expand(batch, -1, -1)
         mask, attention, tokens, sequence = conditioning.mask, self.attention, hidden.shape[1], self.sequence
         if sequence is not None:
@@ -160,21 +160,42 @@ class TextToVideoForward(nn.Module):
         ]
         return torch.cat([glyphs, refined], dim=1), torch.cat(masks, dim=1)
 
+    def images(self, text: TextBatch) -> Images | None:
+        """Return the images of a batch, as they enter the first block; None without images."""
+        if text.images is None or text.frames is None:
+            return None
+        model = self.transformer
+        return Images(model.image_embedder(text.images) + model.cond_type_embed.weight[2], text.frames)
+
     @property
     def conditioning_is_frozen(self) -> bool:
-        """Whether training leaves AdaLN and the text embedders as they are."""
+        """Whether training leaves AdaLN and the embedders of text and images as they are."""
         model = self.transformer
         modules = [model.time_embed, model.context_embedder, model.context_embedder_2, model.cond_type_embed]
+        modules += [model.image_embedder]
         modules += [norm for block in model.transformer_blocks for norm in (block.norm1, block.norm1_context)]
         return not any(p.requires_grad for module in [*modules, model.norm_out] for p in module.parameters())
 
-    def _embed(self, x: Tensor) -> Tensor:
-        """Return video tokens `[B, N, d]`. The extra input channels (conditioning frames and mask) are 0 here."""
+    def _embed(self, x: Tensor, frame: Tensor | None) -> Tensor:
+        """Return video tokens `[B, N, d]`.
+
+        The network has C + 1 further input channels. They are 0, but at the first frame if it is given: there they
+        hold `frame`, `[1 or B, C, 1, H, W]`, and a 1.
+        """
         proj, channels = self.transformer.x_embedder.proj, x.shape[1]
-        if type(proj) is nn.Conv3d and proj.kernel_size == (1, 1, 1):  # published patch: one matmul, no zeros needed
-            return F.linear(x.flatten(2).transpose(1, 2), proj.weight[:, :channels].flatten(1), proj.bias)
-        zeros = x.new_zeros(len(x), self.transformer.config.in_channels - channels, *x.shape[2:])
-        return self.transformer.x_embedder(torch.cat([x, zeros], dim=1))
+        if frame is not None:
+            frame = F.pad(frame, (0, 0, 0, 0, 0, 0, 0, 1), value=1)
+        if type(proj) is nn.Conv3d and proj.kernel_size == (1, 1, 1):  # published patch: a matmul, no zeros needed
+            weight = proj.weight.flatten(1)
+            hidden = F.linear(x.flatten(2).transpose(1, 2), weight[:, :channels], proj.bias)
+            if frame is not None:
+                given = frame.flatten(2).transpose(1, 2)
+                hidden[:, : given.shape[1]] += F.linear(given, weight[:, channels:])
+            return hidden
+        extra = x.new_zeros(len(x), self.transformer.config.in_channels - channels, *x.shape[2:])
+        if frame is not None:
+            extra[:, :, :1] = frame
+        return self.transformer.x_embedder(torch.cat([x, extra], dim=1))
 
     def _rotary_of(self, x: Tensor) -> Tensor:
         """Return the rotary table of this latent size, float32 `[N, head_dim / 2, 2]`, computed once."""

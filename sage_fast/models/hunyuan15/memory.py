@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ def activation_bytes(
     Args:
         mode: one of `MODES`.
         architecture: the transformer's config.
-        tokens: video and text tokens.
+        tokens: tokens of the video and of its prompt.
         bytes_per_value: bytes per activation value.
         rank: rank of the adapter; 0 if all weights are trained.
         batch_size: transitions per micro-batch.
@@ -76,16 +77,29 @@ def step_bytes(
 
 
 def condition_bytes(
-    architecture: Mapping[str, Any], text_tokens: int, bytes_per_value: int, *, steps: int, passes: int
+    architecture: Mapping[str, Any],
+    text_tokens: int,
+    image_tokens: int,
+    bytes_per_value: int,
+    *,
+    steps: int,
+    passes: int,
+    frame: tuple[int, ...] = (),
 ) -> tuple[float, float]:
     """Return the bytes of a rollout's conditions, without the prompt's text tokens, and of these.
 
-    The text tokens of the second pass, with guidance, count as the same for all prompts.
+    The text tokens of the second pass, with guidance, count as the same for all prompts. Images all have one size, and
+    are the same at every step.
+
+    Args:
+        frame: (H, W) of the latents of an image.
     """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     text = float(bytes_per_value * steps * text_tokens * d)
     modulation = bytes_per_value * steps * (12 * architecture["num_layers"] + 2) * d
-    return passes * modulation + (passes - 1) * text, text
+    latents = architecture["out_channels"] * math.prod(frame) if image_tokens else 0
+    image = bytes_per_value * (image_tokens * d + latents)
+    return passes * (modulation + image) + (passes - 1) * text, text
 
 
 def attention_output_bytes(architecture: Mapping[str, Any], bytes_per_value: int) -> int:

@@ -12,7 +12,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
 from sage_fast.models.attention import Attention
-from sage_fast.models.hunyuan15.conditioning import ConditionTable, Inputs
+from sage_fast.models.hunyuan15.conditioning import ConditionTable, Images, Inputs
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.policy import Policy
@@ -78,7 +78,11 @@ class HunyuanVideo15Policy(Policy):
 
             def conditioning(batch: TextBatch) -> Inputs:
                 context, mask = self.forward.context(1000 * sigma, batch)
-                return Inputs(modulation=modulation, final=final, context=context.to(self.dtype), mask=mask)
+                if (images := self.forward.images(batch)) is not None:
+                    context, mask = images.beside(context), images.unmasked(mask)
+                return Inputs(
+                    modulation=modulation, final=final, context=context.to(self.dtype), mask=mask, frame=batch.frames
+                )
 
             return dataclasses.replace(
                 conditioning(text), negative=conditioning(negative) if negative is not None else None
@@ -95,12 +99,15 @@ class HunyuanVideo15Policy(Policy):
         sigmas = sigmas.to(self.device, torch.float32)
         timesteps = 1000 * sigmas
 
-        def contextualize(embeddings: Sequence[TextEmbedding]) -> Tensor:
+        def contextualize(embeddings: Sequence[TextEmbedding]) -> tuple[Tensor, Images | None]:
             once, times = collate(embeddings, self.device, self.dtype), (len(timesteps), 1, 1)  # equal lengths: no mask
             text = dataclasses.replace(once, text=once.text.repeat(times), glyphs=once.glyphs.repeat(times))
             with self._autocast():
                 context, _ = self.forward.context(timesteps.repeat_interleave(len(embeddings)), text)
-            return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings)))
+                images = self.forward.images(once)
+            if images is not None:
+                images = images._replace(tokens=images.tokens.to(self.dtype))
+            return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings))), images
 
         with self._autocast():
             modulation, final = self.forward.modulation(timesteps, self.dtype, self._ends(timesteps))
@@ -129,17 +136,12 @@ def places_of_a_token(architecture: Any) -> int:
 
 
 def freeze_dead_ends(transformer: Any) -> None:
-    """Freeze layers that text-to-video never reads, so that no optimizer or reducer waits for their gradients.
+    """Freeze layers that the task never reads, so that no optimizer or reducer waits for their gradients.
 
     Nothing reads the last block's text stream, so its queries and all that follows are idle; its keys and values are
-    not. Without image tokens the image projection is idle too.
+    not. In text-to-video, without image tokens, the image projection is idle too.
     """
     last = transformer.transformer_blocks[-1]
-    for module in (
-        last.attn.add_q_proj,
-        last.attn.norm_added_q,
-        last.attn.to_add_out,
-        last.ff_context,
-        transformer.image_embedder,
-    ):
+    idle = [last.attn.add_q_proj, last.attn.norm_added_q, last.attn.to_add_out, last.ff_context]
+    for module in [*idle, *([] if transformer.config.task_type == "i2v" else [transformer.image_embedder])]:
         module.requires_grad_(False)

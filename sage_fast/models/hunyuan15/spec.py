@@ -21,7 +21,14 @@ from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.decode import VideoDecoder
-from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder, random_encoder
+from sage_fast.models.hunyuan15.encoder import (
+    IMAGE_PARTS,
+    IMAGE_TOKENS,
+    PARTS,
+    encoder_version,
+    load_encoder,
+    random_encoder,
+)
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.memory import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
@@ -43,15 +50,19 @@ DISTILLED, STEP_DISTILLED = "_distilled", "_step_distilled"
 
 
 class HunyuanVideo15(Spec):
-    """HunyuanVideo 1.5, text-to-video."""
+    """HunyuanVideo 1.5, text-to-video and image-to-video.
+
+    Attributes:
+        image_tokens: tokens of an image in a forward; assumed while none is known.
+    """
 
     title = "HunyuanVideo 1.5"
     published = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     networks: ClassVar = {"transformer": HunyuanVideo15Transformer3DModel}
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
-    encoder_weights = 7_070_619_136 + 219_314_944  # the language model of Qwen2.5-VL-7B, the encoder of ByT5-small
-    randoms: ClassVar[tuple[str, ...]] = ("random:hunyuanvideo15-480p", *FEW_BLOCKS)
+    image_tokens: ClassVar[int] = IMAGE_TOKENS
+    randoms: ClassVar[tuple[str, ...]] = ("random:hunyuanvideo15-480p", *FEW_BLOCKS, "random:hunyuanvideo15-480p-i2v")
     lora_targets = (
         r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
     )
@@ -71,6 +82,20 @@ class HunyuanVideo15(Spec):
     def vae(self) -> Any:
         """The autoencoder on the meta device."""
         return self.meta("vae")
+
+    @property
+    def takes_images(self) -> bool:
+        return self.transformer_config.task_type == "i2v"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.text_tokens + self.image_tokens * self.takes_images
+
+    @property
+    def encoder_weights(self) -> int:
+        # The language model of Qwen2.5-VL-7B, the encoder of ByT5-small; SigLIP, the autoencoder's encoder.
+        images = 428_225_600 + sum(p.numel() for p in self.vae.encoder.parameters()) if self.takes_images else 0
+        return 7_070_619_136 + 219_314_944 + images
 
     @property
     def heads(self) -> int:
@@ -94,22 +119,23 @@ class HunyuanVideo15(Spec):
         if part == "transformer" and not self.layouts.get(part):  # otherwise as published
             settings: dict[str, Any] = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
             settings |= {"use_meanflow": True} if self.path.endswith(STEP_DISTILLED) else {}
+            task = "i2v" if "i2v" in self.path else "t2v"  # published checkpoints are named by it
             with torch.device("meta"):
-                return HunyuanVideo15Transformer3DModel(task_type="t2v", **settings)
+                return HunyuanVideo15Transformer3DModel(task_type=task, **settings)
         return super().meta(part)
 
     def check(self) -> None:
-        """Refuse checkpoints for another task: we never pass image conditions.
+        """Refuse checkpoints for another task.
 
         Raises:
             UserError: the checkpoint would load but be sampled wrongly.
         """
         layout = self.layouts.get("transformer", {})
         task = layout.get("task_type", "t2v")
-        if task != "t2v":
+        if task not in ("t2v", "i2v"):
             raise UserError(
-                f"model.path = {self.path!r}: its transformer has task_type = {task!r}; expected a text-to-video "
-                f"checkpoint, 't2v', such as {self.published}"
+                f"model.path = {self.path!r}: its transformer has task_type = {task!r}; expected 't2v' or 'i2v', as "
+                f"in {self.published}"
             )
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
@@ -145,20 +171,25 @@ class HunyuanVideo15(Spec):
             sampling.width // self.vae.spatial_compression_ratio,
         )
 
+    def size_arguments(self, sampling: SamplingConfig) -> str:
+        given = super().size_arguments(sampling)
+        return f"num_frames={sampling.num_frames}" if self.takes_images else given  # the image has the shape
+
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int]:
-        joint = self.tokens(self.latent_shape(sampling)) + self.text_tokens
+        joint = self.tokens(self.latent_shape(sampling)) + self.prompt_tokens
         return joint, self.heads, self.transformer_config.attention_head_dim
 
     def cost(self, config: Config) -> Cost:
         architecture, model, sampling = self.transformer_config, config.model, config.sampling
         latents = self.latent_shape(sampling)
         tokens = self.tokens(latents)
+        lengths = tokens, self.text_tokens, self.prompt_tokens - self.text_tokens
         rank = model.lora_rank if model.trains_adapter else 0
         activations = {
             mode: activation_bytes(
                 mode,
                 architecture,
-                -(-(tokens + self.text_tokens) // model.sequence_parallel),
+                -(-sum(lengths) // model.sequence_parallel),
                 model.element_bytes,
                 rank=rank,
                 batch_size=config.train.batch_size,
@@ -166,18 +197,18 @@ class HunyuanVideo15(Spec):
             )
             for mode in MODES
         }
-        joint, batch, width = tokens + self.text_tokens, sampling.batch_size, model.element_bytes
+        batch, width = sampling.batch_size, model.element_bytes
         casts = not model.trains_adapter and width < ENGINES[config.train.engine].stored_bytes(width)
         shared, context = condition_bytes(
-            architecture, self.text_tokens, model.element_bytes, steps=sampling.steps, passes=sampling.passes
+            architecture, *lengths[1:], width, steps=sampling.steps, passes=sampling.passes, frame=latents[2:]
         )
         return Cost(
-            forward=forward_flops(architecture, tokens, self.text_tokens),
-            attention=attention_flops(architecture, tokens, self.text_tokens),
+            forward=forward_flops(architecture, *lengths),
+            attention=attention_flops(architecture, *lengths),
             decode=decode_flops(self.vae.decoder, latents),
             decoder_weights=sum(p.numel() for p in self.vae.parameters()),
             activations=activations,
-            step=shared + step_bytes(architecture, joint, width, rank=rank, batch_size=batch, casts=casts),
+            step=shared + step_bytes(architecture, sum(lengths), width, rank=rank, batch_size=batch, casts=casts),
             context=context,
         )
 
@@ -193,13 +224,15 @@ class HunyuanVideo15(Spec):
     def decoder(self, vae: Any) -> VideoDecoder:
         return VideoDecoder(vae)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
+    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
         if is_random(self.path):
-            return random_encoder(self.transformer_config)
-        return load_encoder(self.path, dtype, device)
+            channels, _, *space = self.latent_shape(sampling)
+            return random_encoder(self.transformer_config, (channels, 1, *space) if self.takes_images else None)
+        return load_encoder(self.path, dtype, device, (sampling.height, sampling.width) if self.takes_images else None)
 
     def encoder_version(self) -> str | None:
-        return "" if is_random(self.path) else encoder_version(self.path)
+        parts = (*PARTS, *IMAGE_PARTS) if self.takes_images else PARTS
+        return "" if is_random(self.path) else encoder_version(self.path, parts)
 
 
 def _scale_of(guider: Mapping[str, Any]) -> float:
@@ -207,30 +240,31 @@ def _scale_of(guider: Mapping[str, Any]) -> float:
     return float(guider.get("guidance_scale", 1.0)) if guider.get("enabled", True) else 1.0
 
 
-def forward_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
+def forward_flops(architecture: Architecture, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
     """Return the FLOPs of one forward of one sample, with d = heads x head_dim:
 
-        layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner
+        layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner  +  image
 
-    with mlp ratio r = 4 (so 24 d^2), N video and L text tokens, and one more token's worth for the modulation of both
-    streams. The refiner has the same two terms over the L text tokens. Not counted: time and text embedders,
-    normalisation, element-wise work.
+    with mlp ratio r = 4 (so 24 d^2), N video and L text and image tokens, and one more token's worth for the modulation
+    of both streams. The refiner has the same two terms over the text tokens; image tokens go through two layers. Not
+    counted: time and text embedders, normalisation, element-wise work.
     """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     linear = (8 + 4 * architecture["mlp_ratio"]) * d**2
-    joint = tokens + text_tokens
+    joint = tokens + text_tokens + image_tokens
     blocks = architecture["num_layers"] * (linear * (joint + 1) + 4 * joint**2 * d)
     refiner = architecture["num_refiner_layers"] * (linear * text_tokens + 4 * text_tokens**2 * d)
     patch = architecture["patch_size_t"] * architecture["patch_size"] ** 2
     embed = 2 * tokens * d * patch * (architecture["in_channels"] + architecture["out_channels"])
     project = 2 * text_tokens * d * architecture["text_embed_dim"]
-    return float(blocks + refiner + embed + project)
+    image = 2 * image_tokens * (seen := architecture["image_embed_dim"]) * (seen + d) if image_tokens else 0
+    return float(blocks + refiner + embed + project + image)
 
 
-def attention_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
+def attention_flops(architecture: Architecture, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
     """Return the part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d per layer."""
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    blocks = architecture["num_layers"] * (tokens + text_tokens) ** 2
+    blocks = architecture["num_layers"] * (tokens + text_tokens + image_tokens) ** 2
     return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
 
 

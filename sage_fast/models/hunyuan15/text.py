@@ -1,4 +1,4 @@
-"""Prompt embeddings: valid tokens only, packed once per prompt, cached on disk.
+"""Prompt embeddings: valid tokens only, packed once per prompt, cached on disk, with the image if there is one.
 
 The published pipeline pads every prompt to 1000 Qwen and 256 ByT5 tokens and masks the padding in every block. Here a
 prompt keeps only its valid tokens. A batch pads to its longest member, or not at all if its samples share a prompt.
@@ -22,27 +22,34 @@ class TextEmbedding(Condition):
     Attributes:
         text: `[L, text_embed_dim]` hidden states of the language model (Qwen2.5-VL).
         glyphs: `[L2, text_embed_2_dim]` hidden states of ByT5 for quoted text; L2 = 0 without quotes.
+        image: `[N, image_embed_dim]` hidden states of SigLIP for the image that begins the video; None without one.
+        frame: `[C, 1, H, W]` latents of that image, in the policy's scale; None without one.
     """
 
     text: Tensor
     glyphs: Tensor
+    image: Tensor | None = None
+    frame: Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        return len(self.text) + len(self.glyphs)
+        return len(self.text) + len(self.glyphs) + (0 if self.image is None else len(self.image))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextBatch:
     """A batch of prompts: `text [B, L, D]`, `glyphs [B, L2, D2]`, and bool masks `[B, L]`, `[B, L2]`.
 
-    A mask is None if all lengths are equal: nothing is padded, nothing needs masking.
+    A mask is None if all lengths are equal: nothing is padded, nothing needs masking. With images, which all have the
+    same size: `images [B, N, D3]` and `frames [B, C, 1, H, W]`.
     """
 
     text: Tensor
     text_mask: Tensor | None
     glyphs: Tensor
     glyphs_mask: Tensor | None
+    images: Tensor | None = None
+    frames: Tensor | None = None
 
 
 def pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -59,4 +66,10 @@ def collate(embeddings: Sequence[TextEmbedding], device: torch.device, dtype: to
     """Stack prompts, padded to the longest of them, on `device` in `dtype`."""
     text, text_mask = pad([embedding.text.to(device, dtype) for embedding in embeddings])
     glyphs, glyphs_mask = pad([embedding.glyphs.to(device, dtype) for embedding in embeddings])
-    return TextBatch(text=text, text_mask=text_mask, glyphs=glyphs, glyphs_mask=glyphs_mask)
+    images, frames = (
+        torch.stack(found).to(device, dtype) if (found := [t for t in tensors if t is not None]) else None
+        for tensors in ([e.image for e in embeddings], [e.frame for e in embeddings])
+    )
+    return TextBatch(
+        text=text, text_mask=text_mask, glyphs=glyphs, glyphs_mask=glyphs_mask, images=images, frames=frames
+    )

@@ -12,13 +12,17 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from torch import Tensor
 
 from sage_fast.config.schema import SamplingConfig
+from sage_fast.models.hunyuan15.encoder import encoder_version
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec
-from sage_fast.models.testbed import BASE
+from sage_fast.models.testbed import BASE, BASE_I2V
+from sage_fast.models.testbed.images import ImageEncoder
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
+from sage_fast.util.captions import Caption
+from sage_fast.util.images import read_image
 
 LATENT_CHANNELS = 32  # as the real model's
 LATENT_FRAMES = 5  # 17 video frames: the first one alone, then four to a latent frame
@@ -134,15 +138,23 @@ class Testbed(HunyuanVideo15):
     license = None
     fps = 8
     text_tokens = 7  # every prompt has this length
-    encoder_weights = 0
+    image_tokens = 4
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)
+
+    @classmethod
+    def source(cls, part: str, checkpoint: str) -> str:
+        return str(BASE) if part == "vae" and checkpoint == str(BASE_I2V) else checkpoint
 
     def meta(self, part: str) -> Any:
         if part == "vae" and not self.layouts.get(part):
             with torch.device("meta"):
                 return allow_batches(tiny_vae())
         return Spec.meta(self, part)
+
+    @property
+    def encoder_weights(self) -> int:
+        return 0
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
         return []
@@ -151,11 +163,21 @@ class Testbed(HunyuanVideo15):
         for prompt in [] if is_random(self.path) else prompts:
             self.embed(prompt)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
+    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
         if is_random(self.path):
-            return super().load_encoder(dtype, device)
+            return super().load_encoder(dtype, device, sampling)
         no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
-        return lambda prompt: TextEmbedding(text=self.embed(prompt), glyphs=no_glyphs)
+        if not self.takes_images:
+            return lambda caption: TextEmbedding(text=self.embed(caption.text), glyphs=no_glyphs)
+        size = sampling.height, sampling.width
+        see = ImageEncoder(Path(self.path), load_vae(Path(self.source("vae", self.path))), size)
 
-    def encoder_version(self) -> str:
-        return ""
+        def encode(caption: Caption) -> TextEmbedding:
+            tokens, frame = see(read_image(caption.image))
+            return TextEmbedding(text=self.embed(caption.text), glyphs=no_glyphs, image=tokens, frame=frame)
+
+        return encode
+
+    def encoder_version(self) -> str | None:
+        reads = self.takes_images and not is_random(self.path)
+        return encoder_version(self.path, ("image_encoder", "feature_extractor")) if reads else ""

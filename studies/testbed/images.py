@@ -1,0 +1,39 @@
+"""Draw the images of the image-to-video testbed: python -m studies.testbed.images [FOLDER]
+
+Each is the first frame of a true clip. FOLDER (configs/prompts/i2v) gets them, and the prompt files train.jsonl and
+heldout.jsonl; the captions are from the testbed's two sets. Each caption has two images, which differ in the place.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from sage_fast.testbed.world import heldout_prompts, parse, train_prompts
+from studies.testbed.pretrain import picture
+from studies.testbed.render import render
+
+FOLDER = Path(__file__).parents[2] / "configs" / "prompts" / "i2v"
+SETS = {"train": train_prompts()[::2], "heldout": heldout_prompts()}
+"""Name of a prompt file -> its captions: half of those that the base is trained on, and all that it is not."""
+SEEDS = {"train": 7, "heldout": 8}
+IMAGES_PER_CAPTION = 2
+
+
+def draw(folder: Path, name: str) -> None:
+    """Write `<name>.jsonl` and its images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, lines = torch.Generator().manual_seed(SEEDS[name]), []
+    for i, caption in enumerate(SETS[name] * IMAGES_PER_CAPTION):
+        image = f"{name}-{i:02d}.png"
+        picture(render(parse(caption), generator)[0]).save(folder / image, optimize=True)
+        lines.append(json.dumps({"prompt": caption, "image": image}) + "\n")
+    (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    for name in SETS:
+        draw(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, name)

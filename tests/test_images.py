@@ -1,0 +1,463 @@
+"""Prompts with images: how files are read and checked, what tells two images apart, and where it is seen."""
+
+import base64
+import contextlib
+import csv
+import dataclasses
+import html
+import io
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from PIL import Image
+
+import sage_fast.data.embeddings
+from sage_fast.cli import main
+from sage_fast.commands.card import model_card
+from sage_fast.commands.init import TESTBED_PROMPT, init
+from sage_fast.config.load import load
+from sage_fast.config.schema import RewardConfig, SamplingConfig
+from sage_fast.data.embeddings import cache_key, encode_cached, fill_cache
+from sage_fast.data.prompts import captions_of, metadata_of, negatives_of, read_prompts
+from sage_fast.eval.videoset import read_folder
+from sage_fast.loading import check_captions
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.load import find_spec
+from sage_fast.report.html import image_address
+from sage_fast.rewards import CompositeReward
+from sage_fast.rewards.server import RewardServer
+from sage_fast.util.captions import Caption, prompt_key, split_key
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json, read_metrics
+from sage_fast.util.images import read_image
+from tests.test_docs import REPOSITORY
+from tests.tiny import arguments, settings
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+BALL = "a red ball rolls"
+
+
+def picture(path: Path, color: str | int = "red", size: tuple[int, int] = (48, 32), mode: str = "RGB") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, color).save(path)
+    return path
+
+
+def write(path: Path, *rows: dict[str, object]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_is_beside_its_prompt_file(there: Path) -> None:
+    """Whatever the working directory is, and by its whole path if the file names that."""
+    near, far = picture(there / "data" / "images" / "ball.png"), picture(there / "far.jpg")
+    rows = [{"prompt": BALL, "image": "images/ball.png"}, {"prompt": BALL, "image": str(far), "negative_prompt": "fog"}]
+    first, second = read_prompts(write(there / "data" / "p.jsonl", *rows))
+    assert (first.key, first.caption) == (f"{BALL} [image: images/ball.png]", Caption(BALL, str(near)))
+    assert (second.key, second.caption) == (f"{BALL} [image: {far}]", Caption(BALL, str(far)))
+    os.chdir(there / "data")
+    assert [prompt.caption for prompt in read_prompts("p.jsonl")] == [first.caption, second.caption]
+
+
+def test_the_image_is_in_every_key_of_a_prompt_and_in_its_metadata(there: Path) -> None:
+    paths = [str(picture(there / name)) for name in ("a.png", "b.png")]
+    rows = [
+        {"prompt": BALL, "image": "a.png", "speed": 2},
+        {"prompt": BALL, "image": "b.png", "negative_prompt": "fog"},
+    ]
+    prompts = read_prompts(write(there / "p.jsonl", *rows))
+    a, b = (f"{BALL} [image: {name}]" for name in ("a.png", "b.png"))
+    assert captions_of(prompts) == {
+        "[image: a.png]": Caption("", paths[0]),
+        "[image: b.png]": Caption("", paths[1]),
+        a: Caption(BALL, paths[0]),
+        b: Caption(BALL, paths[1]),
+        "fog [image: b.png]": Caption("fog", paths[1]),
+    }
+    assert negatives_of(prompts) == {b: "fog"}
+    assert metadata_of(prompts) == {a: {"speed": 2, "image": paths[0]}, b: {"image": paths[1]}}
+
+
+@pytest.mark.parametrize("image", ["ball.png", "/a/b c.png", "a]b.png", "[image.png", "ä\n.png"])
+@pytest.mark.parametrize("text", ["", "a", "a [image: x] b", "two\nlines"])
+def test_a_key_is_split_into_what_it_was_made_of(text: str, image: str) -> None:
+    assert split_key(prompt_key(text, image)) == (text, image)
+    assert split_key(prompt_key(text, "")) == (text, "")
+
+
+def truncated(path: Path) -> None:
+    Image.effect_noise((64, 64), 90).save(path)
+    path.write_bytes(path.read_bytes()[:-900])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: None, "image '{path}': no such file"),
+    "a folder": (Path.mkdir, "image '{path}' cannot be read: [Errno 21] Is a directory: '{path}'"),
+    "text": (
+        lambda path: path.write_text("a red ball"),
+        "image '{path}' is no image that Pillow reads; expected PNG, JPEG or WebP",
+    ),
+    "empty": (
+        lambda path: path.write_bytes(b""),
+        "image '{path}' is no image that Pillow reads; expected PNG, JPEG or WebP",
+    ),
+    "small": (
+        lambda path: picture(path, size=(48, 15)),
+        "image '{path}' has 48 x 15 pixels; expected from 16 pixels on a side to 89,478,485 pixels",
+    ),
+    "large": (
+        lambda path: picture(path, 0, (10_000, 10_000), "1"),
+        "image '{path}' is too large; expected from 16 pixels on a side to 89,478,485 pixels",
+    ),
+    "huge": (
+        lambda path: picture(path, 0, (20_000, 10_000), "1"),
+        "image '{path}' is too large; expected from 16 pixels on a side to 89,478,485 pixels",
+    ),
+    "deep": (
+        lambda path: picture(path, 70, mode="I;16"),
+        "image '{path}' has mode I;16; expected 8 bits a channel, such as RGB",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_image_that_cannot_be_used_is_named_with_its_line(fault: str, there: Path) -> None:
+    make, expected = FAULTS[fault]
+    picture(there / "good.png")
+    make(there / "bad.png")
+    file = write(there / "p.jsonl", {"prompt": "a", "image": "good.png"}, {"prompt": "b", "image": "bad.png"})
+    with pytest.raises(UserError) as error:
+        read_prompts(file)
+    assert str(error.value) == f"prompt file {file!r}, line 2: {expected.format(path=there / 'bad.png')}"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a", "image": 3}, "image = 3: expected text"),
+        ({"prompt": "a", "image": ["a.png"]}, "image = ['a.png']: expected text"),
+        (
+            {"prompt": "a [image: b.png]"},
+            "'a [image: b.png]' ends like the name of a prompt with an image; expected the image in the key \"image\" "
+            "of a .jsonl file",
+        ),
+        ({"prompt": "a", "image": "\0.png"}, "image '{there}/\\x00.png' cannot be read: embedded null byte"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_line(row: dict[str, object], expected: str, there: Path) -> None:
+    file = write(there / "p.jsonl", row)
+    with pytest.raises(UserError) as error:
+        read_prompts(file)
+    assert str(error.value) == f"prompt file {file!r}, line 1: {expected.format(there=there)}"
+
+
+def test_one_name_means_one_image(there: Path) -> None:
+    """Two files whose folders differ may both say ball.png."""
+    prompts = []
+    for folder in ("train", "test"):
+        picture(there / folder / "ball.png")
+        prompts += read_prompts(write(there / folder / "p.jsonl", {"prompt": BALL, "image": "ball.png"}))
+    with pytest.raises(UserError) as error:
+        captions_of(prompts)
+    assert str(error.value) == (
+        f"prompt file '{there}/test/p.jsonl', line 1: image = '{there}/test/ball.png'; the same prompt has "
+        f"'{there}/train/ball.png' in prompt file '{there}/train/p.jsonl', line 1; expected one image for a prompt, in "
+        "training and evaluation alike"
+    )
+
+
+def test_an_image_is_read_upright_and_in_color(there: Path) -> None:
+    image = Image.new("RGBA", (32, 16), (255, 0, 0, 10))
+    image.getexif()[0x0112] = 6  # the camera was turned
+    image.save(there / "a.png", exif=image.getexif())
+    read = read_image(str(there / "a.png"))
+    assert (read.mode, read.size, read.getpixel((0, 0))) == ("RGB", (16, 32), (255, 0, 0))
+    assert read_image(str(picture(there / "b.png", 7, mode="L"))).getpixel((0, 0)) == (7, 7, 7)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+I2V = "random:hunyuanvideo15-480p-i2v"
+
+
+def test_a_model_with_images_needs_one_for_every_prompt(there: Path) -> None:
+    picture(there / "a.png")
+    file = write(there / "p.jsonl", {"prompt": "a", "image": "a.png"}, {"prompt": "b"})
+    with pytest.raises(UserError) as error:
+        check_captions(read_prompts(file), find_spec(I2V))
+    assert str(error.value) == (
+        f"prompt file {file!r}, line 2: model.path = {I2V!r} is image-to-video; expected an image for each "
+        'prompt, in the key "image" of a .jsonl file'
+    )
+
+
+def test_a_model_without_images_refuses_one(there: Path) -> None:
+    picture(there / "a.png")
+    file = write(there / "p.jsonl", {"prompt": "b"}, {"prompt": "a", "image": "a.png"})
+    with pytest.raises(UserError) as error:
+        check_captions(read_prompts(file), find_spec("random:testbed"))
+    assert str(error.value) == (
+        f"prompt file {file!r}, line 2: image = 'a.png', and model.path = 'random:testbed' is text-to-video; expected "
+        "a prompt without an image"
+    )
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp"])
+def test_a_cut_image_is_found_before_a_model_is_loaded(kind: str, there: Path) -> None:
+    truncated(there / f"bad.{kind}")
+    file = write(there / "p.jsonl", {"prompt": "a", "image": f"bad.{kind}"})
+    with pytest.raises(UserError, match=rf"line 1: image '{there}/bad.{kind}' cannot be read: .*") as error:
+        check_captions(read_prompts(file), find_spec(I2V))
+    assert str(error.value).startswith(f"prompt file {file!r}, line 1")
+
+
+# -- the cache of embeddings ------------------------------------------------------------------------------------------
+
+
+def test_the_cache_follows_what_an_image_shows_and_its_size(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what it is called; text alone keeps its file."""
+    encoded: list[Caption] = []
+
+    def encode(caption: Caption) -> TextEmbedding:
+        encoded.append(caption)
+        return TextEmbedding(text=torch.full((1, 2), float(len(encoded))), glyphs=torch.zeros(0, 2))
+
+    a, b, same = (
+        str(picture(there / name, color)) for name, color in (("a.png", "red"), ("b.png", "green"), ("c.png", "red"))
+    )
+    captions = {"a": Caption(BALL, a), "b": Caption(BALL, b), "c": Caption(BALL, same), "": Caption("")}
+    fill_cache(captions, lambda: encode, there / "cache", "m")
+    encoded.clear()
+    assert len([*(there / "cache").iterdir()]) == 3
+    found = encode_cached(captions, lambda: encode, there / "cache", "m", TextEmbedding)
+    assert not encoded
+    assert torch.equal(found["a"].text, found["c"].text)
+    assert not torch.equal(found["a"].text, found["b"].text)
+    text = sage_fast.data.embeddings._digest("m", "")
+    assert (there / "cache" / f"{text}.safetensors").is_file()
+    picture(Path(a), "blue")
+    assert fill_cache(captions, lambda: encode, there / "cache", "m") == 1
+    for spec, count in ((find_spec(I2V), 2), (find_spec("random:testbed"), 1)):
+        names = {cache_key(spec, "float32", there / "cache", SamplingConfig(height=h)) for h in (32, 64)}
+        assert len(names) == count
+
+
+# -- from the prompt file to the report -------------------------------------------------------------------------------
+
+CIRCLE = "a circle moves left"
+KEYS = [f"{CIRCLE} [image: {color}.png]" for color in ("red", "blue")]
+REWARD = """
+import re
+from PIL import Image
+
+def seen(videos, prompts, metadata):
+    images = [Image.open(one["image"]).convert("RGB").getpixel((0, 0)) for one in metadata]
+    assert set(prompts) == {"a circle moves left"}, prompts
+    return {"red": [float(image == (255, 0, 0)) for image in images], "spread": videos.std((1, 2, 3, 4))}
+"""
+
+
+TINY = arguments(
+    model__path="model", model__dtype="float32", model__lora_rank=2, data__prompts="p.jsonl",
+    data__eval_prompts="p.jsonl", sampling__steps=2, sampling__num_frames=5, sampling__height=32, sampling__width=32,
+    sampling__guidance_scale=2, reward__name="noted:seen", reward__weights="{red: 1}", reward__on_failure="stop",
+    train__iterations=1, train__prompts_per_iteration=2, train__group_size=2, eval__steps=1, eval__num_prompts=2,
+    eval__num_videos=2, eval__judge="noted:seen", tracking__trackers="[]",
+)  # fmt: skip
+
+
+def call(*words: str) -> tuple[int, str]:
+    """Exit status and output of a command."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = main([*words])
+    return status, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkpoint of the real classes, two prompts of equal text, seed and negative prompt, and a run on them."""
+    folder = tmp_path_factory.mktemp("images")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_tiny_checkpoint(folder / "model", seed=1, task="i2v")
+        row = {"prompt": CIRCLE, "negative_prompt": "a square", "seed": 3}
+        write(folder / "p.jsonl", *(row | {"image": f"{color}.png"} for color in ("red", "blue")))
+        for color in ("red", "blue", "green"):
+            picture(folder / f"{color}.png", color)
+        (folder / "noted.py").write_text(REWARD)
+        (folder / "c.yaml").write_text("output: run\n")
+        status, out = call("train", "c.yaml", *TINY, "--quiet")
+        assert status == 0, out
+        yield folder
+
+
+def test_two_images_of_one_text_have_their_own_rewards_groups_and_videos(folder: Path) -> None:
+    (row,) = read_metrics(folder / "run" / "metrics.jsonl")
+    assert row["reward/mean"] == 0.5
+    assert row["reward/zero_std_groups"] == 1  # no group has samples of both
+    for name in ("before", "after"):
+        scores = read_json(folder / "run" / "eval" / f"{name}.json")
+        assert scores["prompts"] == KEYS
+        assert scores["negatives"] == dict.fromkeys(KEYS, "a square")
+        assert scores["images"] == {key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))}
+        assert scores["parts"]["red"] == scores["parts"]["judge/red"] == [1, 0]
+        red, blue = scores["parts"]["spread"]
+        assert red != blue  # from the same noise
+
+
+def test_the_report_shows_the_image_beside_its_video(folder: Path) -> None:
+    page = (folder / "run" / "report.html").read_text()
+    for key, color in zip(KEYS, ("red", "blue")):
+        assert f'<img alt="image: {key}" src="{image_address(str(folder / f"{color}.png"))}">' in page
+        assert f'aria-label="after: {key}"' in page
+    data = base64.b64decode(image_address("blue.png").partition(",")[2])
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.size == (192, 128)
+        red, green, blue = image.getpixel((90, 60))  # type: ignore[misc]
+        assert min(blue - red, blue - green) > 200
+
+
+def test_a_report_without_the_file_of_an_image_says_so(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder / "run", tmp_path / "run")
+    for file in (run / "eval").glob("*.json"):
+        file.write_text(file.read_text().replace(str(folder), str(tmp_path)))
+    assert call("report", str(run))[0] == 0
+    page = html.unescape((run / "report.html").read_text())
+    assert f"left out: image '{tmp_path}/red.png': no such file" in page
+    assert '<img alt="image: ' not in page
+
+
+def test_a_resume_trains_on_the_same_prompts(folder: Path) -> None:
+    shutil.copytree(folder / "run", folder / "again")
+    status, out = call(
+        "train", "again/config.yaml", "--output", "again", "--resume", "--train.iterations", "2", "--quiet"
+    )
+    assert status == 0, out
+    assert [row["reward/mean"] for row in read_metrics(folder / "again" / "metrics.jsonl")] == [0.5, 0.5]
+
+
+def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
+    """Any reward scores them later, without the prompt files; pages show the images."""
+    status, out = call("eval", "run", "--folder", "out", "--quiet")
+    assert status == 0, out
+    (home,) = (folder / "out" / "videos").iterdir()
+    with (home / "videos.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["prompt"] for row in rows] == KEYS
+    assert [row["image"] for row in rows] == [f"../../../{color}.png" for color in ("red", "blue")]
+    found = read_folder("saved", home)
+    assert found.images == {key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))}
+    (folder / "other.txt").write_text("a square moves left\n")
+    words = ["--data.prompts", "other.txt", "--data.eval_prompts", "other.txt", "--json", "saved.json", "--quiet"]
+    status, out = call("eval", str(home), "--reward.name", "noted:seen", "--reward.weights", "{red: 1}", *words)
+    assert status == 0, out
+    assert read_json(folder / "saved.json")["parts"]["red"] == [1, 0]
+    status, out = call("compare", "run", f"saved={home}", "--folder", "compared", "--scorer", "noted:seen")
+    assert status == 0, out
+    page = (folder / "compared" / "comparison.html").read_text()
+    assert page.count('<img alt="image: ') == 2
+    (home / "videos.csv").write_text((home / "videos.csv").read_text().replace("red.png,", "gone.png,"))
+    with pytest.raises(UserError, match=r"video 1: '../../../gone.png': no such file in "):
+        read_folder("saved", home)
+
+
+def test_samples_of_the_command_line_have_images(folder: Path) -> None:
+    words = ["sample", "run", "--quiet", "--folder"]
+    status, out = call(*words, "one", "--prompt", CIRCLE, "--prompt", "a square", "--image", "green.png")
+    assert (status, len(out.split())) == (0, 2), out
+    assert call(*words, "file", "--prompts", "p.jsonl")[0] == 0
+    assert len([*(folder / "file").glob("*.mp4")]) == 2
+    for images, expected in (
+        (
+            ["--image", "red.png"] * 3,
+            "--image: given 3 times, with --prompt given 2 times; expected one for all prompts",
+        ),
+        ([], "--prompt 'a square': model.path = "),
+        (["--image", "none.png"], f"--image 'none.png': image '{folder}/none.png': no such file"),
+    ):
+        status, out = call(*words, "none", "--prompt", "a square", "--prompt", CIRCLE, *images)
+        assert (status, expected in out.replace("\n", " ")) == (2, True), out
+    assert not (folder / "none").exists()
+    status, out = call(*words, "none", "--prompts", "p.jsonl", "--image", "red.png")
+    assert (status, "with --prompt given 0 times" in out) == (2, True)
+
+
+def test_the_cache_and_the_plan_take_images(folder: Path) -> None:
+    own = [*TINY, "--data.embedding_cache", "cache"]
+    assert "cache: 6 texts, of which 6 were encoded now" in call("embed", "c.yaml", *own)[1]
+    assert "of which 0 were encoded now" in call("embed", "c.yaml", *own)[1]
+    status, out = call("train", "c.yaml", *own, "--dry-run")
+    assert (status, "p.jsonl: 2 prompts, each with an image" in out) == (0, True), out
+
+
+@pytest.mark.parametrize("command", ["train", "train --dry-run", "embed --data.embedding_cache cache", "sample"])
+@pytest.mark.parametrize("path", ["testbed", "model"])
+def test_every_command_refuses_prompts_of_another_task(command: str, path: str, folder: Path) -> None:
+    name, *options = command.split()
+    rows = [{"prompt": "a square", "image": "red.png"}, {"prompt": "a square"}]
+    file = write(folder / "mixed.jsonl", *(rows[::-1] if path == "testbed" else rows))
+    options += ["--prompts", file] if name == "sample" else ["--data.prompts", file]
+    config = ["--model.path", path, "--output", "refused"]
+    status, out = call(name, "c.yaml", *TINY, *config, *options)
+    assert (status, f"prompt file {file!r}, line 2: " in out.replace("\n", " ")) == (2, True), out
+    assert not (folder / "refused").exists()
+
+
+@pytest.mark.parametrize("how", ["here", "process", "http"])
+def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None:
+    config = RewardConfig(name="noted:seen", weights={"red": 1.0}, on_failure="stop", workers=int(how == "process"))
+    metadata = metadata_of(read_prompts("p.jsonl"))
+    with contextlib.ExitStack() as stack:
+        if how == "http":
+            server = stack.enter_context(RewardServer(CompositeReward.of(config), "127.0.0.1", 0))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            config = dataclasses.replace(config, name=server.address)
+        reward = CompositeReward.of(config, metadata=metadata)
+        reward.check(SamplingConfig(num_frames=5, height=32, width=32), KEYS)
+        scores = reward(torch.rand(3, 5, 3, 32, 32), [KEYS[1], KEYS[0], KEYS[1]])
+    assert scores.rewards.tolist() == [0, 1, 0]
+
+
+def test_init_copies_images(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = there / "shipped"
+    picture(shipped / "prompts" / "red.png")
+    write(shipped / "prompts" / "p.jsonl", {"prompt": TESTBED_PROMPT, "image": "red.png"})
+    (shipped / "my_rewards.py").write_text("")
+    demo = (REPOSITORY / "configs" / "demo.yaml").read_text()
+    for name in ("testbed:train", "testbed:heldout"):
+        demo = demo.replace(name, "configs/prompts/p.jsonl")
+    (shipped / "seeing.yaml").write_text(demo)
+    monkeypatch.setattr("sage_fast.commands.init._FOLDER", shipped)
+    printed = init(there / "mine", "seeing")
+    assert "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 1 images" in printed
+    assert "sage-fast sample runs/first --prompts heldout.jsonl" in printed
+    data = load(there / "mine" / "config.yaml").data
+    for source in (data.prompts, data.eval_prompts):
+        (prompt,) = read_prompts(str(there / "mine" / source))
+        assert prompt.caption == Caption(TESTBED_PROMPT, str(there / "mine" / "red.png"))
+
+
+def test_the_card_of_such_a_model_samples_from_an_image() -> None:
+    spec = find_spec(I2V)
+    card = ModelCard(model_card(Path("none"), settings(), spec, iteration=1, base="a/b", files=[]))
+    assert (card.data.pipeline_tag, card.data.tags[0]) == ("image-to-video", "image-to-video")
+    assert 'image = load_image("image.png")\nvideo = pipe(image, "a prompt", num_frames=' in card.text

@@ -1,0 +1,222 @@
+"""The image-to-video testbed: its reward, its images and its base."""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15ImageToVideoPipeline
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+from PIL import Image
+from torch import Tensor
+from transformers import SiglipImageProcessorPil, SiglipVisionModel
+
+from sage_fast.cli import main
+from sage_fast.config.load import load
+from sage_fast.config.schema import Config, SamplingConfig
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.eval.scores import paired_table, read_scores
+from sage_fast.loading import load_setup
+from sage_fast.models.load import find_spec
+from sage_fast.models.testbed import BASE_I2V
+from sage_fast.models.testbed.images import ImageEncoder
+from sage_fast.models.testbed.model import TestbedTransformer, load_vae
+from sage_fast.rewards.testbed_i2v import TestbedImageReward
+from sage_fast.testbed.world import FRAMES, SHAPES, heldout_prompts, parse
+from sage_fast.trainer import Trainer
+from sage_fast.util.captions import Caption
+from sage_fast.util.errors import UserError
+from sage_fast.util.images import read_image
+from studies.testbed.images import FOLDER, SETS, draw
+from studies.testbed.pretrain import picture, velocity
+from studies.testbed.render import render
+
+PROMPTS = heldout_prompts()
+REWARD = TestbedImageReward()
+
+
+def truth(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([render(parse(prompt), generator) for prompt in PROMPTS])
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """The first frames of `truth()` as files, as prompts have them."""
+    folder = tmp_path_factory.mktemp("images")
+    for i, video in enumerate(truth()):
+        picture(video[0]).save(folder / f"{i}.png")
+    return [{"image": str(folder / f"{i}.png")} for i in range(len(PROMPTS))]
+
+
+def test_the_truth_scores_high_and_the_autoencoder_is_not_the_ceiling(metadata: list[dict[str, str]]) -> None:
+    vae, videos = load_vae(), truth()
+    with torch.no_grad():
+        decoded = vae.decode(vae.encode(2 * videos.transpose(1, 2) - 1).latent_dist.mode()).sample
+    for clips, least in ((videos, 0.94), ((decoded.transpose(1, 2) + 1) / 2, 0.88)):
+        assert min(float(part.min()) for part in REWARD(clips, PROMPTS, metadata).values()) > least
+
+
+def other_shape(videos: Tensor) -> Tensor:
+    scenes = [parse(prompt) for prompt in PROMPTS]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [SHAPES[SHAPES.index(scene.shape) - 1] for scene in scenes]
+    return torch.stack(
+        [render(dataclasses.replace(scene, shape=shape), generator) for scene, shape in zip(scenes, shapes)]
+    )
+
+
+WRONG: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, float]]] = {
+    "another colour": (lambda videos: videos[:, :, [1, 2, 0]], {"color": 0.1}),
+    "another colour in the end": (
+        lambda videos: torch.cat([videos[:, :9], videos[:, 9:, [1, 2, 0]]], dim=1),
+        {"color": 0.6},
+    ),
+    "another shape": (other_shape, {"shape": 0.85}),
+    "another place": (lambda videos: videos.roll(3, dims=-1), {"place": 0.45, "motion": 0.45}),
+    "a pixel off": (lambda videos: videos.roll(1, dims=-1), {"place": 0.85, "motion": 0.85}),
+    "faded": (
+        lambda videos: videos * torch.linspace(1, 0.2, FRAMES)[:, None, None, None],
+        {"color": 0.7, "shape": 0.7, "motion": 0.7},
+    ),
+    "still": (lambda videos: videos[:, :1].expand(-1, FRAMES, -1, -1, -1), {"motion": 0.4}),
+    "backwards": (lambda videos: videos.flip(1), {"place": 0.1, "motion": 0.4}),
+    "noise": (torch.rand_like, {"color": 0.2, "shape": 0.2, "place": 0.2, "motion": 0.2}),
+    "nothing": (torch.zeros_like, {"color": 0.2, "shape": 0.2, "place": 0.2, "motion": 0.2}),
+}
+"""What is wrong with a video -> the function that makes it of the truth, and the most that each part then scores."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_part_sees_what_is_wrong(name: str, metadata: list[dict[str, str]]) -> None:
+    change, most = WRONG[name]
+    scores = REWARD(change(truth()), PROMPTS, metadata)
+    for part, value in most.items():
+        assert float(scores[part].max()) < value, part
+
+
+def test_it_looks_at_the_image_for_the_object_and_at_the_prompt_for_the_motion(metadata: list[dict[str, str]]) -> None:
+    videos = truth()
+    others = REWARD(videos, PROMPTS, metadata[1:] + metadata[:1])  # each in another place, most of another look
+    assert float(others["place"].max()) < 0.5
+    assert max(float(others[part].mean()) for part in ("color", "shape")) < 0.85
+    prompts = REWARD(videos, PROMPTS[1:] + PROMPTS[:1], metadata)
+    assert float(prompts["motion"].max()) < 0.5
+    assert min(float(prompts[part].min()) for part in ("color", "shape", "place")) > 0.9
+
+
+def test_a_video_that_is_not_a_number_has_no_score(metadata: list[dict[str, str]]) -> None:
+    videos = truth()
+    videos[0, 5, 0, 3, 4] = torch.nan
+    assert REWARD(videos, PROMPTS, metadata)["color"].isfinite().tolist() == [False] + [True] * (len(PROMPTS) - 1)
+
+
+def test_prompts_without_an_image_of_the_right_size_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a prompt has no image; expected one"):
+        REWARD(truth()[:1], PROMPTS[:1], [{}])
+    Image.new("RGB", (40, 32)).save(tmp_path / "wide.png")
+    with pytest.raises(UserError, match=r"wide.png' has \(40, 32\) pixels; expected \(32, 32\)"):
+        REWARD(truth()[:1], PROMPTS[:1], [{"image": str(tmp_path / "wide.png")}])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_shipped_images_are_what_the_study_draws(name: str, tmp_path: Path) -> None:
+    draw(tmp_path, name)
+    records = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    assert (FOLDER / f"{name}.jsonl").read_bytes() == (tmp_path / f"{name}.jsonl").read_bytes()
+    for record in records:
+        with Image.open(FOLDER / record["image"]) as shipped, Image.open(tmp_path / record["image"]) as drawn:
+            assert shipped.tobytes() == drawn.tobytes()
+    assert len({record["image"] for record in records}) == 2 * len({record["prompt"] for record in records})
+
+
+def test_held_out_images_are_of_other_objects_than_the_training_images() -> None:
+    kinds = [{(s.shape, s.color, s.direction, s.speed) for s in map(parse, captions)} for captions in SETS.values()]
+    assert not set.intersection(*kinds)
+
+
+def test_the_shipped_base() -> None:
+    assert sum(file.stat().st_size for file in BASE_I2V.rglob("*") if file.is_file()) < 4e6
+    transformer = TestbedTransformer.from_pretrained(BASE_I2V / "transformer")
+    assert transformer.config.task_type == "i2v"
+    spec = find_spec("testbed-i2v")
+    assert spec.takes_images
+    assert spec.meta("vae").config == find_spec("testbed").meta("vae").config
+
+
+def test_an_image_of_another_size_is_encoded_as_the_stock_pipeline_does(metadata: list[dict[str, str]]) -> None:
+    image = read_image(metadata[0]["image"]).resize((50, 40))
+    sampling = SamplingConfig(height=32, width=32)
+    condition = find_spec("testbed-i2v").load_encoder(torch.float32, torch.device("cpu"), sampling)
+    with tempfile.NamedTemporaryFile(suffix=".png") as file:
+        image.save(file.name)
+        found = condition(Caption(PROMPTS[0], file.name))
+    stock, resize = HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15ImageProcessor(vae_scale_factor=8)
+    image = resize.resize(image, 32, 32, resize_mode="crop")
+    tower = SiglipVisionModel.from_pretrained(BASE_I2V / "image_encoder", dtype=torch.float32)
+    features = SiglipImageProcessorPil.from_pretrained(BASE_I2V / "feature_extractor")
+    cpu = torch.device("cpu")
+    assert torch.equal(found.image, stock._get_image_embeds(tower, features, image, cpu)[0])
+    assert torch.equal(found.frame, stock._get_image_latents(load_vae(), resize, image, 32, 32, cpu)[0])
+    assert found.tokens == len(found.text) + find_spec("testbed-i2v").image_tokens
+
+
+@torch.no_grad()
+def test_its_image_is_the_first_frame_of_its_clip(metadata: list[dict[str, str]]) -> None:
+    """To the rounding of the file to 8 bits: a policy need only copy it there."""
+    vae, clip = load_vae(), truth()[:1]
+    _, frame = ImageEncoder(BASE_I2V, vae, (32, 32))(read_image(metadata[0]["image"]))
+    latents = vae.config.scaling_factor * vae.encode(2 * clip.transpose(1, 2) - 1).latent_dist.mode()[0]
+    torch.testing.assert_close(latents[:, :1], frame, atol=0.1, rtol=0)
+    assert (latents[:, 1:2] - frame).abs().max() > 0.5
+
+
+def config(**changes: str) -> Config:
+    """Return the shipped configuration; `eval__seeds_per_prompt="1"` changes one of its settings."""
+    changed = {name.replace("__", "."): value for name, value in changes.items()}
+    return load(FOLDER.parents[1] / "demo-i2v.yaml", changed)
+
+
+@torch.no_grad()
+def test_the_policy_sees_what_the_base_was_trained_on() -> None:
+    setup = load_setup(config(), rewards=False)
+    setup.encode()
+    policy, prompts = setup.model.policy, setup.eval_prompts[:3] + setup.eval_prompts[24:26]
+    x = torch.randn(len(prompts), 32, 5, 4, 4, generator=torch.Generator().manual_seed(0))
+    sigmas = torch.tensor([0.9, 0.4])
+    table = policy.conditioning_table(sigmas, setup.embeddings)
+    found = policy.velocity(x, table.at(prompts, torch.tensor([1])))
+    text, tokens, frame = (
+        torch.stack([getattr(setup.embeddings[prompt], name) for prompt in prompts])
+        for name in ("text", "image", "frame")
+    )
+    model = TestbedTransformer.from_pretrained(BASE_I2V / "transformer", torch_dtype=torch.float32).eval()
+    expected = velocity(model, x, sigmas[1].expand(len(prompts)), text, tokens, frame)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    other = velocity(model, x, sigmas[1].expand(len(prompts)), text, tokens, frame.roll(1, 0))
+    assert (other - expected).abs().max() > 0.1
+
+
+def test_the_base_often_loses_what_the_image_shows_and_a_trainer_can_mend_it() -> None:
+    setup = load_setup(config(eval__seeds_per_prompt="1"))
+    setup.encode()
+    found = evaluate(setup, iteration=0)
+    means = {part: sum(values) / len(values) for part, values in found.parts.items()}
+    assert means["place"] > 0.85  # the first frame is copied
+    assert 0.4 < means["color"] < 0.75
+    assert 0.2 < means["motion"] < 0.5
+    row = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings).iteration(0)
+    assert row["reward/mean"] > 2
+    assert row["grad_norm"] > 0
+
+
+@pytest.mark.soak
+def test_the_demo_raises_its_held_out_reward(tmp_path: Path) -> None:
+    assert main(["train", str(FOLDER.parents[1] / "demo-i2v.yaml"), "--output", str(tmp_path), "--seed", "0"]) == 0
+    before, after = (read_scores(tmp_path / "eval" / f"{name}.json") for name in ("before", "after"))
+    rows = {row.name: row for row in paired_table(before, after)}
+    for part in ("reward", "color", "motion"):
+        assert rows[part].difference > 2 * (rows[part].margin or 1), part
