@@ -307,7 +307,7 @@ def test_the_challenger_for_480p_has_the_method_of_the_recipe_ahead() -> None:
     assert full.train.engine == "zero3"
 
 
-@pytest.mark.parametrize("name", ["distilled", "window", "i2v"])
+@pytest.mark.parametrize("name", ["distilled", "window", "i2v", "step-distilled"])
 def test_a_variant_of_the_lora_differs_where_the_page_says(name: str) -> None:
     ours, variant = (leaves(yaml.safe_load((REPOSITORY / "configs" / f"hunyuanvideo15-480p{end}.yaml").read_text()))
                      for end in ("", f"-{name}"))  # fmt: skip
