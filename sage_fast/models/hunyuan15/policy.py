@@ -135,7 +135,7 @@ def places_of_a_token(architecture: Any) -> int:
     return architecture["patch_size_t"] * architecture["patch_size"] ** 2
 
 
-def freeze_dead_ends(transformer: Any) -> None:
+def freeze_dead_ends(transformer: Any, *, takes_images: bool = False) -> None:
     """Freeze layers that the task never reads, so that no optimizer or reducer waits for their gradients.
 
     Nothing reads the last block's text stream, so its queries and all that follows are idle; its keys and values are
@@ -143,5 +143,5 @@ def freeze_dead_ends(transformer: Any) -> None:
     """
     last = transformer.transformer_blocks[-1]
     idle = [last.attn.add_q_proj, last.attn.norm_added_q, last.attn.to_add_out, last.ff_context]
-    for module in [*idle, *([] if transformer.config.task_type == "i2v" else [transformer.image_embedder])]:
+    for module in [*idle, *([] if takes_images else [transformer.image_embedder])]:
         module.requires_grad_(False)

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15, FlowMatchEulerDiscreteScheduler, HunyuanVideo15Transformer3DModel
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import nn
 
@@ -83,9 +88,17 @@ class HunyuanVideo15(Spec):
         """The autoencoder on the meta device."""
         return self.meta("vae")
 
-    @property
+    @functools.cached_property
     def takes_images(self) -> bool:
-        return self.transformer_config.task_type == "i2v"
+        """Whether its pipeline is the one for images.
+
+        Without a pipeline, its `task_type` is. diffusers' converter gives "i2v" to the 480p text-to-video model too.
+        """
+        if self.layouts:
+            with contextlib.suppress(OSError, UserError):
+                pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path))["_class_name"]
+                return bool(pipeline == "HunyuanVideo15ImageToVideoPipeline")
+        return bool(self.transformer_config.task_type == "i2v")
 
     @property
     def prompt_tokens(self) -> int:
@@ -213,7 +226,7 @@ class HunyuanVideo15(Spec):
         )
 
     def freeze_idle(self, network: nn.Module) -> None:
-        freeze_dead_ends(network)
+        freeze_dead_ends(network, takes_images=self.takes_images)
 
     def is_gate(self, name: str) -> bool:
         return ".linear." in name and "norm1" in name
