@@ -30,17 +30,20 @@ class StockConditioning:
     sigma: Tensor
     text: TextBatch
     negative: StockConditioning | None = None
+    end: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class StockSchedule:
     sigmas: Tensor
+    ends: Tensor | None
     text: TextBatch
     negative: StockSchedule | None = None
 
     def at(self, steps: Tensor) -> StockConditioning:
         sigma = self.sigmas[steps].expand(len(self.text.text))
-        return StockConditioning(sigma, self.text, self.negative.at(steps) if self.negative else None)
+        end = None if self.ends is None else self.ends[steps].expand(len(self.text.text))
+        return StockConditioning(sigma, self.text, self.negative.at(steps) if self.negative else None, end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +55,9 @@ class StockTable:
     def of(self, keys: Sequence[Any]) -> StockSchedule:
         texts = [self.embeddings[key] for key in keys]
         negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else []
-        negative = StockSchedule(self.sigmas, self._batch(negatives)) if negatives else None
-        return StockSchedule(self.sigmas, self._batch(texts), negative)
+        ends = self.policy._ends(self.sigmas)
+        negative = StockSchedule(self.sigmas, ends, self._batch(negatives)) if negatives else None
+        return StockSchedule(self.sigmas, ends, self._batch(texts), negative)
 
     def at(self, keys: Sequence[Any], steps: Tensor) -> StockConditioning:
         return self.of(keys).at(steps)
@@ -74,15 +78,18 @@ class StockPolicy(HunyuanVideo15Policy):
 
     def velocity(self, x: Tensor, inputs: Any) -> Tensor:
         with self._autocast():
-            return self.stock_forward(x.to(self.dtype), 1000 * inputs.sigma, inputs.text)
+            end = None if inputs.end is None else 1000 * inputs.end
+            return self.stock_forward(x.to(self.dtype), 1000 * inputs.sigma, inputs.text, end)
 
-    def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Any:
-        return StockConditioning(sigma, text, StockConditioning(sigma, negative) if negative else None)
+    def condition(
+        self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None, end: Tensor | None = None
+    ) -> Any:
+        return StockConditioning(sigma, text, StockConditioning(sigma, negative, end=end) if negative else None, end)
 
     def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> Any:
         return StockTable(self, sigmas.to(self.device, torch.float32), embeddings)
 
-    def stock_forward(self, x: Tensor, timestep: Tensor, text: TextBatch) -> Tensor:
+    def stock_forward(self, x: Tensor, timestep: Tensor, text: TextBatch, end: Tensor | None = None) -> Tensor:
         config, batch, channels = self.transformer.config, len(x), x.shape[1]
         tokens, mask = _padded(text.text, text.text_mask, PADDED_TEXT if self.padded else 0)
         glyphs, glyphs_mask = _padded(text.glyphs, text.glyphs_mask, PADDED_GLYPHS if self.padded else 0)
@@ -93,7 +100,7 @@ class StockPolicy(HunyuanVideo15Policy):
             condition[:, channels:, :1].fill_(1)
         return self.transformer(
             torch.cat([x, condition], dim=1), timestep, tokens, mask, encoder_hidden_states_2=glyphs,
-            encoder_attention_mask_2=glyphs_mask, image_embeds=images, return_dict=False,
+            encoder_attention_mask_2=glyphs_mask, image_embeds=images, timestep_r=end, return_dict=False,
         )[0]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
 from sage_fast.algorithm.schedule import longest_window, missing_for_rollout_gradients
@@ -131,6 +132,7 @@ def load_setup(
     device = initialize(config.timeout_minutes)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
     spec = find_spec(config.model.path, fetch=True)
+    check_distilled(spec.distillation, config.objective, config.sampling, config.eval)
     if prompts is None:
         train_prompts, eval_prompts = configured_prompts(config.data)
         check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)

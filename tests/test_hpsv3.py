@@ -9,14 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen2VLConfig
 
 from sage_fast.rewards import hpsv3
 from sage_fast.rewards.hpsv3 import TEMPLATE, HPSv3Reward
 from sage_fast.rewards.qwen2_vl import build_network
 from sage_fast.util.errors import UserError
 from tests.test_videoalign import Reference, videos
-from tests.tiny_rewards import hpsv3_shapes, published_weights, write_qwen2_vl
+from tests.tiny_rewards import hpsv3_shapes, published_config, published_weights, write_qwen2_vl
 
 PROMPTS = ["a red ball", "two dogs run over a {green} lawn"]
 
@@ -112,14 +111,7 @@ def test_what_else_is_refused(tiny: tuple[Path, dict[str, Tensor]], tmp_path: Pa
 
 
 def test_the_published_file_is_loaded_whole() -> None:
-    config = Qwen2VLConfig(  # config.json of Qwen/Qwen2-VL-7B-Instruct, with as many rows as its tokenizer has tokens
-        text_config={
-            "vocab_size": 151657, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4, "max_window_layers": 28,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        },
-        vision_config={"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_size": 3584},
-    )  # fmt: skip
+    config = published_config(3584, 18944, heads=28, key_heads=4)  # Qwen2-VL-7B-Instruct
     shapes = hpsv3_shapes(config)
     # A report of what is in the file: github.com/MizzenAI/HPSv3, issue 15.
     assert shapes["model.embed_tokens.weight"] == (151658, 3584)

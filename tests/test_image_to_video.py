@@ -313,6 +313,20 @@ def test_a_shift_of_another_size_is_said(checkpoint: Path) -> None:
     ]
 
 
+def test_the_pipeline_tells_the_task(checkpoint: Path, tmp_path: Path) -> None:
+    """diffusers' converter gives the transformer of 480p text-to-video the task i2v."""
+    plain = write_tiny_checkpoint(tmp_path / "plain", seed=1)
+    config = plain / "transformer" / "config.json"
+    config.write_text(config.read_text().replace('"t2v"', '"i2v"'))
+    spec = find_spec(str(plain))
+    assert spec.transformer_config.task_type == "i2v"
+    assert not spec.takes_images
+    assert not load(plain, tuning="full").policy.transformer.image_embedder.linear_1.weight.requires_grad
+    (plain / "model_index.json").unlink()
+    assert find_spec(str(plain)).takes_images
+    assert find_spec(str(checkpoint)).takes_images
+
+
 @pytest.mark.parametrize(
     ("path", "takes"),
     [

@@ -146,18 +146,10 @@ def changed(checkpoint: Path, folder: Path, part: str, **values: object) -> Path
     return copy
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"task_type": "sr"}, "its transformer has task_type = 'sr'; expected 't2v' or 'i2v'"),
-        ({"use_meanflow": True}, "its transformer has use_meanflow = true, a step-distilled model"),
-    ],
-)
-def test_checkpoints_of_another_task_are_refused(
-    checkpoint: Path, tmp_path: Path, values: dict[str, object], message: str
-) -> None:
+def test_checkpoints_of_another_task_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     """The error names the task, in a dry run too."""
-    other = changed(checkpoint, tmp_path, "transformer", **values)
+    other = changed(checkpoint, tmp_path, "transformer", task_type="sr")
+    message = "its transformer has task_type = 'sr'; expected 't2v' or 'i2v'"
     with pytest.raises(UserError, match=message):
         find_spec(str(other))
     with pytest.raises(UserError, match=message):

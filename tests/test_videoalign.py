@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil
+from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
 from sage_fast.rewards.frames import levels, resize
 from sage_fast.rewards.qwen2_vl import PREFIXES, Lora, build_network
@@ -24,6 +24,7 @@ from tests.tiny_rewards import (
     QWEN2_VL_CHAT_TEMPLATE,
     RANK,
     model_config,
+    published_config,
     published_shapes,
     published_weights,
     write_qwen2_vl,
@@ -353,14 +354,7 @@ def test_every_key_that_does_not_fit_is_named_at_once(
 
 
 def test_the_published_file_has_the_keys_and_the_size_that_are_loaded() -> None:
-    config = Qwen2VLConfig(  # config.json of Qwen/Qwen2-VL-2B-Instruct, with as many rows as its tokenizer has tokens
-        text_config={
-            "vocab_size": 151657, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-            "num_attention_heads": 12, "num_key_value_heads": 2, "max_window_layers": 28,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        },
-        vision_config={"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_size": 1536},
-    )  # fmt: skip
+    config = published_config(1536, 8960, heads=12, key_heads=2)  # Qwen2-VL-2B-Instruct
     shapes = published_shapes(config, rank=64)
     assert len(shapes) == 1123  # loaded by UniRL (github.com/Tencent-Hunyuan/UniRL, pull request 97)
     tensors = 2 * sum(shape.numel() for shape in shapes.values())  # bytes, in bfloat16

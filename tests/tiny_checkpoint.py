@@ -51,7 +51,9 @@ MERGES = (("t", "h"), ("th", "e"), ("Ġ", "a"), ("Ġ", "the"), ("i", "n"), ("in"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|system|>")
 
 
-def tiny_transformer(width_of_a_head: int = 16, task: str = "t2v") -> HunyuanVideo15Transformer3DModel:
+def tiny_transformer(
+    width_of_a_head: int = 16, task: str = "t2v", *, step_distilled: bool = False
+) -> HunyuanVideo15Transformer3DModel:
     """2 heads, 2 blocks, random weights; 4.4 M parameters, nearly all in the projection with a fixed width of 2048."""
     assert width_of_a_head % 8 == 0
     quarter = width_of_a_head // 4
@@ -68,6 +70,7 @@ def tiny_transformer(width_of_a_head: int = 16, task: str = "t2v") -> HunyuanVid
         rope_axes_dim=(quarter, (width_of_a_head - quarter) // 2, (width_of_a_head - quarter) // 2),
         target_size=64,
         task_type=task,
+        use_meanflow=step_distilled,
     )
 
 
@@ -83,7 +86,7 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def write_tiny_checkpoint(folder: Path, seed: int = 0, task: str = "t2v") -> Path:
+def write_tiny_checkpoint(folder: Path, seed: int = 0, task: str = "t2v", *, step_distilled: bool = False) -> Path:
     """Write the pipeline of a task with random weights to `folder`; returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -121,7 +124,7 @@ def write_tiny_checkpoint(folder: Path, seed: int = 0, task: str = "t2v") -> Pat
             spatial_compression_ratio=16,
             temporal_compression_ratio=4,
         )
-        transformer = tiny_transformer(task=task)
+        transformer = tiny_transformer(task=task, step_distilled=step_distilled)
         # The default initialisation leaves the text all but without effect on the velocity; tests want to see it.
         for module in (transformer.context_embedder, transformer.context_embedder_2, transformer.transformer_blocks):
             for p in module.parameters():
@@ -138,7 +141,7 @@ def write_tiny_checkpoint(folder: Path, seed: int = 0, task: str = "t2v") -> Pat
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         text_encoder_2=text_encoder_2.eval(),
         tokenizer_2=tokenizer_2,
-        guider=ClassifierFreeGuidance(guidance_scale=GUIDANCE_SCALE),
+        guider=ClassifierFreeGuidance(guidance_scale=1.0 if step_distilled else GUIDANCE_SCALE),
         **images,
     ).save_pretrained(folder)
     return folder

@@ -119,6 +119,21 @@ def qwen2_vl_shapes(config: Qwen2VLConfig, tokens: int) -> dict[str, torch.Size]
     }
 
 
+def published_config(width: int, feed_forward: int, heads: int, key_heads: int) -> Qwen2VLConfig:
+    """config.json of a Qwen2-VL-Instruct of Qwen, of which a size has its own widths.
+
+    It has as many rows as the tokenizer has tokens.
+    """
+    return Qwen2VLConfig(
+        text_config={
+            "vocab_size": 151657, "hidden_size": width, "intermediate_size": feed_forward, "num_hidden_layers": 28,
+            "num_attention_heads": heads, "num_key_value_heads": key_heads, "max_window_layers": 28,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        vision_config={"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_size": width},
+    )  # fmt: skip
+
+
 def hpsv3_shapes(config: Qwen2VLConfig) -> dict[str, torch.Size]:
     """Shapes by the key names of MizzenAI/HPSv3."""
     widths = {0: (1024, config.text_config.hidden_size), 3: (16, 1024), 5: (2, 16)}

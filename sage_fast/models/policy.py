@@ -134,7 +134,7 @@ class Policy:
         """Compute the conditions at every noise level with the present weights.
 
         Args:
-            sigmas: `[T]` in [0, 1].
+            sigmas: `[T]` in [0, 1], where each step begins; the last step ends at 0.
             embeddings: key -> condition; with guidance, including the negative ones.
         """
         raise NotImplementedError

@@ -47,6 +47,19 @@ class Cost:
         return min(room, most) if room >= self.step + self.context else 0.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """A checkpoint that is distilled from guidance, and perhaps to few steps.
+
+    Attributes:
+        steps: the numbers of steps that it is made for.
+        mean_velocity: whether it predicts the mean velocity of a step, and so needs the step's end (MeanFlow).
+    """
+
+    steps: tuple[int, ...]
+    mean_velocity: bool = False
+
+
 class Place(NamedTuple):
     """The place of a layer in another layout of the checkpoint.
 
@@ -125,6 +138,11 @@ class Spec:
     def heads(self) -> int:
         """Number of attention heads, which ranks sharing a sample divide among them; 1 if a sample cannot be shared."""
         return 1
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """What the checkpoint is distilled to; None if it is not, or if nothing on this machine says so."""
+        return None
 
     @property
     def patch(self) -> int:

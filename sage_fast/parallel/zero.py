@@ -110,7 +110,7 @@ class ZeroEngine(PlainEngine):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop DeepSpeed's warnings that it does not know `_Rows`, and of gradients of which the engine raises an error."""
+    """Drop two of DeepSpeed's warnings: `_Rows` is an optimizer of ours, and our engine reports an overflow itself."""
     return not any(known in record.getMessage() for known in ("untested optimizer", "OVERFLOW! Skipping step"))
 
 

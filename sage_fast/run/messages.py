@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from sage_fast.algorithm.distilled import distillation_warnings
 from sage_fast.algorithm.objective import Objective
 from sage_fast.config.schema import Config, TrainConfig
 from sage_fast.eval.scores import format_number
+from sage_fast.models.spec import Distillation
 from sage_fast.util.metrics import REWARD_PART, straggler_line
 
 LARGEST_START = 0.1
@@ -103,11 +105,12 @@ def average_warning(train: TrainConfig, averaged_weights: bool) -> str | None:
     )
 
 
-def config_warnings(config: Config) -> list[str]:
-    """Return what in the settings is likely to mislead or to train little."""
+def config_warnings(config: Config, distillation: Distillation | None = None) -> list[str]:
+    """Return what in the settings is likely to mislead or to train little; with it, to spoil a distilled checkpoint."""
     sampling = config.sampling
     warnings = (
         guidance_warning(Objective.of(config), sampling.guidance_scale, config.eval_guidance_scale),
         average_warning(config.train, sampling.averaged_weights),
     )
-    return [*filter(None, warnings)]
+    distilled = [] if distillation is None else distillation_warnings(distillation, sampling, config.eval.steps)
+    return [*filter(None, warnings), *distilled]

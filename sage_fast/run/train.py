@@ -139,7 +139,7 @@ class Run:
             log_to(own_log)
         facts = describe(trainer, self.folder, self.done)
         log.info(trajectories)
-        for warning in config_warnings(config):
+        for warning in config_warnings(config, setup.model.spec.distillation):
             log.warning(wrapped(f"warning: {warning}"))
         if resume:
             log.info(f"resumed after {self.done} iterations" if self.done else "no checkpoint: starting at iteration 1")

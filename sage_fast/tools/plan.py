@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.flops import flops, forwards
 from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks, share_of
 from sage_fast.algorithm.objective import KLStrategy, Objective
@@ -488,10 +489,12 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     """
     spec = find_spec(config.model.path)
     check_trainable(config, ranks)
+    check_distilled(spec.distillation, config.objective, config.sampling, config.eval)
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     check_captions([*train, *heldout], spec)
-    data = _format_data(config, train, heldout)  # before the plan, which takes a second
+    warnings = config_warnings(config, spec.distillation)
+    data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
     sizes = reward_sizes(config.named_rewards)
@@ -504,8 +507,8 @@ def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:
     return {f"reward {entry.name}": reward_bytes(entry, key) for key, entry in rewards.items()}
 
 
-def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:
-    """Format the prompts and the rewards."""
+def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt], warnings: Sequence[str]) -> str:
+    """Format the prompts, the rewards, and the warnings about the settings."""
     lines, notes = ["prompts and rewards"], []
     lines.append(f"  {config.data.prompts}: {len(train)} prompts{_keys_of(train)}")
     evaluated = min(config.eval.num_prompts, len(heldout))
@@ -514,7 +517,7 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
     for key, entry in config.named_rewards.items():
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
         notes += dry_run_reward(entry, key)
-    notes += [f"warning: {warning}" for warning in config_warnings(config)]
+    notes += [f"warning: {warning}" for warning in warnings]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join(lines)
 

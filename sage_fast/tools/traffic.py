@@ -28,10 +28,10 @@ from sage_fast.tools.links import Ring
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Collectives of a kind in an iteration.
+    """All collectives of one kind, such as all-gathers of weights, that a GPU takes part in during an iteration.
 
     Attributes:
-        count: how many.
+        count: number of collectives.
         sent: bytes that a GPU sends.
         seconds: their time, if nothing else is done meanwhile.
     """

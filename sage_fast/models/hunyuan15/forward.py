@@ -120,12 +120,22 @@ class TextToVideoForward(nn.Module):
             assert isinstance(block, TextToVideoBlock)
             block.function = compiled
 
-    def modulation(self, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]`; last norm: `[R, 2, d]`."""
-        model = self.transformer
-        # The timestep stays fp32 up to the sinusoid: in bf16 it is off by up to 2 units of 1000.
-        sinusoid, embedder = model.time_embed.time_proj(timestep), model.time_embed.timestep_embedder
-        temb = F.silu(embedder(sinusoid.to(next(embedder.parameters()).dtype))).to(dtype)
+    @property
+    def has_mean_velocity(self) -> bool:
+        """Whether the velocity is the mean over a step, whose end the network is told (MeanFlow)."""
+        return self.transformer.time_embed.timestep_embedder_r is not None
+
+    def modulation(self, timestep: Tensor, dtype: torch.dtype, end: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Compute AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]`; last norm: `[R, 2, d]`.
+
+        A network with a mean velocity also takes `end`, the timestep at which the step ends, float32 `[R]`.
+        """
+        model, times = self.transformer, self.transformer.time_embed
+        assert (end is not None) == self.has_mean_velocity
+        temb = _embedded(times.time_proj(timestep), times.timestep_embedder)
+        if end is not None:
+            temb = temb + _embedded(times.time_proj_r(end), times.timestep_embedder_r)
+        temb = F.silu(temb).to(dtype)
         rows = torch.cat([adaln(temb) for adaln in self.adaln], dim=1)
         last = model.norm_out.linear(temb).view(len(timestep), 2, -1)
         return rows.view(len(timestep), len(model.transformer_blocks), 2, 6, -1), last
@@ -195,3 +205,9 @@ class TextToVideoForward(nn.Module):
             cos, sin = self.transformer.rope(x)  # [N, head_dim], each value twice
             self._rotary[key] = torch.stack([cos[:, ::2], sin[:, ::2]], dim=-1)
         return self._rotary[key]
+
+
+def _embedded(sinusoid: Tensor, embedder: Any) -> Tensor:
+    """Embed a timestep, which stays fp32 up to its sinusoid: in bf16 it is off by up to 2 units of 1000."""
+    embedded: Tensor = embedder(sinusoid.to(next(embedder.parameters()).dtype))
+    return embedded

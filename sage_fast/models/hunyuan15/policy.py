@@ -61,16 +61,20 @@ class HunyuanVideo15Policy(Policy):
         with self._autocast():
             return self.forward(x.to(self.dtype), inputs)
 
-    def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Inputs:
+    def condition(
+        self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None, end: Tensor | None = None
+    ) -> Inputs:
         """Compute the conditioning of B samples, differentiably.
 
         Args:
             sigma: float32 `[B]` in [0, 1]; the network's timestep is 1000 sigma.
             text: B prompts.
             negative: B negative prompts, for guidance.
+            end: sigma at the end of the step, float32 `[B]`, for a network with a mean velocity.
         """
         with self._autocast():
-            modulation, final = self.forward.modulation(1000 * sigma, self.dtype)
+            ends = None if end is None else 1000 * end
+            modulation, final = self.forward.modulation(1000 * sigma, self.dtype, ends)
 
             def conditioning(batch: TextBatch) -> Inputs:
                 context, mask = self.forward.context(1000 * sigma, batch)
@@ -89,7 +93,7 @@ class HunyuanVideo15Policy(Policy):
         """Compute the conditioning of every prompt at every noise level with the present weights.
 
         Args:
-            sigmas: `[T]` in [0, 1].
+            sigmas: `[T]` in [0, 1], where each step begins; the last step ends at 0.
             embeddings: key -> embedding; with guidance, including the negative prompts.
         """
         sigmas = sigmas.to(self.device, torch.float32)
@@ -104,7 +108,7 @@ class HunyuanVideo15Policy(Policy):
             return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings))), images
 
         with self._autocast():
-            modulation, final = self.forward.modulation(timesteps, self.dtype)
+            modulation, final = self.forward.modulation(timesteps, self.dtype, self._ends(timesteps))
         trained = None if self.forward.conditioning_is_frozen else functools.partial(self._trained, sigmas, embeddings)
         return ConditionTable(modulation, final, embeddings, contextualize, self.uses_guidance, trained)
 
@@ -112,19 +116,24 @@ class HunyuanVideo15Policy(Policy):
         self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding], keys: Sequence[Key], steps: Tensor
     ) -> Inputs:
         """Compute the conditioning at `steps` with gradients."""
-        sigma = sigmas[steps].expand(len(keys))
+        sigma, ends = sigmas[steps].expand(len(keys)), self._ends(sigmas)
+        end = None if ends is None else ends[steps].expand(len(keys))
         negatives = [embeddings[key].negative for key in keys]
         text, negative = (
             collate([embeddings[key] for key in row], self.device, self.dtype) for row in (keys, negatives)
         )
-        return self.condition(sigma, text, negative if self.uses_guidance else None)
+        return self.condition(sigma, text, negative if self.uses_guidance else None, end)
+
+    def _ends(self, starts: Tensor) -> Tensor | None:
+        """Return where each step of a schedule ends, if the network takes it: where the next one begins, at last 0."""
+        return torch.cat([starts[1:], starts.new_zeros(1)]) if self.forward.has_mean_velocity else None
 
 
 def places_of_a_token(architecture: Any) -> int:
     return architecture["patch_size_t"] * architecture["patch_size"] ** 2
 
 
-def freeze_dead_ends(transformer: Any) -> None:
+def freeze_dead_ends(transformer: Any, *, takes_images: bool = False) -> None:
     """Freeze layers that the task never reads, so that no optimizer or reducer waits for their gradients.
 
     Nothing reads the last block's text stream, so its queries and all that follows are idle; its keys and values are
@@ -132,5 +141,5 @@ def freeze_dead_ends(transformer: Any) -> None:
     """
     last = transformer.transformer_blocks[-1]
     idle = [last.attn.add_q_proj, last.attn.norm_added_q, last.attn.to_add_out, last.ff_context]
-    for module in [*idle, *([] if transformer.config.task_type == "i2v" else [transformer.image_embedder])]:
+    for module in [*idle, *([] if takes_images else [transformer.image_embedder])]:
         module.requires_grad_(False)

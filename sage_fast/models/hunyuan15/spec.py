@@ -5,12 +5,19 @@ tests/test_plan.py checks the formulas against PyTorch's own counts. A multiply-
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15, FlowMatchEulerDiscreteScheduler, HunyuanVideo15Transformer3DModel
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import nn
 
@@ -33,7 +40,7 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
-from sage_fast.models.spec import Cost, Spec
+from sage_fast.models.spec import Cost, Distillation, Spec
 from sage_fast.util.errors import UserError
 
 Architecture = Mapping[str, Any]
@@ -41,6 +48,10 @@ Architecture = Mapping[str, Any]
 
 FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
 """Random model -> number of its blocks, which have the published width: all weights of these train on one GPU."""
+
+
+DISTILLED, STEP_DISTILLED = "_distilled", "_step_distilled"
+"""Ends of the names of published checkpoints: distilled from guidance, and also to few steps by MeanFlow."""
 
 
 class HunyuanVideo15(Spec):
@@ -77,9 +88,17 @@ class HunyuanVideo15(Spec):
         """The autoencoder on the meta device."""
         return self.meta("vae")
 
-    @property
+    @functools.cached_property
     def takes_images(self) -> bool:
-        return self.transformer_config.task_type == "i2v"
+        """Whether its pipeline is the one for images.
+
+        Without a pipeline, its `task_type` is. diffusers' converter gives "i2v" to the 480p text-to-video model too.
+        """
+        if self.layouts:
+            with contextlib.suppress(OSError, UserError):
+                pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path))["_class_name"]
+                return bool(pipeline == "HunyuanVideo15ImageToVideoPipeline")
+        return bool(self.transformer_config.task_type == "i2v")
 
     @property
     def prompt_tokens(self) -> int:
@@ -96,19 +115,30 @@ class HunyuanVideo15(Spec):
         return self.transformer_config.num_attention_heads
 
     @property
+    def distillation(self) -> Distillation | None:
+        if self.transformer_config.use_meanflow:
+            return Distillation(steps=(8, 12), mean_velocity=True)  # README: recommended
+        distilled = self.path.endswith(DISTILLED)
+        if not distilled and Path(self.path).is_dir():
+            with contextlib.suppress(OSError):
+                distilled = _scale_of(ClassifierFreeGuidance.load_config(self.path, subfolder="guider")) == 1
+        return Distillation(steps=(50,)) if distilled else None  # README: "must use 50 steps"
+
+    @property
     def patch(self) -> int:
         return places_of_a_token(self.transformer_config)
 
     def meta(self, part: str) -> Any:
         if part == "transformer" and not self.layouts.get(part):  # otherwise as published
-            blocks = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
+            settings: dict[str, Any] = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
+            settings |= {"use_meanflow": True} if self.path.endswith(STEP_DISTILLED) else {}
             task = "i2v" if "i2v" in self.path else "t2v"  # published checkpoints are named by it
             with torch.device("meta"):
-                return HunyuanVideo15Transformer3DModel(task_type=task, **blocks)
+                return HunyuanVideo15Transformer3DModel(task_type=task, **settings)
         return super().meta(part)
 
     def check(self) -> None:
-        """Refuse checkpoints for another task or with MeanFlow: we never pass a second timestep.
+        """Refuse checkpoints for another task.
 
         Raises:
             UserError: the checkpoint would load but be sampled wrongly.
@@ -119,11 +149,6 @@ class HunyuanVideo15(Spec):
             raise UserError(
                 f"model.path = {self.path!r}: its transformer has task_type = {task!r}; expected 't2v' or 'i2v', as "
                 f"in {self.published}"
-            )
-        if layout.get("use_meanflow", False):
-            raise UserError(
-                f"model.path = {self.path!r}: its transformer has use_meanflow = true, a step-distilled model that "
-                f"also takes the end of each step; expected one without, such as {self.published}"
             )
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
@@ -143,7 +168,7 @@ class HunyuanVideo15(Spec):
             dynamic = scheduler.get("use_dynamic_shifting")
             published = "a shift that depends on the size" if dynamic else f"shift {scheduler.get('shift', 1.0):g}"
             notes.append(f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {published}")
-        scale = guider.get("guidance_scale", 1.0) if guider.get("enabled", True) else 1.0
+        scale = _scale_of(guider)
         if scale != sampling.guidance_scale:
             notes.append(
                 f"sampling.guidance_scale = {sampling.guidance_scale:g}, and the checkpoint's guider has "
@@ -201,7 +226,7 @@ class HunyuanVideo15(Spec):
         )
 
     def freeze_idle(self, network: nn.Module) -> None:
-        freeze_dead_ends(network)
+        freeze_dead_ends(network, takes_images=self.takes_images)
 
     def is_gate(self, name: str) -> bool:
         return ".linear." in name and "norm1" in name
@@ -221,6 +246,11 @@ class HunyuanVideo15(Spec):
     def encoder_version(self) -> str | None:
         parts = (*PARTS, *IMAGE_PARTS) if self.takes_images else PARTS
         return "" if is_random(self.path) else encoder_version(self.path, parts)
+
+
+def _scale_of(guider: Mapping[str, Any]) -> float:
+    """Return the guidance scale of a guider's configuration; 1 if it is off."""
+    return float(guider.get("guidance_scale", 1.0)) if guider.get("enabled", True) else 1.0
 
 
 def forward_flops(architecture: Architecture, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
