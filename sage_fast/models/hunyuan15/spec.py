@@ -48,8 +48,8 @@ Architecture = Mapping[str, Any]
 
 FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
 """Random model -> number of its blocks, which have the published width: all weights of these train on one GPU."""
-
-
+PIPELINES = {"HunyuanVideo15Pipeline": "t2v", "HunyuanVideo15ImageToVideoPipeline": "i2v"}
+"""Class in a checkpoint's model_index.json -> its task."""
 DISTILLED, STEP_DISTILLED = "_distilled", "_step_distilled"
 """Ends of the names of published checkpoints: distilled from guidance, and also to few steps by MeanFlow."""
 
@@ -92,13 +92,13 @@ class HunyuanVideo15(Spec):
     def takes_images(self) -> bool:
         """Whether its pipeline is the one for images.
 
-        Without a pipeline, its `task_type` is. diffusers' converter gives "i2v" to the 480p text-to-video model too.
+        Without one of `PIPELINES`, its `task_type` is. diffusers' converter gives "i2v" to 480p text-to-video too.
         """
+        pipeline = None
         if self.layouts:
-            with contextlib.suppress(OSError, UserError):
-                pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path))["_class_name"]
-                return bool(pipeline == "HunyuanVideo15ImageToVideoPipeline")
-        return bool(self.transformer_config.task_type == "i2v")
+            with contextlib.suppress(OSError, UserError, AttributeError):  # the last: no mapping
+                pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path)).get("_class_name")
+        return PIPELINES.get(str(pipeline), self.transformer_config.task_type) == "i2v"
 
     @property
     def prompt_tokens(self) -> int:
