@@ -14,6 +14,8 @@ from torch import Tensor
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.cli import main
+from sage_fast.config.load import dump
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import load_setup
@@ -228,6 +230,25 @@ def test_methods_that_a_mean_velocity_rules_out(checkpoint: Path, overrides: dic
         load_setup(config, PROMPTS, rewards=False)
     check_distilled(None, config.objective, config.sampling, config.eval)
     check_distilled(Distillation(steps=(50,)), config.objective, config.sampling, config.eval)
+
+
+def test_a_sampler_that_a_later_source_rules_out_is_refused_before_any_samples(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What trains the first is no matter: a policy of `nft` is compared with the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("a cat sings")
+    given = {"objective__surrogate": "nft", "kl__strategy": "none", "eval__steps": 2, "eval__num_prompts": 1}
+    given |= {"data__prompts": "prompts.txt", "data__eval_prompts": "prompts.txt"}
+    given |= {"reward__name": "tests.tiny:BrightnessReward"}
+    plain = write_tiny_checkpoint(tmp_path / "plain", seed=1)
+    for name, path in (("first", plain), ("second", checkpoint)):
+        (tmp_path / f"{name}.yaml").write_text(dump(tiny(path, **given)))
+    sources = ["first.yaml", "second.yaml"]
+    assert main(["eval", *sources, "--eval.sampler", "ode2", "--folder", "both"]) == 2
+    assert "eval.sampler = 'ode2': corrects" in capsys.readouterr().err
+    assert not (tmp_path / "both").exists()
+    assert main(["eval", *sources]) == 0
 
 
 def test_the_plan_refuses_and_warns(checkpoint: Path, tmp_path: Path) -> None:
