@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,18 @@ def test_settings_that_spoil_a_distilled_checkpoint_are_warned_of() -> None:
     assert warnings_of(of_guidance, sampling__steps=50, eval__steps=50) == []
     (few,) = warnings_of(of_guidance, sampling__steps=20, eval__steps=50)
     assert few == "sampling.steps = 20: the checkpoint is distilled for 50 steps"
+
+
+def test_weights_of_a_step_distilled_model_are_refused_by_one_that_does_not_say_it_is_none(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """As a config.json that is older than the key."""
+    config = write_tiny_checkpoint(tmp_path / "plain", seed=1) / "transformer" / "config.json"
+    config.write_text(re.sub(r'"use_meanflow": false,|,\s+"use_meanflow": false', "", config.read_text()))
+    assert "use_meanflow" not in config.read_text()
+    given = {"model__tuning": "full", "model__weights": str(checkpoint)}
+    with pytest.raises(UserError, match=r"use_meanflow is True, model\.path has False"):
+        load_setup(tiny(tmp_path / "plain", **given), PROMPTS, rewards=False)
 
 
 def test_a_checkpoint_says_what_it_is_distilled_to(checkpoint: Path, tmp_path: Path) -> None:
