@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -119,9 +118,10 @@ class HunyuanVideo15(Spec):
         if self.transformer_config.use_meanflow:
             return Distillation(steps=(8, 12), mean_velocity=True)  # README: recommended
         distilled = self.path.endswith(DISTILLED)
-        if not distilled and Path(self.path).is_dir():
-            with contextlib.suppress(OSError):
-                distilled = _scale_of(ClassifierFreeGuidance.load_config(self.path, subfolder="guider")) == 1
+        if not distilled and self.layouts:
+            with contextlib.suppress(OSError, UserError):
+                guider = ClassifierFreeGuidance.load_config(reachable(self.path), subfolder="guider")
+                distilled = _scale_of(guider) == 1
         return Distillation(steps=(50,)) if distilled else None  # README: "must use 50 steps"
 
     @property
