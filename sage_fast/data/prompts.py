@@ -8,7 +8,7 @@ import json
 import os
 import pkgutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.fields import is_unicode
@@ -60,8 +60,8 @@ class Prompt:
     def caption(self) -> Caption:
         return Caption(self.text, os.path.abspath(Path(self.folder, self.image)) if self.image else "")
 
-    def check(self) -> None:
-        """Check the key and the header of the image.
+    def check(self, check_image: Callable[[str], object] = check_image) -> None:
+        """Check the key, and the image by a function of its path; by default its header alone.
 
         Raises:
             UserError: the image cannot be used, or the text looks like a key with an image.
