@@ -143,9 +143,9 @@ def load_setup(
     check_captions([*train_prompts, *eval_prompts], spec)
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
-        texts, eval_texts = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
+        keys, eval_keys = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
         metadata = metadata_of([*train_prompts, *eval_prompts])
-        reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, texts, eval_texts, metadata)
+        reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, keys, eval_keys, metadata)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = Objective.of(config).surrogate
