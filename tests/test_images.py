@@ -21,7 +21,7 @@ from PIL import Image
 import sage_fast.data.embeddings
 from sage_fast.cli import main
 from sage_fast.commands.card import model_card
-from sage_fast.commands.init import TESTBED_PROMPT, init
+from sage_fast.commands.init import init
 from sage_fast.config.command_line import overrides_of
 from sage_fast.config.load import dump, from_overrides, load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
@@ -448,23 +448,17 @@ def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None
     assert scores.rewards.tolist() == [0, 1, 0]
 
 
-def test_init_copies_images(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = there / "shipped"
-    picture(shipped / "prompts" / "red.png")
-    write(shipped / "prompts" / "p.jsonl", {"prompt": TESTBED_PROMPT, "image": "red.png"})
-    (shipped / "my_rewards.py").write_text("")
-    demo = (REPOSITORY / "configs" / "demo.yaml").read_text()
-    for name in ("testbed:train", "testbed:heldout"):
-        demo = demo.replace(name, "configs/prompts/p.jsonl")
-    (shipped / "seeing.yaml").write_text(demo)
-    monkeypatch.setattr("sage_fast.commands.init._FOLDER", shipped)
-    printed = init(there / "mine", "seeing")
-    assert "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 1 images" in printed
+def test_init_copies_images(there: Path) -> None:
+    printed = init(there / "mine", "demo-i2v")
+    assert "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 120 images" in printed
     assert "sage-fast sample runs/first --prompts heldout.jsonl" in printed
-    data = load(there / "mine" / "config.yaml").data
-    for source in (data.prompts, data.eval_prompts):
-        (prompt,) = read_prompts(str(there / "mine" / source))
-        assert prompt.caption == Caption(TESTBED_PROMPT, str(there / "mine" / "red.png"))
+    config, shipped = load(there / "mine" / "config.yaml"), load(REPOSITORY / "configs" / "demo-i2v.yaml")
+    for name in ("prompts", "eval_prompts"):
+        ours, theirs = there / "mine" / getattr(config.data, name), REPOSITORY / getattr(shipped.data, name)
+        assert ours.read_text() == theirs.read_text()
+        for copy, prompt in zip(read_prompts(str(ours)), read_prompts(str(theirs)), strict=True):
+            assert Path(copy.caption.image).read_bytes() == Path(prompt.caption.image).read_bytes()
+            assert copy.caption.image == str(there / "mine" / prompt.image)
 
 
 def test_the_card_of_such_a_model_samples_from_an_image() -> None:
