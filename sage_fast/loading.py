@@ -42,7 +42,7 @@ from sage_fast.rollout.recorder import graph_bytes, step_graphs
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import read_image
+from sage_fast.util.images import check_pixels
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -227,7 +227,7 @@ def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
     first = {prompt.caption.image: prompt for prompt in reversed(prompts) if prompt.image}
     with fail_together():
         for prompt in [*first.values()][rank() :: world_size()]:
-            prompt.check(read_image)
+            prompt.check(check_pixels)
 
 
 def load_rewards(

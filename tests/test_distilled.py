@@ -177,7 +177,7 @@ def test_a_step_of_the_mean_velocity(sampler: str, eta: float, of_velocity: floa
             {"objective__surrogate": "nft", "kl__velocity_term": "closed_form"},
             "objective.surrogate = 'nft': fits the velocity at one noise level.*the nearest choice is 'clip'",
         ),
-        ({"eval__sampler": "ode2"}, "eval.sampler = 'ode2': corrects an error.*the nearest is 'ode'"),
+        ({"eval__sampler": "ode2"}, "eval.sampler = 'ode2': corrects an error.*the nearest choice is 'ode'"),
         (
             {"objective__surrogate": "awm", "kl__strategy": "none", "sampling__sampler": "ode2"},
             "objective.surrogate = 'awm'",

@@ -25,14 +25,21 @@ def check_distilled(
     """
     if distillation is None or not distillation.mean_velocity:
         return
-    why = (
+    require(
+        SURROGATES[objective.surrogate].scores_rollout,
+        "objective.surrogate",
+        objective.surrogate,
         "fits the velocity at one noise level, and model.path is a step-distilled model, whose velocity is the mean "
-        "over a step: its videos would blur; the nearest choice is 'clip'"
+        "over a step: its videos would blur; the nearest choice is 'clip'",
     )
-    require(SURROGATES[objective.surrogate].scores_rollout, "objective.surrogate", objective.surrogate, why)
-    why = "corrects an error that the steps of model.path, a step-distilled model, do not have; the nearest is 'ode'"
     for key, sampler in (("sampling.sampler", sampling.sampler), ("eval.sampler", evaluation.sampler)):
-        require(SAMPLERS[sampler].extrapolation is None, key, sampler, why)
+        require(
+            SAMPLERS[sampler].extrapolation is None,
+            key,
+            sampler,
+            "corrects an error that the steps of model.path, a step-distilled model, do not have; the nearest choice "
+            "is 'ode'",
+        )
 
 
 def distillation_warnings(distillation: Distillation, sampling: SamplingConfig, eval_steps: int) -> list[str]:
