@@ -28,9 +28,6 @@ Any setting of the YAML file can be given on the command line, such as
 --sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 """
-ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-"""Settings of PyTorch's allocator, new name and old. A user's value of either stands. Otherwise its segments grow: for
-text lengths that change, an H100 reserved 1.37 GB instead of 2.46, and was as fast."""
 PIPE_CLOSED = 141
 """Exit status when the reader of stdout has gone away, as in `sage-fast train --help | head`."""
 
@@ -190,8 +187,6 @@ def _run(arguments: list[str]) -> int:
 
         argcomplete.autocomplete(_parser(COMMANDS, list_settings=True), always_complete_options=False)
     options, overrides = parse(arguments)
-    if os.environ.keys().isdisjoint(ALLOCATOR):
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # PyTorch reads it later
     from sage_fast.util.console import leave_logs, log_to_screen
 
     leave_logs()

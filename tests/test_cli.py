@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.cli import ALLOCATOR, main, parse
+from sage_fast.cli import main, parse
 from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build, dump
@@ -72,23 +72,6 @@ def test_a_wrong_name_of_a_reward_is_said_before_pytorch_is_imported(arguments: 
     done = subprocess.run([sys.executable, "-c", code, "train", str(PAPER), *arguments], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {}),
-    ],
-)
-def test_segments_of_gpu_memory_grow_unless_the_user_says_otherwise(
-    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in ALLOCATOR} | given
-    monkeypatch.setattr(os, "environ", dict(kept))
-    assert main(["report", "no such run"]) == 2
-    assert os.environ == kept | expected
 
 
 def test_help_of_train_lists_every_setting_in_80_columns() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from sage_fast.benchmarks.stock import StockPolicy
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.cli import main
+from sage_fast.config.load import dump
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import load_setup
@@ -192,6 +195,25 @@ def test_methods_that_a_mean_velocity_rules_out(checkpoint: Path, overrides: dic
     check_distilled(Distillation(steps=(50,)), config.objective, config.sampling, config.eval)
 
 
+def test_a_sampler_that_a_later_source_rules_out_is_refused_before_any_samples(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What trains the first is no matter: a policy of `nft` is compared with the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("a cat sings")
+    given = {"objective__surrogate": "nft", "kl__strategy": "none", "eval__steps": 2, "eval__num_prompts": 1}
+    given |= {"data__prompts": "prompts.txt", "data__eval_prompts": "prompts.txt"}
+    given |= {"reward__name": "tests.tiny:BrightnessReward"}
+    plain = write_tiny_checkpoint(tmp_path / "plain", seed=1)
+    for name, path in (("first", plain), ("second", checkpoint)):
+        (tmp_path / f"{name}.yaml").write_text(dump(tiny(path, **given)))
+    sources = ["first.yaml", "second.yaml"]
+    assert main(["eval", *sources, "--eval.sampler", "ode2", "--folder", "both"]) == 2
+    assert "eval.sampler = 'ode2': corrects" in capsys.readouterr().err
+    assert not (tmp_path / "both").exists()
+    assert main(["eval", *sources]) == 0
+
+
 def test_the_plan_refuses_and_warns(checkpoint: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat sings\na dog runs")
@@ -228,6 +250,18 @@ def test_settings_that_spoil_a_distilled_checkpoint_are_warned_of() -> None:
     assert warnings_of(of_guidance, sampling__steps=50, eval__steps=50) == []
     (few,) = warnings_of(of_guidance, sampling__steps=20, eval__steps=50)
     assert few == "sampling.steps = 20: the checkpoint is distilled for 50 steps"
+
+
+def test_weights_of_a_step_distilled_model_are_refused_by_one_that_does_not_say_it_is_none(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """As a config.json that is older than the key."""
+    config = write_tiny_checkpoint(tmp_path / "plain", seed=1) / "transformer" / "config.json"
+    config.write_text(re.sub(r'"use_meanflow": false,|,\s+"use_meanflow": false', "", config.read_text()))
+    assert "use_meanflow" not in config.read_text()
+    given = {"model__tuning": "full", "model__weights": str(checkpoint)}
+    with pytest.raises(UserError, match=r"use_meanflow is True, model\.path has False"):
+        load_setup(tiny(tmp_path / "plain", **given), PROMPTS, rewards=False)
 
 
 def test_a_checkpoint_says_what_it_is_distilled_to(checkpoint: Path, tmp_path: Path) -> None:

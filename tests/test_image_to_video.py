@@ -327,6 +327,19 @@ def test_the_pipeline_tells_the_task(checkpoint: Path, tmp_path: Path) -> None:
     assert find_spec(str(checkpoint)).takes_images
 
 
+@pytest.mark.parametrize("index", ["{}", "[]", "cut", '{"_class_name": "Mine"}', '{"_class_name": ["a", "Mine"]}'])
+def test_a_pipeline_that_is_not_known_leaves_the_task_to_the_transformer(
+    index: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    for task, image in (("t2v", False), ("i2v", True)):
+        for part in ("transformer", "vae"):
+            shutil.copytree(checkpoint / part, tmp_path / task / part, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = tmp_path / task / "transformer" / "config.json"
+        config.write_text(config.read_text().replace('"i2v"', f'"{task}"'))
+        (tmp_path / task / "model_index.json").write_text(index)
+        assert find_spec(str(tmp_path / task)).takes_images is image
+
+
 @pytest.mark.parametrize(
     ("path", "takes"),
     [

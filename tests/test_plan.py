@@ -191,6 +191,21 @@ def test_the_second_time_is_at_the_rates_of_a_measured_iteration() -> None:
         assert float(found[1]) == pytest.approx(phases[part]["seconds"], rel=0.01)
 
 
+def test_the_limits_of_a_forward_are_at_the_matmuls_rate_of_its_iteration() -> None:
+    """With prompts of 7 tokens, as the random encoder makes them of the testbed's."""
+    page = (ROOT / "docs" / "results" / "gpu.md").read_text()
+    result = json.loads((ROOT / "benchmarks" / "results" / "2026-11-25-h100-iteration.json").read_text())
+    architecture = HunyuanVideo15("random:hunyuanvideo15-480p").transformer_config
+    attention, forward = (of(architecture, 21 * 30 * 52, 7) for of in (attention_flops, forward_flops))
+    for row, flops in (("attention \\(cuDNN\\)", attention), ("matmuls", forward - attention)):
+        found = re.search(rf"^\| {row} \| (\d+) ms \| (\d+) ms \|$", page, re.MULTILINE)
+        assert found is not None
+        assert float(found[2]) == pytest.approx(1e3 * flops / result["ceiling_flops_per_second"], abs=1)
+    rate = re.search(r"cuDNN's runs at about (\d+) TFLOP/s", page)
+    assert rate is not None
+    assert float(rate[1]) == pytest.approx(attention / 0.850 / 1e12, abs=5)
+
+
 def test_the_run_holds_its_evaluations() -> None:
     """As often and of as many videos as the run evaluates, at the guidance of evaluations, on the busiest GPU."""
     given = {"train.iterations": 200, "eval.interval": 50, "eval.num_prompts": 10, "eval.seeds_per_prompt": 2,

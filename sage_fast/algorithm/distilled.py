@@ -6,7 +6,7 @@ from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.algorithm.schedule import configured_table, windows
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.fields import require
-from sage_fast.config.schema import EvalConfig, ObjectiveConfig, SamplingConfig
+from sage_fast.config.schema import EvalConfig, ObjectiveConfig, Sampler, SamplingConfig
 from sage_fast.models.spec import Distillation
 
 LARGEST_ETA = 0.2
@@ -23,23 +23,26 @@ def check_distilled(
     Raises:
         UserError: it does, with a surrogate for the velocity at one noise level or a sampler of second order.
     """
-    if distillation is None or not distillation.mean_velocity:
-        return
     require(
-        SURROGATES[objective.surrogate].scores_rollout,
+        distillation is None or not distillation.mean_velocity or SURROGATES[objective.surrogate].scores_rollout,
         "objective.surrogate",
         objective.surrogate,
         "fits the velocity at one noise level, and model.path is a step-distilled model, whose velocity is the mean "
         "over a step: its videos would blur; the nearest choice is 'clip'",
     )
-    for key, sampler in (("sampling.sampler", sampling.sampler), ("eval.sampler", evaluation.sampler)):
-        require(
-            SAMPLERS[sampler].extrapolation is None,
-            key,
-            sampler,
-            "corrects an error that the steps of model.path, a step-distilled model, do not have; the nearest choice "
-            "is 'ode'",
-        )
+    check_sampler(distillation, "sampling.sampler", sampling.sampler)
+    check_sampler(distillation, "eval.sampler", evaluation.sampler)
+
+
+def check_sampler(distillation: Distillation | None, key: str, sampler: Sampler) -> None:
+    """Check one of the samplers, as `check_distilled` does."""
+    require(
+        distillation is None or not distillation.mean_velocity or SAMPLERS[sampler].extrapolation is None,
+        key,
+        sampler,
+        "corrects an error that the steps of model.path, a step-distilled model, do not have; the nearest choice is "
+        "'ode'",
+    )
 
 
 def distillation_warnings(distillation: Distillation, sampling: SamplingConfig, eval_steps: int) -> list[str]:

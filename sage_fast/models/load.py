@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,12 +177,11 @@ def load_model(
     if not config.trains_adapter and config.weights is not None:
         setting, source = "model.weights", config.weights
         for part in spec.networks:
-            _check_same(source, part, spec.layouts.get(part, {}))
+            _check_same(source, part, json.loads(spec.meta(part).to_json_string()))
     networks = {part: _load(spec, setting, source, part, weights, device) for part in spec.networks}
     vae = _load(spec, "model.path", spec.source("vae", loaded), "vae", dtype, device)
     for network in networks.values():
-        network.eval()
-        make_trainable(spec, network, config, seed, config.weights)
+        make_trainable(spec, network.eval(), config, seed, config.weights)
     vae.eval().requires_grad_(False)
     policy = spec.policy(networks, dtype=dtype, guidance_scale=sampling.guidance_scale)
     if is_random(spec.path):
@@ -238,7 +238,7 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
 
 
 def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:
-    """Check that `source` holds weights for a network with this config.json.
+    """Check that `source` holds weights for a network with this configuration, which spells out its defaults.
 
     Raises:
         UserError: it does not.
@@ -246,7 +246,6 @@ def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:
     if not (Path(source) / part / "config.json").is_file():
         raise UserError(f"model.weights = {source!r}: expected a folder that holds {part}/config.json")
     for key, value in read_layout("model.weights", source, part).items():
-        # A key that only one file spells out has its default value in the other.
         if key not in ("_diffusers_version", "_name_or_path") and layout.get(key, value) != value:
             raise UserError(
                 f"model.weights = {source!r} was made for another model: "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -41,8 +40,8 @@ Architecture = Mapping[str, Any]
 
 FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
 """Random model -> number of its blocks, which have the published width: all weights of these train on one GPU."""
-
-
+PIPELINES = {"HunyuanVideo15Pipeline": "t2v", "HunyuanVideo15ImageToVideoPipeline": "i2v"}
+"""Class in a checkpoint's model_index.json -> its task."""
 DISTILLED, STEP_DISTILLED = "_distilled", "_step_distilled"
 """Ends of the names of published checkpoints: distilled from guidance, and also to few steps by MeanFlow."""
 
@@ -85,13 +84,13 @@ class HunyuanVideo15(Spec):
     def takes_images(self) -> bool:
         """Whether its pipeline is the one for images.
 
-        Without a pipeline, its `task_type` is. diffusers' converter gives "i2v" to the 480p text-to-video model too.
+        Without one of `PIPELINES`, its `task_type` is. diffusers' converter gives "i2v" to 480p text-to-video too.
         """
+        pipeline = None
         if self.layouts:
-            with contextlib.suppress(OSError, UserError):
-                pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path))["_class_name"]
-                return bool(pipeline == "HunyuanVideo15ImageToVideoPipeline")
-        return bool(self.transformer_config.task_type == "i2v")
+            with contextlib.suppress(OSError, UserError, AttributeError):  # the last: no mapping
+                pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path)).get("_class_name")
+        return PIPELINES.get(str(pipeline), self.transformer_config.task_type) == "i2v"
 
     @property
     def prompt_tokens(self) -> int:
@@ -112,9 +111,10 @@ class HunyuanVideo15(Spec):
         if self.transformer_config.use_meanflow:
             return Distillation(steps=(8, 12), mean_velocity=True)  # README: recommended
         distilled = self.path.endswith(DISTILLED)
-        if not distilled and Path(self.path).is_dir():
-            with contextlib.suppress(OSError):
-                distilled = _scale_of(ClassifierFreeGuidance.load_config(self.path, subfolder="guider")) == 1
+        if not distilled and self.layouts:
+            with contextlib.suppress(OSError, UserError):
+                guider = ClassifierFreeGuidance.load_config(reachable(self.path), subfolder="guider")
+                distilled = _scale_of(guider) == 1
         return Distillation(steps=(50,)) if distilled else None  # README: "must use 50 steps"
 
     @property
