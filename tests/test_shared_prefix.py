@@ -293,7 +293,8 @@ def test_the_plan_prices_the_rank_with_the_most() -> None:
 def test_the_page_has_what_shared_steps_save() -> None:
     """docs/how-to/choose-settings.md, for `hunyuanvideo15-480p-window.yaml` on 8 GPUs."""
     page = " ".join((REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text().split())
-    found = re.findall(r"(\d+) % of the rollout's forwards for groups of 8,.* and (\d+) % on the longest of 8 ranks", page)
+    claim = r"(\d+) % of the rollout's forwards for groups of 8,.* and (\d+) % on the longest of 8 ranks"
+    found = re.findall(claim, page)
     file = REPOSITORY / "configs" / "hunyuanvideo15-480p-window.yaml"
     one_window = {"sampling.window_per_prompt": "false", "train.group_size": "8"}
     planned = [round(100 * plan(load(file, settings), ranks=8).saved[1]) for settings in (one_window, {})]
