@@ -42,7 +42,7 @@ from sage_fast.rollout.recorder import graph_bytes, step_graphs
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import check_pixels
+from sage_fast.util.images import read_image
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -207,7 +207,7 @@ def check_task(prompts: Sequence[Prompt], spec: Spec) -> None:
         if spec.takes_images and not prompt.image:
             raise UserError(
                 f"{prompt.where}: model.path = {spec.path!r} is image-to-video; expected an image for each prompt, in "
-                'the key "image" of a .jsonl file'
+                'the key "image" of a .jsonl file, or sample --image'
             )
         if prompt.image and not spec.takes_images:
             raise UserError(
@@ -228,7 +228,7 @@ def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
     with fail_together():
         for path in [*first][rank() :: world_size()]:
             try:
-                check_pixels(path)
+                read_image(path, reduced=True)
             except UserError as error:
                 raise UserError(f"{first[path].where}: {error}") from error
 
