@@ -114,12 +114,20 @@ def test_a_video_that_is_not_a_number_has_no_score(metadata: list[dict[str, str]
     assert REWARD(videos, PROMPTS, metadata)["color"].isfinite().tolist() == [False] + [True] * (len(PROMPTS) - 1)
 
 
-def test_prompts_without_an_image_of_the_right_size_are_refused(tmp_path: Path) -> None:
+def test_a_prompt_without_an_image_is_refused() -> None:
     with pytest.raises(UserError, match="a prompt has no image; expected one"):
         REWARD(truth()[:1], PROMPTS[:1], [{}])
-    Image.new("RGB", (40, 32)).save(tmp_path / "wide.png")
-    with pytest.raises(UserError, match=r"wide.png' has \(40, 32\) pixels; expected \(32, 32\)"):
-        REWARD(truth()[:1], PROMPTS[:1], [{"image": str(tmp_path / "wide.png")}])
+
+
+def test_an_image_of_another_size_is_seen_as_by_the_model(metadata: list[dict[str, str]], tmp_path: Path) -> None:
+    with Image.open(metadata[0]["image"]) as image:
+        expected = REWARD(truth()[:1], PROMPTS[:1], metadata[:1])
+        wide = Image.new("RGB", (80, 64), "white")  # what is beside the centre is cropped
+        wide.paste(image.resize((64, 64), Image.Resampling.NEAREST), (8, 0))
+    wide.save(tmp_path / "wide.png")
+    found = REWARD(truth()[:1], PROMPTS[:1], [{"image": str(tmp_path / "wide.png")}])
+    for part, values in expected.items():
+        torch.testing.assert_close(found[part], values, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("name", SETS)
