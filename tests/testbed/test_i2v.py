@@ -21,7 +21,7 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.eval.scores import paired_table, read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec
-from sage_fast.models.testbed import BASE_I2V
+from sage_fast.models.testbed import BASE, BASE_I2V
 from sage_fast.models.testbed.images import ImageEncoder
 from sage_fast.models.testbed.model import TestbedTransformer, load_vae
 from sage_fast.rewards.testbed_i2v import TestbedImageReward
@@ -112,6 +112,17 @@ def test_a_video_that_is_not_a_number_has_no_score(metadata: list[dict[str, str]
     videos = truth()
     videos[0, 5, 0, 3, 4] = torch.nan
     assert REWARD(videos, PROMPTS, metadata)["color"].isfinite().tolist() == [False] + [True] * (len(PROMPTS) - 1)
+
+
+def test_a_checkpoint_without_its_image_encoder_is_refused(tmp_path: Path) -> None:
+    """The hub is not asked for it."""
+    for part in ("transformer", "testbed.json"):
+        (tmp_path / part).symlink_to(BASE_I2V / part)
+    (tmp_path / "vae").symlink_to(BASE / "vae")
+    spec = find_spec(str(tmp_path))
+    assert spec.takes_images
+    with pytest.raises(UserError, match="expected folders image_encoder and feature_extractor"):
+        spec.load_encoder(torch.float32, torch.device("cpu"), SamplingConfig())
 
 
 def test_a_prompt_without_an_image_is_refused() -> None:

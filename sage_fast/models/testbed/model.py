@@ -22,6 +22,7 @@ from sage_fast.models.testbed import BASE, BASE_I2V
 from sage_fast.models.testbed.images import ImageEncoder
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
 from sage_fast.util.captions import Caption
+from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 
 LATENT_CHANNELS = 32  # as the real model's
@@ -169,6 +170,8 @@ class Testbed(HunyuanVideo15):
         no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
         if not self.takes_images:
             return lambda caption: TextEmbedding(text=self.embed(caption.text), glyphs=no_glyphs)
+        if self.encoder_version() is None:
+            raise UserError(f"model.path = {self.path!r}: expected folders image_encoder and feature_extractor")
         size = sampling.height, sampling.width
         see = ImageEncoder(Path(self.path), load_vae(Path(self.source("vae", self.path))), size)
 
