@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ from sage_fast.rollout.recorder import graph_bytes, step_graphs
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import check_pixels
+from sage_fast.util.images import read_image
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -207,7 +208,7 @@ def check_task(prompts: Sequence[Prompt], spec: Spec) -> None:
         if spec.takes_images and not prompt.image:
             raise UserError(
                 f"{prompt.where}: model.path = {spec.path!r} is image-to-video; expected an image for each prompt, in "
-                'the key "image" of a .jsonl file'
+                'the key "image" of a .jsonl file, or sample --image'
             )
         if prompt.image and not spec.takes_images:
             raise UserError(
@@ -227,7 +228,7 @@ def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
     first = {prompt.caption.image: prompt for prompt in reversed(prompts) if prompt.image}
     with fail_together():
         for prompt in [*first.values()][rank() :: world_size()]:
-            prompt.check(check_pixels)
+            prompt.check(functools.partial(read_image, reduced=True))
 
 
 def load_rewards(

@@ -17,7 +17,7 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.eval.scores import paired_table, read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec
-from sage_fast.models.testbed import BASE_I2V
+from sage_fast.models.testbed import BASE, BASE_I2V
 from sage_fast.models.testbed.model import TestbedTransformer, load_image_encoder, load_vae
 from sage_fast.rewards.testbed_i2v import TestbedImageReward
 from sage_fast.testbed.world import FRAMES, SHAPES, heldout_prompts, parse
@@ -108,12 +108,31 @@ def test_a_video_that_is_not_a_number_has_no_score(metadata: list[dict[str, str]
     assert REWARD(videos, PROMPTS, metadata)["color"].isfinite().tolist() == [False] + [True] * (len(PROMPTS) - 1)
 
 
-def test_prompts_without_an_image_of_the_right_size_are_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_image_encoder_is_refused(tmp_path: Path) -> None:
+    """The hub is not asked for it."""
+    for part in ("transformer", "testbed.json"):
+        (tmp_path / part).symlink_to(BASE_I2V / part)
+    (tmp_path / "vae").symlink_to(BASE / "vae")
+    spec = find_spec(str(tmp_path))
+    assert spec.takes_images
+    with pytest.raises(UserError, match="expected folders image_encoder and feature_extractor"):
+        spec.load_encoder(torch.float32, torch.device("cpu"), SamplingConfig())
+
+
+def test_a_prompt_without_an_image_is_refused() -> None:
     with pytest.raises(UserError, match="a prompt has no image; expected one"):
         REWARD(truth()[:1], PROMPTS[:1], [{}])
-    Image.new("RGB", (40, 32)).save(tmp_path / "wide.png")
-    with pytest.raises(UserError, match=r"wide.png' has \(40, 32\) pixels; expected \(32, 32\)"):
-        REWARD(truth()[:1], PROMPTS[:1], [{"image": str(tmp_path / "wide.png")}])
+
+
+def test_an_image_of_another_size_is_seen_as_by_the_model(metadata: list[dict[str, str]], tmp_path: Path) -> None:
+    with Image.open(metadata[0]["image"]) as image:
+        expected = REWARD(truth()[:1], PROMPTS[:1], metadata[:1])
+        wide = Image.new("RGB", (80, 64), "white")  # what is beside the centre is cropped
+        wide.paste(image.resize((64, 64), Image.Resampling.NEAREST), (8, 0))
+    wide.save(tmp_path / "wide.png")
+    found = REWARD(truth()[:1], PROMPTS[:1], [{"image": str(tmp_path / "wide.png")}])
+    for part, values in expected.items():
+        torch.testing.assert_close(found[part], values, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("name", SETS)

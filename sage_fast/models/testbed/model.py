@@ -23,6 +23,7 @@ from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec
 from sage_fast.models.testbed import BASE, BASE_I2V
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
+from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 
 LATENT_CHANNELS = 32  # as the real model's
@@ -179,6 +180,8 @@ class Testbed(HunyuanVideo15):
         no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
         if not self.takes_images:
             return lambda caption: TextEmbedding(text=self.embed(caption.text), glyphs=no_glyphs)
+        if self.encoder_version() is None:
+            raise UserError(f"model.path = {self.path!r}: expected folders image_encoder and feature_extractor")
         vae, size = load_vae(Path(self.source("vae", self.path))), (sampling.height, sampling.width)
         see = load_image_encoder(Path(self.path), vae, size)
         return lambda caption: TextEmbedding(
