@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ from sage_fast.rollout.recorder import graph_bytes, step_graphs
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
-from sage_fast.util.images import check_pixels
+from sage_fast.util.images import read_image
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -143,9 +144,9 @@ def load_setup(
     check_captions([*train_prompts, *eval_prompts], spec)
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
-        texts, eval_texts = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
+        keys, eval_keys = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
         metadata = metadata_of([*train_prompts, *eval_prompts])
-        reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, texts, eval_texts, metadata)
+        reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, keys, eval_keys, metadata)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = Objective.of(config).surrogate
@@ -207,7 +208,7 @@ def check_task(prompts: Sequence[Prompt], spec: Spec) -> None:
         if spec.takes_images and not prompt.image:
             raise UserError(
                 f"{prompt.where}: model.path = {spec.path!r} is image-to-video; expected an image for each prompt, in "
-                'the key "image" of a .jsonl file'
+                'the key "image" of a .jsonl file, or sample --image'
             )
         if prompt.image and not spec.takes_images:
             raise UserError(
@@ -226,11 +227,8 @@ def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
     spec.check_prompts(caption.text for caption in captions_of(prompts).values())
     first = {prompt.caption.image: prompt for prompt in reversed(prompts) if prompt.image}
     with fail_together():
-        for path in [*first][rank() :: world_size()]:
-            try:
-                check_pixels(path)
-            except UserError as error:
-                raise UserError(f"{first[path].where}: {error}") from error
+        for prompt in [*first.values()][rank() :: world_size()]:
+            prompt.check(functools.partial(read_image, reduced=True))
 
 
 def load_rewards(

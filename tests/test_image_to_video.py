@@ -391,6 +391,9 @@ def test_a_run_from_images_to_weights_and_back(
         (alone,), (sharded,) = (read_metrics(Path(run, "metrics.jsonl")) for run in ("run", "sharded"))
         for name in ("reward/mean", "grad_norm"):
             assert sharded[name] == pytest.approx(alone[name], rel=1e-5), name
+        own, shared = (read_json(Path(run, "eval/before.json")) for run in ("run", "sharded"))
+        assert shared["images"] == own["images"]
+        assert shared["parts"]["mean"] == pytest.approx(own["parts"]["mean"], rel=1e-5)
     monkeypatch.setattr(HunyuanVideo15, "load_encoder", lambda *_: pytest.fail("its embeddings are cached"))
     assert main(["train", "images.yaml", "--resume", "--train.iterations", "2", "--quiet"]) == 0
     rows = read_metrics(Path("run/metrics.jsonl"))

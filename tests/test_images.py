@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,13 +22,13 @@ from PIL import Image
 import sage_fast.data.embeddings
 from sage_fast.cli import main
 from sage_fast.commands.card import model_card
-from sage_fast.commands.init import TESTBED_PROMPT, init
+from sage_fast.commands.init import init
 from sage_fast.config.command_line import overrides_of
 from sage_fast.config.load import dump, from_overrides, load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached, fill_cache
 from sage_fast.data.prompts import captions_of, metadata_of, negatives_of, read_prompts
-from sage_fast.eval.videoset import read_folder
+from sage_fast.eval.videoset import VideoSet, read_folder, write_folder
 from sage_fast.loading import check_captions
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import find_spec
@@ -159,6 +160,11 @@ def test_an_image_that_cannot_be_used_is_named_with_its_line(fault: str, there: 
             "'a [image: b.png]' ends like the name of a prompt with an image; expected the image in the key \"image\" "
             "of a .jsonl file",
         ),
+        (
+            {"prompt": "a", "negative_prompt": "[image: b.png]"},
+            "'[image: b.png]' ends like the name of a prompt with an image; expected the image in the key \"image\" "
+            "of a .jsonl file",
+        ),
         ({"prompt": "a", "image": "\0.png"}, "image '{there}/\\x00.png' cannot be read: embedded null byte"),
     ],
 )
@@ -167,6 +173,27 @@ def test_a_wrong_value_is_named_with_its_line(row: dict[str, object], expected: 
     with pytest.raises(UserError) as error:
         read_prompts(file)
     assert str(error.value) == f"prompt file {file!r}, line 1: {expected.format(there=there)}"
+
+
+def test_links_are_followed_as_the_system_does(there: Path) -> None:
+    """`..` of a linked folder is where the folder is, not where the link is; so it is in `videos.csv`."""
+    (there / "disk" / "data").mkdir(parents=True)
+    (there / "data").symlink_to("disk/data")
+    picture(there / "ball.png", "blue")
+    picture(there / "disk" / "ball.png", "red")
+    write(there / "disk" / "data" / "p.jsonl", {"prompt": BALL, "image": "../ball.png"})
+    (prompt,) = read_prompts("data/p.jsonl")
+    assert read_image(prompt.caption.image).getpixel((0, 0)) == (255, 0, 0)
+    (there / "data" / "a.png").touch()
+    videos = VideoSet(label="a", prompts=[prompt.key], files=[Path("data/a.png")], images={prompt.key: "ball.png"})
+    write_folder(videos, Path("data"))
+    assert read_image(read_folder("a", Path("data")).images[prompt.key]).getpixel((0, 0)) == (0, 0, 255)
+
+
+def test_a_row_without_a_file_is_refused(there: Path) -> None:
+    (there / "videos.csv").write_text("file,prompt\n,a ball\n")
+    with pytest.raises(UserError, match="video 1: '': no such file in "):
+        read_folder("a", there)
 
 
 def test_one_name_means_one_image(there: Path) -> None:
@@ -193,6 +220,27 @@ def test_an_image_is_read_upright_and_in_color(there: Path) -> None:
     assert read_image(str(picture(there / "b.png", 7, mode="L"))).getpixel((0, 0)) == (7, 7, 7)
 
 
+def test_what_reading_would_refuse_is_found_by_the_check(there: Path) -> None:
+    """Not by an encoder in a run: here EXIF data that Pillow reads and cannot write, as it must to turn the image."""
+    image = Image.new("RGB", (32, 16))
+    exif = image.getexif()
+    exif[0x0112], exif[0x011A] = 6, 72.0
+    image.save(there / "a.jpg", exif=exif)
+    content = bytearray((there / "a.jpg").read_bytes())
+    content[content.index(b"Exif") + 31] = 1  # the resolution is a byte
+    (there / "a.jpg").write_bytes(content)
+    file = write(there / "p.jsonl", {"prompt": "a", "image": "a.jpg"})
+    with pytest.raises(UserError, match=rf"line 1: image '{there}/a.jpg' cannot be read: "):
+        check_captions(read_prompts(file), find_spec(I2V))
+
+
+def test_a_palette_with_transparency_is_read_in_silence(there: Path) -> None:
+    Image.new("RGB", (32, 16)).convert("P").save(there / "a.png", transparency=bytes([0, 100]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_image("a.png").mode == "RGB"
+
+
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +254,7 @@ def test_a_model_with_images_needs_one_for_every_prompt(there: Path) -> None:
         check_captions(read_prompts(file), find_spec(I2V))
     assert str(error.value) == (
         f"prompt file {file!r}, line 2: model.path = {I2V!r} is image-to-video; expected an image for each "
-        'prompt, in the key "image" of a .jsonl file'
+        'prompt, in the key "image" of a .jsonl file, or sample --image'
     )
 
 
@@ -376,9 +424,9 @@ def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
     assert status == 0, out
     page = (folder / "compared" / "comparison.html").read_text()
     assert page.count('<img alt="image: ') == 2
-    (home / "videos.csv").write_text((home / "videos.csv").read_text().replace("red.png,", "gone.png,"))
-    with pytest.raises(UserError, match=r"video 1: '../../../gone.png': no such file in "):
-        read_folder("saved", home)
+    shutil.copytree(home, folder / "elsewhere" / "moved")  # without the images
+    status, out = call("compare", "run", "elsewhere/moved", "--folder", "elsewhere/page")
+    assert status == 0, out
 
 
 def test_models_of_two_tasks_are_not_evaluated_together(folder: Path) -> None:
@@ -392,7 +440,7 @@ def test_models_of_two_tasks_are_not_evaluated_together(folder: Path) -> None:
 
 def test_samples_of_the_command_line_have_images(folder: Path) -> None:
     words = ["sample", "run", "--quiet", "--folder"]
-    status, out = call(*words, "one", "--prompt", CIRCLE, "--prompt", "a square", "--image", "green.png")
+    status, out = call(*words, "one", "--prompt", f" {CIRCLE}", "--prompt", "a square", "--image", "green.png")
     assert (status, len(out.split())) == (0, 2), out
     assert call(*words, "file", "--prompts", "p.jsonl")[0] == 0
     assert len([*(folder / "file").glob("*.mp4")]) == 2
@@ -448,23 +496,17 @@ def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None
     assert scores.rewards.tolist() == [0, 1, 0]
 
 
-def test_init_copies_images(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = there / "shipped"
-    picture(shipped / "prompts" / "red.png")
-    write(shipped / "prompts" / "p.jsonl", {"prompt": TESTBED_PROMPT, "image": "red.png"})
-    (shipped / "my_rewards.py").write_text("")
-    demo = (REPOSITORY / "configs" / "demo.yaml").read_text()
-    for name in ("testbed:train", "testbed:heldout"):
-        demo = demo.replace(name, "configs/prompts/p.jsonl")
-    (shipped / "seeing.yaml").write_text(demo)
-    monkeypatch.setattr("sage_fast.commands.init._FOLDER", shipped)
-    printed = init(there / "mine", "seeing")
-    assert "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 1 images" in printed
+def test_init_copies_images(there: Path) -> None:
+    printed = init(there / "mine", "demo-i2v")
+    assert "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 120 images" in printed
     assert "sage-fast sample runs/first --prompts heldout.jsonl" in printed
-    data = load(there / "mine" / "config.yaml").data
-    for source in (data.prompts, data.eval_prompts):
-        (prompt,) = read_prompts(str(there / "mine" / source))
-        assert prompt.caption == Caption(TESTBED_PROMPT, str(there / "mine" / "red.png"))
+    config, shipped = load(there / "mine" / "config.yaml"), load(REPOSITORY / "configs" / "demo-i2v.yaml")
+    for name in ("prompts", "eval_prompts"):
+        ours, theirs = there / "mine" / getattr(config.data, name), REPOSITORY / getattr(shipped.data, name)
+        assert ours.read_text() == theirs.read_text()
+        for copy, prompt in zip(read_prompts(str(ours)), read_prompts(str(theirs)), strict=True):
+            assert Path(copy.caption.image).read_bytes() == Path(prompt.caption.image).read_bytes()
+            assert copy.caption.image == str(there / "mine" / prompt.image)
 
 
 def test_the_card_of_such_a_model_samples_from_an_image() -> None:
@@ -474,12 +516,7 @@ def test_the_card_of_such_a_model_samples_from_an_image() -> None:
     assert 'image = load_image("image.png")\nvideo = pipe(image, "a prompt", num_frames=' in card.text
 
 
-def test_ranks_share_images_and_all_name_one_that_is_cut(folder: Path) -> None:
-    command_on_ranks(["train", "c.yaml", *TINY, "--output", "ranks", "--quiet"], folder)
-    one, two = (read_json(folder / name / "eval" / "before.json") for name in ("run", "ranks"))
-    assert two["images"] == one["images"]
-    for part, values in one["parts"].items():
-        assert two["parts"][part] == pytest.approx(values, rel=1e-5), part
+def test_all_ranks_name_an_image_that_is_cut(folder: Path) -> None:
     truncated(folder / "cut.png")
     file = write(folder / "cut.jsonl", *({"prompt": "a", "image": f"{name}.png"} for name in ("red", "cut")))
     with pytest.raises(AssertionError) as error:

@@ -48,7 +48,6 @@ QUICKSTART = CONFIGS.parent / "docs" / "tutorials" / "first-run.md"
 WHERE = "import sage_fast, sage_fast.ops; print(sage_fast.__file__)\n"
 CHECK = """
 import torch
-from sage_fast.data.prompts import read_prompts
 from sage_fast.models.testbed.model import BASE
 def velocity(transformer):
     x = torch.randn(1, 65, 5, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -208,8 +207,8 @@ def test_init_writes_what_its_configuration_names(
     own_reward = ["name", "weights"] if name.startswith("demo") else []
     assert differing == ["output", "prompts", "eval_prompts", *own_reward]
     expected = {*FILES, "slurm.sbatch"} - {"slurm.sbatch" if own_reward else "my_rewards.py"}
-    if name.endswith("-i2v"):
-        data = load(CONFIGS / f"{name}.yaml").data
+    data = load(CONFIGS / f"{name}.yaml").data
+    if data.prompts.endswith(".jsonl"):
         shipped = [read_prompts(str(CONFIGS.parent / source)) for source in (data.prompts, data.eval_prompts)]
         expected = {file.replace(".txt", ".jsonl") for file in expected}
         expected |= {prompt.image for prompt in itertools.chain(*shipped)}

@@ -280,11 +280,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         Path("own.py").write_text(REWARD)
         Path("prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
         Path("heldout.txt").write_text("a hill\na lake\n")
-        patch.setattr(sage_fast.models.hunyuan15.spec, "load_encoder", counting(fails_at=4))
+        patch.setattr(sage_fast.models.hunyuan15.encoder, "load_encoder", counting(fails_at=4))
         with pytest.raises(RuntimeError):
             embed()
         assert len(list(Path("cache").glob("*.safetensors"))) == 3
-        patch.setattr(sage_fast.models.hunyuan15.spec, "load_encoder", counting(encoded := []))
+        patch.setattr(sage_fast.models.hunyuan15.encoder, "load_encoder", counting(encoded := []))
         assert embed() == (0, f"sage-fast embed: loading PyTorch and diffusers\ncache: {TEXTS} texts, of which "
                               f"{TEXTS - 3} were encoded now\n")  # fmt: skip
         assert len(encoded) == TEXTS - 3
@@ -323,7 +323,7 @@ def no_encoder(*given: Any) -> None:
 
 
 def test_a_full_cache_loads_no_encoder(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sage_fast.models.hunyuan15.spec, "load_encoder", no_encoder)
+    monkeypatch.setattr(sage_fast.models.hunyuan15.encoder, "load_encoder", no_encoder)
     assert f"{TEXTS} texts, of which 0 were encoded now" in embed()[1]
 
 

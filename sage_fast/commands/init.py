@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from sage_fast.config.load import load
-from sage_fast.data.prompts import SETS, Prompt, read_prompts
+from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import write_atomic
 
@@ -27,12 +26,6 @@ OWN = {
     "eval_prompts": "heldout.txt # prompts that are never trained on",
 }
 """Settings that `init` changes in a shipped configuration to point at the files it writes."""
-
-OWN_IMAGES = OWN | {
-    "prompts": "prompts.jsonl # a prompt and its image a line",
-    "eval_prompts": "heldout.jsonl # prompts that are never trained on",
-}
-"""The same for prompts with images."""
 
 OWN_REWARD = {
     "name": "my_rewards:MyReward # the class in my_rewards.py; see there",
@@ -77,7 +70,7 @@ def _shipped() -> list[str]:
 def init(folder: Path, name: str) -> str:
     """Write config.yaml, prompts.txt and heldout.txt, and my_rewards.py for the testbed or slurm.sbatch for a cluster.
 
-    With images: prompts.jsonl, heldout.jsonl and the images.
+    If the configuration has .jsonl files, copies of these and their images instead of the .txt files.
 
     Args:
         folder: created if missing.
@@ -92,19 +85,21 @@ def init(folder: Path, name: str) -> str:
     if name not in (names := _shipped()):
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
     config = load(_FOLDER / f"{name}.yaml")
-    prompts = [
-        read_prompts(source if source in SETS else str(_FOLDER / source.removeprefix("configs/")))
+    sources = [
+        source if source in SETS else str(_FOLDER / source.removeprefix("configs/"))
         for source in (config.data.prompts, config.data.eval_prompts)
     ]
+    prompts, suffix = [read_prompts(source) for source in sources], Path(sources[0]).suffix or ".txt"
     captions = {prompt.text for name in SETS for prompt in read_prompts(name)}
     on_testbed = captions.issuperset(prompt.text for prompt in prompts[0])
     images = {prompt.image: prompt.caption.image for prompt in itertools.chain(*prompts) if prompt.image}
-    own = (OWN_IMAGES if images else OWN) | (OWN_REWARD if on_testbed else {})
-    texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", own)}
+    own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
+    texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))}
     extra = "my_rewards.py" if on_testbed else "slurm.sbatch"
     texts[extra] = (_FOLDER / extra).read_text(encoding="utf-8")
-    for setting, records in zip(("prompts", "eval_prompts"), prompts):
-        texts[own[setting].partition(" ")[0]] = "".join(map(_line, records))
+    for file, source, records in zip(("prompts", "heldout"), sources, prompts):
+        lines = "".join(f"{prompt.text}\n" for prompt in records)
+        texts[file + suffix] = lines if source in SETS else Path(source).read_text(encoding="utf-8")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
     if found := [file for file in (*texts, *images) if (folder / file).exists()]:
@@ -117,12 +112,7 @@ def init(folder: Path, name: str) -> str:
     for image, source in images.items():
         write_atomic(folder / image, Path(source).read_bytes())
     wrote = f"{', '.join(texts)}{f' and {len(images)} images' if images else ''}"
-    return f"{folder}: wrote {wrote}\n{_next_commands(folder, on_testbed=on_testbed, images=bool(images))}"
-
-
-def _line(prompt: Prompt) -> str:
-    """Return a prompt's line of text, or of JSON if it has an image."""
-    return f"{json.dumps({'prompt': prompt.text, 'image': prompt.image}) if prompt.image else prompt.text}\n"
+    return f"{folder}: wrote {wrote}\n{_next_commands(folder, f'heldout{suffix}', on_testbed=on_testbed)}"
 
 
 def _own_settings(file: Path, own: Mapping[str, str]) -> str:
@@ -134,7 +124,7 @@ def _own_settings(file: Path, own: Mapping[str, str]) -> str:
     return text
 
 
-def _next_commands(folder: Path, *, on_testbed: bool, images: bool) -> str:
+def _next_commands(folder: Path, heldout: str, *, on_testbed: bool) -> str:
     if on_testbed:
         plan = "sage-fast train config.yaml --dry-run", "sizes, FLOPs and memory"
         train = "sage-fast train config.yaml", "Ctrl-C, then again with --resume"
@@ -146,7 +136,7 @@ def _next_commands(folder: Path, *, on_testbed: bool, images: bool) -> str:
         (f"cd {shlex.quote(str(folder))}", ""),
         plan,
         train,
-        (f"sage-fast sample runs/first {'--prompts heldout.jsonl' if images else prompt}", ""),
-        ("sage-fast eval runs/first", f"scores on heldout.{'jsonl' if images else 'txt'}"),
+        (f"sage-fast sample runs/first {f'--prompts {heldout}' if heldout.endswith('.jsonl') else prompt}", ""),
+        ("sage-fast eval runs/first", f"scores on {heldout}"),
     ]
     return "\n".join(["next:", *(f"  {command:<42}{f'  # {note}' if note else ''}".rstrip() for command, note in rows)])

@@ -68,6 +68,7 @@ def _given(texts: Sequence[str], images: Sequence[str]) -> list[Prompt]:
         )
     prompts = []
     for text, image in zip(texts, itertools.cycle(images or [""])):
-        prompts.append(Prompt(text=text, image=image, where=f"--image {image!r}" if image else f"--prompt {text!r}"))
+        where = f"--image {image!r}" if image else f"--prompt {text!r}"
+        prompts.append(Prompt(text=text.strip(), image=image, where=where))
         prompts[-1].check()
     return prompts

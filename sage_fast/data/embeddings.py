@@ -84,9 +84,9 @@ def fill_cache(
     _note_unsound(missing.values())
     with fail_together(), Progress("encode", len(missing), "prompt") as bar:
         encode = encoder_factory() if missing else None
-        for prompt, file in missing.items():
+        for key, file in missing.items():
             assert encode is not None
-            _write(encode(captions[prompt]), file)
+            _write(encode(captions[key]), file)
             bar.update()
     return sum(all_gather_object(len(missing)))
 
@@ -100,43 +100,43 @@ def encode_cached(
 ) -> dict[str, Any]:
     """Return key -> embedding on every rank, from `cache` or from the rank that encodes them. Collective.
 
-    No rank waits longer than another takes to load the text encoders and encode one prompt. The ranks need no shared
+    No rank waits longer than another takes to load the encoders and encode one caption. The ranks need no shared
     file system: a rank that lacks an embedding receives it from one that has it.
 
     Args:
         captions: key -> what to encode, the same on every rank.
         encoder_factory: loads the encoders and returns a function from caption to embedding; called only on a rank
-            that has a prompt to encode.
+            that has a caption to encode.
         cache: folder with one safetensors file per (model, caption), with a checksum; None keeps nothing on disk.
         model: result of `cache_key`.
         kind: class of the embeddings.
     """
     files = {} if cache is None else _files(cache, model, captions)
-    known = {prompt: kind(**tensors) for prompt, file in files.items() if (tensors := _read(file)) is not None}
-    _note_unsound(file for prompt, file in files.items() if prompt not in known)
-    held = all_gather_object([prompt in known for prompt in captions])
+    known = {key: kind(**tensors) for key, file in files.items() if (tensors := _read(file)) is not None}
+    _note_unsound(file for key, file in files.items() if key not in known)
+    held = all_gather_object([key in known for key in captions])
     turns = itertools.cycle(range(world_size()))
-    sources = {}  # prompt that some rank lacks -> a rank that has it, or the next in turn, which encodes it
-    for prompt, *holds in zip(captions, *held, strict=True):
+    sources = {}  # key that some rank lacks -> a rank that has it, or the next in turn, which encodes it
+    for key, *holds in zip(captions, *held, strict=True):
         if not all(holds):
-            sources[prompt] = holds.index(True) if any(holds) else next(turns)
+            sources[key] = holds.index(True) if any(holds) else next(turns)
     encode: Encoder | None = None
     with Progress("encode", len(sources), "prompt") as bar:
         for first in range(0, len(sources), world_size()):
             block = list(itertools.islice(sources, first, first + world_size()))
-            for prompt in block:
-                if sources[prompt] == rank() and prompt not in known:
+            for key in block:
+                if sources[key] == rank() and key not in known:
                     encode = encode or encoder_factory()
-                    known[prompt] = encode(captions[prompt])
-                    if prompt in files:
-                        _write(known[prompt], files[prompt])
-            for prompt in block:
-                sent = broadcast_object(known.get(prompt), sources[prompt])
+                    known[key] = encode(captions[key])
+                    if key in files:
+                        _write(known[key], files[key])
+            for key in block:
+                sent = broadcast_object(known.get(key), sources[key])
                 # Prefer the file if this rank sees it: memory-mapped, the ranks of a node share it in the page cache.
-                tensors = _read(files[prompt]) if prompt in files else None
-                known[prompt] = sent if tensors is None else kind(**tensors)
+                tensors = _read(files[key]) if key in files else None
+                known[key] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
-    return {prompt: known[prompt] for prompt in captions}
+    return {key: known[key] for key in captions}
 
 
 def _write(condition: Condition, file: Path) -> None:

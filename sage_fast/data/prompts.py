@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 import pkgutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.fields import is_unicode
@@ -58,17 +57,18 @@ class Prompt:
 
     @property
     def caption(self) -> Caption:
-        return Caption(self.text, os.path.abspath(Path(self.folder, self.image)) if self.image else "")
+        return Caption(self.text, str(Path(self.folder, self.image).absolute()) if self.image else "")
 
-    def check(self) -> None:
-        """Check the key and the header of the image.
+    def check(self, check_image: Callable[[str], object] = check_image) -> None:
+        """Check the key, and the image by a function of its path; by default its header alone.
 
         Raises:
-            UserError: the image cannot be used, or the text looks like a key with an image.
+            UserError: the image cannot be used, or a text looks like a key with an image.
         """
-        if split_key(self.key) != (self.text, self.image):
+        keys = self.key, self.saying(self.negative).key
+        if wrong := [key for key in keys if split_key(key)[1] != self.image]:
             raise UserError(
-                f"{self.where}: {textwrap.shorten(self.key, 60)!r} ends like the name of a prompt with an image; "
+                f"{self.where}: {textwrap.shorten(wrong[0], 60)!r} ends like the name of a prompt with an image; "
                 'expected the image in the key "image" of a .jsonl file'
             )
         if self.image:

@@ -53,14 +53,14 @@ class Evaluation:
     prompts and to the paths of their images.
     """
 
-    iteration: int
     prompts: list[str]
-    negatives: dict[str, str]
     seeds: list[int]
     reward: list[float]
     parts: dict[str, list[float]]
     weights: dict[str, float]
     videos: list[Tensor]
+    iteration: int = 0
+    negatives: dict[str, str] = dataclasses.field(default_factory=dict)
     images: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def check_pairs(setup: Setup, run: Path) -> bool:
         UserError: it was, on other prompts, negative prompts or seeds than the current ones.
     """
     before = read_evaluation(run, "before")
-    texts, seeds = prompts_and_seeds(setup)
+    keys, seeds = prompts_and_seeds(setup)
     held = before and (before["prompts"], before.get("negatives", {}), before["seeds"])
-    if held is not None and held != (texts, negatives_for(setup, texts), seeds.tolist()):
+    if held is not None and held != (keys, negatives_for(setup, keys), seeds.tolist()):
         raise UserError(
             f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than those that the run in "
             f"{str(run)!r} was evaluated on before training; restore the file, or begin another run; nothing was "
@@ -130,10 +130,10 @@ def video_chunks(
     runs = bucket_by_length([lengths[prompts[i]] for i in order], sampling.batch_size)
     pending, dummy = None, next(iter(embeddings))
 
-    def generate(texts: Sequence[str], keys: Tensor) -> Tensor:
+    def generate(keys: Sequence[str], own: Tensor) -> Tensor:
         conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
-        x = initial_latents(keys, shape, device)
-        return rollout(model.policy, table, coefs, conditioning, texts, keys, x, on_step=bar.update, graphs=graphs)
+        x = initial_latents(own, shape, device)
+        return rollout(model.policy, table, coefs, conditioning, keys, own, x, on_step=bar.update, graphs=graphs)
 
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
         for run in model.policy.states.pad_to_largest(runs, lambda: generate([dummy], seeds.new_zeros(1))):
@@ -164,9 +164,9 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
     return [chosen[prompt] for prompt, _ in pairs], torch.cat([seed_of(prompt, k) for prompt, k in pairs])
 
 
-def negatives_for(setup: Setup, texts: Sequence[str]) -> dict[str, str]:
-    """Return prompt -> negative prompt for those of `texts` that have one."""
-    return {text: setup.negatives[text] for text in texts if text in setup.negatives}
+def negatives_for(setup: Setup, keys: Sequence[str]) -> dict[str, str]:
+    """Return prompt -> negative prompt for those of `keys` that have one."""
+    return {key: setup.negatives[key] for key in keys if key in setup.negatives}
 
 
 def evaluate(
@@ -185,10 +185,10 @@ def evaluate(
         pause: called after each step; an exception it raises on one rank ends the evaluation on all.
     """
     config, model = setup.config, setup.model
-    texts, seeds = prompts_and_seeds(setup)
+    keys, seeds = prompts_and_seeds(setup)
 
     def sample(share: range) -> Chunks:
-        own = [texts[i] for i in share]
+        own = [keys[i] for i in share]
         rows, graphs = seeds[share.start : share.stop], setup.graphs
         return video_chunks(
             config.sampling, config.eval, model, own, setup.embeddings, rows, pause=pause, graphs=graphs
@@ -197,17 +197,16 @@ def evaluate(
     with model.policy.at_guidance(config.eval_guidance_scale):
         found = score_videos(
             setup,
-            texts,
+            keys,
             seeds.tolist(),
             sample,
-            iteration=iteration,
-            negatives=negatives_for(setup, texts),
             kept=config.eval.num_videos,
             save=save,
             scorers=scorers,
             collective=model.policy.collective_forwards,
         )
-    return dataclasses.replace(found, images={key: setup.captions[key].image for key in texts if split_key(key)[1]})
+    images = {key: setup.captions[key].image for key in keys if split_key(key)[1]}
+    return dataclasses.replace(found, iteration=iteration, negatives=negatives_for(setup, keys), images=images)
 
 
 def score_videos(
@@ -216,8 +215,6 @@ def score_videos(
     seeds: Sequence[int],
     videos_of: Callable[[range], Chunks],
     *,
-    iteration: int = 0,
-    negatives: Mapping[str, str] | None = None,
     kept: int = 0,
     save: Callable[[int, str, Tensor], object] | None = None,
     scorers: Mapping[str, CompositeReward] | None = None,
@@ -236,7 +233,7 @@ def score_videos(
         collective: whether `videos_of` runs forwards that other ranks wait for; an error of this rank then waits.
     """
     share = share_of(len(prompts), data_size(), data_rank())  # the first rank, which writes files, always has a video
-    texts = [prompts[i] for i in share]
+    keys = [prompts[i] for i in share]
     scored: dict[str, CompositeReward] = {"": scoring.reward}
     scored |= {JUDGE_PART: scoring.judge} if scoring.judge is not None else {}
     scored |= {f"{name}/": scorer for name, scorer in (scorers or {}).items()}
@@ -248,13 +245,12 @@ def score_videos(
         for indices, chunk in videos_of(share):
             if failure is not None:
                 continue
-            chunk_texts = [texts[i] for i in indices]
             try:
                 for prefix, reward in reversed(scored.items()):
-                    pending[prefix].append(reward.submit(chunk, chunk_texts))
+                    pending[prefix].append(reward.submit(chunk, [keys[i] for i in indices]))
                 if save is not None and sequence_rank() == 0:
                     for i, video in zip(indices, chunk.cpu()):
-                        save(share[i], texts[i], video)
+                        save(share[i], keys[i], video)
             except (RewardError, OSError) as error:
                 if not collective:
                     raise
@@ -272,9 +268,7 @@ def score_videos(
         }
     merged = _gather(own, scored)
     return Evaluation(
-        iteration=iteration,
         prompts=list(prompts),
-        negatives=dict(negatives or {}),
         seeds=list(seeds),
         reward=merged[""].rewards.tolist(),
         parts={prefix + part: values.tolist() for prefix in merged for part, values in merged[prefix].parts.items()},

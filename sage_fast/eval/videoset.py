@@ -157,14 +157,13 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         if None in row or any(value is None for value in row.values()):
             raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
         image = row.get("image", "") if split_key(row["prompt"].strip())[1] else ""
-        for name in filter(None, (row["file"], image)):
-            if not (folder / name).is_file():
-                raise UserError(f"{index}, video {line}: {name!r}: no such file in {folder}")
+        if not (folder / row["file"]).is_file():
+            raise UserError(f"{index}, video {line}: {row['file']!r}: no such file in {folder}")
         if not row["prompt"].strip():
             raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
         files.append(folder / row["file"])
         if image:
-            images[row["prompt"].strip()] = os.path.abspath(folder / image)
+            images[row["prompt"].strip()] = os.path.realpath(folder / image)
     scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in OWN}
     seeds = [row.get("seed", "") for row in rows]
     scorers = folder / SCORERS
@@ -199,8 +198,8 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
         numbers = [repr(values[i]) if math.isfinite(values[i]) else "" for values in videos.scores.values()]
         seed = [videos.seeds[i]] if videos.seeds else []
         path = videos.images.get(prompt)
-        image = [os.path.relpath(path, folder) if path else ""] if videos.images else []
-        writer.writerow([os.path.relpath(file, folder), prompt, *image, *seed, *numbers])
+        image = [os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if path else ""]
+        writer.writerow([os.path.relpath(file, folder), prompt, *(image if videos.images else []), *seed, *numbers])
     if videos.scorers:
         write_json(videos.scorers, folder / SCORERS)
     write_atomic(folder / VIDEOS, table.getvalue())

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
@@ -41,7 +42,7 @@ class TestbedImageReward:
             metadata: the path of each prompt's image as "image".
 
         Raises:
-            UserError: a prompt has no image, or one of another size than the videos.
+            UserError: a prompt has no image.
         """
         height, width = videos.shape[3:]
         images = torch.stack([_read(record.get("image", ""), height, width) for record in metadata])[:, None]
@@ -64,12 +65,10 @@ class TestbedImageReward:
 
 @cache
 def _read(path: str, height: int, width: int) -> Tensor:
-    """Read an image of this size, float32 [3, H, W] in [0, 1]."""
+    """Read an image, resized and cropped to this size as for the model, float32 [3, H, W] in [0, 1]."""
     if not path:
         raise UserError('reward testbed-i2v: a prompt has no image; expected one, as in {"prompt": ..., "image": ...}')
-    image = read_image(path)
-    if image.size != (width, height):
-        raise UserError(f"reward testbed-i2v: image {path!r} has {image.size} pixels; expected {(width, height)}")
+    image = ImageOps.fit(read_image(path), (width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 

@@ -33,8 +33,7 @@ from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
 from sage_fast.models.testbed import BASE, text
-from sage_fast.models.testbed.images import ImageEncoder
-from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_vae, tiny_vae
+from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_image_encoder, load_vae, tiny_vae
 from sage_fast.testbed import world as testbed
 from sage_fast.testbed.judge import JudgeNetwork, load_judge
 from sage_fast.testbed.world import BACKGROUND
@@ -100,7 +99,7 @@ class Clips(NamedTuple):
 
     Attributes:
         latents: scaled latents [..., C, T, H, W].
-        tokens, frame: what `ImageEncoder` makes of the first frame; None in a world without images.
+        tokens, frame: what `encode_image` makes of the first frame; None in a world without images.
     """
 
     latents: Tensor
@@ -258,12 +257,12 @@ def encode_clips(world: World, folder: Path, generator: torch.Generator) -> Clip
     """Draw and encode `videos_per_prompt` clips of each caption, with the encoders in `folder`."""
     vae = load_vae(folder if world.vae is not None else BASE)
     latents, images = [], []
-    see = ImageEncoder(folder, vae, (testbed.HEIGHT, testbed.WIDTH)) if world.takes_images else None
+    see = load_image_encoder(folder, vae, (testbed.HEIGHT, testbed.WIDTH)) if world.takes_images else None
     for prompt in world.prompts:
         videos = draw(world, prompt, world.steps.videos_per_prompt, generator)
         latents.append(vae.config.scaling_factor * encode(vae, videos))
         if see is not None:
-            images.append([torch.stack(each) for each in zip(*(see(picture(video[0])) for video in videos))])
+            images.append([torch.stack(each) for each in zip(*(see(picture(video[0])).values() for video in videos))])
     if not images:
         return Clips(torch.stack(latents))
     return Clips(torch.stack(latents), *(torch.stack(each) for each in zip(*images)))

@@ -2,17 +2,13 @@
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15ImageToVideoPipeline
-from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from PIL import Image
 from torch import Tensor
-from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
 from sage_fast.cli import main
 from sage_fast.config.load import load
@@ -21,12 +17,10 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.eval.scores import paired_table, read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec
-from sage_fast.models.testbed import BASE_I2V
-from sage_fast.models.testbed.images import ImageEncoder
-from sage_fast.models.testbed.model import TestbedTransformer, load_vae
+from sage_fast.models.testbed import BASE, BASE_I2V
+from sage_fast.models.testbed.model import TestbedTransformer, load_image_encoder, load_vae
 from sage_fast.rewards.testbed_i2v import TestbedImageReward
 from sage_fast.testbed.world import FRAMES, SHAPES, heldout_prompts, parse
-from sage_fast.trainer import Trainer
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
@@ -114,12 +108,31 @@ def test_a_video_that_is_not_a_number_has_no_score(metadata: list[dict[str, str]
     assert REWARD(videos, PROMPTS, metadata)["color"].isfinite().tolist() == [False] + [True] * (len(PROMPTS) - 1)
 
 
-def test_prompts_without_an_image_of_the_right_size_are_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_image_encoder_is_refused(tmp_path: Path) -> None:
+    """The hub is not asked for it."""
+    for part in ("transformer", "testbed.json"):
+        (tmp_path / part).symlink_to(BASE_I2V / part)
+    (tmp_path / "vae").symlink_to(BASE / "vae")
+    spec = find_spec(str(tmp_path))
+    assert spec.takes_images
+    with pytest.raises(UserError, match="expected folders image_encoder and feature_extractor"):
+        spec.load_encoder(torch.float32, torch.device("cpu"), SamplingConfig())
+
+
+def test_a_prompt_without_an_image_is_refused() -> None:
     with pytest.raises(UserError, match="a prompt has no image; expected one"):
         REWARD(truth()[:1], PROMPTS[:1], [{}])
-    Image.new("RGB", (40, 32)).save(tmp_path / "wide.png")
-    with pytest.raises(UserError, match=r"wide.png' has \(40, 32\) pixels; expected \(32, 32\)"):
-        REWARD(truth()[:1], PROMPTS[:1], [{"image": str(tmp_path / "wide.png")}])
+
+
+def test_an_image_of_another_size_is_seen_as_by_the_model(metadata: list[dict[str, str]], tmp_path: Path) -> None:
+    with Image.open(metadata[0]["image"]) as image:
+        expected = REWARD(truth()[:1], PROMPTS[:1], metadata[:1])
+        wide = Image.new("RGB", (80, 64), "white")  # what is beside the centre is cropped
+        wide.paste(image.resize((64, 64), Image.Resampling.NEAREST), (8, 0))
+    wide.save(tmp_path / "wide.png")
+    found = REWARD(truth()[:1], PROMPTS[:1], [{"image": str(tmp_path / "wide.png")}])
+    for part, values in expected.items():
+        torch.testing.assert_close(found[part], values, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -147,28 +160,30 @@ def test_the_shipped_base() -> None:
     assert spec.meta("vae").config == find_spec("testbed").meta("vae").config
 
 
-def test_an_image_of_another_size_is_encoded_as_the_stock_pipeline_does(metadata: list[dict[str, str]]) -> None:
-    image = read_image(metadata[0]["image"]).resize((50, 40))
-    sampling = SamplingConfig(height=32, width=32)
-    condition = find_spec("testbed-i2v").load_encoder(torch.float32, torch.device("cpu"), sampling)
-    with tempfile.NamedTemporaryFile(suffix=".png") as file:
-        image.save(file.name)
-        found = condition(Caption(PROMPTS[0], file.name))
-    stock, resize = HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15ImageProcessor(vae_scale_factor=8)
-    image = resize.resize(image, 32, 32, resize_mode="crop")
-    tower = SiglipVisionModel.from_pretrained(BASE_I2V / "image_encoder", dtype=torch.float32)
-    features = SiglipImageProcessorPil.from_pretrained(BASE_I2V / "feature_extractor")
-    cpu = torch.device("cpu")
-    assert torch.equal(found.image, stock._get_image_embeds(tower, features, image, cpu)[0])
-    assert torch.equal(found.frame, stock._get_image_latents(load_vae(), resize, image, 32, 32, cpu)[0])
-    assert found.tokens == len(found.text) + find_spec("testbed-i2v").image_tokens
+def test_an_image_of_another_size_is_cropped_to_the_video(metadata: list[dict[str, str]], tmp_path: Path) -> None:
+    image = read_image(metadata[0]["image"])
+    wide = Image.new("RGB", (64, 32), "white")
+    wide.paste(image, (16, 0))
+    encode = find_spec("testbed-i2v").load_encoder(
+        torch.float32, torch.device("cpu"), SamplingConfig(height=32, width=32)
+    )
+    found = []
+    for name, shown in (("own", image), ("wide", wide), ("twice", image.resize((64, 64)))):
+        shown.save(tmp_path / f"{name}.png")
+        found.append(encode(Caption(PROMPTS[0], str(tmp_path / f"{name}.png"))))
+    own, cropped, smaller = found
+    assert torch.equal(own.image, cropped.image)
+    assert torch.equal(own.frame, cropped.frame)
+    assert not torch.equal(own.frame, smaller.frame)
+    torch.testing.assert_close(own.frame, smaller.frame, atol=0.5, rtol=0)
+    assert own.tokens == len(own.text) + find_spec("testbed-i2v").image_tokens
 
 
 @torch.no_grad()
 def test_its_image_is_the_first_frame_of_its_clip(metadata: list[dict[str, str]]) -> None:
     """To the rounding of the file to 8 bits: a policy need only copy it there."""
     vae, clip = load_vae(), truth()[:1]
-    _, frame = ImageEncoder(BASE_I2V, vae, (32, 32))(read_image(metadata[0]["image"]))
+    frame = load_image_encoder(BASE_I2V, vae, (32, 32))(read_image(metadata[0]["image"]))["frame"]
     latents = vae.config.scaling_factor * vae.encode(2 * clip.transpose(1, 2) - 1).latent_dist.mode()[0]
     torch.testing.assert_close(latents[:, :1], frame, atol=0.1, rtol=0)
     assert (latents[:, 1:2] - frame).abs().max() > 0.5
@@ -200,17 +215,14 @@ def test_the_policy_sees_what_the_base_was_trained_on() -> None:
     assert (other - expected).abs().max() > 0.1
 
 
-def test_the_base_often_loses_what_the_image_shows_and_a_trainer_can_mend_it() -> None:
-    setup = load_setup(config(eval__seeds_per_prompt="1"))
+def test_the_base_often_loses_what_the_image_shows() -> None:
+    setup = load_setup(config(eval__seeds_per_prompt="1", eval__num_prompts="24"))
     setup.encode()
     found = evaluate(setup, iteration=0)
     means = {part: sum(values) / len(values) for part, values in found.parts.items()}
     assert means["place"] > 0.85  # the first frame is copied
     assert 0.4 < means["color"] < 0.75
     assert 0.2 < means["motion"] < 0.5
-    row = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings).iteration(0)
-    assert row["reward/mean"] > 2
-    assert row["grad_norm"] > 0
 
 
 @pytest.mark.soak

@@ -14,6 +14,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
+from PIL import Image
 from torch import Tensor
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
@@ -47,7 +48,7 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
         UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
     """
     source = reachable(path)
-    cls: Any = HunyuanVideo15Pipeline if size is None else _image_pipeline()
+    cls: Any = HunyuanVideo15Pipeline if size is None else image_pipeline()
     parts: dict[str, Any] = {"transformer": None, "scheduler": None, "guider": None}
     try:
         if size is None:
@@ -69,7 +70,7 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
     return lambda caption: _encode(pipeline, caption, device, size)
 
 
-def _image_pipeline() -> Any:
+def image_pipeline() -> Any:
     """Import the image-to-video pipeline without the warning that PIL resizes images where torchvision is missing."""
     logging = transformers.utils.logging
     before = logging.get_verbosity()
@@ -148,12 +149,20 @@ def _encode(pipeline: Any, caption: Caption, device: torch.device, size: tuple[i
     embedding = TextEmbedding(text=text[0][text_mask[0].bool()].cpu(), glyphs=glyphs[0][glyphs_mask[0].bool()].cpu())
     if size is None:
         return embedding
-    height, width = size
-    image = pipeline.video_processor.resize(read_image(caption.image), height, width, resize_mode="crop")
-    tokens = pipeline.encode_image(image, batch_size=1, device=device, dtype=text.dtype)
+    image = encode_image(pipeline, read_image(caption.image), size, device, text.dtype)
+    return dataclasses.replace(embedding, **image)
+
+
+@torch.no_grad()
+def encode_image(
+    pipeline: Any, image: Image.Image, size: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return `image` and `frame` of a `TextEmbedding`, as the pipeline makes them."""
+    image = pipeline.video_processor.resize(image, *size, resize_mode="crop")
+    tokens = pipeline.encode_image(image, batch_size=1, device=device, dtype=dtype)
     one_frame = torch.empty(1, 1, 1, 1, 1)  # of which only the number of frames counts
-    frame, _ = pipeline.prepare_cond_latents_and_mask(one_frame, image, 1, height, width, text.dtype, device)
-    return dataclasses.replace(embedding, image=tokens[0].cpu(), frame=frame[0].cpu())
+    frame, _ = pipeline.prepare_cond_latents_and_mask(one_frame, image, 1, *size, dtype, device)
+    return {"image": tokens[0].cpu(), "frame": frame[0].cpu()}
 
 
 def random_encoder(config: Any, frame: Sequence[int] | None = None) -> Encoder:

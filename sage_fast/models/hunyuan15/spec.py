@@ -24,15 +24,8 @@ from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hub import reachable
+from sage_fast.models.hunyuan15 import encoder
 from sage_fast.models.hunyuan15.decode import VideoDecoder
-from sage_fast.models.hunyuan15.encoder import (
-    IMAGE_PARTS,
-    IMAGE_TOKENS,
-    PARTS,
-    encoder_version,
-    load_encoder,
-    random_encoder,
-)
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.memory import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
@@ -65,7 +58,7 @@ class HunyuanVideo15(Spec):
     networks: ClassVar = {"transformer": HunyuanVideo15Transformer3DModel}
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
-    image_tokens: ClassVar[int] = IMAGE_TOKENS
+    image_tokens: ClassVar[int] = encoder.IMAGE_TOKENS
     randoms: ClassVar[tuple[str, ...]] = ("random:hunyuanvideo15-480p", *FEW_BLOCKS, "random:hunyuanvideo15-480p-i2v")
     lora_targets = (
         r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
@@ -240,12 +233,13 @@ class HunyuanVideo15(Spec):
     def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
         if is_random(self.path):
             channels, _, *space = self.latent_shape(sampling)
-            return random_encoder(self.transformer_config, (channels, 1, *space) if self.takes_images else None)
-        return load_encoder(self.path, dtype, device, (sampling.height, sampling.width) if self.takes_images else None)
+            return encoder.random_encoder(self.transformer_config, (channels, 1, *space) if self.takes_images else None)
+        size = (sampling.height, sampling.width) if self.takes_images else None
+        return encoder.load_encoder(self.path, dtype, device, size)
 
     def encoder_version(self) -> str | None:
-        parts = (*PARTS, *IMAGE_PARTS) if self.takes_images else PARTS
-        return "" if is_random(self.path) else encoder_version(self.path, parts)
+        parts = (*encoder.PARTS, *encoder.IMAGE_PARTS) if self.takes_images else encoder.PARTS
+        return "" if is_random(self.path) else encoder.encoder_version(self.path, parts)
 
 
 def _scale_of(guider: Mapping[str, Any]) -> float:

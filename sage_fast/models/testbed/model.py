@@ -1,6 +1,6 @@
 """Tiny instances of the real HunyuanVideo 1.5 classes, small enough to be trained on a laptop core."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,19 +9,21 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from diffusers.configuration_utils import register_to_config
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
+from PIL import Image
 from torch import Tensor
+from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
 from sage_fast.config.schema import SamplingConfig
-from sage_fast.models.hunyuan15.encoder import encoder_version
+from sage_fast.models.hub import progress_bars_of
+from sage_fast.models.hunyuan15.encoder import encode_image, encoder_version, image_pipeline
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec
 from sage_fast.models.testbed import BASE, BASE_I2V
-from sage_fast.models.testbed.images import ImageEncoder
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
-from sage_fast.util.captions import Caption
+from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 
 LATENT_CHANNELS = 32  # as the real model's
@@ -128,6 +130,18 @@ def load_vae(folder: Path = BASE) -> AutoencoderKLHunyuanVideo15:
     return allow_batches(AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)).eval()
 
 
+def load_image_encoder(
+    folder: Path, vae: AutoencoderKLHunyuanVideo15, size: tuple[int, int]
+) -> Callable[[Image.Image], dict[str, Tensor]]:
+    """Load the image encoder of a folder into the stock pipeline, for videos of a (height, width): `encode_image`."""
+    with progress_bars_of(str(folder)):
+        tower = SiglipVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32)
+    features = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
+    idle = "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "scheduler", "guider"
+    pipeline = image_pipeline()(vae=vae, image_encoder=tower, feature_extractor=features, **dict.fromkeys(idle))
+    return lambda image: encode_image(pipeline, image, size, torch.device("cpu"), torch.float32)
+
+
 class Testbed(HunyuanVideo15):
     """The tiny model; its text encoder is a table of words."""
 
@@ -139,6 +153,7 @@ class Testbed(HunyuanVideo15):
     fps = 8
     text_tokens = 7  # every prompt has this length
     image_tokens = 4
+    encoder_weights = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)
 
@@ -151,10 +166,6 @@ class Testbed(HunyuanVideo15):
             with torch.device("meta"):
                 return allow_batches(tiny_vae())
         return Spec.meta(self, part)
-
-    @property
-    def encoder_weights(self) -> int:
-        return 0
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
         return []
@@ -169,14 +180,13 @@ class Testbed(HunyuanVideo15):
         no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
         if not self.takes_images:
             return lambda caption: TextEmbedding(text=self.embed(caption.text), glyphs=no_glyphs)
-        size = sampling.height, sampling.width
-        see = ImageEncoder(Path(self.path), load_vae(Path(self.source("vae", self.path))), size)
-
-        def encode(caption: Caption) -> TextEmbedding:
-            tokens, frame = see(read_image(caption.image))
-            return TextEmbedding(text=self.embed(caption.text), glyphs=no_glyphs, image=tokens, frame=frame)
-
-        return encode
+        if self.encoder_version() is None:
+            raise UserError(f"model.path = {self.path!r}: expected folders image_encoder and feature_extractor")
+        vae, size = load_vae(Path(self.source("vae", self.path))), (sampling.height, sampling.width)
+        see = load_image_encoder(Path(self.path), vae, size)
+        return lambda caption: TextEmbedding(
+            text=self.embed(caption.text), glyphs=no_glyphs, **see(read_image(caption.image))
+        )
 
     def encoder_version(self) -> str | None:
         reads = self.takes_images and not is_random(self.path)
