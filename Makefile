@@ -28,11 +28,12 @@ RECIPES ?=
 install: $(VENV)/installed
 
 # Install torch first and without build isolation, so that the C++ operators are built against the torch that runs them.
+# A module is compiled when it is first imported; most never are.
 $(VENV)/installed $(STACK)/installed: $(SOURCES)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	sed -E '$(OTHER_PINS)' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -c $(@D)/constraints.txt setuptools ninja torch numpy
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -c $(@D)/constraints.txt --no-build-isolation --editable ".[dev]"
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c $(@D)/constraints.txt setuptools ninja torch numpy
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c $(@D)/constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $@
 
 $(STACK)/installed: OTHER_PINS = s/^torch==.*/torch==2.11.0/; s/^triton==.*/triton==3.6.0/; \

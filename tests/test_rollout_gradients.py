@@ -180,7 +180,7 @@ def test_each_early_step_saves_a_forward(case: str) -> None:
 def on_two_ranks(folder: Path) -> None:
     initialize(timeout_minutes=2)
     found = {}
-    for case in ("equalizer", "dropped samples, a fixed anchor", "a window for each prompt"):
+    for case in ("dropped samples, a fixed anchor", "a window for each prompt"):
         trainer = one_pass_trainer(*CASES[case])
         rows = [trainer.iteration(index) for index in range(2)]
         found[case] = {"weights": trainer.policy.snapshot(), "kl": [row["kl/anchor"] for row in rows]}

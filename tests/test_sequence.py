@@ -108,7 +108,7 @@ def forwards(folder: Path) -> None:
         assert group is not None
         model.policy.forward.sequence = SequenceParallel(group, torch.device("cpu"))
         results = {}
-        every_mode = size == 2 and guidance != 1  # which has masks and a second pass
+        every_mode = size == 2 and prompts == "mixed lengths"  # which has masks and a second pass
         for mode in MODES if every_mode else ("none", "attention"):  # "attention" keeps what the ranks exchanged
             set_checkpointing(model.policy.transformer, mode)
             sent = 0.0

@@ -129,9 +129,10 @@ def reference(place: Place) -> Reference:
     return Reference(run, time.monotonic() - begun, outcome(run))
 
 
-KILLS, STOPS = (50, 25) if SOAK else (1, 1)
+KILLS, STOPS = 50, 25 if SOAK else 1
 
 
+@pytest.mark.soak
 @pytest.mark.fault("kill -9 at a random moment", "resumed, it ends like an undisturbed run", KILLS)
 def test_kills_at_random_moments(place: Place, reference: Reference) -> None:
     stop_at_random(signal.SIGKILL, KILLS, place, reference)
