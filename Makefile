@@ -23,12 +23,14 @@ WORKERS ?= 4
 CLAIMS ?= all
 RECIPES ?=
 
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test check suite docs soak bench reproduce race gpu gpu-stack clean
 
 install: $(VENV)/installed
 
 # Install torch first and without build isolation, so that the C++ operators are built against the torch that runs them.
-# A module is compiled when it is first imported; most never are.
+# A module is compiled when it is first imported, and kept; most never are.
 $(VENV)/installed $(STACK)/installed: $(SOURCES)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	sed -E '$(OTHER_PINS)' constraints.txt > $(@D)/constraints.txt
