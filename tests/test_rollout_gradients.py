@@ -180,7 +180,7 @@ def test_each_early_step_saves_a_forward(case: str) -> None:
 def on_two_ranks(folder: Path) -> None:
     initialize(timeout_minutes=2)
     found = {}
-    for case in ("dropped samples, a fixed anchor", "a window for each prompt"):
+    for case in ("equalizer", "dropped samples, a fixed anchor", "a window for each prompt"):
         trainer = one_pass_trainer(*CASES[case])
         rows = [trainer.iteration(index) for index in range(2)]
         found[case] = {"weights": trainer.policy.snapshot(), "kl": [row["kl/anchor"] for row in rows]}
@@ -188,6 +188,7 @@ def on_two_ranks(folder: Path) -> None:
     shutdown()
 
 
+@pytest.mark.soak
 def test_two_ranks(tmp_path: Path) -> None:
     """They make the update of one process and two passes."""
     assert run_ranks(on_two_ranks, 2, tmp_path) == [0, 0], screens(tmp_path, 2)
