@@ -21,7 +21,7 @@ FORMS = {"phases": format_profile, "ceiling_flops_per_second": format_rollout, "
 
 
 def written(page: str) -> str:
-    """Return the page with its tables written anew."""
+    """Return the page with new tables."""
 
     def table(found: re.Match[str]) -> str:
         result = json.loads((REPOSITORY / found[2]).read_text(encoding="utf-8"))

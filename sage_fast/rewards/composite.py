@@ -159,7 +159,7 @@ class CompositeReward:
         }
 
     def _told(self, keys: Sequence[str]) -> tuple[list[str], list[Metadata]]:
-        """Return what rewards are told of prompts: text and metadata."""
+        """Return the texts and the metadata that rewards get."""
         return [split_key(key)[0] for key in keys], [self.metadata.get(key, {}) for key in keys]
 
     def _join(self, prompts: list[str], outcomes: list[Outcome]) -> Scores:

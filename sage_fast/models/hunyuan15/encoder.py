@@ -160,7 +160,7 @@ def encode_image(
     """Return `image` and `frame` of a `TextEmbedding`, as the pipeline makes them."""
     image = pipeline.video_processor.resize(image, *size, resize_mode="crop")
     tokens = pipeline.encode_image(image, batch_size=1, device=device, dtype=dtype)
-    one_frame = torch.empty(1, 1, 1, 1, 1)  # of which only the number of frames counts
+    one_frame = torch.empty(1, 1, 1, 1, 1)  # only its number of frames is read
     frame, _ = pipeline.prepare_cond_latents_and_mask(one_frame, image, 1, *size, dtype, device)
     return {"image": tokens[0].cpu(), "frame": frame[0].cpu()}
 

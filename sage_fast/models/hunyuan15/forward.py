@@ -122,7 +122,7 @@ class TextToVideoForward(nn.Module):
 
     @property
     def has_mean_velocity(self) -> bool:
-        """Whether the velocity is the mean over a step, whose end the network is told (MeanFlow)."""
+        """Whether the network predicts the mean velocity of a step and takes the end of the step (MeanFlow)."""
         return self.transformer.time_embed.timestep_embedder_r is not None
 
     def modulation(self, timestep: Tensor, dtype: torch.dtype, end: Tensor | None = None) -> tuple[Tensor, Tensor]:

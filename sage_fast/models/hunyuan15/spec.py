@@ -106,15 +106,14 @@ class HunyuanVideo15(Spec):
     def heads(self) -> int:
         return self.transformer_config.num_attention_heads
 
-    @property
+    @functools.cached_property
     def distillation(self) -> Distillation | None:
         if self.transformer_config.use_meanflow:
             return Distillation(steps=(8, 12), mean_velocity=True)  # README: recommended
         distilled = self.path.endswith(DISTILLED)
         if not distilled and self.layouts:
             with contextlib.suppress(OSError, UserError):
-                guider = ClassifierFreeGuidance.load_config(reachable(self.path), subfolder="guider")
-                distilled = _scale_of(guider) == 1
+                distilled = self._guider_scale() == 1
         return Distillation(steps=(50,)) if distilled else None  # README: "must use 50 steps"
 
     @property
@@ -149,11 +148,10 @@ class HunyuanVideo15(Spec):
 
         These are notes, not errors: the difference may be intended. A run without guidance takes half the forwards.
         """
-        loaded = reachable(self.path)
         notes = []
         try:
-            scheduler = FlowMatchEulerDiscreteScheduler.load_config(loaded, subfolder="scheduler")
-            guider = ClassifierFreeGuidance.load_config(loaded, subfolder="guider")
+            scheduler = FlowMatchEulerDiscreteScheduler.load_config(reachable(self.path), subfolder="scheduler")
+            scale = self._guider_scale()
         except OSError:
             lacks = "the checkpoint lacks scheduler/ or guider/"
             return [f"{lacks}: sampling.shift and sampling.guidance_scale are not compared"]
@@ -161,13 +159,17 @@ class HunyuanVideo15(Spec):
             dynamic = scheduler.get("use_dynamic_shifting")
             published = "a shift that depends on the size" if dynamic else f"shift {scheduler.get('shift', 1.0):g}"
             notes.append(f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {published}")
-        scale = _scale_of(guider)
         if scale != sampling.guidance_scale:
             notes.append(
                 f"sampling.guidance_scale = {sampling.guidance_scale:g}, and the checkpoint's guider has "
                 f"{scale:g}{' (off: a model distilled from guidance)' if scale == 1 else ''}"
             )
         return notes
+
+    def _guider_scale(self) -> float:
+        """Read the guidance scale of the checkpoint's guider; 1 if it is off."""
+        guider = ClassifierFreeGuidance.load_config(reachable(self.path), subfolder="guider")
+        return float(guider.get("guidance_scale", 1.0)) if guider.get("enabled", True) else 1.0
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         return (
@@ -240,11 +242,6 @@ class HunyuanVideo15(Spec):
     def encoder_version(self) -> str | None:
         parts = (*encoder.PARTS, *encoder.IMAGE_PARTS) if self.takes_images else encoder.PARTS
         return "" if is_random(self.path) else encoder.encoder_version(self.path, parts)
-
-
-def _scale_of(guider: Mapping[str, Any]) -> float:
-    """Return the guidance scale of a guider's configuration; 1 if it is off."""
-    return float(guider.get("guidance_scale", 1.0)) if guider.get("enabled", True) else 1.0
 
 
 def forward_flops(architecture: Architecture, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
