@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import torch
 
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.config.schema import Config, DType, Ratio
 from sage_fast.loading import load_setup
 from sage_fast.ops import implementation

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     if options.what == "iteration":
         from sage_fast.benchmarks import iteration
 
-        from sage_fast.config.load import load
+        from sage_fast.config.loader import load
 
         config = load(options.config)
         paths = _known("path", options.path, iteration.PATHS)

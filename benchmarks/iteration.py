@@ -17,8 +17,8 @@ from sage_fast.benchmarks.stock import StockDecoder, StockPolicy
 
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
-from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.ops import implementation
+from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.tools.harness import Save, head_line, save_nothing
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import progress, quiet

@@ -26,7 +26,7 @@ from sage_fast.config.schema import ModelConfig
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.load import make_trainable
-from sage_fast.models.lora_linear import padding_for
+from sage_fast.models.lora.linear import padding_for
 
 TOKENS, TEXT, WIDTH = 21 * 30 * 52, 200, 2048
 """Video and text tokens of a 480p video of 81 frames, and the width of the published transformer."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.attention import ATTENTION
-from sage_fast.models.attention_trial import fastest, measure_attention
+from sage_fast.models.attention.backends import ATTENTION
+from sage_fast.models.attention.trial import fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
 from sage_fast.models.hunyuan15.decode import VideoDecoder
@@ -27,11 +27,11 @@ from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, dec
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.random_weights import random_module
-from sage_fast.models.testbed.model import LATENT_SHAPE, Testbed
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.rollout.step import denoise
+from sage_fast.testbed.model import LATENT_SHAPE, Testbed
 from sage_fast.util.errors import in_one_line
 
 STEPS = 10

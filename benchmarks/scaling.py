@@ -20,10 +20,10 @@ from typing import cast
 import torch
 
 from sage_fast.algorithm.flops import training_flops
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.config.schema import Config, ModelConfig
 from sage_fast.models.hunyuan15.conditioning import Inputs
-from sage_fast.models.hunyuan15.memory import activation_bytes
+from sage_fast.models.hunyuan15.cost import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
 from sage_fast.models.load import find_spec, meta_policy

@@ -16,6 +16,7 @@ from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
 from sage_fast.algorithm.schedule import longest_window, missing_for_rollout_gradients
 from sage_fast.config.fields import require
+from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import (
     AttentionBackend,
     Config,
@@ -28,14 +29,13 @@ from sage_fast.config.schema import (
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, captions_of, metadata_of, negatives_of, read_prompts
 from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
+from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Condition
 from sage_fast.models.random_weights import is_random
-from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.models.spec import Cost, Spec
-from sage_fast.parallel.memory import held_bytes
+from sage_fast.parallel.engine_memory import held_bytes
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rollout.graphs import StepGraphs

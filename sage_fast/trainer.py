@@ -29,9 +29,9 @@ from sage_fast.algorithm.schedule import (
 )
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.config.schema import Config
+from sage_fast.models.interface import Condition
 from sage_fast.models.model import Model
 from sage_fast.models.policy import State
-from sage_fast.models.protocol import Condition
 from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch

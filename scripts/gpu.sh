@@ -126,7 +126,7 @@ sys.exit(not all(difference < 0.01 for difference in differences))'
 LENGTHS_CODE='
 import torch
 from sage_fast.tools import harness
-from sage_fast.models.attention import ATTENTION, usable
+from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.util.ranks import local_device
 device = local_device()
 gpu, dtype = device.type == "cuda", harness.usual_dtype(device)

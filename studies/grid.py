@@ -28,7 +28,7 @@ from typing import Any
 
 from sage_fast.cli import guarded
 from sage_fast.config.command_line import overrides_of
-from sage_fast.config.load import leaves, load, read_yaml
+from sage_fast.config.loader import leaves, load, read_yaml
 from sage_fast.config.schema import Config
 from sage_fast.util.console import log_to_screen
 from sage_fast.util.errors import RunError, UserError, nearest

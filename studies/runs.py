@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.cli import guarded
-from sage_fast.config.load import build, dump, leaves, load, parse_yaml
+from sage_fast.config.loader import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
 from sage_fast.models.spec import Spec
 from sage_fast.ops import implementation

@@ -84,9 +84,9 @@ def serve() -> None:
 
     import sage_fast.report.finish
     import sage_fast.report.page
-    import sage_fast.rewards.testbed
     import sage_fast.run.trackers
     import sage_fast.run.train
+    import sage_fast.testbed.rewards
     import tests.tiny  # noqa: F401  imports the testbed's model, which a command imports late
     from sage_fast.cli import main
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint

@@ -19,8 +19,8 @@ from sage_fast import cli
 from sage_fast import loading as setup
 from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.loading import load_setup
-from sage_fast.models.attention import ATTENTION, Attention, Backend, check_attention, usable
-from sage_fast.models.attention_trial import LARGEST_ERROR, measure_attention, try_attention
+from sage_fast.models.attention.backends import ATTENTION, Attention, Backend, check_attention, usable
+from sage_fast.models.attention.trial import LARGEST_ERROR, measure_attention, try_attention
 from sage_fast.models.checkpointing import Recomputation, set_checkpointing
 from sage_fast.models.load import choose_attention
 from sage_fast.tools import selftest

@@ -9,7 +9,7 @@ import torch
 
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import check_trainable
-from sage_fast.config.load import build
+from sage_fast.config.loader import build
 from sage_fast.config.schema import TrainConfig
 from sage_fast.parallel.optimizers import ema_decay
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint

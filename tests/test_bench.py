@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sage_fast.cli import main
-from sage_fast.config.load import dump
+from sage_fast.config.loader import dump
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.lora_linear import Projection
+from sage_fast.models.lora.linear import Projection
 from sage_fast.tools.harness import fresh_compilation
 from sage_fast.tools.operators import OPERATORS, registered
 from tests.pretend_cuda import PretendCuda

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sage_fast.commands.sources import newest_weights
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run import manifest
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
@@ -424,7 +424,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("sage_fast.run.train.load_setup", load)
     with locked(tmp_path / "run"):
         if resume:
-            from sage_fast.config.load import dump
+            from sage_fast.config.loader import dump
             from sage_fast.run.folder import claim_output
 
             claim_output(tmp_path / "run", dump(config))

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sage_fast import loading as setup
-from sage_fast.config.load import load
-from sage_fast.models.attention import ATTENTION, Backend, is_attention
+from sage_fast.config.loader import load
+from sage_fast.models.attention.backends import ATTENTION, Backend, is_attention
 from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
 from sage_fast.models.decoder import Decoder
-from sage_fast.models.hunyuan15.memory import activation_bytes, attention_output_bytes
+from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.model import Model
 from sage_fast.rollout.recorder import graph_bytes

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from sage_fast.cli import main, parse
 from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
-from sage_fast.config.load import build, dump
+from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.checkpoint import write_manifest
 from sage_fast.run.folder import claim_output

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from sage_fast import cli
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from tests.test_docs import blocks
 from tests.tiny import arguments
 

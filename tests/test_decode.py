@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.models.hunyuan15.decode import SHARE, VideoDecoder, choose, free_bytes
 from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shape
-from sage_fast.models.testbed.model import load_vae
 from sage_fast.rewards import CompositeReward, Scores, join_scores
 from sage_fast.rollout.scoring import VideoScorer
+from sage_fast.testbed.model import load_vae
 from sage_fast.tools.plan import plan
 from sage_fast.util.metrics import Stopwatch
 from tests.tiny import BrightnessReward, settings, tiny_model, tiny_trainer

@@ -15,7 +15,7 @@ from sage_fast.benchmarks.stock import StockPolicy
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
-from sage_fast.config.load import dump
+from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import load_setup
@@ -24,10 +24,10 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.load import find_spec
 from sage_fast.models.spec import Distillation
-from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.run.messages import config_warnings
+from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.tools.plan import dry_run
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError

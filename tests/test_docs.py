@@ -22,7 +22,7 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.commands.train import preflight
-from sage_fast.config.load import leaves, load
+from sage_fast.config.loader import leaves, load
 from sage_fast.util.files import read_metrics
 from scripts import gpu_page, reference
 from tests import faults

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sage_fast import cli
 from sage_fast.config.schema import SamplingConfig
-from sage_fast.models.attention import ATTENTION
+from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.load import find_spec
 from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import Recordable

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.rewards.videoalign import VideoAlignReward
 from sage_fast.util.files import read_metrics
 from tests.ranks import command_on_ranks

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from sage_fast import cli
-from sage_fast.config.load import build, load
+from sage_fast.config.loader import build, load
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.eval.scores import read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import check_engine
-from sage_fast.parallel.settings import OURS, deepspeed_settings
+from sage_fast.parallel.deepspeed_config import OURS, deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from sage_fast import cli
 from sage_fast.commands.card import model_card
 from sage_fast.commands.export_formats import export
-from sage_fast.config.load import dump
+from sage_fast.config.loader import dump
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.lora import LORA_FILE
-from sage_fast.models.lora_layouts import converted, read_lora
+from sage_fast.models.lora.adapter import LORA_FILE
+from sage_fast.models.lora.export import converted, read_lora
 from sage_fast.models.model import Model
-from sage_fast.models.save import save_weights
-from sage_fast.models.testbed import BASE as TESTBED
-from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.checkpoint import write_manifest
 from sage_fast.run.manifest import MANIFEST, STATE, TRAINING, keep_weights
+from sage_fast.run.weights import save_weights
+from sage_fast.testbed import BASE as TESTBED
+from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU, settings
 from tests.tiny_checkpoint import tiny_transformer, write_tiny_checkpoint

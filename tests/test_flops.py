@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.flops import flops, training_flops
 from sage_fast.cli import main
-from sage_fast.config.load import dump
+from sage_fast.config.loader import dump
 from sage_fast.models.spec import Cost
 from sage_fast.run import train
 from sage_fast.run.train import throughput

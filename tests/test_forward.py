@@ -18,8 +18,8 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextBatch, collate
-from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.rollout.step import denoise
+from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.tools.harness import fresh_compilation
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 

@@ -24,7 +24,7 @@ from sage_fast.cli import main
 from sage_fast.commands.sources import load_run, resumed_settings
 from sage_fast.config.command_line import overrides_of
 from sage_fast.config.fields import sections, settings_of
-from sage_fast.config.load import build, dump, load
+from sage_fast.config.loader import build, dump, load
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import KEYS, read_prompts
 from sage_fast.eval.scores import paired_table, read_scores

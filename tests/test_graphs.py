@@ -20,11 +20,11 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout import graphs as module
 from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
 from sage_fast.rollout.recorder import CudaRecorder
+from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.tools import replays
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer

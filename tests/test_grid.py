@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 import sage_fast.report.finish  # noqa: F401  for conftest.py, which leaves out the charts
 from sage_fast.cli import main as sage_fast_main
 from sage_fast.config.fields import settings_of
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.run.resume import value_of
 from sage_fast.util.errors import UserError

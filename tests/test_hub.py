@@ -10,7 +10,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.load import find_spec, load_model, reachable
-from sage_fast.models.testbed import BASE
+from sage_fast.testbed import BASE
 from sage_fast.util.errors import UserError
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
-from sage_fast.config.load import dump
+from sage_fast.config.loader import dump
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.model import Model
-from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.run.weights import save_weights
 from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_json, read_metrics
 from tests.ranks import command_on_ranks

@@ -24,7 +24,7 @@ from sage_fast.cli import main
 from sage_fast.commands.card import model_card
 from sage_fast.commands.init import init
 from sage_fast.config.command_line import overrides_of
-from sage_fast.config.load import dump, from_overrides, load
+from sage_fast.config.loader import dump, from_overrides, load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached, fill_cache
 from sage_fast.data.prompts import captions_of, metadata_of, negatives_of, read_prompts

@@ -20,7 +20,7 @@ from sage_fast.commands.sources import labelled
 from sage_fast.eval.evaluation import score_videos
 from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import paired_table
-from sage_fast.eval.text import format_table
+from sage_fast.eval.tables import format_table
 from sage_fast.eval.videoset import VideoSet, hacked, of_scores, read_folder, table, write_folder
 from sage_fast.loading import Scoring, load_rewards
 from sage_fast.report import charts
@@ -125,7 +125,7 @@ def test_sources_are_evaluated_alike(evaluated: tuple[Path, str]) -> None:
 
 
 def test_videos_of_another_program_are_scored_as_they_are(evaluated: tuple[Path, str]) -> None:
-    from sage_fast.rewards.testbed import TestbedReward
+    from sage_fast.testbed.rewards import TestbedReward
 
     folder, _ = evaluated
     result = json.loads((folder / "all.json").read_text())["sources"]["theirs"]

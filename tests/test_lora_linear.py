@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.load import make_trainable
-from sage_fast.models.lora_linear import Projection, feed_forward
-from sage_fast.models.testbed.model import Testbed
+from sage_fast.models.lora.linear import Projection, feed_forward
+from sage_fast.testbed.model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda
 from tests.test_forward import PROMPTS, Operators, inputs

@@ -17,7 +17,7 @@ import torch
 
 from sage_fast.cli import main
 from sage_fast.commands.init import EVIDENCE, init
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.data.prompts import read_prompts
 from sage_fast.eval.videoset import read_folder
 from sage_fast.report.playback import read_video
@@ -48,7 +48,7 @@ QUICKSTART = CONFIGS.parent / "docs" / "tutorials" / "first-run.md"
 WHERE = "import sage_fast, sage_fast.ops; print(sage_fast.__file__)\n"
 CHECK = """
 import torch
-from sage_fast.models.testbed.model import BASE
+from sage_fast.testbed.model import BASE
 def velocity(transformer):
     x = torch.randn(1, 65, 5, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -12,7 +12,7 @@ from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, Replayed, Scored, StepConstants, sage_loss
 from sage_fast.algorithm.schedule import check_trainable
-from sage_fast.config.load import build
+from sage_fast.config.loader import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
 from sage_fast.rollout.batch import Batch
 from sage_fast.trainer import Trainer

@@ -18,18 +18,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_fast.models import parts
 from sage_fast.models.hunyuan15.policy import freeze_dead_ends
 from sage_fast.models.load import _load
-from sage_fast.models.lora import LORA_FILE
-from sage_fast.models.parts import Layout, SavedParts
-from sage_fast.models.testbed import BASE as TESTBED
-from sage_fast.models.testbed.model import Testbed, TestbedTransformer
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.run import checkpoint as checkpoint_module
+from sage_fast.run import shards as parts
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.manifest import checkpoints, iteration_of
+from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.training_state import save_training_state
+from sage_fast.testbed import BASE as TESTBED
+from sage_fast.testbed.model import Testbed, TestbedTransformer
 from sage_fast.util.errors import RankError, UserError
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens

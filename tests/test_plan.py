@@ -25,12 +25,12 @@ from transformers import (
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.objective import KL_STRATEGIES
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.config.load import build, load
+from sage_fast.config.loader import build, load
 from sage_fast.config.schema import ModelConfig, Tuning
-from sage_fast.models.attention import ATTENTION
+from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
+from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
-from sage_fast.models.hunyuan15.memory import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate

@@ -19,16 +19,16 @@ from torch import Tensor
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached, fill_cache
-from sage_fast.models.attention import ATTENTION
+from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.load import find_spec, load_model, make_trainable
-from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
+from sage_fast.models.lora.adapter import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
-from sage_fast.models.save import save_weights
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.run.weights import save_weights
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from tests.tiny import captions

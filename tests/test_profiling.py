@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from sage_fast.cli import main
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.config.schema import RewardConfig
 from sage_fast.models.decoder import PendingVideos
 from sage_fast.models.load import find_spec

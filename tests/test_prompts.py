@@ -17,7 +17,7 @@ from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 import sage_fast.data.embeddings
 from sage_fast.cli import main
 from sage_fast.config.command_line import overrides_of
-from sage_fast.config.load import dump, from_overrides
+from sage_fast.config.loader import dump, from_overrides
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, metadata_of, negatives_of, read_prompts
@@ -26,8 +26,8 @@ from sage_fast.loading import load_setup
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+from sage_fast.models.interface import pass_lengths
 from sage_fast.models.load import load_model
-from sage_fast.models.protocol import pass_lengths
 from sage_fast.trainer import Trainer
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError

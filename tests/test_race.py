@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from scipy import stats
 
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.tools.plan import plan
 from studies.race import findings, runs
 from studies.race.__main__ import main

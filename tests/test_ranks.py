@@ -24,11 +24,11 @@ from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks
 from sage_fast.algorithm.metrics import record_rewards
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.cli import main
-from sage_fast.config.load import load
+from sage_fast.config import rank_checks as sharing
+from sage_fast.config.loader import load
 from sage_fast.data.embeddings import encode_cached
-from sage_fast.models import sharing
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import pass_lengths
+from sage_fast.models.interface import pass_lengths
 from sage_fast.rewards import Reward, Scores
 from sage_fast.rollout.loop import bucket_by_length
 from sage_fast.rollout.scoring import gather_scores

@@ -11,7 +11,7 @@ from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.objective import Loss, Replayed, StepConstants, sage_loss
 from sage_fast.algorithm.schedule import check_log_prob
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
-from sage_fast.config.load import build
+from sage_fast.config.loader import build
 from sage_fast.config.schema import KLConfig, ObjectiveConfig
 from sage_fast.ops import transition_score
 from sage_fast.util.errors import UserError

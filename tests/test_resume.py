@@ -13,9 +13,9 @@ import torch
 from sage_fast.cli import main
 from sage_fast.commands.sources import newest_weights, resumed_settings
 from sage_fast.config.fields import settings_of
-from sage_fast.config.load import build, dump, load
+from sage_fast.config.loader import build, dump, load
 from sage_fast.config.schema import Config
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.manifest import STATE, digest
 from sage_fast.run.resume import KEPT, check_kept, value_of

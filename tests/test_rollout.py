@@ -9,11 +9,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.models.hunyuan15.text import collate
-from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.ops import transition_score
 from sage_fast.ops.philox import philox_normal
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.trajectories import Trajectories
+from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.util.seeding import sample_seeds
 from tests.tiny import embeddings, settings, tiny_model
 

@@ -18,7 +18,7 @@ from sage_fast import loading
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import Transition, check_trainable, missing_for_rollout_gradients
 from sage_fast.cli import main
-from sage_fast.config.load import build, dump
+from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.rewards import Reward
 from sage_fast.rollout.batch import Batch

@@ -24,9 +24,9 @@ from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.engines import ENGINES, OPTIMIZERS
 from sage_fast.config.schema import Config, ObjectiveConfig
 from sage_fast.models import load
-from sage_fast.models.attention import ATTENTION, REFERENCE
-from sage_fast.parallel.memory import held_bytes
-from sage_fast.parallel.settings import deepspeed_settings
+from sage_fast.models.attention.backends import ATTENTION, REFERENCE
+from sage_fast.parallel.deepspeed_config import deepspeed_settings
+from sage_fast.parallel.engine_memory import held_bytes
 from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_model, tiny_trainer
 

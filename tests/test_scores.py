@@ -9,7 +9,7 @@ from scipy import stats
 
 from sage_fast.eval.hacking import judge_hacked
 from sage_fast.eval.scores import format_number, mean_and_margin, paired_table
-from sage_fast.eval.text import format_paired_table, format_table
+from sage_fast.eval.tables import format_paired_table, format_table
 from sage_fast.eval.videoset import of_scores, table
 from sage_fast.report.shown import choose
 from studies.differences import means_by_prompt

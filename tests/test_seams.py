@@ -32,7 +32,7 @@ def test_importing_the_trainer_or_a_run_imports_no_implementation_and_no_report(
     both = (*MODELS, *ENGINES, *BACKENDS, *REPORT, *OTHERS)
     for line, absent in zip(done.stdout.splitlines(), ((*both, "models.load", "run", "report"), both), strict=True):
         loaded = line.split()
-        assert "sage_fast.models.protocol" in loaded
+        assert "sage_fast.models.interface" in loaded
         heavy = ("matplotlib", "deepspeed", *(f"sage_fast.{part}" for part in absent))
         assert not [name for name in loaded if name.startswith(heavy)]
 
@@ -43,7 +43,7 @@ def test_families_are_found_by_the_class_of_their_transformer() -> None:
         assert {cls.__name__ for cls in family(name).networks.values()} == {class_name}
     spec = find_spec("testbed")
     assert spec.layouts["transformer"]["_class_name"] == "TestbedTransformer"
-    assert type(find_spec(f"sage_fast.models.testbed.model:Testbed:{spec.path}")) is type(spec)
+    assert type(find_spec(f"sage_fast.testbed.model:Testbed:{spec.path}")) is type(spec)
 
 
 def test_a_card_names_the_model_that_was_trained(tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_an_installed_package_adds_names_and_replaces_none(monkeypatch: pytest.M
     ("path", "message"),
     [
         ("no_such_module:Wan:folder", "no module 'no_such_module' is installed or in"),
-        ("sage_fast.models.protocol:Wan:folder", "expected a subclass of sage_fast.models.spec.Spec, found None"),
+        ("sage_fast.models.interface:Wan:folder", "expected a subclass of sage_fast.models.spec.Spec, found None"),
         ("sage_fast.models.spec:Cost:folder", "expected a subclass of sage_fast.models.spec.Spec, found <class"),
         (
-            "sage_fast.models.testbed.model:Testbed:folder",
+            "sage_fast.testbed.model:Testbed:folder",
             "no such folder; expected one of testbed, testbed-i2v; or a local folder",
         ),
         ("testbedd", "no such folder; expected one of testbed, testbed-i2v; did you mean 'testbed'?; or"),

@@ -21,13 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.commands.export_formats import export
-from sage_fast.config.load import dump
+from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
+from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.load import load_model
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.captions import Caption

@@ -18,7 +18,7 @@ from sage_fast.config.secrets import from_environment, names_for_values
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.rewards.dry_run import dry_run_reward
 from sage_fast.rewards.http import HttpReward
-from sage_fast.rewards.testbed import TestbedReward
+from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from tests.test_cli import PAPER, SMALL

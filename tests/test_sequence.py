@@ -16,15 +16,15 @@ from torch import Tensor
 
 from benchmarks.scaling import exchange_bytes
 from sage_fast.cli import main
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
+from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup
+from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.load import choose_attention, find_spec, load_model
 from sage_fast.models.model import Model
-from sage_fast.models.sequence import SequenceParallel
-from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.rewards.composite import Pending
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer

@@ -18,7 +18,7 @@ from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks
 from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.algorithm.schedule import configured_table, trained_steps, windows
 from sage_fast.algorithm.transitions import SAMPLERS
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs

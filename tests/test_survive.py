@@ -24,9 +24,9 @@ import pytest
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from sage_fast.models.lora import LORA_FILE
-from sage_fast.rewards.testbed import TestbedReward
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run.manifest import STATE, checkpoints, iteration_of
+from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.files import read_json, read_metrics
 from tests.fork_server import Fault, ForkServer
 from tests.tiny import arguments

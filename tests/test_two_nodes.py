@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from sage_fast.cli import main
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run import fail_fast
 from sage_fast.trainer import Trainer
 from sage_fast.util.files import read_metrics

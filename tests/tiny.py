@@ -16,7 +16,7 @@ from sage_fast.algorithm.iteration_samples import Sample, draw_samples
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import iteration_tables, trained_steps
 from sage_fast.algorithm.transitions import TransitionTable
-from sage_fast.config.load import build, load
+from sage_fast.config.loader import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
 from sage_fast.loading import load_setup
 from sage_fast.models.checkpointing import Recomputation
@@ -25,9 +25,9 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.model import Model
-from sage_fast.models.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
-from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward
+from sage_fast.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
+from sage_fast.testbed.text_encoder import embed
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.captions import Caption

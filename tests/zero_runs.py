@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
-from sage_fast.models.lora import LORA_FILE
-from sage_fast.models.save import save_weights
-from sage_fast.models.testbed.model import TestbedTransformer
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.rewards import CompositeReward
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.training_state import load_training_state, save_training_state
+from sage_fast.run.weights import save_weights
+from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.testbed.world import train_prompts
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer

@@ -21,8 +21,8 @@ from sage_fast.algorithm.transitions import (
 )
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.fields import require
+from sage_fast.config.rank_checks import check_ranks
 from sage_fast.config.schema import Config, ModelConfig, ObjectiveConfig, SamplingConfig, TrainConfig
-from sage_fast.models.sharing import check_ranks
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import world_size
 from sage_fast.util.seeding import derive_seed, permutation

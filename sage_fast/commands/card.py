@@ -15,8 +15,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from sage_fast import __version__
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.eval.scores import paired_table, read_evaluations
-from sage_fast.eval.text import format_paired_table
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.eval.tables import format_paired_table
+from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.util.console import wrapped

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_fast.commands.sources import check_folder, existing, labelled
-from sage_fast.config.load import from_overrides, load
+from sage_fast.config.loader import from_overrides, load
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS
 

@@ -22,7 +22,7 @@ from sage_fast.commands.sources import Source
 from sage_fast.config.schema import AttentionBackend, Config, DataConfig, RewardConfig, SamplingConfig
 from sage_fast.data.prompts import Prompt, metadata_of
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
-from sage_fast.eval.text import format_table
+from sage_fast.eval.tables import format_table
 from sage_fast.eval.videoset import (
     VideoSet,
     check_prompts,

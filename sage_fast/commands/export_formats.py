@@ -9,10 +9,10 @@ from pathlib import Path
 from sage_fast.commands.card import PICTURE, model_card
 from sage_fast.commands.sources import is_checkpoint, newest_weights
 from sage_fast.config.fields import is_hub_id
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.models.load import find_spec
-from sage_fast.models.lora import LORA_FILE, lora_files, write_adapter
-from sage_fast.models.lora_layouts import converted, read_lora
+from sage_fast.models.lora.adapter import LORA_FILE, lora_files, write_adapter
+from sage_fast.models.lora.export import converted, read_lora
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.run.manifest import fault_of_weights, iteration_of

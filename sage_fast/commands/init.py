@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import write_atomic

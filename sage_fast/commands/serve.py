@@ -7,7 +7,7 @@ import logging
 import signal
 from collections.abc import Callable, Mapping
 
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.data.prompts import metadata_of, read_prompts
 from sage_fast.util.errors import UserError
 

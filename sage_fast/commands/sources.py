@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.fields import settings_of
-from sage_fast.config.load import from_overrides, keys_of, load
+from sage_fast.config.loader import from_overrides, keys_of, load
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.run.manifest import (
     MANIFEST,

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import resumed_settings
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
+from sage_fast.config.rank_checks import check_ranks
 from sage_fast.config.rewards import place_of_reward
 from sage_fast.config.schema import Config
 from sage_fast.config.secrets import from_environment
 from sage_fast.data.prompts import negatives_of, read_prompts
-from sage_fast.models.sharing import check_ranks
 from sage_fast.run.output import check_output
 from sage_fast.run.resume import began_here, launcher
 from sage_fast.util.errors import UserError, printable

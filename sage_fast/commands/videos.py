@@ -11,8 +11,8 @@ from torch import Tensor
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import video_chunks
 from sage_fast.eval.sheets import contact_sheet
+from sage_fast.models.interface import Condition
 from sage_fast.models.model import Model
-from sage_fast.models.protocol import Condition
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.run.folder import save_video
 from sage_fast.util.files import atomic_path

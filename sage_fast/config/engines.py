@@ -50,7 +50,7 @@ class EngineRow:
 
 
 def _zero(*shards: str) -> EngineRow:
-    settings = "sage_fast.parallel.settings:deepspeed_settings"
+    settings = "sage_fast.parallel.deepspeed_config:deepspeed_settings"
     build, offloads = "sage_fast.parallel.zero:ZeroEngine", ("none", "optimizer")
     return EngineRow(build=build, settings=settings, shards=shards, package="deepspeed", offloads=offloads)
 

@@ -6,9 +6,9 @@ from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import registered
 
 SHIPPED = {
-    "testbed": "sage_fast.rewards.testbed:TestbedReward",
-    "testbed-i2v": "sage_fast.rewards.testbed_i2v:TestbedImageReward",
-    "testbed-judge": "sage_fast.rewards.judge:TestbedJudge",
+    "testbed": "sage_fast.testbed.rewards:TestbedReward",
+    "testbed-i2v": "sage_fast.testbed.rewards_i2v:TestbedImageReward",
+    "testbed-judge": "sage_fast.testbed.judge:TestbedJudge",
     "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
     "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",
     "pickscore": "sage_fast.rewards.clip:PickScoreReward",

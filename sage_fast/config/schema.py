@@ -1,6 +1,6 @@
 """One typed tree of settings: a run is described by a `Config`.
 
-Every default, choice, bound and help text is written here and nowhere else. sage_fast/config/load.py reads the tree
+Every default, choice, bound and help text is written here and nowhere else. sage_fast/config/loader.py reads the tree
 from YAML files and the command line. A section validates itself on construction.
 """
 

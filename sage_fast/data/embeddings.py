@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from sage_fast.config.schema import SamplingConfig
-from sage_fast.models.protocol import Condition, Encoder
+from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.spec import Spec
 from sage_fast.util.captions import Caption
 from sage_fast.util.console import Progress

@@ -16,8 +16,8 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import EvalConfig, SamplingConfig
 from sage_fast.eval.scores import read_scores
 from sage_fast.loading import Scoring, Setup
+from sage_fast.models.interface import Condition, pass_lengths
 from sage_fast.models.model import Model
-from sage_fast.models.protocol import Condition, pass_lengths
 from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
 from sage_fast.rewards.interface import Scores

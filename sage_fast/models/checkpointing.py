@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sage_fast.config.schema import Checkpointing
-from sage_fast.models.attention import is_attention
+from sage_fast.models.attention.backends import is_attention
 
 RECOMPUTED: dict[str, tuple[str, ...]] = {"none": (), "attention": ("linear",), "full": ("linear", "attention")}
 """Mode -> what the backward recomputes, from fastest to least memory."""

@@ -13,16 +13,16 @@ from diffusers import ConfigMixin
 from safetensors import SafetensorError
 
 from sage_fast.config.fields import is_hub_id
+from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.attention import ATTENTION, check_attention
-from sage_fast.models.attention_trial import Trial, fastest, measure_attention, try_attention
+from sage_fast.models.attention.backends import ATTENTION, check_attention
+from sage_fast.models.attention.trial import Trial, fastest, measure_attention, try_attention
 from sage_fast.models.hub import progress_bars_of, reachable
-from sage_fast.models.lora import ADAPTER, add_lora, load_lora
+from sage_fast.models.lora.adapter import ADAPTER, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import CHECKPOINTS, default_family, families, family, split_path
-from sage_fast.models.sharing import check_heads
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
@@ -190,7 +190,7 @@ def load_model(
         notes = spec.notes(sampling)
     if (group := sequence_group()) is not None:
         # Imported only here: it needs DeepSpeed, which is optional.
-        from sage_fast.models.sequence import SequenceParallel
+        from sage_fast.models.attention.sequence import SequenceParallel
 
         policy.enable_sequence_parallel(SequenceParallel(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)

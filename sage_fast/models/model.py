@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from sage_fast.config.schema import SamplingConfig
-from sage_fast.models.attention import REFERENCE
+from sage_fast.models.attention.backends import REFERENCE
 from sage_fast.models.checkpointing import NOTHING, Recomputation, set_checkpointing
 from sage_fast.models.decoder import Decoder
+from sage_fast.models.interface import Encoder
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Encoder
 from sage_fast.models.spec import Spec
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sage_fast.models.protocol import ConditionTable, Inputs
+from sage_fast.models.interface import ConditionTable, Inputs
 from sage_fast.ops.guidance import guided
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import fails_alone, sequence_size, world_size

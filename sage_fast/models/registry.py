@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 
 from sage_fast.models.spec import Spec
-from sage_fast.models.testbed import BASE, BASE_I2V
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import import_plugin, registered
 
 SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
-    "TestbedTransformer": "sage_fast.models.testbed.model:Testbed",
+    "TestbedTransformer": "sage_fast.testbed.model:Testbed",
 }
 """Transformer class, as in config.json -> family. The first one is the default until config.json is read."""
 
-CHECKPOINTS = {"testbed": BASE, "testbed-i2v": BASE_I2V}
+_TESTBED = Path(__file__).parents[1] / "testbed"
+CHECKPOINTS = {"testbed": _TESTBED / "base", "testbed-i2v": _TESTBED / "base_i2v"}
 """Name in `model.path` -> folder of a checkpoint that comes with the package."""
 
 GROUP = "sage_fast.models"

@@ -1,6 +1,6 @@
 """A model family: `Spec` reads a checkpoint's configuration, and makes the `Policy` and the `Decoder`.
 
-models/registry.py finds it; models/protocol.py has what a policy takes besides the latents.
+models/registry.py finds it; models/interface.py has what a policy takes besides the latents.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
+from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Condition, Encoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
     out = [h, h A^T]        h = x, gelu(x) or gate x
 
-models/lora_linear.py reads them with one matmul, [h, h A^T] [W, s B]^T. The backward is that of GELU between two layers
+models/lora/linear.py reads them with one matmul, [h, h A^T] [W, s B]^T. The backward is that of GELU between two layers
 with adapters, x = rows W'^T + (rows A'^T) s' B'^T and y = out [W, s B]^T. Both adapters need sums over rows that it
 holds anyway. From dh, dy s B and rows A'^T:
 

@@ -4,7 +4,7 @@
 
 Autograd saves only x and scale; the backward reads each row anyway and normalises it again. The gradients of scale and
 shift are sums over all tokens, and are skipped where both are frozen. `pad` leaves columns on the right of each row
-for models/lora_linear.py, and `pad_rows` leaves rows below each sample for the text that ops/norm_rotate.py joins. In a
+for models/lora/linear.py, and `pad_rows` leaves rows below each sample for the text that ops/norm_rotate.py joins. In a
 residual branch, the same pass adds the gradients of the branch and of x.
 """
 

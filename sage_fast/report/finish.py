@@ -10,7 +10,7 @@ from torch import Tensor
 from sage_fast.eval.hacking import Evaluations
 from sage_fast.eval.scores import paired_table, read_evaluations
 from sage_fast.eval.sheets import comparison_sheet
-from sage_fast.eval.text import format_paired_table
+from sage_fast.eval.tables import format_paired_table
 from sage_fast.eval.videoset import Key, VideoSet, of_run
 from sage_fast.report.page import write_report
 from sage_fast.report.playback import read_video

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.text import summary
+from sage_fast.eval.tables import summary
 from sage_fast.eval.videoset import SetRow, VideoSet, shown_name
 from sage_fast.report.html import render
 from sage_fast.report.shown import cards

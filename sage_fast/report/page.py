@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sage_fast.config.load import leaves, read_yaml
+from sage_fast.config.loader import leaves, read_yaml
 from sage_fast.eval.hacking import judge_hacked, verdict
 from sage_fast.eval.scores import (
     TOO_FEW,

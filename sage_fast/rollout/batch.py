@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_samples import Sample
 from sage_fast.algorithm.schedule import Transition
-from sage_fast.models.protocol import ConditionTable
+from sage_fast.models.interface import ConditionTable
 from sage_fast.rollout.gradients import RolloutGradients
 from sage_fast.rollout.trajectories import Trajectories, on_device
 

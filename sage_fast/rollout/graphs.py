@@ -20,8 +20,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
+from sage_fast.models.interface import BatchConditions
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import BatchConditions
 from sage_fast.rollout.step import History, denoise
 from sage_fast.util.errors import first_line
 

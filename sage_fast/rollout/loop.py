@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_samples import Rollouts
 from sage_fast.algorithm.transitions import TransitionTable
+from sage_fast.models.interface import ConditionTable, Key
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import ConditionTable, Key
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.step import History, denoise

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import Transition
+from sage_fast.models.interface import Condition, Inputs, Key, pass_lengths
 from sage_fast.models.policy import Policy, State
-from sage_fast.models.protocol import Condition, Inputs, Key, pass_lengths
 from sage_fast.ops import transition_score
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.loop import bucket_by_length

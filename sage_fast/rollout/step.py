@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.transitions import TransitionTable
+from sage_fast.models.interface import Inputs
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Inputs
 from sage_fast.ops import transition_step
 from sage_fast.util.profiling import annotate
 

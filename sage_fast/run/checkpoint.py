@@ -22,7 +22,6 @@ from typing import Any
 
 from sage_fast.eval.scores import composite, mean_and_margin, read_scores
 from sage_fast.models.policy import State
-from sage_fast.models.save import save_weights
 from sage_fast.parallel import Engine
 from sage_fast.run.manifest import (
     MANIFEST,
@@ -35,6 +34,7 @@ from sage_fast.run.manifest import (
     keep_weights,
 )
 from sage_fast.run.training_state import load_training_state, save_training_state
+from sage_fast.run.weights import save_weights
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
 from sage_fast.util.files import PARTIAL, atomic_path, read_json, remove_folder, sync, write_json

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from sage_fast.config.load import dump, load
+from sage_fast.config.loader import dump, load
 from sage_fast.config.schema import Config
 from sage_fast.run.output import LOCK
 from sage_fast.run.resume import LAUNCHERS, differences, launcher

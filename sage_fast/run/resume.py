@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config.fields import settings_of
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.config.rewards import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError

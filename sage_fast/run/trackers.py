@@ -22,7 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from PIL.Image import Image
 from torch import Tensor
 
-from sage_fast.config.load import dump
+from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.rewards.errors import fulfil

@@ -17,7 +17,7 @@ import torch
 
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
-from sage_fast.config.load import dump
+from sage_fast.config.loader import dump
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.eval.hacking import verdict

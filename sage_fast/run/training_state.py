@@ -1,6 +1,6 @@
 """The training state of an engine on disk: every rank writes its parts, and any number of ranks reads them.
 
-<folder>/trainable-*.safetensors ema-* anchor-* optimizer-<moment>-*  as models/parts.py has them
+<folder>/trainable-*.safetensors ema-* anchor-* optimizer-<moment>-*  as run/shards.py has them
 <folder>/optimizer.json                                               name of the optimizer, and steps of each weight
 """
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from sage_fast.models.parts import Layout, SavedParts
 from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
+from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_json
 from sage_fast.util.ranks import fail_together, rank

@@ -1,61 +1,39 @@
-"""The held-out judge: a small network trained on examples, independent of the training reward."""
+"""The testbed's held-out judge; it plays the role that CLIPScore and PickScore have for the real model.
 
-from collections.abc import Sequence
-from pathlib import Path
+Two scores, each about 0 to 1, by a network trained on rendered clips and their corruptions, never on the reward:
+
+    alignment     mean probability of the shape, colour, direction and speed that the prompt names
+    naturalness   how clean the clip is: 1 as rendered, 0 corrupted beyond recognition
+
+Use it as `eval.judge` only: a policy trained on it would learn to fool it, like any reward.
+"""
 
 import torch
-from diffusers import ModelMixin
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from torch import Tensor, nn
+from torch import Tensor
 
+from sage_fast.testbed.judge_network import load_judge
 from sage_fast.testbed.world import ATTRIBUTES
 
-JUDGE = Path(__file__).parent / "base" / "judge"  # the trained weights that ship with the package
-SIZES = {attribute: len(words) for attribute, words in ATTRIBUTES.items()}
+WORDS = [word for words in ATTRIBUTES.values() for word in words]
 
 
-class JudgeNetwork(ModelMixin, ConfigMixin):
-    """Classifier of a clip, with a score of its cleanness.
+class TestbedJudge:
+    """Scores videos float [B, F, 3, H, W] in [0, 1] (17 frames of 32 x 32) against one caption each."""
 
-    Args:
-        sizes: what is classified and the number of its classes: by default shape, colour, direction and speed.
-    """
+    __test__ = False  # keep pytest from collecting it as a test class
+    gpu_bytes = 501_560.0
 
-    @register_to_config
-    def __init__(
-        self, channels: tuple[int, ...] = (16, 32, 48, 48), sizes: Sequence[tuple[str, int]] = tuple(SIZES.items())
-    ) -> None:
-        super().__init__()
-        self.sizes = dict(sizes)
-        a, b, c, d = channels
-        self.body = nn.Sequential(
-            nn.Conv3d(3, a, (1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1)),  # [17, 16, 16]
-            nn.GroupNorm(4, a),
-            nn.SiLU(),
-            nn.Conv3d(a, b, 3, stride=(1, 2, 2), padding=1),  # [17, 8, 8]
-            nn.GroupNorm(4, b),
-            nn.SiLU(),
-            nn.Conv3d(b, c, 3, stride=(2, 1, 1), padding=1),  # [9, 8, 8]
-            nn.GroupNorm(4, c),
-            nn.SiLU(),
-            nn.Conv3d(c, d, 3, stride=2, padding=1),  # [5, 4, 4]
-            nn.SiLU(),
-        )
-        self.head = nn.Sequential(nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(self.sizes.values()) + 1))
+    def __init__(self) -> None:
+        self.network = load_judge()
 
-    def forward(self, videos: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return logits: attribute -> [B, classes] in the order of `sizes`, and [B] for being clean.
-
-        Args:
-            videos: [B, F, 3, H, W] in [0, 1], of the size it was trained on: 17 frames of 32 x 32 for the testbed's.
-        """
-        seen = self.body(4.0 * videos.transpose(1, 2) - 1.0)
-        output = self.head(torch.cat([seen.mean((2, 3, 4)), seen.amax((2, 3, 4))], dim=1))
-        *words, clean = output.split([*self.sizes.values(), 1], dim=1)
-        return dict(zip(self.sizes, words)), clean[:, 0]
-
-
-def load_judge(folder: Path = JUDGE) -> JudgeNetwork:
-    """Load the trained network in float32 (stored as float16) and in evaluation mode."""
-    network: JudgeNetwork = JudgeNetwork.from_pretrained(folder, torch_dtype=torch.float32)
-    return network.eval()
+    @torch.no_grad()
+    def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        """Return "alignment" and "naturalness", float32 [B]; NaN for a video with a NaN pixel."""
+        named = torch.tensor([[word in prompt.split() for word in WORDS] for prompt in prompts], device=videos.device)
+        if not named.any(dim=1).all():
+            prompt = next(prompt for prompt, words in zip(prompts, named) if not words.any())
+            raise ValueError(f'prompt "{prompt}" names nothing that the judge knows: {", ".join(WORDS)}')
+        logits, clean = self.network.to(videos.device)(videos.float().clamp(0.0, 1.0))
+        probable = torch.cat([logits[attribute].softmax(dim=1) for attribute in ATTRIBUTES], dim=1)
+        alignment = (probable * named).sum(dim=1) / named.sum(dim=1)
+        return {"alignment": alignment, "naturalness": clean.sigmoid()}

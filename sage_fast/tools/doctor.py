@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from packaging.requirements import Requirement
 
-from sage_fast.models.attention import ATTENTION
+from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import Save, head_line, save_nothing
 from sage_fast.util.environment import environment

@@ -26,6 +26,7 @@ from sage_fast.algorithm.schedule import (
     position_steps,
     windows,
 )
+from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import (
@@ -42,9 +43,8 @@ from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.registry import default_family
-from sage_fast.models.sharing import check_heads
 from sage_fast.models.spec import Cost, Spec
-from sage_fast.parallel.memory import held_bytes
+from sage_fast.parallel.engine_memory import held_bytes
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings
 from sage_fast.run.method import method_of

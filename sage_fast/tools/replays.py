@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.models.policy import Policy
-from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.util.seeding import sample_seeds
 
 TABLE = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)

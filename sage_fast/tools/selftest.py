@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.schema import SamplingConfig
-from sage_fast.models.attention import ATTENTION, usable
-from sage_fast.models.attention_trial import fastest, measure_attention, try_attention
+from sage_fast.models.attention.backends import ATTENTION, usable
+from sage_fast.models.attention.trial import fastest, measure_attention, try_attention
+from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Condition
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config.load import load, read_yaml
+from sage_fast.config.loader import load, read_yaml
 from sage_fast.config.schema import Config
 from studies.runs import TrainedRun, planned_flops, shipped, train_runs
 

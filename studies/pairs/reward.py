@@ -10,7 +10,8 @@ Each is about 0 (noise, an empty frame) to 1 (a rendered video):
 import torch
 from torch import Tensor
 
-from sage_fast.rewards.testbed import (
+from sage_fast.testbed.render import coverage
+from sage_fast.testbed.rewards import (
     COLOR_TOLERANCE,
     PATH_TOLERANCE,
     SHAPE_TEMPERATURE,
@@ -21,7 +22,6 @@ from sage_fast.rewards.testbed import (
     soft_iou,
     window,
 )
-from sage_fast.testbed.render import coverage
 from sage_fast.testbed.world import AREA, BACKGROUND, COLORS, DIRECTIONS, PEAK, SHAPES
 from studies.pairs.world import SPEED, parse
 

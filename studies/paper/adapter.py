@@ -38,7 +38,7 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
     from sage_fast.config.schema import ModelConfig
     from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
     from sage_fast.models.load import make_trainable
-    from sage_fast.models.testbed.model import Testbed, TestbedTransformer
+    from sage_fast.testbed.model import Testbed, TestbedTransformer
 
     policies = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -55,7 +55,7 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
 def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: bool) -> Tensor:
     """Return the velocity, float64, with up-projections of this size."""
     from sage_fast.models.hunyuan15.text import TextEmbedding, collate
-    from sage_fast.models.testbed.text import TEXT_EMBED_DIM
+    from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM
 
     generator = torch.Generator().manual_seed(seed)
     for name, p in policy.parameters().items():

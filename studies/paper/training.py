@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config.load import read_yaml
+from sage_fast.config.loader import read_yaml
 from sage_fast.config.schema import Config
 from studies.runs import TrainedRun, shipped, train_runs
 

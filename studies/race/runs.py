@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.config.load import read_yaml
+from sage_fast.config.loader import read_yaml
 from sage_fast.config.schema import Config
 from studies.race.ratio import gains, mean_of
 from studies.runs import TrainedRun, exaflops, shipped, train_runs

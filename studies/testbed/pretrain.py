@@ -1,7 +1,7 @@
 """Pre-train a small world's base model: python -m studies.testbed.pretrain FOLDER [--world pairs | i2v]
 
-The testbed's weights ship in sage_fast/models/testbed/base and sage_fast/testbed/base, those of its image-to-video
-world in sage_fast/models/testbed/base_i2v; those of the world of pairs are in studies/pairs/base.
+The testbed's weights ship in sage_fast/testbed/base and sage_fast/testbed/judge_weights, those of its image-to-video
+world in sage_fast/testbed/base_i2v; those of the world of pairs are in studies/pairs/base.
 
 Trains an autoencoder on rendered videos, a flow-matching transformer on its latents, and the held-out judge, a
 classifier of clips and their corruptions.
@@ -32,10 +32,10 @@ from PIL import Image
 from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
-from sage_fast.models.testbed import BASE, text
-from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_image_encoder, load_vae, tiny_vae
+from sage_fast.testbed import BASE, text_encoder
 from sage_fast.testbed import world as testbed
-from sage_fast.testbed.judge import JudgeNetwork, load_judge
+from sage_fast.testbed.judge_network import JudgeNetwork, load_judge
+from sage_fast.testbed.model import TestbedTransformer, allow_batches, load_image_encoder, load_vae, tiny_vae
 from sage_fast.testbed.world import BACKGROUND
 from sage_fast.util.console import log_to_screen, progress
 from studies.pairs import judge as pairs_judge
@@ -125,7 +125,7 @@ _TESTBED = World(
     name="testbed",
     prompts=testbed.train_prompts(),
     video=lambda prompt, generator: render.render(testbed.parse(prompt), generator),
-    embed=text.embed,
+    embed=text_encoder.embed,
     vae=lambda: allow_batches(tiny_vae()),
     transformer=TestbedTransformer,
     judge=JudgeNetwork,

@@ -37,7 +37,7 @@ SHIPPED: tuple[int, ...] = ARCHITECTURES if "SAGE_FAST_SOAK" in os.environ else 
 PROGRAM = """
 import dataclasses, json, sys
 from sage_fast.benchmarks.compile_report import SPECIALISATIONS, Specialisation, compile_report
-from sage_fast.models.lora_linear import padding_for
+from sage_fast.models.lora.linear import padding_for
 
 names = ("_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel")
 odd = [

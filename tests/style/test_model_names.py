@@ -9,14 +9,14 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
-ITS_OWN = ("models/hunyuan15/", "models/testbed/")
+ITS_OWN = ("models/hunyuan15/", "testbed/")
 """The model, and a tiny instance of it."""
-KNOWN = re.compile(r"hunyuan|models\.testbed\.(model|text)", re.IGNORECASE)
+KNOWN = re.compile(r"hunyuan|sage_fast\.testbed\.(model|text_encoder)", re.IGNORECASE)
 NEEDED = {
     "cli.py": ["Align HunyuanVideo 1.5 with reward models by SAGE-GRPO."],
     "models/registry.py": ["HunyuanVideo15Transformer3DModel", "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
-                           "sage_fast.models.testbed.model:Testbed"],
-    "tools/replays.py": ["sage_fast.models.testbed.model.LATENT_SHAPE"],
+                           "sage_fast.testbed.model:Testbed"],
+    "tools/replays.py": ["sage_fast.testbed.model.LATENT_SHAPE"],
 }  # fmt: skip
 """File -> names of the model that it needs: what users read first, the families that ship, the latents of a check."""
 
@@ -58,8 +58,8 @@ def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model(
     "source",
     [
         "from sage_fast.models.hunyuan15.text import collate",
-        "import sage_fast.models.testbed.text",
-        "from sage_fast.models.testbed import model",
+        "import sage_fast.testbed.text_encoder",
+        "from sage_fast.testbed import model",
         "import models as hunyuan",
         "make(hunyuan_blocks=2)",
         "def make(hunyuan): ...",

@@ -12,7 +12,7 @@ from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS
 from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.rewards import SHIPPED as REWARDS
 from sage_fast.data.prompts import SETS
-from sage_fast.models.attention import ATTENTION
+from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.registry import CHECKPOINTS
 from sage_fast.models.registry import SHIPPED as FAMILIES
@@ -28,7 +28,7 @@ TABLES: dict[str, tuple[Iterable[str], ...]] = {
     "sage_fast/config/engines.py": (ENGINES, OFFLOADS, OPTIMIZERS, ADAPTERS, BYTES),
     "sage_fast/config/rewards.py": (REWARDS,),
     "sage_fast/data/prompts.py": (SETS,),
-    "sage_fast/models/attention.py": (ATTENTION,),
+    "sage_fast/models/attention/backends.py": (ATTENTION,),
     "sage_fast/models/checkpointing.py": (MODES,),
     "sage_fast/models/registry.py": (FAMILIES, CHECKPOINTS),
     "sage_fast/parallel/optimizers.py": (SCHEDULES,),

@@ -11,15 +11,15 @@ from PIL import Image
 from torch import Tensor
 
 from sage_fast.cli import main
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.eval.scores import paired_table, read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec
-from sage_fast.models.testbed import BASE, BASE_I2V
-from sage_fast.models.testbed.model import TestbedTransformer, load_image_encoder, load_vae
-from sage_fast.rewards.testbed_i2v import TestbedImageReward
+from sage_fast.testbed import BASE, BASE_I2V
+from sage_fast.testbed.model import TestbedTransformer, load_image_encoder, load_vae
+from sage_fast.testbed.rewards_i2v import TestbedImageReward
 from sage_fast.testbed.world import FRAMES, SHAPES, heldout_prompts, parse
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from sage_fast.commands.videos import generate
-from sage_fast.config.load import load
+from sage_fast.config.loader import load
 from sage_fast.models.load import load_model
-from sage_fast.models.testbed import BASE
-from sage_fast.models.testbed.model import TestbedTransformer, load_vae
-from sage_fast.models.testbed.text import embed
-from sage_fast.rewards.judge import TestbedJudge
-from sage_fast.rewards.testbed import TestbedReward
+from sage_fast.testbed import BASE
+from sage_fast.testbed.judge import TestbedJudge
+from sage_fast.testbed.model import TestbedTransformer, load_vae
+from sage_fast.testbed.rewards import TestbedReward
+from sage_fast.testbed.text_encoder import embed
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, train_prompts
 from sage_fast.util.seeding import sample_seeds
 from studies.testbed.pretrain import WORLDS, Steps, pretrain

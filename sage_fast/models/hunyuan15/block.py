@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sage_fast.models.attention import Attention
-from sage_fast.models.lora_linear import Projection, feed_forward
+from sage_fast.models.attention.backends import Attention
+from sage_fast.models.lora.linear import Projection, feed_forward
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast.models.hunyuan15.text import TextEmbedding, pad
-from sage_fast.models.protocol import Key
+from sage_fast.models.interface import Key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

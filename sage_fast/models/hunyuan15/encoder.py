@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import Encoder
+from sage_fast.models.interface import Encoder
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError, first_line
 from sage_fast.util.images import read_image

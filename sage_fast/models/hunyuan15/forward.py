@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
-from sage_fast.models.attention import ATTENTION, REFERENCE, Attention
+from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention
+from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
 from sage_fast.models.hunyuan15.conditioning import Images, Inputs
 from sage_fast.models.hunyuan15.text import TextBatch
-from sage_fast.models.lora_linear import Projection
-from sage_fast.models.sequence import SequenceParallel
+from sage_fast.models.lora.linear import Projection
 from sage_fast.ops.norm_modulate import norm_modulate
 
 ADALN_UNITS = 6

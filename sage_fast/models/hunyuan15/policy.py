@@ -11,13 +11,13 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
-from sage_fast.models.attention import Attention
+from sage_fast.models.attention.backends import Attention
+from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.hunyuan15.conditioning import ConditionTable, Images, Inputs
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.interface import Key
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Key
-from sage_fast.models.sequence import SequenceParallel
 
 
 class HunyuanVideo15Policy(Policy):

@@ -25,12 +25,12 @@ from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15 import encoder
+from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
-from sage_fast.models.hunyuan15.memory import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import Encoder
+from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Cost, Distillation, Spec
 from sage_fast.util.errors import UserError

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.models.protocol import Condition
+from sage_fast.models.interface import Condition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sage_fast.models.lora_linear import padding_for
+from sage_fast.models.lora.linear import padding_for
 
 # Activations that autograd keeps per token, in units of d plus the adapters' pad, for mlp ratio 4 and the default LoRA
 # targets; the same in float32 and bfloat16. tests/test_plan.py counts each: change them together with the block.

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from sage_fast.rewards.testbed import centroid, lit_pixels, presence, purity, soft_iou, tint
+from sage_fast.testbed.rewards import centroid, lit_pixels, presence, purity, soft_iou, tint
 from sage_fast.testbed.world import parse
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image

@@ -74,7 +74,7 @@ def _flash3(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _flash4(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from sage_fast.models.flash4 import attention
+    from sage_fast.models.attention.flash4 import attention
 
     return attention(query, key, value)
 

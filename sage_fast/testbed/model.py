@@ -18,11 +18,11 @@ from sage_fast.models.hub import progress_bars_of
 from sage_fast.models.hunyuan15.encoder import encode_image, encoder_version, image_pipeline
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import Encoder
+from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec
-from sage_fast.models.testbed import BASE, BASE_I2V
-from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
+from sage_fast.testbed import BASE, BASE_I2V
+from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM, embed
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from sage_fast.models.attention import Attention
+from sage_fast.models.attention.backends import Attention
 from sage_fast.util.deepspeed_private import join_deepspeed
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sage_fast.models.attention import ATTENTION, REFERENCE, Attention, sdpa, usable
+from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention, sdpa, usable
 from sage_fast.util.environment import synchronize
 from sage_fast.util.errors import in_one_line
 

@@ -10,9 +10,9 @@ from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft import get_peft_model_state_dict
 from torch import Tensor
 
-from sage_fast.models.lora import ADAPTER, lora_files, write_adapter
-from sage_fast.models.parts import Layout
+from sage_fast.models.lora.adapter import ADAPTER, lora_files, write_adapter
 from sage_fast.models.policy import Policy, State
+from sage_fast.run.shards import Layout
 from sage_fast.util.files import save_tensors, write_json
 from sage_fast.util.ranks import fail_together, rank, world_size
 
