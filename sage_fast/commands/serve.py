@@ -35,8 +35,12 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     prompts = read_prompts(config.data.prompts)
     from sage_fast.rewards import CompositeReward
     from sage_fast.rewards.http import TOKEN
-    from sage_fast.rewards.server import RewardServer
     from sage_fast.util.ranks import initialize
+
+    try:
+        from sage_fast.rewards.server import RewardServer
+    except ModuleNotFoundError as error:
+        raise UserError(f"serve-reward needs {error.name}: pip install 'sage-fast[serve]'") from error
 
     device = str(initialize())
     reward = CompositeReward.of(config.reward, device, metadata_of(prompts))
@@ -48,11 +52,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         raise UserError(f"--host {options.host} --port {options.port}: {error.strerror}") from error
     try:
         log.info(f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}")
-        if not server.token and server.server_address[0] not in ("127.0.0.1", "::1"):
+        if not server.token and options.host not in ("127.0.0.1", "localhost"):
             log.info(f"note: anyone who can reach this port can have videos scored; {TOKEN} asks for a password")
-        server.serve_forever()
+        server.listen()
     except KeyboardInterrupt:
         log.info("ended")
     finally:
         signal.signal(signal.SIGTERM, before)
-        server.server_close()
+        server.socket.close()
