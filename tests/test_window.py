@@ -43,7 +43,7 @@ def rolled_out(trainer: Trainer, tables: list[Any]) -> Batch:
     samples = drawn_samples(trainer.config, trainer.prompts, 0)
     surrogate, train = trainer.objective.surrogate, trainer.config.train
     steps = [trained_steps(table, surrogate, train, seed=0, iteration=0) for table in tables]
-    return trainer._rollout(samples, tables, steps, [[]] * len(steps), Stopwatch(trainer.device))[0]
+    return trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))[0]
 
 
 def test_a_window_is_contiguous_and_that_of_all_prompts() -> None:

@@ -178,16 +178,7 @@ def plan(
     fits, graphs = fit_training(config.model, train, s, policy, cost, room)
     checkpointing = chosen or fits
     graphs = cost.graphs_within(room - checkpointing.mean(cost.activations), graphs)
-    transitions = samples * len(steps)
-    anchored = transitions * (objective.strategy.anchor is not None)
-    counted = forwards(
-        objective,
-        passes=s.passes,
-        rollout=round(rollout_steps),
-        stored=transitions,
-        trained=transitions,
-        anchored=anchored,
-    )
+    counted = _forwards(objective, s.passes, samples * len(steps), round(rollout_steps))
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
     mine, stored = stored_rollouts(config, spec, ranks // sharing)
     held = held_bytes(config.model, train, objective.strategy, policy, ranks)
@@ -273,6 +264,12 @@ def _brief_memory(s: SamplingConfig, width: int, spec: Spec, mine: int) -> dict[
     if spec.encoder_weights and not is_random(spec.path):
         parts["encoders (while prompts are encoded)"] = float(width * spec.encoder_weights)
     return parts
+
+
+def _forwards(objective: Objective, passes: int, trained: int, rollout: int) -> dict[str, int]:
+    """Return part -> forwards of an iteration that trains `trained` transitions, where the anchor is never free."""
+    anchored = trained * (objective.strategy.anchor is not None)
+    return forwards(objective, passes=passes, rollout=rollout, stored=trained, trained=trained, anchored=anchored)
 
 
 def _replayed(sampling: SamplingConfig, train: TrainConfig, samples: int, prompts: int | None) -> float:
