@@ -281,18 +281,24 @@ def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, f
 
 
 def fit_training(
-    model: ModelConfig, train: TrainConfig, sampling: SamplingConfig, policy: Policy, cost: Cost, room: float
+    model: ModelConfig,
+    train: TrainConfig,
+    sampling: SamplingConfig,
+    policy: Policy,
+    cost: Cost,
+    room: float,
+    chosen: Recomputation | None = None,
 ) -> tuple[Recomputation, float]:
     """Fit activations and CUDA graphs into `room` bytes, for a run and for its plan.
 
-    Return what is recomputed, `auto` as little as fits, and the most bytes that CUDA graphs keep.
+    Return what is recomputed, `chosen` or for `auto` as little as fits, and the most bytes that CUDA graphs keep.
     """
     asked, on_gpu = model.gradient_checkpointing, policy.device.type != "cpu"  # a plan's policy is on `meta`
     graphs = graph_bytes(cost, sampling, model, train) if on_gpu else 0.0
     least = cost.activations[MODES[-1] if asked == "auto" else asked]
     room -= cost.graphs_within(room - least, graphs)  # nothing if none fits: recomputing for none would be in vain
-    if asked != "auto":
-        return Recomputation(asked), graphs
+    if chosen or asked != "auto":
+        return chosen or Recomputation(asked), graphs
     return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
 
 

@@ -175,8 +175,7 @@ def plan(
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
     room = training_room(config, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
-    fits, graphs = fit_training(config.model, train, s, policy, cost, room)
-    checkpointing = chosen or fits
+    checkpointing, graphs = fit_training(config.model, train, s, policy, cost, room, chosen)
     graphs = cost.graphs_within(room - checkpointing.mean(cost.activations), graphs)
     counted = _forwards(objective, s.passes, samples * len(steps), round(rollout_steps))
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
