@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     try:
         from sage_fast.rewards.server import RewardServer
     except ModuleNotFoundError as error:
-        raise UserError(f"serve-reward needs {error.name}: pip install 'sage-fast[serve]'") from error
+        raise UserError(f"serve-reward needs {error.name}: pip install starlette uvicorn, or the extra [serve]") from error
 
     device = str(initialize())
     reward = CompositeReward.of(config.reward, device, metadata_of(prompts))
