@@ -383,7 +383,7 @@ def test_a_server_scores_on_its_own_device() -> None:
     (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     (b"", {"Content-Length": str(2**30 + 1)}, 413, "at most 1073741824"),
     (iter([b"{}"]), {"Transfer-Encoding": "chunked"}, 411, "expected a Content-Length"),
-    (b"{}", {"Host": "page.example:8000"}, 421, "Host 'page.example:8000': expected an address or a name of this"),
+    (b"{}", {"Host": "page.example:8000"}, 421, "Host 'page.example:8000': expected one of 127.0.0.1, localhost"),
 ])  # fmt: skip
 def test_what_the_server_refuses(
     body: Any, headers: dict[str, str], status: int, why: str, server: RewardServer
@@ -615,7 +615,7 @@ def test_a_client_that_goes_away_costs_a_line(server: RewardServer, caplog: pyte
     end = time.monotonic() + 20
     while not caplog.messages and time.monotonic() < end:
         time.sleep(0.05)
-    assert caplog.messages == ["127.0.0.1 has gone"]
+    assert caplog.messages == ["refused a request of 127.0.0.1: it has gone"]
 
 
 # -- nothing is left --------------------------------------------------------------------------------------------------

@@ -89,35 +89,33 @@ class CompositeReward:
         texts, metadata = self._told(keys)
         found: dict[str, str] = {}
         for caller in self.callers:
-            where = f"{caller.key} = {caller.entry.name!r}"
+            entry, where = caller.entry, f"{caller.key} = {caller.entry.name!r}"
+            made_up = f"made-up videos {list(videos.shape)} of {keys[0]!r}"
             try:
                 with torch.random.fork_rng(devices=[]):
                     parts = caller.call(videos, texts, metadata).result()
             except RewardFailure as error:
-                if str(error).startswith(where):  # it could not be created
-                    raise UserError(str(error)) from error
-                shape = list(videos.shape)
-                raise UserError(f"{where}: failed on made-up videos {shape} of {keys[0]!r}: {error}") from error
-            section = caller.key.removesuffix("name")
-            named = {"weights": caller.entry.needed, "normalisation": set(caller.entry.normalisation)}
-            for setting, names in named.items():
+                not_created = str(error).startswith(where)
+                raise UserError(str(error) if not_created else f"{where}: failed on {made_up}: {error}") from error
+            for setting, names in {"weights": entry.needed, "normalisation": set(entry.normalisation)}.items():
                 if missing := sorted(names - parts.keys()):
-                    returned = f"reward {caller.entry.name!r} returns {sorted(parts)}"
-                    raise UserError(f"{section}{setting} names {missing[0]!r}; {returned}")
+                    section, returned = caller.key.removesuffix("name"), sorted(parts)
+                    raise UserError(
+                        f"{section}{setting} names {missing[0]!r}; reward {entry.name!r} returns {returned}"
+                    )
             for part in sorted(parts if caller.needed is None else caller.needed):
                 if not parts[part].isfinite().any():
                     raise UserError(
-                        f"{where}: part {part!r} is {parts[part].tolist()} on made-up videos {list(videos.shape)} of "
-                        f"{keys[0]!r}; expected numbers: a video without one is dropped"
+                        f"{where}: part {part!r} is {parts[part].tolist()} on {made_up}; expected numbers: a video "
+                        "without one is dropped"
                     )
             for part in parts:
-                own = caller.entry.named(part)
-                for name in (own, own + RAW) if part in caller.entry.normalisation else (own,):
+                for name in (entry.named(part), entry.named(part) + RAW)[: 1 + (part in entry.normalisation)]:
                     if name in found:
                         raise UserError(
                             f"{where}: returns {name!r}, and so does {found[name]!r}; give one of them a prefix"
                         )
-                    found[name] = caller.entry.name
+                    found[name] = entry.name
         self.parts = sorted(found)
 
     # -- scores -------------------------------------------------------------------------------------------------------

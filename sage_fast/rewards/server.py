@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 import logging
 import re
@@ -32,6 +31,8 @@ from sage_fast.util.errors import RewardError, first_line
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = ("127.0.0.1", "localhost")
+"""Where a server without a token may listen, and the Host of its requests."""
 MAX_REQUEST_BYTES = 2**30
 """4 videos of 480p and 81 frames in float16."""
 MAX_WAITING = 8
@@ -56,7 +57,7 @@ class RewardServer(uvicorn.Server):
 
     It scores one request at a time, or as many as the rewards have workers, and reads a few more meanwhile. More would
     only keep videos in memory. With a token in the environment it serves those who send it. Without a token it accepts
-    only requests addressed to this machine's own names, so that no web page can reach it by DNS rebinding.
+    only requests addressed to `LOOPBACK`, so that no web page can reach it by DNS rebinding.
 
     Args:
         reward: the reward, already checked.
@@ -75,23 +76,16 @@ class RewardServer(uvicorn.Server):
         self.turns = asyncio.Semaphore(reward.at_a_time)
         self.places = asyncio.Semaphore(reward.at_a_time + MAX_WAITING)
         self.socket = socket.create_server((host, port))
-        self.names = {name.lower() for name in ("localhost", host, socket.gethostname(), socket.getfqdn(host))}
-        app = Starlette(
-            routes=[Route("/score", self._score, methods=["POST"])],
-            exception_handlers={HTTPException: self._refuse, ClientDisconnect: _gone},
-        )
+        handlers: Any = dict.fromkeys((HTTPException, ClientDisconnect), _refuse)
+        app = Starlette(routes=[Route("/score", self._score, methods=["POST"])], exception_handlers=handlers)
         super().__init__(
             uvicorn.Config(
                 app,
                 http=_Protocol,
                 ws="none",
-                loop="asyncio",
-                lifespan="off",
                 log_config=None,
                 log_level="critical",
-                access_log=False,
                 proxy_headers=False,
-                server_header=False,
                 headers=[("Connection", "close")],
                 limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=SECONDS_TO_END,
@@ -128,10 +122,8 @@ class RewardServer(uvicorn.Server):
             given = headers.get("Authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
                 raise HTTPException(401, f"expected the token of this server; the client takes it from {TOKEN}")
-        elif not self._is_own(host):
-            raise HTTPException(
-                421, f"Host {host[:80]!r}: expected an address or a name of this machine; or set {TOKEN}"
-            )
+        elif re.sub(r":\d+$", "", host) not in LOOPBACK:
+            raise HTTPException(421, f"Host {host[:80]!r}: expected one of {', '.join(LOOPBACK)}; or set {TOKEN}")
         if headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(
                 415, "expected Content-Type: application/json"
@@ -141,14 +133,6 @@ class RewardServer(uvicorn.Server):
         if int(length) > self.largest:
             raise HTTPException(413, f"{length} bytes; at most {self.largest} are taken")
         return int(length)
-
-    def _is_own(self, host: str) -> bool:
-        """Whether a Host header is an address, which no other site can be behind, or a known name of this machine."""
-        name = re.sub(r":\d+$", "", host).strip("[]").lower()
-        try:
-            return bool(ipaddress.ip_address(name))
-        except ValueError:
-            return name in self.names
 
     def _answer(self, body: bytearray, client: str) -> tuple[int, dict[str, Any]]:
         """Score a request; return the status and content of the answer."""
@@ -166,14 +150,6 @@ class RewardServer(uvicorn.Server):
             return 422, {"schema": SCHEMA, "id": name, "error": failure(error)}
         log.info(f"{len(prompts)} videos for {client}: {time.monotonic() - start:.2f} s")
         return 200, format_response(name, parts)
-
-    async def _refuse(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        with contextlib.suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(SECONDS_TO_DRAIN):
-                async for _ in request.stream():
-                    pass
-        return _json(error.status_code, _refused(_host(request), error.detail))
 
 
 class _Protocol(H11Protocol):
@@ -216,9 +192,13 @@ async def _extend(body: bytearray, stream: AsyncIterator[bytes], length: int) ->
         raise HTTPException(408, why) from error
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    log.info(f"{_host(request)} has gone")
-    return Response()
+async def _refuse(request: Request, error: HTTPException | ClientDisconnect) -> Response:
+    status, why = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, "it has gone")
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(SECONDS_TO_DRAIN):
+            async for _ in request.stream():
+                pass
+    return _json(status, _refused(_host(request), why))
 
 
 def _host(request: Request) -> str:
