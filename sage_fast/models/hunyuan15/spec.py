@@ -193,16 +193,21 @@ class HunyuanVideo15(Spec):
         tokens = self.tokens(latents)
         lengths = tokens, self.text_tokens, self.prompt_tokens - self.text_tokens
         rank = model.lora_rank if model.trains_adapter else 0
+        own = -(-sum(lengths) // model.sequence_parallel)
+        # FlashAttention 4 sums the gradient in the queries in float32.
+        float32_dq = 4 * config.train.batch_size * own * self.heads * architecture["attention_head_dim"]
+        float32_dq *= model.attention == "flash4"
         activations = {
             mode: activation_bytes(
                 mode,
                 architecture,
-                -(-sum(lengths) // model.sequence_parallel),
+                own,
                 model.element_bytes,
                 rank=rank,
                 batch_size=config.train.batch_size,
                 passes=sampling.passes,
             )
+            + float32_dq
             for mode in MODES
         }
         batch, width = sampling.batch_size, model.element_bytes
