@@ -185,7 +185,7 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
         ):
             free = (need + coming + spare) / setup.MEMORY_SHARE
             monkeypatch.setattr(setup, "free_bytes", lambda device, free=free: free)
-            assert setup.choose_checkpointing(config, model) == (expected, False, 0)
+            assert setup.choose_checkpointing(config, model) == (expected, 0)
     asked = settings(model__gradient_checkpointing="attention")
     assert setup.choose_checkpointing(asked, model)[0] == Recomputation("attention")
 
@@ -199,11 +199,11 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     free = (cost.activations["none"] + graphs + 12 * trained - 1) / setup.MEMORY_SHARE
     monkeypatch.setattr(setup, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, _, left = setup.choose_checkpointing(config, model)
+    chosen, left = setup.choose_checkpointing(config, model)
     assert chosen == Recomputation("attention", 1, 3)
     assert left >= graphs
     config.sampling.cuda_graphs = False
-    assert setup.choose_checkpointing(config, model) == (Recomputation("none", 3, 3), False, 0)
+    assert setup.choose_checkpointing(config, model) == (Recomputation("none", 3, 3), 0)
 
 
 def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.
     free = (cost.activations["none"] + 12 * trained + 1) / setup.MEMORY_SHARE
     monkeypatch.setattr(setup, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, _, left = setup.choose_checkpointing(config, model)
+    chosen, left = setup.choose_checkpointing(config, model)
     assert chosen == Recomputation("none", 3, 3)
     assert left < cost.step
     weights = sum(p.nbytes for _, p in model.policy.named_parameters()) + 4.0 * cost.decoder_weights
@@ -243,7 +243,7 @@ def test_a_run_takes_the_mode_of_its_plan(
     monkeypatch.setattr(setup, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
     monkeypatch.setattr(setup, "world_size", lambda: ranks)
     monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
-    mode, _, left = setup.choose_checkpointing(config, model)
+    mode, left = setup.choose_checkpointing(config, model)
     memory, cost = plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory, spec.cost(config)
     assert f"activations, auto chooses {mode}" in memory
     assert ("CUDA graphs" in memory) == (left >= cost.step + cost.context)
