@@ -21,7 +21,13 @@ from sage_fast.models.attention.trial import fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
+from sage_fast.models.hunyuan15.spec import (
+    HunyuanVideo15,
+    attention_flops,
+    block_end_flops,
+    decode_flops,
+    forward_flops,
+)
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.random_weights import random_module
@@ -124,7 +130,8 @@ def part_flops(config: Any, size: Size, part: str, checkpointing: str | None) ->
     forward = passes * forward_flops(config, tokens, size.text_tokens)
     if part == "train":
         attention = passes * attention_flops(config, tokens, size.text_tokens)
-        return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True)
+        ends = passes * block_end_flops(config, tokens)
+        return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True, block_ends=ends)
     return forward * (size.steps if part == "rollout" else 1)
 
 

@@ -76,6 +76,11 @@ def test_flops_of_a_model_and_of_its_kernels() -> None:
     }
     assert lora == {None: 8 + 18, "none": 8 + 21, "attention": 12 + 21, "full": 12 + 27}
     assert training_flops(10.0, 6.0, checkpointing=None, frozen_base=False) == 3 * 10
+    ends = {
+        (mode, frozen): training_flops(10.0, 6.0, checkpointing=mode, frozen_base=frozen, block_ends=1.0)
+        for mode, frozen in ((None, True), ("none", True), ("full", True), ("full", False))
+    }
+    assert ends == {(None, True): 26, ("none", True): 29, ("full", True): 38, ("full", False): 16 + 27}
     counts = {"rollout": 5, "training": 3, "anchor": 2}
     found = flops(cost, counts, 4, checkpointing=None, frozen_base=True)
     assert found == {"rollout": 50, "training": 78, "anchor": 20, "decode": 4}
@@ -94,7 +99,7 @@ def test_throughput_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.model.checkpointing = Recomputation("full")
     found = throughput(trainer, row)
     assert found["throughput/mfu"] == pytest.approx(expected, rel=1e-12)
-    more = cost.forward + 0.5 * cost.attention  # recomputed, and a backward of attention of 2.5 forwards
+    more = cost.forward - cost.block_ends + 0.5 * cost.attention  # recomputed; attention's backward is 2.5 forwards
     assert found["throughput/hfu"] == pytest.approx(expected + 6 * 5 * more / (2.0 * 4 * 1e9), rel=1e-12)
 
 
