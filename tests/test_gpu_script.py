@@ -1,6 +1,6 @@
 """scripts/gpu.sh rehearsed: the same script and parts at sizes for a CPU, in a copy of the checkout.
 
-The tests run the calls on the pages, `scripts/gpu.sh wheels` and `scripts/gpu.sh --seconds`.
+The tests run the calls on the pages: `scripts/gpu.sh wheels`, `scripts/gpu.sh --seconds`, `scripts/gpu.sh --gpus`.
 """
 
 import itertools
