@@ -15,16 +15,14 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.commands.evaluator import short_names
-from sage_fast.commands.sources import labelled
+from sage_fast.eval.candidates import short_names
+from sage_fast.eval.comparison import compare, format_table, hacking_in_run, table
 from sage_fast.eval.evaluation import score_videos
-from sage_fast.eval.hacking import verdict
-from sage_fast.eval.scores import paired_table
-from sage_fast.eval.tables import format_table
-from sage_fast.eval.videoset import VideoSet, hacked, of_scores, read_folder, table, write_folder
-from sage_fast.loading import Scoring, load_rewards
+from sage_fast.eval.playback import for_browser, read_video
+from sage_fast.eval.videoset import VideoSet, from_evaluation, read_folder, write_folder
+from sage_fast.loading import load_rewards
 from sage_fast.report import charts
-from sage_fast.report.playback import for_browser, read_video
+from sage_fast.run.sources import labelled
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4
 from tests.test_report import row, write_rows
@@ -176,7 +174,7 @@ def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[P
         (["EMPTY"], "nor a folder of videos: videos.csv"),
         (["base"], "'base' is the model of a run or of settings"),
         ([PAPER, PAPER], "two sources are called"),
-        (["RUN/checkpoints/iteration-000009"], "no such checkpoint"),
+        (["RUN/checkpoints/iteration-000009"], "iteration-000009': no such file or folder"),
         (["RUN", PAPER, "--model.weights", "x"], "--model.weights goes with one source"),
         (["THEIRS"], "--reward.name NAME"),
         (["RUN", "THEIRS"], "none of its prompts"),
@@ -200,10 +198,11 @@ def test_a_reward_that_hangs_on_videos_of_another_program_is_named() -> None:
     """There is no model then, whose gathered weights other ranks could wait for."""
     hangs = {"reward__name": "tests.test_rewards:hangs", "reward__weights": {"red": 1}, "reward__timeout_seconds": 0.3}
     config = settings(**hangs, sampling__batch_size=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
-    reward, judge = load_rewards(config.reward, None, config.sampling, ["a", "b"], ["a", "b"], {})
-    scoring = Scoring(config=config, reward=reward, judge=judge)
+    reward, _ = load_rewards(config.reward, None, config.sampling, ["a", "b"], ["a", "b"], {})
     with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
-        score_videos(scoring, ["a", "b"], [0, 1], lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))]))
+        score_videos(
+            {"": reward}, ["a", "b"], [0, 1], lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))])
+        )
 
 
 def test_what_further_rewards_are_called() -> None:
@@ -372,7 +371,10 @@ def judged(iteration: int, reward: float, judge: float) -> dict[str, object]:
 
 def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> None:
     run = {"before": judged(0, 1.0, 0.5), "iteration-000010": judged(10, 1.5, 0.9), "after": judged(20, 2.0, 0.7)}
-    assert paired_table(run["before"], run["after"])[1].difference > 0.1
+
+    def verdict(run: dict[str, dict[str, object]]) -> str | None:
+        return hacking_in_run([from_evaluation(name, scores, {}) for name, scores in run.items()])
+
     found = verdict(run)
     assert found is not None
     assert found.startswith("since iteration 10: reward rose while judge/x fell")
@@ -384,20 +386,19 @@ def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> No
 
 
 def test_a_judge_that_falls_from_the_start() -> None:
-    run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
-    assert verdict(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
+    run = [from_evaluation("before", judged(0, 1.0, 0.5), {}), from_evaluation("after", judged(20, 2.0, 0.3), {})]
+    assert hacking_in_run(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
 
 
 def test_a_source_that_hacks_the_reward_is_reported_by_eval() -> None:
     spread = [0.01 * i for i in range(8)]
     first = video_set("x", [1 + 3 * s for s in spread], **{"clip/cosine": [0.5 + s for s in spread]})
     second = video_set("y", [2 + s for s in spread], **{"clip/cosine": [0.3 - s for s in spread]})
-    rows = table([first, second])
-    assert hacked(rows, ["clip/cosine"]) == [
+    assert compare([first, second], ("clip/",)).warnings == [
         "y: reward rose while clip/cosine fell: look at the videos (reward hacking)"
     ]
-    assert hacked(rows, []) == []
-    assert hacked(table([second, first]), ["clip/cosine"]) == []
+    assert compare([first, second]).warnings == []
+    assert compare([second, first], ("clip/",)).warnings == []
 
 
 # -- compare and votes ------------------------------------------------------------------------------------------------
@@ -557,8 +558,8 @@ def test_compare_refuses_runs_of_other_prompts(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "out").exists()
 
 
-def test_of_scores_keeps_what_is_known() -> None:
-    found = of_scores("x", scores((1.0, 2.0)) | {"reward": [1.0, None, 2.0, 1.0, 1.0, 1.0]}, {})
+def test_from_evaluation_keeps_what_is_known() -> None:
+    found = from_evaluation("x", scores((1.0, 2.0)) | {"reward": [1.0, None, 2.0, 1.0, 1.0, 1.0]}, {})
     assert math.isnan(found.scores["reward"][1])
     assert list(found.scores) == ["reward", "vq", "mq"]
     assert found.shown == {}

@@ -1,20 +1,18 @@
-"""`sage-fast compare`: compare runs on one page."""
+"""`sage-fast compare`: compare runs on one page, by the evaluations that they hold."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sage_fast.commands.sources import check_folder, existing, labelled
-from sage_fast.config.loader import from_overrides, load
+from sage_fast.config.loader import from_overrides
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.sources import check_folder, existing, labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS
-
-if TYPE_CHECKING:
-    from sage_fast.eval.videoset import VideoSet
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +34,14 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     expected = f"a run folder, or a folder with {VIDEOS}"
     sources = {label: existing(source, expected) for label, source in labelled(options.run).items()}
     log.info(f"sage-fast compare: reading {', '.join(sources)}")
-    from sage_fast.report.compare import write_compare
+    from sage_fast.report.comparison import write_comparison
 
-    def rescore(sets: Sequence[VideoSet]) -> Sequence[VideoSet]:
-        if not options.scorer or not sets:
-            return sets
-        from sage_fast.commands.evaluator import add_scores
+    if options.scorer:
+        from sage_fast.eval.candidates import add_scores
 
-        first = next((path for path in sources.values() if not (path / VIDEOS).is_file()), None)
-        config = from_overrides({}) if first is None else load(first / "config.yaml")
-        return add_scores(sets, options.scorer, config.reward, config.sampling, config.data)
-
-    print(write_compare(sources, options.folder, options.videos, rescore))
+        runs = [run for run in map(RunFolder, sources.values()) if run.exists]
+        config = runs[0].settings() if runs else from_overrides({})
+        rescore = functools.partial(add_scores, names=options.scorer, config=config)
+        write_comparison(sources, options.folder, options.videos, rescore)
+    else:
+        write_comparison(sources, options.folder, options.videos)

@@ -18,19 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.hacking import Evaluations, hacking
-from sage_fast.eval.scores import (
-    as_float,
-    columns_of,
-    composite,
-    direction,
-    mean_and_margin,
-    paired_row,
-)
+from sage_fast.eval.scores import as_float, columns_of, composite
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, read_json, write_atomic, write_json
-from sage_fast.util.videos import numbered
 
 OWN = ("file", "prompt", "image", "seed")
 """Columns of a `videos.csv` that are no scores."""
@@ -53,6 +44,7 @@ class VideoSet:
         scorers: name -> what computed the score, as `scorers_of` returns it; a missing name is not known.
         files: one per video; None where the file was not kept.
         images: prompt -> path of its image, where it has one that is known.
+        iteration: iterations the policy was trained for, where that is known.
     """
 
     label: str
@@ -62,6 +54,7 @@ class VideoSet:
     scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     scorers: dict[str, str] = dataclasses.field(default_factory=dict)
     images: dict[str, str] = dataclasses.field(default_factory=dict)
+    iteration: int = 0
 
     @functools.cached_property
     def keys(self) -> list[Key]:
@@ -80,6 +73,16 @@ class VideoSet:
     def by_key(self, name: str) -> dict[Key, float]:
         """Return the finite values of a score by key."""
         return {k: value for k, value in zip(self.keys, self.scores.get(name, ())) if math.isfinite(value)}
+
+    def only(self, indices: Sequence[int]) -> VideoSet:
+        """Return some of the videos, without their scores."""
+        return VideoSet(
+            label=self.label,
+            prompts=[self.prompts[i] for i in indices],
+            files=[self.files[i] for i in indices],
+            seeds=self.seeds and [self.seeds[i] for i in indices],
+            images=self.images,
+        )
 
     def scored_alike(self, name: str, other: VideoSet) -> bool:
         """Whether both have this score, and the same scorer computed it, as far as is known."""
@@ -109,26 +112,24 @@ def scorers_of(
     return found | {"reward": json.dumps(composite, sort_keys=True)}
 
 
-def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) -> VideoSet:
-    """Build a set from an evaluation (`eval/*.json`) and its files by number."""
+def from_evaluation(
+    label: str, scores: Mapping[str, Any], files: Mapping[int, Path], weights: Mapping[str, float] | None = None
+) -> VideoSet:
+    """Build a set from an evaluation (`eval/*.json`) and its files by number.
+
+    Args:
+        weights: of the composite; None takes the composite as it was logged.
+    """
+    columns = {**columns_of(scores), "reward": composite(scores, weights or {})}
     return VideoSet(
         label=label,
         prompts=list(scores["prompts"]),
         seeds=list(scores["seeds"]),
-        scores={name: [as_float(value) for value in values] for name, values in columns_of(scores).items()},
+        scores={name: [as_float(value) for value in values] for name, values in columns.items()},
         files=[files.get(number) for number in range(len(scores["prompts"]))],
         images=dict(scores.get("images", {})),
+        iteration=scores["iteration"],
     )
-
-
-def of_run(run: Path, evaluations: Evaluations, labels: Mapping[str, str]) -> list[VideoSet]:
-    """Build a set from each of a run's evaluations that `labels` names, with the videos the run kept.
-
-    All composites are under the weights of the last one, since a resume may have changed the weights.
-    """
-    weights = evaluations[[*labels][-1]].get("weights") if labels else None
-    named = {name: {**evaluations[name], "reward": composite(evaluations[name], weights)} for name in labels}
-    return [of_scores(labels[name], scores, numbered(run / "videos" / name)) for name, scores in named.items()]
 
 
 # -- a folder with videos.csv -----------------------------------------------------------------------------------------
@@ -203,105 +204,3 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
     if videos.scorers:
         write_json(videos.scorers, folder / SCORERS)
     write_atomic(folder / VIDEOS, table.getvalue())
-
-
-def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
-    """Return notes on how the prompts and seeds of two sets differ.
-
-    Raises:
-        UserError: they have no prompt in common.
-    """
-    ours, theirs = set(first.keys), set(other.keys)
-    if not ours & theirs:
-        raise UserError(
-            f"{first.label} and {other.label} hold different prompts, such as {first.prompts[0]!r} and "
-            f"{other.prompts[0]!r}: there is no pair of videos to compare"
-        )
-    notes = []
-    if ours != theirs:
-        both = len(ours & theirs)
-        notes.append(f"{first.label} and {other.label} have {both} videos of the same prompts: gains are over these.")
-    if first.seeds and other.seeds:
-        seeds = dict(zip(first.keys, first.seeds))
-        if any(seeds.get(key, seed) != seed for key, seed in zip(other.keys, other.seeds)):
-            notes.append(f"{first.label} and {other.label} have different seeds: pairs share only the prompt.")
-    if apart := [name for name in other.scores if name in first.scores and not first.scored_alike(name, other)]:
-        notes.append(
-            f"{other.label} and {first.label} have another reward, or other arguments or weights of it, for "
-            f"{', '.join(map(shown_name, apart))}: no gain is shown. compare --scorer NAME scores the videos of both "
-            "alike; sage-fast eval samples them too."
-        )
-    return notes
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SetRow:
-    """One score of one source.
-
-    Attributes:
-        score: name of the score; `reward` for the composite.
-        label: label of the source.
-        mean, margin: mean over the videos and the half-width of its 95 % interval over prompts (None with fewer than
-            `MIN_PROMPTS`).
-        videos, prompts: numbers of videos and prompts with this score.
-        gain, gain_margin: mean paired difference to the first source and its margin; None for the first source.
-        pairs: number of pairs with this score in both sources.
-    """
-
-    score: str
-    label: str
-    mean: float
-    margin: float | None
-    videos: int
-    prompts: int
-    gain: float | None = None
-    gain_margin: float | None = None
-    pairs: int = 0
-
-    @property
-    def direction(self) -> str:
-        """`up` or `down` if the interval of the gain excludes 0, else an empty string."""
-        return "" if self.gain is None else direction(self.gain, self.gain_margin)
-
-
-def table(sets: Sequence[VideoSet]) -> list[SetRow]:
-    """Return all scores of all sets with their paired differences to the first set, grouped by score."""
-    names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
-    names.sort(key=lambda name: name != "reward")  # the composite first, the others in their order
-    return [_row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores]
-
-
-def _row(name: str, videos: VideoSet, first: VideoSet) -> SetRow:
-    values, base = videos.by_key(name), first.by_key(name)
-    prompts = [prompt for prompt, _ in values]
-    mean, margin = mean_and_margin(prompts, list(values.values()))
-    row = SetRow(
-        score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=len(set(prompts))
-    )
-    if videos is first or not first.scored_alike(name, videos):
-        return row
-    paired = paired_row(name, prompts, [base.get(key) for key in values], list(values.values()))
-    return dataclasses.replace(row, gain=paired.difference, gain_margin=paired.margin, pairs=paired.pairs)
-
-
-def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
-    """Return each video's score minus that of its pair in the first set."""
-    base, values = first.by_key(name), videos.by_key(name)
-    return {key: value - base[key] for key, value in values.items() if key in base}
-
-
-def hacked(rows: Sequence[SetRow], judges: Sequence[str]) -> list[str]:
-    """Return a warning for each source whose composite rose while one of `judges` (scores not trained on) fell."""
-    lines = []
-    for label in dict.fromkeys(row.label for row in rows):
-        if found := hacking({row.score: row.direction for row in rows if row.label == label}, judges):
-            lines.append(f"{label}: {found}")
-    return lines
-
-
-def shown_name(score: str) -> str:
-    """Return a score's name in tables: `overall` for the composite, as in the paper."""
-    return "overall" if score == "reward" else score

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from sage_fast.eval.scores import LARGEST
+from sage_fast.run.folder import LARGEST
 from sage_fast.util.profiling import PHASES, WAIT
 
 MetricsRow = Mapping[str, Any]
