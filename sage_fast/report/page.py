@@ -77,7 +77,7 @@ def read_run(path: Path) -> Trained:
     if not path.is_dir():
         raise UserError(f"{str(path)!r}: no such folder")
     folder.check()
-    if not folder.rows and not folder.facts:
+    if not folder.metrics_file.is_file() and not folder.facts_file.is_file():
         raise UserError(f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
     return Trained(folder=folder, settings=leaves(read_yaml(folder.config_file)), evaluations=from_run(folder))
 
