@@ -113,11 +113,11 @@ def test_a_warning_where_the_scales_differ_and_no_kl_acts(overrides: dict[str, A
 
 def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:
     guided = Candidate(label="guided", path="guided", config=settings(eval__guidance_scale=6.0))
-    assert notes_on([guided], settings()) == [
+    assert notes_on([guided], settings().sampling, 1.0) == [
         "note: guided has eval.guidance_scale = 6.0, but is sampled with 1.0, like the first"
     ]
     same = Candidate(label="same", path="same", config=settings(sampling__guidance_scale=6.0))
-    assert notes_on([same], settings(eval__guidance_scale=6.0)) == []
+    assert notes_on([same], settings().sampling, 6.0) == []
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -16,10 +16,12 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.eval.candidates import short_names
-from sage_fast.eval.comparison import compare, format_table, hacking_in_run, table
+from sage_fast.eval.comparison import compare, format_table
 from sage_fast.eval.evaluation import score_videos
+from sage_fast.eval.gains import hacking_in_run, table
 from sage_fast.eval.playback import for_browser, read_video
-from sage_fast.eval.videoset import VideoSet, from_evaluation, read_folder, write_folder
+from sage_fast.eval.video_folder import read_folder, write_folder
+from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.loading import load_rewards
 from sage_fast.report import charts
 from sage_fast.run.sources import labelled

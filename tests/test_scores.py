@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sage_fast.eval.comparison import Row, compare, format_table, hacking, table
+from sage_fast.eval.comparison import compare, format_table
+from sage_fast.eval.gains import Row, hacking, table
 from sage_fast.eval.scores import format_number, mean_and_margin
 from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.report.html import choose

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from sage_fast.eval.comparison import compare
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
-from sage_fast.report.page import from_run
+from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
 
@@ -28,13 +27,7 @@ TEMPLATE = Path(__file__).parent / "card.md.j2"
 
 
 def model_card(
-    run: RunFolder,
-    config: Config,
-    spec: Spec,
-    *,
-    iteration: int,
-    base: str | None,
-    files: Iterable[str],
+    run: RunFolder, config: Config, spec: Spec, *, iteration: int, base: str | None, files: Iterable[str]
 ) -> str:
     """Return the README.md of a run's weights on the hub.
 
@@ -44,10 +37,7 @@ def model_card(
         base: hub id of the base model.
         files: names of the files beside the card.
     """
-    lora, task = (
-        config.model.trains_adapter,
-        "image-to-video" if spec.takes_images else "text-to-video",
-    )
+    lora, task = config.model.trains_adapter, "image-to-video" if spec.takes_images else "text-to-video"
     name, link = spec.license or (None, None)
     data = ModelCardData(
         base_model=base,
@@ -60,36 +50,12 @@ def model_card(
         tags=[task, "sage-fast", *(["lora"] if lora else [])],
     )
     evaluation, is_evaluated = _evaluation(run, iteration)
-    card = ModelCard.from_template(
-        data,
-        str(TEMPLATE),
-        name=run.path.resolve().name,
-        version=__version__,
-        config=config,
-        sampling=config.sampling,
-        scale=f"{config.sampling.guidance_scale:g}",
-        spec=spec,
-        part=spec.main_network(),
-        lora=lora,
-        lora_file=LORA_FILE,
-        base=base,
-        rewards=[entry.name for entry in config.reward.entries],
-        iteration=iteration,
-        files={file: purpose for file in sorted(files) if (purpose := _purpose(file))},
-        evaluation=evaluation,
-        picture=run.picture.name if is_evaluated and run.picture.is_file() else None,
-        settings=_settings(config, base),
-    )
-    return str(card)
-
-
-def _purpose(file: str) -> str | None:
-    if file == LORA_FILE:
-        return "for diffusers"
-    if file == "adapter_model.safetensors":
-        return "for peft, with `adapter_config.json`"
-    found = re.fullmatch(r".+-(\w+)\.safetensors", file)
-    return f"with the layer names of {found[1]}, its scale in `lora_B`" if found and "/" not in file else None
+    picture = run.picture.name if is_evaluated and run.picture.is_file() else None
+    settings = _settings(dataclasses.asdict(config), base)
+    shown = {"run": run.path.resolve().name, "version": __version__, "config": config, "spec": spec, "base": base}
+    shown |= {"iteration": iteration, "evaluation": evaluation, "picture": picture, "settings": settings}
+    shown |= {"files": sorted(f for f in files if f.endswith(".safetensors") and "/" not in f), "lora_file": LORA_FILE}
+    return str(ModelCard.from_template(data, str(TEMPLATE), **shown))
 
 
 def _evaluation(run: RunFolder, iteration: int) -> tuple[str, bool]:
@@ -107,7 +73,7 @@ def _evaluation(run: RunFolder, iteration: int) -> tuple[str, bool]:
     return compare([sets["before"], sets["after"]]).text, True
 
 
-def _settings(config: Config, base: str | None) -> str:
+def _settings(settings: dict[str, Any], base: str | None) -> str:
     """Return the settings as YAML, with the name alone of each absolute path: folders of this machine stay private."""
 
     def shown(value: Any) -> Any:
@@ -117,6 +83,6 @@ def _settings(config: Config, base: str | None) -> str:
             return [shown(kept) for kept in value]
         return Path(value).name or value if isinstance(value, str) and value.startswith(("/", "~")) else value
 
-    settings = shown(dataclasses.asdict(config))
-    settings["model"]["path"] = base or Path(path := split_path(config.model.path)[1]).name or path
-    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    path = split_path(settings["model"]["path"])[1]
+    settings["model"] |= {"path": base or Path(path).name or path}
+    return yaml.safe_dump(shown(settings), sort_keys=False, allow_unicode=True)

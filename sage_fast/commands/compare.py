@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.config.loader import from_overrides
-from sage_fast.run.folder import RunFolder
 from sage_fast.run.sources import check_folder, existing, labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS
@@ -19,10 +16,6 @@ log = logging.getLogger(__name__)
 
 def add_arguments(add: Callable[..., object]) -> None:
     add("run", metavar="RUN", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it")
-    add(
-        "--scorer", action="append", default=[], metavar="NAME",
-        help="a reward that scores the videos of all runs again; may be given several times",
-    )  # fmt: skip
     add("--folder", type=Path, default="comparison", help="where the page goes (default: comparison)")
     add("--videos", type=int, metavar="N", default=6, help="rows of videos on the page (default: 6)")
 
@@ -36,12 +29,4 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     log.info(f"sage-fast compare: reading {', '.join(sources)}")
     from sage_fast.report.comparison import write_comparison
 
-    if options.scorer:
-        from sage_fast.eval.candidates import add_scores
-
-        runs = [run for run in map(RunFolder, sources.values()) if run.exists]
-        config = runs[0].settings() if runs else from_overrides({})
-        rescore = functools.partial(add_scores, names=options.scorer, config=config)
-        write_comparison(sources, options.folder, options.videos, rescore)
-    else:
-        write_comparison(sources, options.folder, options.videos)
+    write_comparison(sources, options.folder, options.videos)

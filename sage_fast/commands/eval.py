@@ -39,7 +39,7 @@ def add_arguments(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     make_folder_of(options.json)
     candidates, config = read_candidates(options.source, overrides)
-    for note in notes_on(candidates, config):
+    for note in notes_on(candidates, config.sampling, config.eval_guidance_scale):
         log.info(note)
     with heavy_imports("eval"):
         from sage_fast.eval.candidates import evaluate_candidates

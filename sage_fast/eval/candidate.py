@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class Candidate:
     iteration: int = 0
 
 
-def notes_on(candidates: Sequence[Candidate], config: Config) -> list[str]:
-    """Return lines that name the evaluated weights, and the settings of a candidate that `config` replaces."""
+def notes_on(candidates: Sequence[Candidate], sampling: SamplingConfig, guidance_scale: float) -> list[str]:
+    """Return lines that name the evaluated weights, and the settings of a candidate that others replace."""
     lines = []
     for candidate in candidates:
         if (own := candidate.config) is None:
@@ -34,8 +34,8 @@ def notes_on(candidates: Sequence[Candidate], config: Config) -> list[str]:
         if candidate.iteration:
             lines.append(f"weights of iteration {candidate.iteration}: {own.model.weights}")
         sizes = ("shift", "num_frames", "height", "width")  # what ODE samples depend on, with the guidance scale
-        both = [(f"sampling.{name}", *(getattr(c.sampling, name) for c in (own, config))) for name in sizes]
-        both.append(("eval.guidance_scale", own.eval_guidance_scale, config.eval_guidance_scale))
+        both = [(f"sampling.{name}", *(getattr(s, name) for s in (own.sampling, sampling))) for name in sizes]
+        both.append(("eval.guidance_scale", own.eval_guidance_scale, guidance_scale))
         lines += [
             f"note: {candidate.label} has {name} = {mine}, but is sampled with {used}, like the first"
             for name, mine, used in both

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,13 +17,13 @@ from sage_fast.algorithm.distilled import check_sampler
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.data.prompts import metadata_of
 from sage_fast.eval.candidate import Candidate
-from sage_fast.eval.evaluation import Chunks, Evaluation, evaluate, prompts_and_seeds, rewards_of, score_videos
+from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, rewards_of, score_videos
 from sage_fast.eval.playback import read_video
-from sage_fast.eval.videoset import VideoSet, from_evaluation, read_folder, scorers_of, write_folder
+from sage_fast.eval.video_folder import read_folder, scorers_of, write_folder
+from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.loading import Scoring, check_task, configured_prompts, load_rewards, load_setup
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.rewards import CompositeReward, Judge
-from sage_fast.rewards.interface import Metadata
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, writing
@@ -72,18 +70,6 @@ def evaluate_candidates(
     return sets, evaluations, tuple(watching)
 
 
-def load_scorers(
-    names: Sequence[str], config: Config, prompts: Sequence[str], metadata: Mapping[str, Metadata]
-) -> dict[str, CompositeReward]:
-    """Load and check additional rewards; return prefix of their parts -> reward."""
-    scorers: dict[str, CompositeReward] = {}
-    device = str(local_device())
-    for name, short in zip(names, short_names(names)):
-        scorers[f"{short}/"] = judge = Judge(name, config.reward, device, "--scorer", metadata)
-        judge.check(config.sampling, prompts, device)
-    return scorers
-
-
 def short_names(names: Sequence[str]) -> list[str]:
     """Return what each scorer is called in tables: `clipscore`, or `Class` for `module:Class`.
 
@@ -123,8 +109,13 @@ class _Evaluator:
             check_sampler(spec.distillation, "eval.sampler", config.eval.sampler)
         known = [prompt for found in self.videos.values() for prompt in found.prompts]
         known += [prompt.key for prompt in heldout] if self.models else []
-        metadata = metadata_with_images(self.videos.values()) | metadata_of([*train, *heldout])
-        self.scorers = load_scorers(scorers, config, known, metadata)
+        images = {key: {"image": path} for found in self.videos.values() for key, path in found.images.items()}
+        metadata = images | metadata_of([*train, *heldout])
+        self.scorers: dict[str, CompositeReward] = {}
+        device = str(local_device())
+        for name, short in zip(scorers, short_names(scorers)):
+            self.scorers[f"{short}/"] = scorer = Judge(name, config.reward, device, "--scorer", metadata)
+            scorer.check(config.sampling, known, device)
         if not self.models:
             reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, known, known, metadata)
             self.scoring = Scoring(config=config, reward=reward, judge=judge)
@@ -150,8 +141,7 @@ class _Evaluator:
             return self._score_folder(candidate)
         if self.loaded is not candidate:
             self._load(candidate)
-        if len(self.models) + len(self.videos) > 1:
-            log.info(f"evaluate {candidate.label}")
+        log.info(f"evaluate {candidate.label}")
 
         def save(number: int, prompt: str, video: Tensor) -> None:
             if home is not None:
@@ -193,24 +183,15 @@ class _Evaluator:
         if len(chosen) < len(found.prompts):
             log.info(f"note: {found.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
         found = found.only(chosen)
-        result = score_files(found, rewards_of(self.scoring, self.scorers), self.config.sampling.batch_size).to_json()
+        log.info(f"score {found.label}")
+        seeds = found.seeds or [index for _, index in found.keys]
+        rewards, size = rewards_of(self.scoring, self.scorers), self.config.sampling.batch_size
+
+        def read(share: range) -> Chunks:
+            return _batches(found.files[share.start : share.stop], size)
+
+        result = score_videos(rewards, found.prompts, seeds, read).to_json()
         return result, dataclasses.replace(found, scores=from_evaluation("", result, {}).scores)
-
-
-def metadata_with_images(sets: Iterable[VideoSet]) -> dict[str, Metadata]:
-    """Return key of a prompt -> its metadata as far as the sets know it: its image."""
-    return {key: {"image": path} for videos in sets for key, path in videos.images.items()}
-
-
-def score_files(videos: VideoSet, rewards: Mapping[str, CompositeReward], batch_size: int) -> Evaluation:
-    """Score the files of a set, which has them all. Collective."""
-    log.info(f"score {videos.label}")
-    seeds = videos.seeds or [index for _, index in videos.keys]
-
-    def read(share: range) -> Chunks:
-        return _batches(videos.files[share.start : share.stop], batch_size)
-
-    return score_videos(rewards, videos.prompts, seeds, read)
 
 
 def _batches(files: Sequence[Path | None], size: int) -> Chunks:
@@ -226,35 +207,3 @@ def _batches(files: Sequence[Path | None], size: int) -> Chunks:
         batch.append(video)
     if batch:
         yield indices, torch.stack(batch).to(device)
-
-
-def add_scores(sets: Sequence[VideoSet], names: Sequence[str], config: Config) -> list[VideoSet]:
-    """Add the scores of further rewards to sets, by the video files that they have; a video without a file gets NaN.
-
-    Args:
-        names: scorers, named as in `reward.name`.
-        config: what to do about failures, the size of a batch, and prompts with their metadata.
-
-    Raises:
-        UserError: a scorer or a video is wrong, or two sets have no files of the same prompt.
-    """
-    for videos in sets[1:]:
-        if not sets[0].shown.keys() & videos.shown.keys():
-            raise UserError(
-                f"--scorer {names[0]}: {sets[0].label} and {videos.label} kept no videos of the same prompt; sage-fast "
-                "eval has --scorer too, and samples them"
-            )
-    train, heldout = configured_prompts(config.data)
-    metadata = metadata_with_images(sets) | metadata_of([*train, *heldout])
-    scorers = load_scorers(names, config, [prompt for videos in sets for prompt, _ in videos.shown], metadata)
-    scored = []
-    for videos in sets:
-        kept = [i for i, file in enumerate(videos.files) if file is not None]
-        parts = score_files(videos.only(kept), scorers, config.sampling.batch_size).parts
-        by_file = {part: dict(zip(kept, values)) for part, values in parts.items()}
-        scores = {part: [of.get(i, math.nan) for i in range(len(videos.files))] for part, of in by_file.items()}
-        by = {
-            part: json.dumps(name) for prefix, name in zip(scorers, names) for part in parts if part.startswith(prefix)
-        }
-        scored.append(dataclasses.replace(videos, scores=videos.scores | scores, scorers=videos.scorers | by))
-    return scored

@@ -198,7 +198,7 @@ def score_videos(
     `reward.on_failure = stop`, or if the share of failures exceeds `reward.max_dropped`.
 
     Args:
-        rewards: as returned by `rewards_of`; without the trained one there is no composite.
+        rewards: as returned by `rewards_of`.
         videos_of: returns the videos with these numbers, indexed from 0 on each rank.
         kept: number of this rank's first videos to return.
         save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
@@ -239,9 +239,9 @@ def score_videos(
     return Evaluation(
         prompts=list(prompts),
         seeds=list(seeds),
-        reward=merged[""].rewards.tolist() if "" in merged else [],
+        reward=merged[""].rewards.tolist(),
         parts={prefix + part: values.tolist() for prefix in merged for part, values in merged[prefix].parts.items()},
-        weights=dict(rewards[""].weights) if "" in rewards else {},
+        weights=dict(rewards[""].weights),
         videos=[videos[i] for i in sorted(videos)],
     )
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from sage_fast.config.schema import ODESampler
-from sage_fast.eval.comparison import Comparison, compare, shown_name, summary, table
-from sage_fast.eval.videoset import VideoSet, read_folder, scorers_of
+from sage_fast.eval.comparison import Comparison, compare, shown_name, summary
+from sage_fast.eval.gains import table
+from sage_fast.eval.video_folder import read_folder, scorers_of
+from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.html import cards, render
 from sage_fast.report.page import Trained, read_run
 from sage_fast.util.errors import printable
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
-
-Rescore = Callable[[Sequence[VideoSet]], Sequence[VideoSet]]
 
 
 def write_evaluation(
@@ -94,22 +94,19 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Trained], list[Vid
     return runs, sets, notes
 
 
-def write_comparison(
-    sources: Mapping[str, Path], folder: Path, count: int, rescore: Rescore = lambda sets: sets
-) -> None:
+def write_comparison(sources: Mapping[str, Path], folder: Path, count: int) -> None:
     """Print the table of runs, finished or not, and of folders of videos; write `comparison.html`.
 
     Args:
         sources: label -> run folder or folder of videos.
         folder: created if missing.
         count: rows of videos on the page.
-        rescore: adds the scores of a scorer that all sources share.
 
     Raises:
-        UserError: as `read_sets` and `rescore`, or a source has no prompt in common with the first.
+        UserError: as `read_sets`, or a source has no prompt in common with the first.
     """
     runs, sets, notes = read_sets(sources)
-    found = compare(rescore(sets))
+    found = compare(sets)
     own = {(label, row.score): row for label, run in runs.items() if run.ends for row in table(run.ends) if row.pairs}
     found.warnings.extend(f"{label}: {run.hacking}" for label, run in runs.items() if run.hacking)
     found.notes[:0] = notes

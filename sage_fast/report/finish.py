@@ -10,9 +10,11 @@ from torch import Tensor
 from sage_fast.eval.comparison import compare
 from sage_fast.eval.playback import read_video
 from sage_fast.eval.sheets import comparison_sheet
+from sage_fast.eval.video_folder import write_folder
 from sage_fast.eval.videoset import Key
 from sage_fast.report.html import choose
-from sage_fast.report.page import from_run, write_report
+from sage_fast.report.page import write_report
+from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
@@ -37,6 +39,9 @@ def report_run(folder: Path, count: int, complete: bool) -> None:
         for note in run.evaluations[1]:
             log.warning(wrapped(f"note: {note}"))
         evaluations = from_run(run)
+        for name, videos in evaluations.items():  # so that other rewards can score the videos later
+            if kept := [i for i, file in enumerate(videos.files) if file is not None]:
+                write_folder(videos.only(kept), run.videos(name))
         if evaluations.keys() >= {"before", "after"}:
             log.info(compare([evaluations["before"], evaluations["after"]]).text)
     page = write_report(folder)

@@ -12,7 +12,8 @@ from typing import Any
 import jinja2
 from PIL import Image
 
-from sage_fast.eval.comparison import gains_of, shown_name
+from sage_fast.eval.comparison import shown_name
+from sage_fast.eval.gains import gains_of
 from sage_fast.eval.playback import for_browser
 from sage_fast.eval.scores import format_number
 from sage_fast.eval.videoset import Key, VideoSet

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from sage_fast.config.loader import leaves, read_yaml
-from sage_fast.eval.comparison import Row, hacking_in_run, table
+from sage_fast.eval.gains import Row, hacking_in_run, table
 from sage_fast.eval.scores import TOO_FEW, format_number
-from sage_fast.eval.videoset import VideoSet, from_evaluation
+from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cards, render
+from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import STEPS, RunFolder
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_atomic
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
-from sage_fast.util.videos import numbered
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
@@ -36,8 +36,7 @@ class Trained:
     Attributes:
         folder: its folder.
         settings: dotted name -> value.
-        evaluations: name -> videos of each evaluation that is not damaged, in the order of iterations. All composites
-            are under the weights of the last one, since a resume may have changed the weights.
+        evaluations: name -> videos of each, as `from_run` returns them.
     """
 
     folder: RunFolder
@@ -80,17 +79,6 @@ def read_run(path: Path) -> Trained:
     if not folder.metrics_file.is_file() and not folder.facts_file.is_file():
         raise UserError(f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
     return Trained(folder=folder, settings=leaves(read_yaml(folder.config_file)), evaluations=from_run(folder))
-
-
-def from_run(folder: RunFolder) -> dict[str, VideoSet]:
-    """Return `Trained.evaluations` of a folder."""
-    found, _ = folder.evaluations
-    weights = [*found.values()][-1]["weights"] if found else None
-    sets = {}
-    for name, scores in found.items():
-        label = f"iteration {scores['iteration']}" if name.startswith("iteration") else name
-        sets[name] = from_evaluation(label, scores, numbered(folder.videos(name)), weights)
-    return sets
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------

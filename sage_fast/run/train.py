@@ -20,7 +20,7 @@ from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
-from sage_fast.eval.hacking import verdict
+from sage_fast.eval.gains import hacking_in_run
 from sage_fast.loading import Setup, check_trajectories, load_setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
@@ -33,6 +33,7 @@ from sage_fast.run.checkpoint import (
     save_final_weights,
 )
 from sage_fast.run.claim import claim_output, locked, remove_partials, replace_settings, run_facts
+from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.manifest import check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, seconds_left
@@ -234,8 +235,8 @@ class Run:
             files = [path for number, path in numbered(folder).items() if number < shown]
             RunFolder(self.folder).write_evaluation(name, scores)
             self.writer.write_evaluation(scores, files, result.videos)
-            evaluations = RunFolder(self.folder).evaluations[0]
-            if found := verdict({name: s for name, s in evaluations.items() if s["iteration"] <= iteration}):
+            evaluations = from_run(RunFolder(self.folder)).values()
+            if found := hacking_in_run([videos for videos in evaluations if videos.iteration <= iteration]):
                 log.warning(wrapped(f"warning: {found}"))
         if name != "after":  # `train` draws the complete run
             self.draw(complete=False)
