@@ -24,6 +24,7 @@ from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.loading import load_rewards
 from sage_fast.report import charts
+from sage_fast.rewards import Judge
 from sage_fast.run.sources import labelled
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4
@@ -508,30 +509,21 @@ def test_compare_knows_what_scored_the_videos_of_eval(evaluated: tuple[Path, str
     assert "for vq: no gain is shown" in compared(tmp_path / "c", folder / "run", other)
 
 
-def red(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-    return {"red": 1000 * videos[:, :, 0].mean(dim=(1, 2, 3))}
-
-
-def test_compare_scores_the_videos_of_both_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the files that are there: four of five prompts have one in both runs."""
-    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", 0.5)
-    scored_by(one, {"vq": 1.0}, {"name": "testbed"})
-    scored_by(two, {"vq": 2.0}, {"name": "mine:other"})
-    (one / "videos" / "after" / "00-x.mp4").unlink()
-    for i in range(5):
-        (two / "videos" / "after" / f"{i:02d}-x.mp4").write_bytes(film(i + 1))
-    scorer = ["--scorer", "tests.test_judging:red"]
-    page = compared(tmp_path / "out", one, two, *scorer)
-    row = r"<tr><td>two</td><td>5 / 5</td><td>[^<]*</td><td[^>]*>([^<]*)</td>"
-    gains = re.findall(row, page.split(">red/red<")[1])
-    reds = [1000 * float(read_video(two / "videos" / "after" / f"{i:02d}-x.mp4")[:, 0].mean()) for i in (0, 4)]
-    expected = (reds[1] - reds[0]) / 4  # the k-th video of one is the k-1st of the other
-    assert [float(gain.replace("\N{MINUS SIGN}", "-")) for gain in gains] == [pytest.approx(expected, abs=1e-3)]
-    for i in range(1, 5):
-        (one / "videos" / "after" / f"{i:02d}-x.mp4").unlink()
-    assert main(["compare", str(one), str(two), "--folder", str(tmp_path / "none"), *scorer]) == 2
-    assert "one and two kept no videos of the same prompt; sage-fast eval has --scorer" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
+def test_another_reward_scores_the_videos_that_a_run_has_kept(
+    evaluated: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the model, and both sides alike."""
+    run = evaluated[0] / "run"
+    kept = [read_folder(name, run / "videos" / name) for name in ("before", "after")]
+    assert kept[1].scores["reward"] == json.loads((run / "eval" / "after.json").read_text())["reward"]
+    folders = [str(run / "videos" / name) for name in ("before", "after")]
+    judge = ["--reward.name", "testbed-judge", "--reward.weights", "{alignment: 1}", "--json", str(tmp_path / "x.json")]
+    assert main(["eval", *folders, *judge]) == 0
+    assert "gain over before" in capsys.readouterr().out
+    found = json.loads((tmp_path / "x.json").read_text())["sources"]["after"]
+    videos = torch.stack([read_video(file) for file in kept[1].shown.values()])
+    expected = Judge("testbed-judge", settings().reward)(videos, kept[1].prompts).parts["alignment"]
+    assert found["reward"] == pytest.approx(expected.tolist(), rel=1e-4)
 
 
 def test_runs_without_a_video_in_common_show_none(tmp_path: Path) -> None:

@@ -52,8 +52,14 @@ def model_card(
     evaluation, is_evaluated = _evaluation(run, iteration)
     picture = run.picture.name if is_evaluated and run.picture.is_file() else None
     settings = _settings(dataclasses.asdict(config), base)
-    shown = {"run": run.path.resolve().name, "version": __version__, "config": config, "spec": spec, "base": base}
-    shown |= {"iteration": iteration, "evaluation": evaluation, "picture": picture, "settings": settings}
+    shown: dict[str, Any] = {"run": run.path.resolve().name, "version": __version__, "spec": spec, "base": base}
+    shown |= {
+        "config": config,
+        "iteration": iteration,
+        "evaluation": evaluation,
+        "picture": picture,
+        "settings": settings,
+    }
     shown |= {"files": sorted(f for f in files if f.endswith(".safetensors") and "/" not in f), "lora_file": LORA_FILE}
     return str(ModelCard.from_template(data, str(TEMPLATE), **shown))
 

@@ -72,20 +72,17 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
 
 def _check_gpus(options: argparse.Namespace) -> None:
-    if options.gpu_memory is not None:
-        if not 0 < options.gpu_memory < math.inf:
-            raise UserError(f"--gpu-memory {options.gpu_memory:g}: expected GB above 0, such as 80")
-        if not options.dry_run:
-            raise UserError("--gpu-memory goes with --dry-run; a run takes what its GPUs have")
-    if options.gpus is None:
-        return
-    if options.gpus < 1:
-        raise UserError(f"--gpus {options.gpus}: expected at least 1")
-    if not options.dry_run:
-        raise UserError(
-            f"--gpus {options.gpus} goes with --dry-run; to train on {options.gpus} GPUs: "
-            f"torchrun --nproc-per-node {options.gpus} -m sage_fast train {options.config}"
-        )
+    for name, value, least in (
+        ("--gpus", options.gpus, "at least 1"),
+        ("--gpu-memory", options.gpu_memory, "GB above 0"),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} {value:g}: expected {least}")
+        if value is not None and not options.dry_run:
+            raise UserError(
+                f"{name} goes with --dry-run; to train on GPUs: "
+                f"torchrun --nproc-per-node {options.gpus or 'N'} -m sage_fast train {options.config}"
+            )
 
 
 def preflight(config: Config, ranks: int) -> None:

@@ -108,7 +108,7 @@ class _Evaluator:
             check_task(heldout, spec := find_spec(path, fetch=True))
             check_sampler(spec.distillation, "eval.sampler", config.eval.sampler)
         known = [prompt for found in self.videos.values() for prompt in found.prompts]
-        known += [prompt.key for prompt in heldout] if self.models else []
+        known = [prompt.key for prompt in heldout] if self.models else known
         images = {key: {"image": path} for found in self.videos.values() for key, path in found.images.items()}
         metadata = images | metadata_of([*train, *heldout])
         self.scorers: dict[str, CompositeReward] = {}
@@ -120,7 +120,9 @@ class _Evaluator:
             reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, known, known, metadata)
             self.scoring = Scoring(config=config, reward=reward, judge=judge)
             return
-        self.loaded, self.setup = self.models[0], load_setup(config)
+        self.loaded = first = self.models[0]
+        assert first.config is not None
+        self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
         self.scoring = self.setup
         self._log_notes()
         self.prompts = set(prompts_and_seeds(self.setup)[0])

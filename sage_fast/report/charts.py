@@ -97,8 +97,8 @@ def themed_svg(figure: Figure, name: str, description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = text.replace(_TEXT, "var(--ink)").replace(_LINE, "var(--rule)").replace("'DejaVu Sans', ", "")
-    text = re.sub(r'<svg ([^>]*?)width="[^"]*" ', r"<svg \1", text, count=1)
-    text = re.sub(r'<svg ([^>]*?)height="[^"]*" ', r"<svg \1", text, count=1)
+    for side in ("width", "height"):
+        text = re.sub(rf'<svg ([^>]*?){side}="[^"]*" ', r"<svg \1", text, count=1)
     return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
 
 

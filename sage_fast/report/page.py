@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,12 +69,10 @@ def read_run(path: Path) -> Trained:
     """Read a run folder.
 
     Raises:
-        UserError: the folder is missing, holds no run (names what is missing), or its settings, facts or metrics are
+        UserError: the folder holds no run (names what is missing), or its settings, facts or metrics are
             damaged (names file and line).
     """
     folder = RunFolder(path)
-    if not path.is_dir():
-        raise UserError(f"{str(path)!r}: no such folder")
     folder.check()
     if not folder.metrics_file.is_file() and not folder.facts_file.is_file():
         raise UserError(f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
@@ -84,8 +82,7 @@ def read_run(path: Path) -> Trained:
 # -- warning signs ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """A check for reward hacking or a broken run: its name, its result, and whether that is a warning."""
 
     name: str
@@ -107,7 +104,7 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
     found: list[Check] = []
 
     def look(name: str, text: str, warning: bool) -> None:
-        found.append(Check(name=name, found=text, warning=warning))
+        found.append(Check(name, text, warning))
 
     quarter = max(1, len(rows) // 4)
     early, late = (lambda key: _mean(rows[:quarter], key)), (lambda key: _mean(rows[-quarter:], key))
