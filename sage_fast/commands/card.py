@@ -51,16 +51,10 @@ def model_card(
     )
     evaluation, is_evaluated = _evaluation(run, iteration)
     picture = run.picture.name if is_evaluated and run.picture.is_file() else None
-    settings = _settings(dataclasses.asdict(config), base)
     shown: dict[str, Any] = {"run": run.path.resolve().name, "version": __version__, "spec": spec, "base": base}
-    shown |= {
-        "config": config,
-        "iteration": iteration,
-        "evaluation": evaluation,
-        "picture": picture,
-        "settings": settings,
-    }
-    shown |= {"files": sorted(f for f in files if f.endswith(".safetensors") and "/" not in f), "lora_file": LORA_FILE}
+    shown |= {"config": config, "iteration": iteration, "evaluation": evaluation, "picture": picture}
+    shown |= {"settings": _settings(dataclasses.asdict(config), base), "lora_file": LORA_FILE}
+    shown["files"] = sorted(file for file in files if file.endswith(".safetensors") and "/" not in file)
     return str(ModelCard.from_template(data, str(TEMPLATE), **shown))
 
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.distilled import check_sampler
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.data.prompts import metadata_of
 from sage_fast.eval.candidate import Candidate
@@ -105,8 +104,7 @@ class _Evaluator:
         self.videos = {c.label: read_folder(c.label, Path(c.path)) for c in candidates if c.config is None}
         train, heldout = configured_prompts(config.data)
         for path in dict.fromkeys(c.config.model.path for c in self.models if c.config is not None):
-            check_task(heldout, spec := find_spec(path, fetch=True))
-            check_sampler(spec.distillation, "eval.sampler", config.eval.sampler)
+            check_task(heldout, find_spec(path, fetch=True))
         known = [prompt for found in self.videos.values() for prompt in found.prompts]
         known = [prompt.key for prompt in heldout] if self.models else known
         images = {key: {"image": path} for found in self.videos.values() for key, path in found.images.items()}

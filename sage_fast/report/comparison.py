@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from sage_fast.config.schema import ODESampler
+from sage_fast.config.schema import ODE_SAMPLERS
 from sage_fast.eval.comparison import Comparison, compare, shown_name, summary
 from sage_fast.eval.gains import table
 from sage_fast.eval.video_folder import read_folder, scorers_of
@@ -156,7 +156,7 @@ def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:
 def _acts(name: str, run: Trained) -> bool:
     """Whether a setting has an effect in a run."""
     if name == "sampling.eta":
-        return run.settings.get("sampling.sampler") not in get_args(ODESampler)
+        return run.settings.get("sampling.sampler") not in ODE_SAMPLERS
     return not name.startswith("kl.") or name == "kl.strategy" or charts.is_on(run.folder.rows, "kl/lambda")
 
 

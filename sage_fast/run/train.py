@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import shutil
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.schedule import check_log_prob, check_trainable
+from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
@@ -114,7 +113,6 @@ class Run:
             config, attention=_attention(config.model.attention, self.folder, resume=resume)
         )
         trajectories = check_trajectories(config, setup.model)
-        check_log_prob(config.objective, config.sampling, math.prod(setup.model.latent_shape(config.sampling)))
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(self.folder, dump(config))
@@ -389,15 +387,16 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
 
 
 def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return samples per GPU-hour of an iteration and, where the GPU's peak is known, its model FLOPs utilization.
+    """Return samples per GPU-hour of an iteration and, where the GPU's peak is known, its MFU and HFU.
 
-    Both are over all ranks and the whole iteration, rewards and waiting included.
+    All are over all ranks and the whole iteration, rewards and waiting included. HFU counts what a backward recomputes.
     """
     config = trainer.config
     samples, seconds = config.train.samples, row["time/total"] * world_size()
     found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
     if peak := peak_flops(trainer.device, trainer.policy.dtype):
         cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
-        done = flops(cost, trainer.forwards, samples, checkpointing=None, frozen_base=frozen_base)
-        found["throughput/mfu"] = sum(done.values()) / (seconds * peak)
+        for name, mode in (("mfu", None), ("hfu", trainer.model.checkpointing)):
+            done = flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen_base)
+            found[f"throughput/{name}"] = sum(done.values()) / (seconds * peak)
     return found
