@@ -73,8 +73,8 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
         pairs = _drawn(first, other, generator)
         if len(pairs) < count:
             raise UserError(
-                f"--pairs {count}: {first.label} and {other.label} have {len(pairs)} videos of the same prompts; a run "
-                "keeps eval.num_videos of them, and `sage-fast eval --folder` all"
+                f"--pairs {count}: {first.label} and {other.label} have {len(pairs)} videos of the same prompts; "
+                "`sage-fast eval --folder` makes more"
             )
         sides = generator.permutation([i % 2 for i in range(count)])
         questions += [(key, *((other, first) if swapped else (first, other))) for key, swapped in zip(pairs, sides)]

@@ -412,7 +412,7 @@ def test_the_card_names_the_scale_of_the_evaluations(tmp_path: Path) -> None:
     config = settings(sampling__guidance_scale=1.0, eval__guidance_scale=6.0)
     card = model_card(RunFolder("none"), config, find_spec("testbed"), iteration=1, base=None, files=[])
     assert "Trained at guidance scale 1," in card
-    assert f"evaluated at guidance scale 6 with {config.eval.steps} steps of ode" in " ".join(card.split())
+    assert f"evaluated at guidance scale 6 with {config.eval.steps} steps of the ODE" in " ".join(card.split())
 
 
 def message(*command: str, capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
