@@ -124,15 +124,23 @@ class PlainEngine(Engine):
         self._average(self.parameters)
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over the ranks. A weight that has a gradient on no rank keeps none (and is not decayed)."""
+        """Average gradients over the ranks, in one call: an adapter has more than a thousand small ones.
+
+        A weight that has a gradient on no rank keeps none (and is not decayed).
+        """
         if world_size() == 1 or not parameters:
             return
         present = torch.tensor([p.grad is not None for p in parameters], device=self.policy.device).int()
         all_reduce(present, "max")
-        for p, used in zip(parameters, present.tolist()):
-            if used:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                all_reduce(p.grad).div_(world_size())
+        used = [p for p, present_somewhere in zip(parameters, present.tolist()) if present_somewhere]
+        if not used:
+            return
+        for p in used:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients = [p.grad for p in used]
+        flat = all_reduce(torch.cat([grad.flatten() for grad in gradients])).div_(world_size())
+        averages = flat.split([grad.numel() for grad in gradients])
+        torch._foreach_copy_(gradients, [mean.view_as(grad) for mean, grad in zip(averages, gradients)])
 
     def _forget_zero_gradients(self) -> None:
         """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero."""
