@@ -102,15 +102,15 @@ class PlainEngine(Engine):
             return
         present = torch.tensor([p.grad is not None for p in parameters], device=self.policy.device).int()
         all_reduce(present, "max")
-        used = [p for p, present_somewhere in zip(parameters, present.tolist()) if present_somewhere]
-        if not used:
-            return
-        for p in used:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        gradients = [p.grad for p in used]
-        flat = all_reduce(torch.cat([grad.flatten() for grad in gradients])).div_(world_size())
-        averages = flat.split([grad.numel() for grad in gradients])
-        torch._foreach_copy_(gradients, [mean.view_as(grad) for mean, grad in zip(averages, gradients)])
+        gradients = []
+        for p, used in zip(parameters, present.tolist()):
+            if used:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                gradients.append(p.grad)
+        if gradients:
+            flat = all_reduce(torch.cat([grad.flatten() for grad in gradients])).div_(world_size())
+            for grad, mean in zip(gradients, flat.split([grad.numel() for grad in gradients])):
+                grad.copy_(mean.view_as(grad))
 
     def _forget_zero_gradients(self) -> None:
         """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero."""
