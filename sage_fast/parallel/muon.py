@@ -77,14 +77,14 @@ class Muon(torch.optim.Optimizer):
                 directions = torch.stack(self._directions(batch))
                 self._move(batch, orthogonalized(directions, group["eps"]).unbind(), shape)
 
-    def _directions(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _directions(self, parts: list[Tensor]) -> tuple[Tensor, ...]:
         """Return Nesterov's directions, after the momentum has taken the gradients in."""
-        grads = [p.grad for p in parts]
+        grads = [p.grad for p in parts if p.grad is not None]
         momenta = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parts]
         torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
         return torch._foreach_lerp(grads, momenta, MOMENTUM)
 
-    def _move(self, parts: Sequence[Tensor], along: Sequence[Tensor], shape: torch.Size) -> None:
+    def _move(self, parts: list[Tensor], along: tuple[Tensor, ...], shape: torch.Size) -> None:
         """Decay parts of matrices of this shape, and move them along orthogonal ones by an rms of 0.2 lr."""
         (group,) = self.param_groups
         torch._foreach_mul_(parts, 1 - group["lr"] * group["weight_decay"])
@@ -127,4 +127,4 @@ class PartitionedMuon(Muon):
         whole = orthogonalized(whole.view(1, *mine.shape), eps).flatten() if mine else whole.bfloat16()
         updates = exchange(whole, taken, given, self.group).split(given)
         for (p, partition), update in zip(matrices, updates):
-            self._move([p], [update.to(p.device)], partition.shape)
+            self._move([p], (update.to(p.device),), partition.shape)
