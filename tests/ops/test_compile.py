@@ -162,6 +162,16 @@ def test_rows_of_an_adapter_are_loaded_ahead(rows):
     assert not waiting, "\n" + format_table(waiting)
 
 
+def test_gelu_is_evaluated_once_an_element(rows):
+    """An exponential and a reciprocal, forward and backward, however many layouts need it."""
+    adapters = [row for row in rows if "adapter" in row.kernel and "bf16" in row.specialisation]
+    assert len(adapters) == 4 * len(SHIPPED)
+    for row in adapters:
+        once = 2 if "GELU" in row.specialisation or "bwd" in row.kernel else 0
+        assert row.special == once, "\n" + format_table([row])
+        assert row.asynchronous >= 4, "\n" + format_table([row])
+
+
 def test_aligned_samples_use_shared_memory_for_the_final_sum_alone(rows):
     """A change of layout between load, noise and store would go through shared memory: one float a warp is the sum."""
     moved = [row for row in rows if row.shared_bytes > 16 and "transition" in row.kernel]
