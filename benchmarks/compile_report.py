@@ -370,23 +370,15 @@ def _cells(row: Row) -> tuple[str, ...]:
         ", ".join(f"{count} x {width}" for width, count in Counter(widths).items())
         for widths in (row.loads, row.stores)
     )
-    numbers = (row.registers, row.spilled_bytes, row.shared_bytes)
     special = "" if row.special is None else f"{row.special:.3g}"
-    return (
-        row.kernel,
-        row.specialisation,
-        f"sm_{row.arch}",
-        *map(str, numbers),
-        special,
-        str(row.asynchronous),
-        *accesses,
-    )
+    numbers = (row.registers, row.spilled_bytes, row.shared_bytes, special, row.asynchronous)
+    return row.kernel, row.specialisation, f"sm_{row.arch}", *map(str, numbers), *accesses
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """Format the rows as a Markdown table."""
-    header = ("kernel", "specialisation", "arch", "registers", "spilled B", "shared B", "special/element")
-    header += ("asynchronous loads", "loads B", "stores B")
+    resources = ("registers", "spilled B", "shared B", "special/element", "asynchronous loads", "loads B", "stores B")
+    header = ("kernel", "specialisation", "arch", *resources)
     cells = [header, *(_cells(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]

@@ -42,9 +42,9 @@ def options(itemsize: int, rank: int, backward: bool = False, gelu_on_blackwell:
     """
     if itemsize == 4:
         return {"ROWS": 16, "BLOCK": 16, **WIDE_OPTIONS}
-    if backward:
-        return {"ROWS": 32, "BLOCK": 32 if gelu_on_blackwell else 64, **WIDE_OPTIONS}
-    if rank > 128:
+    if backward and gelu_on_blackwell:
+        return {"ROWS": 32, "BLOCK": 32, **LAUNCH_OPTIONS}
+    if backward or rank > 128:
         return {"ROWS": 32, "BLOCK": 64, **WIDE_OPTIONS}
     rows = 32 if gelu_on_blackwell else 64
     return {"ROWS": rows, "BLOCK": 4096 // rows, **LAUNCH_OPTIONS}

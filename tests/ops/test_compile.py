@@ -191,10 +191,11 @@ def test_registers_leave_room_for_a_third_of_the_threads(rows):
 
 
 def test_normalisations_move_16_bytes_a_thread(rows):
-    """All that LayerNorm reads and writes; rotation reads its table and the weights beside."""
+    """All that LayerNorm reads and writes; rotation reads a table and weights beside, the decoder's norm weights."""
     norms = [row for row in rows if "norm" in row.kernel]
     narrow = [row for row in norms if min(row.loads[0], row.stores[0]) < 16]
-    narrow += [row for row in norms if "rotate" not in row.kernel and {*row.loads, *row.stores} != {16}]
+    layer_norms = [row for row in norms if "rotate" not in row.kernel and "silu" not in row.kernel]
+    narrow += [row for row in layer_norms if {*row.loads, *row.stores} != {16}]
     assert not narrow, "\n" + format_table(narrow)
     assert any("norm_rotate_bwd" in row.kernel for row in rows)
 
