@@ -162,7 +162,7 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
          '    "none": KLStrategy(', "algorithm.objective", "config.KLStrategyName"),
         ("config/schema.py", '"awm"]', '"awm", "linear"]', "algorithm.objective", "SURROGATES"),
         ("config/schema.py", '"share", "none"]', '"share", "mine", "none"]', "algorithm.kl_weight", "FEEDBACKS"),
-        ("config/schema.py", '"ode", "ode2"]\nODE', '"ode", "ode2", "heun"]\nODE', "algorithm.transitions", "SAMPLERS"),
+        ("config/schema.py", '"ode"]', '"ode", "heun"]', "algorithm.transitions", "SAMPLERS"),
         ("algorithm/transitions.py", 'SAMPLERS = {', 'SAMPLERS = {"heun": _ode, ', "algorithm.transitions",
          "config.Sampler"),
         ("config/schema.py", '"xformers"]', '"xformers", "sage"]', "models.attention.backends", "ATTENTION"),
