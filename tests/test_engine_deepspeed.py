@@ -270,6 +270,8 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
     config = settings(train__engine="zero2", train__deepspeed_config=str(file)).train
     check_engine(config)
     made = deepspeed_settings(config, trained=999)
+    assert made["zero_optimization"]["overlap_comm"] is True  # ZeRO-1 has nothing to overlap before the last backward
+    assert deepspeed_settings(settings(train__engine="zero1").train, 999)["zero_optimization"]["overlap_comm"] is False
     assert made["zero_optimization"]["reduce_bucket_size"] == 6
     assert made["zero_optimization"]["stage"] == 2
     assert made["zero_optimization"]["allgather_bucket_size"] == 1000
