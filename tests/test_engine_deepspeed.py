@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from sage_fast import cli
 from sage_fast.config.loader import build, load
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.eval.scores import read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import check_engine
@@ -21,6 +20,7 @@ from sage_fast.parallel.deepspeed_config import OURS, deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.run.folder import read_scores
 from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
