@@ -133,17 +133,19 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         raise UserError(f"no such command; {nearest(arguments[0], COMMANDS)}")
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
-    from sage_fast.config.command_line import overrides_of, settings_apart
+    from sage_fast.config.command_line import split_settings
 
     takes_settings = any(COMMANDS[name].settings for name in named)
-    words, given = settings_apart(arguments) if takes_settings else (list(arguments), [])
+    words, overrides = split_settings(arguments) if takes_settings else (list(arguments), {})
     options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(words)
-    if not (rest := [*given, *rest]):
-        return options, {}
-    if not COMMANDS[options.command].settings:
+    if rest and takes_settings and rest[0].startswith("--"):
+        from sage_fast.config.loader import unknown_setting
+
+        raise UserError(unknown_setting(rest[0][2:].partition("=")[0]))
+    if rest:
         what = "option" if rest[0].startswith("-") else "argument"
         raise UserError(f"unknown {what} {rest[0].partition('=')[0]}; see sage-fast {options.command} --help")
-    return options, overrides_of(rest)
+    return options, overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast import cli
-from sage_fast.config.command_line import overrides_of
+from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import load
 from sage_fast.rewards.load import load_reward
 from sage_fast.util.files import read_metrics
@@ -263,7 +263,7 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
         if overrides:
             load_reward(load(REPOSITORY / options.config, overrides).reward)
     _, config, *arguments = commands["engines"]
-    assert load(REPOSITORY / config, overrides_of(arguments)).model.tuning == "full"
+    assert load(REPOSITORY / config, split_settings(arguments)[1]).model.tuning == "full"
     assert commands["racecheck"] == ["sanitizer_part", "racecheck", *commands["memcheck"][2:]]
     for name in itertools.chain(*commands.values()):
         assert not name.startswith("tests/") or (REPOSITORY / name).exists()

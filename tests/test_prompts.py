@@ -16,7 +16,7 @@ from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 
 import sage_fast.data.embeddings
 from sage_fast.cli import main
-from sage_fast.config.command_line import overrides_of
+from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import dump, from_overrides
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
@@ -407,7 +407,7 @@ def without_encoders(model: Path) -> Iterator[None]:
 
 def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run docs/how-to/prompts.md: embed more prompts than the run's, then train without text encoders."""
-    own = overrides_of([*TINY, "--model.path", "model", "--output", "runs/page"])
+    own = split_settings([*TINY, "--model.path", "model", "--output", "runs/page"])[1]
     del own["data.embedding_cache"]
     (there / "config.yaml").write_text(dump(from_overrides(own)))
     (there / "more.jsonl").write_text('{"prompt": "a boat"}\n{"prompt": "a fox", "negative_prompt": "blurry"}\n')

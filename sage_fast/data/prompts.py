@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.config.fields import is_unicode
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.images import check_image
@@ -223,6 +222,6 @@ def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
 
 def _text(fields: Fields, key: str, where: str) -> str:
     value = fields.get(key, "")
-    if not isinstance(value, str) or not is_unicode(value):
+    if not isinstance(value, str):
         raise UserError(f"{where}: {key} = {repr(value)[:60]}: expected text")
     return value.strip()
