@@ -16,18 +16,10 @@ from typing import Any
 
 import torch
 from sage_fast.benchmarks.rung import CPU_SIZES, GPU_SIZES, PARTS, SIZES, Rung, random_decoders, random_transformer
+from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
 
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import (
-    Save,
-    fresh_compilation,
-    head_line,
-    host_timer,
-    interleaved,
-    matmul_ceiling,
-    save_nothing,
-    usual_dtype,
-)
+from sage_fast.tools.harness import head_line, host_timer, matmul_ceiling, usual_dtype
 from sage_fast.util.console import Progress
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import UserError, in_one_line

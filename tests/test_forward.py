@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sage_fast.benchmarks.stock import StockPolicy
+from sage_fast.benchmarks.timing import fresh_compilation
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,6 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextBatch, collate
 from sage_fast.rollout.step import denoise
 from sage_fast.testbed.model import TestbedTransformer
-from sage_fast.tools.harness import fresh_compilation
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]

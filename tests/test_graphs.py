@@ -24,7 +24,7 @@ from sage_fast.rollout import graphs as module
 from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.testbed.model import LATENT_SHAPE
-from sage_fast.tools import replays
+from sage_fast.tools import selftest
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer, with_images
 
@@ -45,15 +45,15 @@ def rerun(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], in
 
 
 def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graphs: StepGraphs | None = None) -> Any:
-    return replays.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
+    return selftest.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
 
 
 def difference(
-    graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = replays.TABLE, images: bool = False
+    graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = selftest.TABLE, images: bool = False
 ) -> str:
     """Of replays; with `images`, each prompt has one."""
     texts = embeddings(PROMPTS)
-    return replays.replay_problem(graphs, with_images(texts) if images else texts, batches, table)
+    return selftest.replay_problem(graphs, with_images(texts) if images else texts, batches, table)
 
 
 def ode2(shift: float) -> TransitionTable:
@@ -165,7 +165,7 @@ def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> N
     texts = {p: TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8)) for p, n in {"": 1, **lengths}.items()}
 
     def rolled(graphs: StepGraphs | None, prompt: str) -> list[Tensor]:
-        return replays.roll(policy, texts, [prompt] * 2, 0, graphs)
+        return selftest.roll(policy, texts, [prompt] * 2, 0, graphs)
 
     def kept(graphs: StepGraphs) -> int:
         return graphs._kept(graphs._graphs.values()) - graphs._pool

@@ -584,21 +584,6 @@ class TrackingConfig(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
-class ProfilingConfig(Section):
-    """A profile within a run."""
-
-    iterations: list[int] = dataclasses.field(default_factory=list)
-    """First and last iteration to profile, counted from 1 as on the screen, such as [10, 12]. Each rank writes
-    `profile/rank-NNN.json.gz`, a trace, and on a GPU `.pickle`, a memory snapshot."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = self.iterations
-        expected = "expected the first and the last iteration, counted from 1, such as [10, 12]"
-        require(not given or (len(given) == 2 and 1 <= given[0] <= given[1]), "profiling.iterations", given, expected)
-
-
-@dataclasses.dataclass(kw_only=True)
 class Config(Section):
     """The run as a whole."""
 
@@ -618,13 +603,6 @@ class Config(Section):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
-    profiling: ProfilingConfig = dataclasses.field(default_factory=ProfilingConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        window, last = self.profiling.iterations, self.train.iterations
-        fits = not window or window[1] <= last
-        require(fits, "profiling.iterations", window, f"expected no more than train.iterations = {last}")
 
     @property
     def named_rewards(self) -> dict[str, RewardEntry]:

@@ -1,7 +1,7 @@
 """The files of a run folder, except metrics and checkpoints.
 
 <run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/ logs/
-<run>/comparison.png report.html run.lock launchers profile/
+<run>/comparison.png report.html run.lock launchers
 """
 
 from __future__ import annotations
