@@ -81,9 +81,7 @@ COMMANDS = {
         "commands.profile",
         "CONFIG",
     ),
-    "doctor": Command(
-        "check what is installed, whether it works and gives the right numbers, and how fast it is", "commands.doctor"
-    ),
+    "doctor": Command("check what is installed, whether it works and gives the right numbers", "commands.doctor"),
 }
 """Commands by name, in the order the help lists them."""
 

@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
+from sage_fast.benchmarks.nsight import shallow
 from torch import Tensor
 
 from sage_fast import cli
+from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
+from sage_fast.models.load import find_spec
+from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import Recordable
 from sage_fast.tools import doctor, selftest
 from sage_fast.tools.checks import VERDICTS, Check
@@ -185,6 +189,14 @@ def test_graphs_are_compared_with_a_rollout_without() -> None:
     check = selftest.graphs(CPU, lambda: refuses)
     assert check.verdict == "wrong"
     assert "operation not permitted" in check.found
+
+
+def test_nsight_profiles_two_blocks_as_wide_as_those_of_the_default_model() -> None:
+    spec = shallow(default_family().randoms[0])
+    (network,) = (spec.meta(part) for part in spec.networks)
+    whole = find_spec(spec.path)
+    assert spec.attention_shape(SamplingConfig()) == whole.attention_shape(SamplingConfig())
+    assert len(network.transformer_blocks) == 2
 
 
 def test_a_share_above_one_says_that_the_limit_was_none() -> None:
