@@ -67,11 +67,12 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from sage_fast.cli imp
         (["--eval.judge", "judge"], "eval.judge = 'judge': expected one of"),
     ],
 )
-def test_a_wrong_name_of_a_reward_is_said_before_pytorch_is_imported(arguments: list[str], message: str) -> None:
-    code = WITHOUT_TORCH + "sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, "train", str(PAPER), *arguments], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
+def test_a_wrong_name_of_a_reward_leaves_no_run(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_of_train_lists_every_setting_in_80_columns() -> None:

@@ -39,7 +39,8 @@ from sage_fast.run.messages import config_warnings, format_row, grace_warning, s
 from sage_fast.run.method import method_of
 from sage_fast.run.output import check_metrics, check_output
 from sage_fast.run.stop import Stop
-from sage_fast.run.writer import MetricsWriter, check_trackers
+from sage_fast.run.trackers import check_trackers
+from sage_fast.run.writer import MetricsWriter
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
