@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
-from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS, EngineRow
+from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, EngineRow
 from sage_fast.config.fields import Section, is_finite, require, within
 from sage_fast.config.secrets import bare_address
 from sage_fast.util.errors import UserError, nearest
@@ -36,11 +36,6 @@ EngineName = Literal["plain", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "all"]
 OnFailure = Literal["drop", "stop"]
 
-assert tuple(OPTIMIZERS) == get_args(Optimizer), "an optimizer is named in Optimizer and has its row in OPTIMIZERS"
-assert tuple(ENGINES) == get_args(EngineName), "an engine is named in EngineName and has its row in ENGINES"
-assert tuple(OFFLOADS) == get_args(Offload), "an offload is named in Offload and has its row in OFFLOADS"
-assert tuple(ADAPTERS) == get_args(Tuning), "a tuning is named in Tuning and has its row in ADAPTERS"
-assert tuple(BYTES) == get_args(DType), "a type is named in DType and has its row in BYTES"
 
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""

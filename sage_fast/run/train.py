@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import math
+import pkgutil
 import shutil
 import sys
 import time
@@ -39,7 +40,6 @@ from sage_fast.run.messages import config_warnings, format_row, grace_warning, s
 from sage_fast.run.method import method_of
 from sage_fast.run.output import check_metrics, check_output
 from sage_fast.run.stop import Stop
-from sage_fast.run.trackers import check_trackers
 from sage_fast.run.writer import MetricsWriter
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import log_to, wrapped
@@ -72,7 +72,7 @@ def train(config: Config, *, resume: bool = False, report: Report = lambda run, 
     initialize(config.timeout_minutes)
     check_trainable(config)
     check_engine(config.train)
-    check_trackers(config.tracking.trackers)
+    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
     check_output(config, resume=resume)
     if not resume:
         check_weights(config.model.weights)

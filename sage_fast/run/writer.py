@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import columns_of, mean_and_margin
-from sage_fast.run.trackers import Trackers
 from sage_fast.util.console import wrapped
 from sage_fast.util.files import append_line, json_value, read_metrics, write_atomic
 
@@ -40,7 +40,8 @@ class MetricsWriter:
         path = run / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._trackers = Trackers(config, run.resolve(), run_id, iteration)
+        trackers = pkgutil.resolve_name("sage_fast.run.trackers:Trackers")
+        self._trackers: Any = trackers(config, run.resolve(), run_id, iteration)
         self._file = path.open("ab", buffering=0)
         self._unwritten: list[str] = []
 
