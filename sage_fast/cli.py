@@ -132,17 +132,17 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     from sage_fast.config.command_line import split_settings
+    from sage_fast.config.fields import settings_of
+    from sage_fast.config.schema import Config
 
     takes_settings = any(COMMANDS[name].settings for name in named)
     words, overrides = split_settings(arguments) if takes_settings else (list(arguments), {})
     options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(words)
-    if rest and takes_settings and rest[0].startswith("--"):
-        from sage_fast.config.loader import unknown_setting
-
-        raise UserError(unknown_setting(rest[0][2:].partition("=")[0]))
     if rest:
-        what = "option" if rest[0].startswith("-") else "argument"
-        raise UserError(f"unknown {what} {rest[0].partition('=')[0]}; see sage-fast {options.command} --help")
+        word = rest[0].partition("=")[0]
+        close = [name for name in settings_of(Config) if f".{name}".endswith(f".{word.removeprefix('--')}")]
+        hint = f"did you mean --{close[0]}?" if takes_settings and close else f"see sage-fast {options.command} --help"
+        raise UserError(f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}")
     return options, overrides
 
 

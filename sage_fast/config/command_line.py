@@ -20,16 +20,17 @@ def split_settings(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
     """Split a command line into its own words and its settings, dotted key -> value as typed; the last one wins.
 
     A setting is `--key.path value` or `--key.path=value`: an option with a dot in its name, or one that is named like a
-    setting, such as `--seed`.
+    setting or a section, such as `--seed`.
 
     Raises:
         UserError: a setting without its value.
     """
+    first_names = {name.partition(".")[0] for name in settings_of(Config)}
     own, settings, rest = [], {}, list(arguments)
     while rest:
         word = rest.pop(0)
         key, assigned, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not ("." in key or key in settings_of(Config)):
+        if not word.startswith("--") or not ("." in key or key in first_names):
             own.append(word)
             continue
         if not assigned:

@@ -67,7 +67,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
     for key in _entries_joined(own).keys() - settings_of(Config).keys():
-        raise UserError(f"config {path}: {unknown_setting(key)}")
+        raise UserError(f"config {path}: {_unknown(key)}")
     if base is None:
         return own
     if not isinstance(base, str) or not base or path.resolve() in above:
@@ -159,7 +159,7 @@ def build(settings: Mapping[str, Any]) -> Config:
     given: dict[str, dict[str, Any]] = {name: {} for name in sections(Config)}
     for key, value in _entries_joined(settings).items():
         if key not in settings_of(Config):
-            raise UserError(unknown_setting(key))
+            raise UserError(_unknown(key))
         section, _, field = key.rpartition(".")
         given[section][field] = value
     inside = {name: section(**given[name]) for name, section in sections(Config).items() if name}
@@ -210,7 +210,7 @@ def _typed(key: str, text: str) -> Any:
     return text if setting is not None and setting.is_text and as_typed else value
 
 
-def unknown_setting(key: str) -> str:
+def _unknown(key: str) -> str:
     """Suggest a setting for an unknown key: one with the same last name (`--eta`), else one with a similar path."""
     import difflib
 
