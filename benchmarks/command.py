@@ -31,7 +31,7 @@ def add_arguments(add: Callable[..., object]) -> None:
     add("--plot", type=Path, metavar="FILE", help="for `bench operators`: draw GB/s by size into an .svg or .png")
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
     add("--part", action="append", help="for `bench rollout`: forward, step, rollout, train or decode")
-    add("--path", action="append", help="for `bench rollout` or `iteration`: stock, eager, compiled, ...")
+    add("--path", action="append", help="for `bench rollout` or `iteration`: stock, eager, graphed, ...")
     add("--budget", type=float, metavar="SECONDS", help="for `bench rollout`: skip rows that do not fit")
     add("--repetitions", type=int, default=15)
     add("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from sage_fast.benchmarks.rung import CPU_SIZES, GPU_SIZES, PARTS, SIZES, Rung, random_decoders, random_transformer
-from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
+from sage_fast.benchmarks.timing import Save, interleaved, save_nothing
 
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import head_line, host_timer, matmul_ceiling, usual_dtype
@@ -154,30 +154,29 @@ def run(
             assert transformer is not None
             rung = Rung(transformer, size, decoders)
             problems: dict[str, dict[str, str]] = {}  # gate -> path -> problem, for gates that have run
-            with fresh_compilation():
-                for part, chosen in work.items():
-                    gate = "decode" if part == "decode" else "forward"
-                    flops = rung.flops(part)
-                    expected = estimate(rows, name, part, flops, chosen, calls=WARM_UPS + 1 + (gate not in problems))
-                    facts = {"size": name, "part": part, "batch": size.batch, "flops": flops}
-                    facts |= {} if part == "decode" else {"attention": rung.attention}
-                    if (left := _left(end)) <= expected:
-                        reason = f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s are left"
-                        not_run.append(facts | {"reason": reason, "expected_seconds": expected})
+            for part, chosen in work.items():
+                gate = "decode" if part == "decode" else "forward"
+                flops = rung.flops(part)
+                expected = estimate(rows, name, part, flops, chosen, calls=WARM_UPS + 1 + (gate not in problems))
+                facts = {"size": name, "part": part, "batch": size.batch, "flops": flops}
+                facts |= {} if part == "decode" else {"attention": rung.attention}
+                if (left := _left(end)) <= expected:
+                    reason = f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s are left"
+                    not_run.append(facts | {"reason": reason, "expected_seconds": expected})
+                else:
+                    start = time.monotonic()
+                    if gate not in problems:
+                        problems[gate] = rung.check(gate, {path for found in work.values() for path in found})
+                    wrong = {path: why for path, why in problems[gate].items() if path in (*chosen, "stock")}
+                    contenders = rung.contenders(part, [path for path in chosen if path not in wrong])
+                    if contenders or wrong:
+                        measured = measure(contenders, device, rounds, _left(end))
+                        measured["failed"] |= wrong
+                        rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
                     else:
-                        start = time.monotonic()
-                        if gate not in problems:
-                            problems[gate] = rung.check(gate, {path for found in work.values() for path in found})
-                        wrong = {path: why for path, why in problems[gate].items() if path in (*chosen, "stock")}
-                        contenders = rung.contenders(part, [path for path in chosen if path not in wrong])
-                        if contenders or wrong:
-                            measured = measure(contenders, device, rounds, _left(end))
-                            measured["failed"] |= wrong
-                            rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
-                        else:
-                            not_run.append(facts | {"reason": f"no {' or '.join(chosen)} here"})
-                    save(result)
-                    bar.update()
+                        not_run.append(facts | {"reason": f"no {' or '.join(chosen)} here"})
+                save(result)
+                bar.update()
     return result
 
 
@@ -216,5 +215,5 @@ def format_rollout(result: Mapping[str, Any]) -> str:
     lines += ["", "medians of one interleaved run; FLOPs of every path are the model's with the unpadded prompt"]
     lines += [f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]]
     served = {row["size"]: row["attention"] for row in [*result["rows"], *result["not_run"]] if "attention" in row}
-    lines += [f"attention of eager, compiled and graphed at {size}: {name}" for size, name in served.items()]
+    lines += [f"attention of eager and graphed at {size}: {name}" for size, name in served.items()]
     return "\n".join(lines)

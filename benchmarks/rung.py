@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +19,15 @@ from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.attention.trial import fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
-from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
+from sage_fast.models.hunyuan15.spec import (
+    HunyuanVideo15,
+    attention_flops,
+    block_end_flops,
+    decode_flops,
+    forward_flops,
+)
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.random_weights import random_module
@@ -35,7 +39,7 @@ from sage_fast.testbed.model import LATENT_SHAPE, Testbed
 from sage_fast.util.errors import in_one_line
 
 STEPS = 10
-FORWARDS = ("stock", "stock padded", "eager", "compiled")
+FORWARDS = ("stock", "stock padded", "eager")
 PARTS = {
     "forward": FORWARDS,
     "step": (*FORWARDS, "graphed"),
@@ -118,16 +122,12 @@ class Rung:
         config = transformer.config
         self.transformer = transformer
         self.ours = HunyuanVideo15Policy(transformer, dtype=dtype)
-        self.ours.forward.compile_blocks()
-        self.blocks = [block for block in self.ours.forward.blocks if isinstance(block, TextToVideoBlock)]
-        self.compiled_block = self.blocks[0].function
-        self._run_blocks_by(block_forward)
         self.stock, padded = (StockPolicy(transformer, dtype=dtype) for _ in range(2))
         padded.padded = True
-        # Eager, compiled and graphed share one policy. Two policies over one transformer would take the weights from
-        # each other, and lay out those of all blocks again, at every turn.
+        # Eager and graphed share one policy. Two policies over one transformer would take the weights from each other,
+        # and lay out those of all blocks again, at every turn.
         self.policies: dict[str, HunyuanVideo15Policy] = {"stock": self.stock, "stock padded": padded}
-        self.policies |= {"eager": self.ours, "compiled": self.ours}
+        self.policies["eager"] = self.ours
         self.size = size
         self.device = device
         generator = torch.Generator().manual_seed(0)
@@ -159,7 +159,13 @@ class Rung:
         forward = size.batch * forward_flops(config, tokens, size.text_tokens)
         if part == "train":
             attention = size.batch * attention_flops(config, tokens, size.text_tokens)
-            return training_flops(forward, attention, checkpointing=self.checkpointing(part), frozen_base=True)
+            return training_flops(
+                forward,
+                attention,
+                checkpointing=self.checkpointing(part),
+                frozen_base=True,
+                block_ends=size.batch * block_end_flops(config, tokens),
+            )
         return forward * (STEPS if part == "rollout" else 1)
 
     def checkpointing(self, part: str) -> str:
@@ -200,8 +206,7 @@ class Rung:
 
     def _velocity(self, path: str) -> Tensor:
         policy = self.policies[path]
-        with self._blocks_of(path):
-            return policy.velocity(self.x, self.schedule(policy).at(self.step))
+        return policy.velocity(self.x, self.schedule(policy).at(self.step))
 
     def _video(self, path: str) -> Tensor:
         return self.decoders[path](self.x[:, :, : GATE_SPACE[0], : GATE_SPACE[1], : GATE_SPACE[2]].contiguous())
@@ -212,20 +217,6 @@ class Rung:
         return [path for path in possible if path in paths and path not in absent]
 
     # -- contenders ---------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _blocks_of(self, path: str) -> Iterator[None]:
-        """Run compiled blocks within this context if `path` is `compiled`."""
-        if path == "compiled":
-            self._run_blocks_by(self.compiled_block)
-        try:
-            yield
-        finally:
-            self._run_blocks_by(block_forward)
-
-    def _run_blocks_by(self, function: Callable[..., Any]) -> None:
-        for block in self.blocks:
-            block.function = function
 
     def contenders(self, part: str, paths: Collection[str] = PATHS) -> dict[str, Callable[[], Any]]:
         """Return path -> a function that runs a part once; `train` is a forward and a backward.
@@ -263,13 +254,7 @@ class Rung:
             v = policy.velocity(self.x, schedule.at(self.step))
             return torch.autograd.grad(v.float().square().mean(), list(policy.parameters().values()))
 
-        function = {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
-
-        def run() -> Any:
-            with self._blocks_of(path):
-                return function()
-
-        return run
+        return {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
 
     def _graphed(self, part: str, graphs: StepGraphs) -> dict[str, Callable[[], Any]]:
         schedule = self.schedule(self.ours)

@@ -24,7 +24,13 @@ from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.conditioning import Inputs
 from sage_fast.models.hunyuan15.cost import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
+from sage_fast.models.hunyuan15.spec import (
+    HunyuanVideo15,
+    attention_flops,
+    block_end_flops,
+    decode_flops,
+    forward_flops,
+)
 from sage_fast.models.load import find_spec
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import H200_BF16_FLOPS
@@ -79,7 +85,13 @@ class Work:
     def training(self) -> float:
         """FLOPs of training on one transition, with checkpointing `attention`."""
         attention = attention_flops(ARCHITECTURE, self.tokens, TEXT_TOKENS)
-        return training_flops(self.forward, attention, checkpointing="attention", frozen_base=self.frozen_base)
+        return training_flops(
+            self.forward,
+            attention,
+            checkpointing="attention",
+            frozen_base=self.frozen_base,
+            block_ends=block_end_flops(ARCHITECTURE, self.tokens),
+        )
 
     @property
     def decode(self) -> float:

@@ -14,8 +14,7 @@ import torch
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
-from sage_fast.algorithm.schedule import longest_window, missing_for_rollout_gradients
-from sage_fast.config.fields import require
+from sage_fast.algorithm.schedule import longest_window
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import (
     AttentionBackend,
@@ -153,7 +152,7 @@ def load_setup(
     # A limit on the rollout's own steps would act on a rounding difference between rollout and training.
     limits = row.uses_ratio or row.uses_kl
     model = load_model(settings, config.sampling, device, config.seed, needs_agreement=limits)
-    recomputation, model.trains_in_rollout, left = choose_checkpointing(config, model)
+    recomputation, left = choose_checkpointing(config, model)
     model.set_checkpointing(recomputation)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
@@ -263,16 +262,12 @@ MEMORY_SHARE = 0.85
 """Share of the free memory that a run may plan with; the rest is for decoding, workspaces and fragmentation. In four
 iterations on an H100, training allocated 93 to 98 % of the plan: `benchmarks/results/2026-11-25-h100-iteration.json`,
 `-full`, `-nft` and `-nft-zero3`. What was reserved, and ranks that hold NCCL's buffers, were not measured."""
-DECODING = 8 * 2**30
-"""Bytes of a GPU left free for a decode that runs beside the backward of a rollout's step. On an H100 the decode of a
-480p video of 81 frames took 9.9 GiB in contiguous layout, and 3.2 GiB less channels-last, as a run decodes."""
 
 
-def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, bool, float]:
-    """Resolve `model.gradient_checkpointing` and `train.rollout_gradients`. Collective.
+def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, float]:
+    """Resolve `model.gradient_checkpointing`. Collective.
 
-    Return what is recomputed, whether rollouts train steps, and the bytes that are left for CUDA graphs: 0 if steps run
-    without.
+    Return what is recomputed, and the bytes that are left for CUDA graphs: 0 if steps run without.
 
     Called while every rank holds all weights: the bytes that they take now count as usable. All ranks recompute as much
     as the rank with the least memory: they would wait for it anyway. The gradients are the same.
@@ -280,50 +275,31 @@ def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, b
     policy, cost = model.policy, model.spec.cost(config)
     usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
     room = training_room(config, model.spec, policy, usable, ranks=world_size())
-    settings = Objective.of(config), config.model, config.train, config.sampling
-    fits, beside, graphs = fit_training(*settings, policy, cost, room, ranks=world_size())
-    recomputed, in_rollout = zip(*all_gather_object((fits, beside > 0)))
-    chosen = max(recomputed, key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
-    return chosen, all(in_rollout), room - beside - chosen.mean(cost.activations) if graphs else 0.0
+    fits, graphs = fit_training(config.model, config.train, config.sampling, policy, cost, room)
+    chosen = max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
+    return chosen, room - chosen.mean(cost.activations) if graphs else 0.0
 
 
 def fit_training(
-    objective: Objective,
     model: ModelConfig,
     train: TrainConfig,
     sampling: SamplingConfig,
     policy: Policy,
     cost: Cost,
     room: float,
-    *,
-    ranks: int,
-) -> tuple[Recomputation, float, float]:
-    """Fit activations, rollouts that train steps, and CUDA graphs into `room` bytes, for a run and for its plan.
+    chosen: Recomputation | None = None,
+) -> tuple[Recomputation, float]:
+    """Fit activations and CUDA graphs into `room` bytes, for a run and for its plan.
 
-    Rollouts train steps where `train.rollout_gradients` allows it, it is exact, and it fits with the least activations:
-    it saves a forward, and what is recomputed to make room for it costs one at most.
-
-    Returns:
-        What is recomputed, `auto` as little as fits; the bytes that rollouts take beside activations if they train
-        steps, 0 if they do not; the most bytes that CUDA graphs keep.
+    Return what is recomputed, `chosen` or for `auto` as little as fits, and the most bytes that CUDA graphs keep.
     """
     asked, on_gpu = model.gradient_checkpointing, policy.device.type != "cpu"  # a plan's policy is on `meta`
     graphs = graph_bytes(cost, sampling, model, train) if on_gpu else 0.0
     least = cost.activations[MODES[-1] if asked == "auto" else asked]
     room -= cost.graphs_within(room - least, graphs)  # nothing if none fits: recomputing for none would be in vain
-    samples = samples_of_rank(train, ranks // model.sequence_parallel)
-    beside = rollout_gradient_bytes(policy, samples) + on_gpu * DECODING
-    missing = missing_for_rollout_gradients(objective, model, train, sampling)
-    if missing is not None or not {"off": False, "on": True, "auto": least + beside <= room}[train.rollout_gradients]:
-        beside = 0.0
-    if asked != "auto":
-        return Recomputation(asked), beside, graphs
-    return fastest_that_fits(cost.activations, room - beside, len(policy.block_list())), beside, graphs
-
-
-def rollout_gradient_bytes(policy: Policy, samples: int) -> float:
-    """Return the bytes of the gradients that a rank's rollouts leave to the update: float32, one for each sample."""
-    return 4.0 * samples * sum(p.numel() for p in policy.parameters().values())
+    if chosen or asked != "auto":
+        return chosen or Recomputation(asked), graphs
+    return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
 
 
 def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, ranks: int) -> float:
@@ -369,10 +345,10 @@ def trajectory_bytes(config: Config, numel: int, samples: int) -> dict[str, floa
 
 
 def check_trajectories(config: Config, model: Model) -> str:
-    """Describe the size of an iteration's stored rollouts on this rank, and of the gradients that they leave.
+    """Describe the size of an iteration's stored rollouts on this rank.
 
     Raises:
-        UserError: one of them exceeds the free memory.
+        UserError: they exceed the free memory.
     """
     samples, parts = stored_rollouts(config, model.spec, data_size())
     size = sum(parts.values())
@@ -385,15 +361,4 @@ def check_trajectories(config: Config, model: Model) -> str:
             f"the rollouts of an iteration take {format_bytes(size)} of {where}; {format_bytes(free)} are free; "
             f"{way}lower train.group_size, train.prompts_per_iteration or train.timestep_fraction"
         )
-    stored = f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"
-    if not model.trains_in_rollout:
-        return stored
-    gradients, free = rollout_gradient_bytes(model.policy, samples), free_bytes(device)
-    require(
-        gradients <= free,
-        "train.rollout_gradients",
-        config.train.rollout_gradients,
-        f"a gradient for each of {samples} samples takes {format_bytes(gradients)}; {format_bytes(free)} are free; the "
-        "nearest choice is 'off'",
-    )
-    return f"{stored}; steps without a KL are trained in them, into {format_bytes(gradients)} of gradients"
+    return f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"

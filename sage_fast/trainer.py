@@ -21,7 +21,6 @@ from sage_fast.algorithm.schedule import (
     Transition,
     configured_table,
     iteration_tables,
-    position_steps,
     scored_table,
     trained_steps,
     transitions_of,
@@ -35,7 +34,6 @@ from sage_fast.models.policy import State
 from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.gradients import RolloutGradients
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import rollout_runs
 from sage_fast.rollout.parity import check_parity
@@ -131,11 +129,10 @@ class Trainer:
         tables = iteration_tables(self.full_table, sampling, train.prompts_per_iteration, seed=seed, iteration=index)
         steps = [trained_steps(table, self.objective.surrogate, train, seed=seed, iteration=index) for table in tables]
         samples = draw_samples(train, self.prompts, shared=sampling.shared_initial_noise, seed=seed, iteration=index)
-        free, fraction = self.anchor is None or self.reuses_velocities, self.objective.kl.position_fraction
-        chosen = [[] if free else position_steps(fraction, group, seed, index) for group in steps]
-        early = [[t for t in group if self.model.trains_in_rollout and t not in kl] for group, kl in zip(steps, chosen)]
+        anchor_is_free = self.anchor is None or self.reuses_velocities
+        anchored = [] if anchor_is_free else transitions_of(samples, steps)
         with self.engine.averaged_weights() if sampling.averaged_weights else contextlib.nullcontext():
-            batch, scores = self._rollout(samples, tables, steps, early, watch)
+            batch, scores = self._rollout(samples, tables, steps, watch)
             if self.objective.scores_noised:
                 with watch("anchor"):
                     self.replay.score_noised(batch)
@@ -146,18 +143,16 @@ class Trainer:
 
         advantages, kept = self._advantages(scores, metrics)
         batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
-        anchored = transitions_of(samples, chosen)
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, batch.own(anchored))
 
         updates = update_schedule(train, samples, steps, kept.flatten().tolist(), seed=seed, iteration=index)
-        trained_early = transitions_of(samples, early)
         self.forwards = forwards(
             self.objective,
             passes=sampling.passes,
-            rollout=batch.rollout_steps - len(trained_early),
+            rollout=batch.rollout_steps,
             stored=len(transitions_of(samples, steps)),
-            trained=len(set(trained_early).union(*updates)),
+            trained=sum(map(len, updates)),
             anchored=len(anchored),
         )
         shares = [batch.own(update) for update in updates]
@@ -183,19 +178,18 @@ class Trainer:
         samples: Sequence[Sample],
         tables: Sequence[TransitionTable],
         steps: Sequence[Sequence[int]],
-        early: Sequence[Sequence[int]],
         watch: Stopwatch,
     ) -> tuple[Batch, Scores]:
         """Generate and score `samples`; return this rank's, with the `steps` of each group stored, and all scores.
 
-        Of these steps, `early` are trained at once. With shared initial noise, the steps before a group's window run
-        once for the group's samples on this rank. On a GPU, decoding one batch overlaps the rollout of the next.
+        With shared initial noise, the steps before a group's window run once for the group's samples on this rank. On a
+        GPU, decoding one batch overlaps the rollout of the next.
         """
         scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=self.policy.collective_forwards)
         with fail_together(self.policy.collective_forwards):
             with watch("rollout"):
                 coefs = {table: self._coefficients(table) for table in set(tables)}
-                groups = [GroupSteps(table, coefs[table], trained) for table, trained in zip(tables, early)]
+                groups = [GroupSteps(table, coefs[table]) for table in tables]
                 rollouts = Rollouts.of(tables, self.config.train.group_size, self.config.sampling.shared_initial_noise)
                 shares = self._assigned(samples, rollouts)
                 batch = self._batch(samples, shares[data_rank()], tables[0].sigmas, steps)
@@ -238,7 +232,6 @@ class Trainer:
             trajectories=trajectories,
             advantages=torch.zeros(len(own), device=self.device),
             anchor_velocities={},
-            gradients=RolloutGradients(self.policy, self.constants, equalizes=objective.equalizes),
         )
 
     def _assigned(self, samples: Sequence[Sample], rollouts: Rollouts) -> list[list[int]]:
@@ -276,15 +269,14 @@ class Trainer:
             metrics.count("update/skipped", 1)
             return
         losses, sums = [], torch.zeros(4, device=self.device)
-        early, late = batch.gradients.split(mine)
-        transitions = sorted(late, key=lambda transition: self.replay.lengths[batch.samples[transition[0]].prompt])
+        transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.samples[transition[0]].prompt])
         runs = self.replay.runs([batch.samples[i].prompt for i, _ in transitions], self.config.train.batch_size)
 
         def idle() -> None:  # on a trained transition: other stored latents may be uninitialised
             stand_in = transitions[:1] or batch.trajectories.trained[:1]
             self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
 
-        micros = [*early, *(transitions[rows] for rows in runs)]
+        micros = [transitions[rows] for rows in runs]
         for micro in self.policy.states.pad_to_largest(micros, idle, backward=True):
             with annotate("forward"):
                 loss, policy, kl = self._loss(batch, micro)
@@ -318,11 +310,11 @@ class Trainer:
     def _loss(self, batch: Batch, micro: Sequence[Transition]) -> tuple[Loss, Tensor, Tensor]:
         """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
-        log_prob, kl_anchor, kl_old, *mean_errors = batch.gradients.score(micro) or self.replay.score(batch, micro)
+        log_prob, kl_anchor, kl_old, *mean_errors = self.replay.score(batch, micro)
         replayed = Replayed(
             log_prob=log_prob,
             log_prob_old=batch.trajectories.log_prob_old(micro, log_prob),
-            kl_anchor=batch.position_weight(micro) * kl_anchor,
+            kl_anchor=kl_anchor,
             kl_old=kl_old,
             advantage=batch.advantages[samples],
             mean_errors=mean_errors,

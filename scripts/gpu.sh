@@ -218,7 +218,7 @@ command_of() {
             ;;
         rollout-480p)  # the padded forward is measured on the smaller rungs
             size=(--size "480p 81 frames" --repetitions 1 --part forward --part step --part train --budget 270
-                --path stock --path eager --path compiled --path graphed)
+                --path stock --path eager --path graphed)
             $tiny && size=(--size tiny --repetitions 1 --part forward --part step --part train)
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout-480p.json"
             ;;

@@ -253,6 +253,10 @@ def train_one(config: Config, file: Path) -> float:
     return scores[-1]
 
 
+OLDER = {"sampler: exact\n": "sampler: precise\n", "  position_fraction: 1.0\n": ""}
+"""Line of an older run's settings -> the same today; empty for a setting that is no choice any more."""
+
+
 def _is_of(file: Path, config: Config) -> bool:
     """Whether the file holds a run with these settings, whatever its output folder was.
 
@@ -264,7 +268,9 @@ def _is_of(file: Path, config: Config) -> bool:
         tree = read_json(file)
         if not tree.keys() >= {"settings", "environment", "evaluations", "rows"}:
             raise UserError(f"{file}: holds no run")
-        settings = str(tree["settings"]).replace("sampler: exact\n", "sampler: precise\n")  # its name in older runs
+        settings = str(tree["settings"])
+        for older, now in OLDER.items():
+            settings = settings.replace(older, now)
         if _trained(build(leaves(parse_yaml(settings)))) != _trained(config):
             raise UserError(f"{file}: a run with other settings")
     except ValueError as error:

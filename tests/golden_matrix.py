@@ -60,7 +60,6 @@ TINY: dict[str, dict[str, Any]] = {
     "window": {"sampling__sde_window": 2},
     "windows": {"sampling__sde_window": 2, "sampling__window_per_prompt": True},
     "fraction": {"train__timestep_fraction": 0.5},
-    "position": {"kl__position_fraction": 0.5},
     "refreshed-anchor": {"kl__anchor_interval": 1, **TWO_UPDATES},
     "guidance": {"sampling__guidance_scale": 3.0},
     "shared-noise": {"sampling__shared_initial_noise": True},
@@ -107,7 +106,7 @@ RANKS: dict[str, dict[str, Any]] = {
     "zero3-full": {"train.engine": "zero3", "model.tuning": "full"}, "sequence": {"model.sequence_parallel": 2},
     "zero3-windows": {
         "train.engine": "zero3", "sampling.sampler": "precise", "sampling.sde_window": 2,
-        "sampling.window_per_prompt": "true", "kl.position_fraction": 0.5, "kl.anchor_interval": 1,
+        "sampling.window_per_prompt": "true", "kl.anchor_interval": 1,
     },
     "zero3-averaged": {
         "train.engine": "zero3", "model.tuning": "full", "sampling.averaged_weights": "true", "train.ema_decay": 0.5,

@@ -380,8 +380,8 @@ def test_cudnn_runs_one_plan_in_rollouts_and_training() -> None:
 
 
 @pytest.mark.parametrize("mode", ["attention", "full"])
-def test_cudnn_is_checkpointed_and_compiled(mode: str) -> None:
-    """Mode `attention` keeps its output; Dynamo and AOTAutograd trace both directions."""
+def test_cudnn_is_checkpointed(mode: str) -> None:
+    """Mode `attention` keeps its output."""
     inputs = cudnn_inputs()
     upstream = torch.randn(2, 7, 3, 8)
     block = SimpleNamespace(enable_gradient_checkpointing=lambda function: setattr(block, "checkpoint", function))
@@ -397,11 +397,8 @@ def test_cudnn_is_checkpointed_and_compiled(mode: str) -> None:
         assert len(calls) == 1
         kept = torch.autograd.grad(out, inputs, upstream)
         assert len(calls) == {"attention": 1, "full": 2}[mode]
-        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-        traced = torch.autograd.grad(compiled(*inputs), inputs, upstream)
-    for reference, *others in zip(expected, kept, traced, strict=True):
-        for gradient in others:
-            torch.testing.assert_close(gradient, reference, rtol=1e-6, atol=1e-6)
+    for reference, gradient in zip(expected, kept, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -223,24 +223,9 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
                 compiled(*bench.case_of("transition_step", (2, 4, 3, 7, 5), CPU))
 
 
-@pytest.mark.soak
-@pytest.mark.usefixtures("dynamo_only")
-def test_compiled_blocks_never_fall_back_to_eager() -> None:
-    """The first, middle and last blocks compile separately, with and without gradients: at most six cache entries."""
-    compiled: dict[str, Any] = {"names": ["tiny", "testbed batch 1"], "rounds": 1, "paths": ["compiled"]}
-    with torch._dynamo.config.patch(recompile_limit=6):
-        result = rollout_bench.run(**compiled)
-    assert [row["part"] for row in result["rows"]] == ["forward", "step", "rollout", "train"] * 2
-    assert all(row["seconds"]["compiled"] > 0 for row in result["rows"])
-    with torch._dynamo.config.patch(recompile_limit=5):
-        result = rollout_bench.run(**compiled | {"names": ["tiny"]})
-    assert [list(row["failed"]) for row in result["rows"]] == [[], [], [], ["compiled"]]
-    assert result["rows"][3]["failed"]["compiled"].startswith("FailOnRecompileLimitHit")
-
-
 @pytest.mark.usefixtures("dynamo_only")
 def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager and compiled paths take turns without joining the weights again, which would copy all of them."""
+    """Paths take turns without joining the weights again, which would copy all of them."""
     rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
     joined: list[Projection] = []
     join = Projection._join
@@ -292,7 +277,7 @@ def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = json.loads(file.read_text())["rows"]
     assert [row["part"] for row in rows] == parts
     for row in rows:
-        paths = {"contiguous", "channels last"} if row["part"] == "decode" else {"eager", "compiled"}
+        paths = {"contiguous", "channels last"} if row["part"] == "decode" else {"eager"}
         assert {"stock", *paths} <= set(row["seconds"])
         assert all(seconds > 0 for seconds in row["seconds"].values())
         assert row["flops"] > 0
@@ -464,9 +449,9 @@ def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
         (["--budget", "9"], "--budget goes with `bench rollout`"),
         (["rollout", "--budget", "0"], "--budget 0: expected seconds above 0"),
         (["rollout", "--part", "froward"], "did you mean 'forward'"),
-        (["rollout", "--path", "compield"], "did you mean 'compiled'"),
+        (["rollout", "--path", "grahped"], "did you mean 'graphed'"),
         (["rollout", "--part", "decode", "--path", "eager"], "its paths are contiguous, channels last, stock"),
-        (["iteration", "--config", "configs/recipes/paper.yaml", "--path", "compiled"], "expected one of stock, eager"),
+        (["iteration", "--config", "configs/recipes/paper.yaml", "--path", "graphed"], "expected one of stock, eager"),
     ],
 )
 def test_messages(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

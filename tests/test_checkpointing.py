@@ -18,6 +18,7 @@ from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_b
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.model import Model
 from sage_fast.rollout.recorder import graph_bytes
+from sage_fast.testbed.model import Testbed
 from sage_fast.tools.plan import plan
 from sage_fast.util.errors import UserError
 from tests.test_forward import PROMPTS, inputs
@@ -57,6 +58,50 @@ def test_attention_runs_once(mode: str, again: int) -> None:
     joint = 80 + conditioning.context.shape[1]
     per_token = attention_output_bytes(model.policy.transformer.config, 4)
     assert forward.bytes == len(PROMPTS) * layers * joint * per_token
+
+
+class Matmuls(TorchDispatchMode):
+    """Shapes (rows, inner, columns) of the matmuls, those within attention apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int, int]] = []
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.out):
+            a, b = args[-2:]
+            self.shapes.append((*a.shape, b.shape[1]))
+        self.operators.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["attention", "full"])
+@pytest.mark.parametrize("trains_gates", [False, True])
+def test_recomputation_skips_what_nothing_reads(mode: str, trains_gates: bool) -> None:
+    """Neither `gated_sum` nor, with frozen gates, the second layer of a feed-forward runs again. Same gradients."""
+    x, sigma, text = inputs(PROMPTS)
+    upstream, found = torch.randn(x.shape), []
+    for chosen in ("none", mode):
+        targets = rf"{Testbed.lora_targets}|transformer_blocks.*ff_context\.net\.(0\.proj|2)"
+        model = tiny_model(settings(model__lora_rank=3, model__lora_targets=targets))
+        if trains_gates:
+            for block in model.policy.transformer.transformer_blocks:
+                block.norm1.requires_grad_(True)
+                block.norm1_context.requires_grad_(True)
+        model.set_checkpointing(Recomputation(chosen))
+        v = model.policy.velocity(x, model.policy.condition(sigma, text))
+        with Matmuls() as backward:
+            v.backward(upstream)
+        found.append([p.grad for p in model.policy.parameters().values() if p.grad is not None])
+        second = [shape for shape in backward.shapes if shape[1:] == (4 * 64 + 3, 64)]
+        sums = backward.operators.count("sage_fast::gated_sum")
+        again = 2 * 3 - 1 if chosen != "none" and trains_gates else 0  # the last block has no text at its end
+        assert (len(second), sums) == (again, 0)
+        first = backward.shapes.count((2 * 80, 64 + 3, 4 * 64))  # of the video: a product of the backward has its shape
+        assert first == 3 * (1 if chosen == "none" else 2)
+    assert len(found[0]) == len(found[1]) > 30
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -185,7 +230,7 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
         ):
             free = (need + coming + spare) / setup.MEMORY_SHARE
             monkeypatch.setattr(setup, "free_bytes", lambda device, free=free: free)
-            assert setup.choose_checkpointing(config, model) == (expected, False, 0)
+            assert setup.choose_checkpointing(config, model) == (expected, 0)
     asked = settings(model__gradient_checkpointing="attention")
     assert setup.choose_checkpointing(asked, model)[0] == Recomputation("attention")
 
@@ -199,11 +244,11 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     free = (cost.activations["none"] + graphs + 12 * trained - 1) / setup.MEMORY_SHARE
     monkeypatch.setattr(setup, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, _, left = setup.choose_checkpointing(config, model)
+    chosen, left = setup.choose_checkpointing(config, model)
     assert chosen == Recomputation("attention", 1, 3)
     assert left >= graphs
     config.sampling.cuda_graphs = False
-    assert setup.choose_checkpointing(config, model) == (Recomputation("none", 3, 3), False, 0)
+    assert setup.choose_checkpointing(config, model) == (Recomputation("none", 3, 3), 0)
 
 
 def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +263,7 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.
     free = (cost.activations["none"] + 12 * trained + 1) / setup.MEMORY_SHARE
     monkeypatch.setattr(setup, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, _, left = setup.choose_checkpointing(config, model)
+    chosen, left = setup.choose_checkpointing(config, model)
     assert chosen == Recomputation("none", 3, 3)
     assert left < cost.step
     weights = sum(p.nbytes for _, p in model.policy.named_parameters()) + 4.0 * cost.decoder_weights
@@ -243,7 +288,7 @@ def test_a_run_takes_the_mode_of_its_plan(
     monkeypatch.setattr(setup, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
     monkeypatch.setattr(setup, "world_size", lambda: ranks)
     monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
-    mode, _, left = setup.choose_checkpointing(config, model)
+    mode, left = setup.choose_checkpointing(config, model)
     memory, cost = plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory, spec.cost(config)
     assert f"activations, auto chooses {mode}" in memory
     assert ("CUDA graphs" in memory) == (left >= cost.step + cost.context)

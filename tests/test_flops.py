@@ -36,7 +36,6 @@ class OneFlatGroup:
         pytest.param({"kl__strategy": "dual", "train__optimizer_steps": 2}, id="anchor"),
         pytest.param({"kl__strategy": "dual", "sampling__guidance_scale": 3.0}, id="guidance"),
         pytest.param({"kl__strategy": "moving", "kl__anchor_interval": 1}, id="anchor-always-current"),
-        pytest.param({"kl__strategy": "fixed", "kl__position_fraction": 0.4}, id="some-steps"),
         pytest.param({"kl__strategy": "none", "train__timestep_fraction": 0.6}, id="no-anchor"),
         pytest.param({"objective__surrogate": "nft", "kl__strategy": "moving"}, id="nft"),
         pytest.param({"sampling__shared_initial_noise": True, "sampling__sde_window": 2}, id="shared-steps"),
@@ -76,6 +75,11 @@ def test_flops_of_a_model_and_of_its_kernels() -> None:
     }
     assert lora == {None: 8 + 18, "none": 8 + 21, "attention": 12 + 21, "full": 12 + 27}
     assert training_flops(10.0, 6.0, checkpointing=None, frozen_base=False) == 3 * 10
+    ends = {
+        (mode, frozen): training_flops(10.0, 6.0, checkpointing=mode, frozen_base=frozen, block_ends=1.0)
+        for mode, frozen in ((None, True), ("none", True), ("full", True), ("full", False))
+    }
+    assert ends == {(None, True): 26, ("none", True): 29, ("full", True): 38, ("full", False): 16 + 27}
     counts = {"rollout": 5, "training": 3, "anchor": 2}
     found = flops(cost, counts, 4, checkpointing=None, frozen_base=True)
     assert found == {"rollout": 50, "training": 78, "anchor": 20, "decode": 4}

@@ -4,23 +4,19 @@ tests/test_policy.py compares it with the padded stock forward on a whole checkp
 """
 
 import copy
-import functools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from sage_fast.benchmarks.stock import StockPolicy
-from sage_fast.benchmarks.timing import fresh_compilation
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextBatch, collate
 from sage_fast.rollout.step import denoise
-from sage_fast.testbed.model import TestbedTransformer
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
@@ -127,51 +123,6 @@ def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) 
     assert "silu" not in mine.counts
     assert SYNCHRONISING & theirs.counts.keys()  # what the stock forward does, so that this test can fail
     assert theirs.largest_mask >= 2 * (80 + 7) ** 2
-
-
-def test_captures_as_one_graph() -> None:
-    policy = tiny_model(settings()).policy
-    x, sigma, text = inputs(PROMPTS)
-    with torch.no_grad():
-        expected = policy.velocity(x, policy.condition(sigma, text))
-        captured = torch.compile(policy.forward, backend="eager", fullgraph=True)
-        actual = captured(x, policy.condition(sigma, text))
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace both directions with Dynamo and AOTAutograd, but skip Inductor, which takes minutes."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-
-
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", [pytest.param(it, marks=[pytest.mark.soak] * (it != "attention")) for it in MODES])
-def test_gradients_through_compiled_blocks(pair: tuple[Any, HunyuanVideo15Policy], mode: str) -> None:
-    _, policy = pair
-    x, sigma, text = inputs(PROMPTS)
-    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
-
-    def values() -> list[Tensor]:
-        v = policy.velocity(x, policy.condition(sigma, text))
-        return [v.detach(), *torch.autograd.grad(v, list(policy.parameters().values()), upstream)]
-
-    expected = values()
-    set_checkpointing(policy.transformer, mode)
-    policy.forward.compile_blocks()
-    with fresh_compilation():
-        for mine, theirs in zip(values(), expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_many_blocks_compile_as_few() -> None:
-    """The first, middle and last blocks compile separately: 12 blocks stay within Dynamo's limit, as 54 will."""
-    policy = HunyuanVideo15Policy(TestbedTransformer(num_layers=12).eval(), dtype=torch.float32)
-    policy.forward.compile_blocks()
-    x, sigma, text = inputs(PROMPTS)
-    with fresh_compilation(), torch._dynamo.config.patch(recompile_limit=3):
-        policy.velocity(x, policy.condition(sigma, text)).square().mean().backward()
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1] * 3, [*PROMPTS, PROMPTS[0]], [PROMPTS[0], "", PROMPTS[1]]], ids=str)

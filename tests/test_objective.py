@@ -255,7 +255,7 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     """A batch whose stored transitions are float64, and its transitions."""
     tables, steps = tables_and_steps(trainer, 0)
     samples = drawn_samples(trainer.config, trainer.prompts, 0)
-    batch, _ = trainer._rollout(samples, tables, steps, [[]] * len(steps), Stopwatch(trainer.device))
+    batch, _ = trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))
     rows = batch.trajectories
     rows.states, rows.log_probs = (
         {key: x.double() for key, x in tensors.items()} for tensors in (rows.states, rows.log_probs)

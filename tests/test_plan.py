@@ -71,7 +71,7 @@ def test_forward_flops(space: tuple[int, int, int], text: int, image: int) -> No
 
 
 def test_published_model() -> None:
-    """8.3 B parameters, 32,760 tokens, 6.6e14 FLOPs a forward, 73 % of it attention; 2.7e15 to train a sample-step."""
+    """8.3 B parameters, 32,760 tokens, 6.6e14 FLOPs a forward, 73 % of it attention; 2.64e15 to train a sample-step."""
     result = plan(PUBLISHED)
     assert result.parameters == pytest.approx(8.3e9, rel=0.01)
     assert result.latent_shape == (32, 21, 30, 52)
@@ -79,7 +79,7 @@ def test_published_model() -> None:
     assert result.flops["forward"] == pytest.approx(6.6e14, rel=0.01)
     published = {"num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "num_refiner_layers": 2}
     assert attention_flops(published, 32_760, 200) / result.flops["forward"] == pytest.approx(0.73, abs=0.005)
-    assert result.flops["training"] / result.forwards["training"] == pytest.approx(2.7e15, rel=0.01)
+    assert result.flops["training"] / result.forwards["training"] == pytest.approx(2.64e15, rel=0.005)
     assert result.flops["decode"] / result.samples / result.flops["forward"] == pytest.approx(1.2, abs=0.05)
     assert result.memory["autoencoder"] == 2 * 1_260_634_115
     text = format_plan(result)

@@ -229,25 +229,6 @@ def test_training_gives_the_metrics_of_the_cpu(
     assert len(waits) == trainer.engine.steps + len(rows), waits
 
 
-def test_the_host_waits_once_for_a_step_that_the_rollout_trains(tmp_path: Path) -> None:
-    """For its time. In the first iteration these are all steps, later half of them; graphs replay the others."""
-    config = settings(
-        reward__timeout_seconds=0, train__rollout_gradients="on", kl__position_fraction=0.5,
-        **FEW | {"sampling__batch_size": 1, "kl__velocity_term": "closed_form"},
-    )  # fmt: skip
-    _, expected, _, _ = train(config, tmp_path)
-    with PretendCuda() as device:
-        trainer, rows, _, said = train(config, tmp_path)
-    for row, expected_row in zip(rows, expected, strict=True):
-        for key in ("loss", "grad_norm", "kl/anchor", "update/relative"):
-            assert row[key] == pytest.approx(expected_row[key], rel=1e-4, abs=1e-6), key
-    assert (said, device.captures) == ([], 1)  # evaluations replay the rollout's
-    samples = config.train.prompts_per_iteration * config.train.group_size
-    steps = samples * config.sampling.steps
-    assert 0 < trainer.forwards["rollout"] < steps
-    assert [event.kind for event in device.within("step ")] == ["wait"] * (2 * steps - trainer.forwards["rollout"])
-
-
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 

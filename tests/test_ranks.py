@@ -125,7 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
     ),
     "a window for each prompt": (
         ALONE | {"sampling__sampler": "precise", "sampling__steps": 4, "sampling__sde_window": 2, "seed": 7,
-                 "sampling__window_per_prompt": True, "kl__position_fraction": 0.5, "kl__anchor_interval": 1},
+                 "sampling__window_per_prompt": True, "kl__anchor_interval": 1},
         BrightnessReward,
     ),
 }  # fmt: skip

@@ -69,7 +69,7 @@ def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
 def rolled_out(trainer: Trainer, index: int = 0) -> tuple[Batch, Scores]:
     tables, steps = tables_and_steps(trainer, index)
     samples = drawn_samples(trainer.config, trainer.prompts, index)
-    return trainer._rollout(samples, tables, steps, [[]] * len(steps), Stopwatch(trainer.device))
+    return trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))
 
 
 def starts_of(trainer: Trainer, index: int) -> list[int]:

@@ -263,7 +263,7 @@ def test_a_claim_from_the_runs_to_the_page(
     # The same settings train no run twice, even if its file predates a setting with a default.
     file = tmp_path / "runs-quick" / "dual-seed0.json"
     tree = json.loads(file.read_text())
-    tree["settings"] = tree["settings"].replace("  position_fraction: 1.0\n", "")
+    tree["settings"] = tree["settings"].replace("  anchor_interval: 10\n", "")
     file.write_text(json.dumps(tree))
     made = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs-quick").iterdir()}
     assert main(command) == 0

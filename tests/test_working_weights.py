@@ -234,7 +234,7 @@ def check_rollouts() -> None:
     tables, steps = tables_and_steps(trainer, 1)
     samples = drawn_samples(config, trainer.prompts, 1)
     with mock.patch.object(SampleRollouts, "finished", counted):
-        batch, _ = trainer._rollout(samples, tables, steps, [[]] * len(steps), Stopwatch(trainer.device))
+        batch, _ = trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))
     assert len(batch.samples) == 2 - rank()
     assert sent.found == []
     with sent:

@@ -41,7 +41,9 @@ def flops(
         checkpointing: what the backward recomputes; None: model FLOPs.
         frozen_base: as for `training_flops`.
     """
-    of_mode = functools.partial(training_flops, cost.forward, cost.attention, frozen_base=frozen_base)
+    of_mode = functools.partial(
+        training_flops, cost.forward, cost.attention, frozen_base=frozen_base, block_ends=cost.block_ends
+    )
     if checkpointing is None:
         per_training = of_mode(checkpointing=None)
     else:
@@ -51,13 +53,16 @@ def flops(
     return parts | {"decode": videos * cost.decode}
 
 
-def training_flops(forward: float, attention: float, *, checkpointing: str | None, frozen_base: bool) -> float:
+def training_flops(
+    forward: float, attention: float, *, checkpointing: str | None, frozen_base: bool, block_ends: float = 0.0
+) -> float:
     """Return the FLOPs of a forward, its recomputation with checkpointing, and a backward.
 
         linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] + 2.5)
 
-    Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither. `checkpointing=None` gives
-    model FLOPs, as in model FLOPs utilization: no recomputation, and a backward of attention of two forwards, not 2.5.
+    Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither. With a frozen base
+    the last matmuls of the blocks, of `block_ends` FLOPs, are not recomputed. `checkpointing=None` gives model FLOPs,
+    as in model FLOPs utilization: no recomputation, and a backward of attention of two forwards, not 2.5.
 
     A linear layer's backward is one product for the gradient in its input and, unless the base is frozen (LoRA), one
     for that in its weight. Attention's backward takes five products to the forward's two, since fused kernels recompute
@@ -66,5 +71,6 @@ def training_flops(forward: float, attention: float, *, checkpointing: str | Non
     linear = forward - attention
     recomputed = RECOMPUTED[checkpointing] if checkpointing else ()
     backward = 2.0 if checkpointing is None else 2.5
-    linear_passes = 1 + ("linear" in recomputed) + (1 if frozen_base else 2)
-    return linear * linear_passes + attention * (1 + ("attention" in recomputed) + backward)
+    again = linear - block_ends * frozen_base if "linear" in recomputed else 0.0
+    linear_passes = 2 if frozen_base else 3
+    return linear * linear_passes + again + attention * (1 + ("attention" in recomputed) + backward)

@@ -19,10 +19,9 @@ from sage_fast.algorithm.transitions import (
     sigma_schedule,
     transition_table,
 )
-from sage_fast.config.engines import ENGINES
 from sage_fast.config.fields import require
 from sage_fast.config.rank_checks import check_ranks
-from sage_fast.config.schema import Config, ModelConfig, ObjectiveConfig, SamplingConfig, TrainConfig
+from sage_fast.config.schema import Config, ObjectiveConfig, SamplingConfig, TrainConfig
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import world_size
 from sage_fast.util.seeding import derive_seed, permutation
@@ -94,8 +93,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     Raises:
         UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
             transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
-            without an average, one part to balance, a lambda that cannot move, `rollout_gradients = on` where it is
-            not exact, or more ranks than samples.
+            without an average, one part to balance, a lambda that cannot move, or more ranks than samples.
     """
     s, train, surrogate = config.sampling, config.train, SURROGATES[config.objective.surrogate]
     largest = SAMPLERS[s.sampler].largest_eta
@@ -124,8 +122,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
-    objective = Objective.of(config)
-    _check_kl(objective)
+    _check_kl(Objective.of(config))
     require(
         train.ema_decay > 0 or not s.averaged_weights,
         "sampling.averaged_weights",
@@ -141,34 +138,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         f"the reward has one part with a weight, {weighted[0]}, and there is nothing to balance; the nearest choice is "
         "false",
     )
-    missing = missing_for_rollout_gradients(objective, config.model, train, s)
-    require(
-        train.rollout_gradients != "on" or missing is None,
-        "train.rollout_gradients",
-        train.rollout_gradients,
-        f"needs {missing}; the nearest choice is 'auto'",
-    )
     check_ranks(train, config.model.sequence_parallel, ranks or world_size())
-
-
-def missing_for_rollout_gradients(
-    objective: Objective, model: ModelConfig, train: TrainConfig, sampling: SamplingConfig
-) -> str | None:
-    """Return what `train.rollout_gradients` needs and these settings lack; None if they lack nothing."""
-    strategy, kl = objective.strategy, objective.kl
-    of_samples = strategy.velocity and not objective.closed_form and kl.beta_vel * kl.lambda_max > 0
-    needs = {
-        "model.tuning = lora, for a small gradient of each sample": model.trains_adapter,
-        "train.engine = plain": ENGINES[train.engine].stage == 0,
-        "sampling.batch_size = 1": sampling.batch_size == 1,
-        "train.optimizer_steps = 1 and sampling.averaged_weights = false, for a ratio of 1": not objective.off_policy,
-        "a surrogate that scores the rollout's steps, such as clip": objective.surrogate.scores_rollout,
-        "kl.velocity_term = closed_form, which has no gradient in the first update": not of_samples,
-        "steps without a KL to the anchor: kl.position_fraction below 1, or kl.strategy = none": (
-            strategy.anchor is None or kl.position_fraction < 1
-        ),
-    }
-    return next((need for need, met in needs.items() if not met), None)
 
 
 def _check_kl(objective: Objective) -> None:
@@ -230,12 +200,6 @@ def transitions_of(samples: Sequence[Sample], steps: Sequence[Sequence[int]]) ->
     """Return the transitions of `samples`, numbered from 0, at the `steps` of their groups; ordered by step."""
     found = [(number, t) for number, sample in enumerate(samples) for t in steps[sample.group]]
     return sorted(found, key=lambda transition: transition[::-1])
-
-
-def position_steps(fraction: float, steps: Sequence[int], seed: int, iteration: int) -> list[int]:
-    """Return the trained steps with a KL to the anchor: a random share `kl.position_fraction`, at least one step."""
-    count = max(round(fraction * len(steps)), 1)
-    return sorted(steps[i] for i in permutation(len(steps), seed, "position", iteration)[:count])
 
 
 def update_schedule(

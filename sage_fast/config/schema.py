@@ -29,7 +29,6 @@ DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "xformers"]
-RolloutGradients = Literal["auto", "on", "off"]
 Optimizer = Literal["adamw", "muon"]
 LearningRateSchedule = Literal["constant", "cosine", "linear"]
 EngineName = Literal["plain", "zero1", "zero2", "zero3"]
@@ -397,10 +396,6 @@ class KLConfig(Section):
     sampling noise; with one update per iteration it is exactly 0 and costs nothing."""
     beta_pos: float = within(1.0, least=0)
     """Weight of the KL to the anchor."""
-    position_fraction: float = within(1.0, above=0, most=1)
-    """Fraction of the trained steps, redrawn each iteration, on which the KL to the anchor is computed. The term is
-    weighted by the inverse fraction, so that its mean is that over all steps. The anchor's forward runs for these steps
-    only."""
     beta_vel: float = within(0.1, least=0)
     """Weight of the KL to the rollout policy."""
     anchor_interval: int = within(10, least=1)
@@ -459,11 +454,6 @@ class TrainConfig(Section):
     """Fraction of the stochastic steps that is trained."""
     timestep_permutation: bool = True
     """Train the steps in random order (a random subset if the fraction is below 1)."""
-    rollout_gradients: RolloutGradients = "auto"
-    """Train the steps without a KL to the anchor in the rollout, by one forward for both, at the memory of a gradient
-    for each sample of a rank. The update is the same up to rounding. `on` needs one update per iteration, a LoRA, the
-    plain engine, sampling.batch_size 1, and steps without that KL: kl.position_fraction below 1, or kl.strategy none.
-    `auto`: where it is possible and fits into free memory."""
     engine: EngineName = "plain"
     """What is sharded over the ranks. `plain`: nothing. With DeepSpeed, `zero1`: the optimizer state; `zero2`: the
     gradients too. With PyTorch's FSDP2, `zero3`: the weights too. docs/how-to/many-gpus.md says which to use when."""

@@ -8,11 +8,13 @@ backward of cuDNN's attention and of FlashAttention sums by atomics.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -94,10 +96,33 @@ def _runner(mode: str) -> Callable[..., Any]:
     """Return the function (block, *arguments) that runs a block in a mode."""
     if not RECOMPUTED[mode]:
         return lambda block, *arguments: block(*arguments)
-    options: dict[str, Any] = {"use_reentrant": False}
-    if "attention" not in RECOMPUTED[mode]:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return functools.partial(checkpoint, **options)
+    return functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(_contexts, mode))
+
+
+_recomputes = contextvars.ContextVar("_recomputes", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether a backward is recomputing a block: nothing reads the block's results then, only what autograd saves."""
+    return _recomputes.get()
+
+
+def _contexts(mode: str) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """Return the contexts of a block's forward and of its recomputation."""
+    if "attention" in RECOMPUTED[mode]:
+        return contextlib.nullcontext(), _recomputation(contextlib.nullcontext())
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return forward, _recomputation(again)
+
+
+@contextlib.contextmanager
+def _recomputation(selective: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    token = _recomputes.set(True)
+    try:
+        with selective:
+            yield
+    finally:
+        _recomputes.reset(token)
 
 
 def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

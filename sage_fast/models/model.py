@@ -25,7 +25,6 @@ class Model:
         attention_milliseconds: measured time per backend; empty if there was no choice.
         notes: what the user should know about this checkpoint and machine, one sentence each.
         checkpointing: what the backward recomputes.
-        trains_in_rollout: whether a rollout trains its steps without a KL (`train.rollout_gradients`).
     """
 
     spec: Spec
@@ -35,7 +34,6 @@ class Model:
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     checkpointing: Recomputation = NOTHING
-    trains_in_rollout: bool = False
 
     def set_checkpointing(self, chosen: Recomputation) -> None:
         """Set what the backward recomputes."""

@@ -26,6 +26,7 @@ class Cost:
     Attributes:
         forward: FLOPs of one forward of the network, with `Spec.prompt_tokens` tokens of a prompt.
         attention: FLOPs of attention within `forward`.
+        block_ends: FLOPs within `forward` of the blocks' last matmuls, which recomputation skips with a frozen base.
         decode: FLOPs of decoding the video.
         decoder_weights: number of elements of the autoencoder.
         activations: checkpointing mode -> bytes per rank of a micro-batch's activations and their gradients.
@@ -41,6 +42,7 @@ class Cost:
     activations: Mapping[str, float]
     step: float
     context: float
+    block_ends: float = 0.0
 
     def graphs_within(self, room: float, most: float) -> float:
         """Return the bytes that CUDA graphs keep of `room`: up to `most`, and 0 if not even one fits."""

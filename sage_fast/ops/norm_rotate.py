@@ -71,8 +71,6 @@ def norm_rotate(
     for name, tensor in {"text": text, **weights, "rotary": rotary}.items():
         if tensor.device != joint.device:
             raise ValueError(f"{name}: is on {tensor.device}, joint is on {joint.device}")
-    if torch.compiler.is_compiling():  # Dynamo rejects writes into an argument; Inductor fuses this into one pass
-        return joined_reference(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
     return _Joined.apply(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
 
 

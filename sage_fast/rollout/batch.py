@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_samples import Sample
 from sage_fast.algorithm.schedule import Transition
 from sage_fast.models.interface import ConditionTable
-from sage_fast.rollout.gradients import RolloutGradients
-from sage_fast.rollout.trajectories import Trajectories, on_device
+from sage_fast.rollout.trajectories import Trajectories
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -26,8 +24,7 @@ class Batch:
         conditioning: conditions at the T noise levels.
         trajectories: what is stored of the rollouts.
         advantages: float32 `[N]` on the device; 0 until the rewards are known.
-        anchor_velocities: transition -> `[C, T, H, W]`, guidance included; lacks those without a KL to the anchor.
-        gradients: what the rollout itself trains.
+        anchor_velocities: transition -> `[C, T, H, W]`, guidance included; empty without an anchor.
         rollout_steps: denoising steps of all ranks' samples.
     """
 
@@ -38,7 +35,6 @@ class Batch:
     trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[Transition, Tensor]
-    gradients: RolloutGradients
     rollout_steps: int = 0
 
     def own(self, transitions: Sequence[Transition]) -> list[Transition]:
@@ -47,19 +43,5 @@ class Batch:
         return [(places[number], t) for number, t in transitions if number in places]
 
     def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
-        """Return the anchor's velocities; None if no transition has one.
-
-        A transition without one gets that of another as a stand-in. Its KL has weight 0.
-        """
-        known = [transition for transition in micro if transition in self.anchor_velocities]
-        if not known:
-            return None
-        found = [transition if transition in self.anchor_velocities else known[0] for transition in micro]
-        return self.trajectories.gather(self.anchor_velocities, found)
-
-    def position_weight(self, micro: Sequence[Transition]) -> Tensor:
-        """Return the weights `[B]` of the KL to the anchor: a sample's steps / those with an anchor velocity, or 0."""
-        stored = self.trajectories.trained, self.anchor_velocities
-        trained, anchored = (Counter(i for i, _ in transitions) for transitions in stored)
-        weights = [trained[i] / anchored[i] if (i, t) in self.anchor_velocities else 0.0 for i, t in micro]
-        return on_device(weights, self.advantages.device)
+        """Return the anchor's velocities; None without an anchor."""
+        return self.trajectories.gather(self.anchor_velocities, micro) if self.anchor_velocities else None

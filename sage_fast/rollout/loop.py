@@ -8,7 +8,7 @@ randomness is a function of a sample's seed, so a sample comes out the same in a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from sage_fast.util.profiling import annotate
 Record = Callable[[int, Tensor, Tensor, Tensor, Callable[[], Tensor]], None]
 """(step, x, x_next, log_prob, function that computes the guided velocity) of a step. The next step may overwrite the
 tensors, those behind the function included."""
-Results = tuple[Tensor, ...]
-Train = Callable[[int, Tensor, Callable[[], Results]], Results]
-"""(step, x, its `denoise`) -> the results of that, detached, after a backward through it."""
 
 
 def bucket_by_length(lengths: Sequence[object], size: int) -> list[slice]:
@@ -89,8 +86,6 @@ def rollout(
     record: Record | None = None,
     on_step: Callable[[], object] | None = None,
     graphs: StepGraphs | None = None,
-    trained: Collection[int] = (),
-    train: Train | None = None,
 ) -> Tensor:
     """Sample from sigma = 1 to 0, or a part of the way.
 
@@ -106,8 +101,6 @@ def rollout(
         record: called with the results of every step (`Trajectories.record`).
         on_step: called after every step (progress).
         graphs: CUDA graphs to replay steps from; results are bit-identical.
-        trained: those of `steps` that run with gradients, and so without a graph; of a table of first order.
-        train: runs these steps (`RolloutGradients.train`).
 
     Returns:
         float32 `[B, C, T, H, W]` after the last of `steps`: the final samples (VAE-scaled) by default.
@@ -116,20 +109,13 @@ def rollout(
     seeds = seeds.to(policy.device)
     history = History.of(table, latents)
     steps = range(len(table)) if steps is None else steps
-    graph = None
-    if graphs is not None and not {*trained}.issuperset(steps):
-        graph = graphs.prepare(coefs, conditions, seeds, latents, history)
+    graph = graphs.prepare(coefs, conditions, seeds, latents, history) if graphs is not None else None
     index = torch.arange(len(table), device=policy.device)
     x = latents
     for t in steps:
         step = index[t : t + 1]
         with annotate("step", t):
-            if train is not None and t in trained:
-                with torch.enable_grad():
-                    inputs = conditioning.at(keys, step)
-                    run = functools.partial(denoise, policy, coefs, inputs, seeds, x, step)
-                    x_next, log_prob, *velocities = train(t, x, run)
-            elif graph is not None:
+            if graph is not None:
                 x, x_next, log_prob, *velocities = graph.step(x, step)
             else:
                 x_next, log_prob, *velocities = denoise(policy, coefs, conditions.at(step), seeds, x, step, history)

@@ -25,12 +25,10 @@ class GroupSteps(NamedTuple):
     Attributes:
         table: the transitions, on the host.
         coefs: `table.coefficients(...)` on the policy's device.
-        trained: steps that the rollout trains.
     """
 
     table: TransitionTable
     coefs: Tensor
-    trained: Sequence[int]
 
 
 class SampleRollouts:
@@ -71,7 +69,7 @@ class SampleRollouts:
         """Run `steps` of the neighbouring samples `places`, which train the same steps; return their latents."""
         batch, rows = self.batch, slice(places[0], places[-1] + 1)
         groups = [batch.samples[place].group for place in places]
-        table, coefs, trained = self.groups[groups[0]]
+        table, coefs = self.groups[groups[0]]
         ends = steps.stop == len(table)
         with self.watch("rollout"):
             if steps.start:
@@ -91,8 +89,6 @@ class SampleRollouts:
                 record=functools.partial(batch.trajectories.record, rows) if ends else None,
                 on_step=bar.update,
                 graphs=self.graphs,
-                trained=trained,
-                train=functools.partial(batch.gradients.train, self.watch, places[0]),
             )
             if ends:
                 batch.trajectories.finish(rows, x, self.seeds[rows].to(self.policy.device), table.sigmas)

@@ -331,7 +331,6 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
         "gradient_checkpointing": str(trainer.model.checkpointing),
-        "trains_in_rollout": trainer.model.trains_in_rollout,
         "engine": trainer.config.train.engine,
         "parameters": parameters,
         "trainable_parameters": trainable,

@@ -23,7 +23,6 @@ from sage_fast.algorithm.schedule import (
     configured_table,
     iteration_tables,
     longest_window,
-    position_steps,
     windows,
 )
 from sage_fast.config.rank_checks import check_heads
@@ -34,7 +33,6 @@ from sage_fast.loading import (
     check_prompt_sets,
     configured_prompts,
     fit_training,
-    rollout_gradient_bytes,
     stored_rollouts,
     training_room,
 )
@@ -144,7 +142,7 @@ def plan(
     *,
     ranks: int = 1,
     gpu_memory: float = 80e9,
-    chosen: tuple[Recomputation, bool] | None = None,
+    chosen: Recomputation | None = None,
     rewards: Mapping[str, float | None] | None = None,
 ) -> Plan:
     """Compute sizes, FLOPs and memory of one iteration.
@@ -155,7 +153,7 @@ def plan(
         ranks: number of GPUs. Samples are spread over them, or over groups of `model.sequence_parallel`; `train.engine`
             decides which weights and optimizer states are sharded.
         gpu_memory: bytes of a GPU, for which `auto` chooses.
-        chosen: what a run recomputes, and whether its rollouts train steps; by default what fits.
+        chosen: what a run recomputes; by default what fits.
         rewards: setting and name of a reward -> its bytes on each GPU, or None if it does not say.
     """
     spec = spec or _published()
@@ -168,14 +166,14 @@ def plan(
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
     room = training_room(config, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
-    checkpointing, one_pass, graphs = _fit_into(room, (objective, config.model, train, s), policy, cost, ranks, chosen)
-    counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed, one_pass=one_pass)
+    checkpointing, graphs = fit_training(config.model, train, s, policy, cost, room, chosen)
+    graphs = cost.graphs_within(room - checkpointing.mean(cost.activations), graphs)
+    counted = _forwards(objective, s.passes, samples * len(steps), round(rollout_steps))
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
     mine, stored = stored_rollouts(config, spec, ranks // sharing)
     held = held_bytes(config.model, train, objective.strategy, policy, ranks)
     stored, offloaded = ({}, stored) if s.offload_trajectories else (stored, {})
-    extra = {"CUDA graphs": graphs, "gradients of a rollout's samples": rollout_gradient_bytes(policy, mine) * one_pass}
-    apart |= stored | {part: size for part, size in extra.items() if size}
+    apart |= stored | ({"CUDA graphs": graphs} if graphs else {})
     busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing}
     of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
     return Plan(
@@ -203,21 +201,6 @@ def plan(
         disk=_disk(config.model, train, objective.strategy, policy),
         gpu_memory=gpu_memory,
     )
-
-
-def _fit_into(
-    room: float,
-    settings: tuple[Objective, ModelConfig, TrainConfig, SamplingConfig],
-    policy: Policy,
-    cost: Cost,
-    ranks: int,
-    chosen: tuple[Recomputation, bool] | None,
-) -> tuple[Recomputation, bool, float]:
-    """Return what is recomputed, whether rollouts train steps, and the bytes of CUDA graphs, in `room` bytes."""
-    fits, beside, graphs = fit_training(*settings, policy, cost, room, ranks=ranks)
-    recomputation, in_rollout = chosen or (fits, beside > 0)
-    left = room - beside - recomputation.mean(cost.activations)
-    return recomputation, in_rollout, cost.graphs_within(left, graphs)
 
 
 def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int) -> tuple[float, float]:
@@ -268,21 +251,10 @@ def _brief_memory(s: SamplingConfig, width: int, spec: Spec, mine: int) -> dict[
     return parts
 
 
-def _forwards(
-    objective: Objective, passes: int, samples: int, steps: Sequence[int], rollout: int, seed: int, *, one_pass: bool
-) -> dict[str, int]:
-    """Return part -> forwards of an iteration that trains `steps` of each sample, where the anchor is never free."""
-    transitions = samples * len(steps)
-    positions = len(position_steps(objective.kl.position_fraction, steps, seed, 0))
-    anchored = samples * positions * (objective.strategy.anchor is not None)
-    return forwards(
-        objective,
-        passes=passes,
-        rollout=rollout - (transitions - anchored) * one_pass,
-        stored=transitions,
-        trained=transitions,
-        anchored=anchored,
-    )
+def _forwards(objective: Objective, passes: int, trained: int, rollout: int) -> dict[str, int]:
+    """Return part -> forwards of an iteration that trains `trained` transitions, where the anchor is never free."""
+    anchored = trained * (objective.strategy.anchor is not None)
+    return forwards(objective, passes=passes, rollout=rollout, stored=trained, trained=trained, anchored=anchored)
 
 
 def _disk(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
@@ -379,9 +351,8 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
             f"H200), with {plan.prompt_tokens} tokens a prompt. 'on H100s' is at the TFLOP/s that one H100 reached "
             f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. Training holds the "
-            "backward, the recomputation with checkpointing, and the forwards of the steps that rollouts train. The "
-            "anchor is free in the iteration after its refresh. Times are those of the GPU with the most work. "
-            "Rewards and communication are not counted.",
+            "backward and the recomputation with checkpointing. The anchor is free in the iteration after its refresh. "
+            "Times are those of the GPU with the most work. Rewards and communication are not counted.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",

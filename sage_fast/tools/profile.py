@@ -109,7 +109,7 @@ def profile_iteration(
         log.info("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
         model = setup.model
-        expected = plan(config, model.spec, ranks=world_size(), chosen=(model.checkpointing, model.trains_in_rollout))
+        expected = plan(config, model.spec, ranks=world_size(), chosen=model.checkpointing)
         profiler = None if window_only else torch.profiler.profile()
         barrier()  # ranks measure the ceiling in different times
         with profiler or contextlib.nullcontext():

@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
 READING_PATHS = {"sage_fast.trainer": 4034, "sage_fast.run.train": 7883}
 """Module -> lines of code that a reader holds to understand it. Raising one takes a sentence of reason. Of the trainer:
-steps trained in the rollout, steps that a group shares, ranks that torchrun starts again on several nodes, secrets
+steps that a group shares, ranks that torchrun starts again on several nodes, secrets
 found in JSON, base64. Of a run: these, memory that is fitted by block and by graph, metadata of prompts through every
 reward, a profile of some iterations, failures of single videos, checkpoints that every rank writes and any number of
 ranks reads, checks of damaged or hostile input, signals that a library hides, and the nearest choice in more messages.

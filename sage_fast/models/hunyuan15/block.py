@@ -15,7 +15,6 @@ bytes they move.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,10 +39,63 @@ class TextToVideoBlock(nn.Module):
         self.text_qkv = Projection(self.attn, "add_q_proj", "add_k_proj", "add_v_proj")
         self.video_out, self.text_out = Projection(self.attn.to_out, "0"), Projection(self.attn, "to_add_out")
         self.video_ff, self.text_ff = FeedForward(block.ff), FeedForward(block.ff_context)
-        self.function: Callable[..., tuple[Tensor, Tensor | None]] = block_forward
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        return self.function(self, *arguments)
+    def forward(
+        self,
+        video: Tensor,
+        text: Tensor,
+        modulation: Tensor,
+        mask: Tensor | None,
+        rotary: Tensor,
+        attention: Attention,
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one block; return the video and text tokens.
+
+        Args:
+            video: `[B, N, d]` video tokens.
+            text: `[B, L, d]` text tokens.
+            modulation: `[1 or B, 2, 6, d]`, for video and text: shift, scale and gate of attention, then of the
+                feed-forward.
+            mask: bool `[B, N + L]` over keys; None if nothing is padded.
+            rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
+            attention: the attention kernel.
+            is_last: whether this is the last block. Nothing reads its text tokens, so it returns None for them.
+        """
+        batch, _, width = video.shape
+        (shift, scale, gate, ff_shift, ff_scale, ff_gate), text_modulation = (
+            stream.expand(batch, 6, width).unbind(1) for stream in modulation.unbind(1)
+        )
+        text_shift, text_scale, text_gate, text_ff_shift, text_ff_scale, text_ff_gate = text_modulation
+
+        video, video_in = residual_norm(video, scale, shift, pad=self.video_qkv.pad, pad_rows=text.shape[1])
+        text, text_in = residual_norm(text, text_scale, text_shift, pad=self.text_qkv.pad)
+        video_out, text_out = self._attend(video_in, text_in, mask, rotary, attention)
+        video_out = self.video_out.unpadded(video_out)
+        video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=self.video_ff.up.pad)
+        video = self.video_ff(normed, video, ff_gate)
+        if is_last:
+            return video, None
+        text_out = self.text_out.unpadded(text_out)
+        text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=self.text_ff.up.pad)
+        return video, self.text_ff(normed, text, text_ff_gate)
+
+    def _attend(
+        self, video: Tensor, text: Tensor, mask: Tensor | None, rotary: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output projections.
+
+        `video` has L padding rows after its N tokens, for the text.
+        """
+        attn = self.attn
+        joint, text_heads = (
+            qkv(x).unflatten(2, (3, attn.heads, -1)) for qkv, x in ((self.video_qkv, video), (self.text_qkv, text))
+        )
+        queries, keys = (attn.norm_q.weight, attn.norm_added_q.weight), (attn.norm_k.weight, attn.norm_added_k.weight)
+        query, key, value = norm_rotate(joint, text_heads, *queries, *keys, rotary)
+        out = attention(query, key, value, mask).flatten(2)
+        video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)
+        return video_out, text_out
 
 
 class FeedForward(nn.Module):
@@ -56,63 +108,3 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
         """Add the result for x `[B, S, d + up.pad]` to the stream `[B, S, d]`, times the gate `[B, d]`."""
         return feed_forward(self.up, self.down, x, stream, gate)
-
-
-def block_forward(
-    block: TextToVideoBlock,
-    video: Tensor,
-    text: Tensor,
-    modulation: Tensor,
-    mask: Tensor | None,
-    rotary: Tensor,
-    attention: Attention,
-    is_last: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Run one block; return the video and text tokens.
-
-    Args:
-        block: the module.
-        video: `[B, N, d]` video tokens.
-        text: `[B, L, d]` text tokens.
-        modulation: `[1 or B, 2, 6, d]`, for video and text: shift, scale and gate of attention, then of the
-            feed-forward.
-        mask: bool `[B, N + L]` over keys; None if nothing is padded.
-        rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
-        attention: the attention kernel.
-        is_last: whether this is the last block. Nothing reads its text tokens, so it returns None for them.
-    """
-    batch, _, width = video.shape
-    (shift, scale, gate, ff_shift, ff_scale, ff_gate), text_modulation = (
-        stream.expand(batch, 6, width).unbind(1) for stream in modulation.unbind(1)
-    )
-    text_shift, text_scale, text_gate, text_ff_shift, text_ff_scale, text_ff_gate = text_modulation
-
-    video, video_in = residual_norm(video, scale, shift, pad=block.video_qkv.pad, pad_rows=text.shape[1])
-    text, text_in = residual_norm(text, text_scale, text_shift, pad=block.text_qkv.pad)
-    video_out, text_out = joint_attention(block, video_in, text_in, mask, rotary, attention)
-    video_out = block.video_out.unpadded(video_out)
-    video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=block.video_ff.up.pad)
-    video = block.video_ff(normed, video, ff_gate)
-    if is_last:
-        return video, None
-    text_out = block.text_out.unpadded(text_out)
-    text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=block.text_ff.up.pad)
-    return video, block.text_ff(normed, text, text_ff_gate)
-
-
-def joint_attention(
-    block: TextToVideoBlock, video: Tensor, text: Tensor, mask: Tensor | None, rotary: Tensor, attention: Attention
-) -> tuple[Tensor, Tensor]:
-    """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output projections.
-
-    `video` has L padding rows after its N tokens, for the text.
-    """
-    attn = block.attn
-    joint, text_heads = (
-        qkv(x).unflatten(2, (3, attn.heads, -1)) for qkv, x in ((block.video_qkv, video), (block.text_qkv, text))
-    )
-    queries, keys = (attn.norm_q.weight, attn.norm_added_q.weight), (attn.norm_k.weight, attn.norm_added_k.weight)
-    query, key, value = norm_rotate(joint, text_heads, *queries, *keys, rotary)
-    out = attention(query, key, value, mask).flatten(2)
-    video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)
-    return video_out, text_out

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention
 from sage_fast.models.attention.sequence import SequenceParallel
-from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
+from sage_fast.models.hunyuan15.block import TextToVideoBlock
 from sage_fast.models.hunyuan15.conditioning import Images, Inputs
 from sage_fast.models.hunyuan15.text import TextBatch
 from sage_fast.models.lora.linear import Projection
@@ -112,13 +112,6 @@ class TextToVideoForward(nn.Module):
         grid = [size // p for size, p in zip(space, patch)]
         out = out.view(batch, *grid, -1, *patch)  # [B, T, H, W, C, pt, ph, pw]
         return out.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(batch, -1, *space)
-
-    def compile_blocks(self) -> None:
-        """Run the blocks through torch.compile. The block is an argument, so all blocks share one compilation."""
-        compiled = torch.compile(block_forward, dynamic=False)
-        for block in self.blocks:
-            assert isinstance(block, TextToVideoBlock)
-            block.function = compiled
 
     @property
     def has_mean_velocity(self) -> bool:

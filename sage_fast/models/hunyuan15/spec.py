@@ -213,6 +213,7 @@ class HunyuanVideo15(Spec):
         return Cost(
             forward=forward_flops(architecture, *lengths),
             attention=attention_flops(architecture, *lengths),
+            block_ends=block_end_flops(architecture, tokens),
             decode=decode_flops(self.vae.decoder, latents),
             decoder_weights=sum(p.numel() for p in self.vae.parameters()),
             activations=activations,
@@ -270,6 +271,15 @@ def attention_flops(architecture: Architecture, tokens: int, text_tokens: int, i
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     blocks = architecture["num_layers"] * (tokens + text_tokens + image_tokens) ** 2
     return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
+
+
+def block_end_flops(architecture: Architecture, tokens: int) -> float:
+    """Return the part of `forward_flops` that is the second layer of the video tokens' feed-forwards: 2 r d^2 a token.
+
+    The text's has no adapter by default, so that its recomputation is not skipped.
+    """
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    return float(architecture["num_layers"] * 2 * architecture["mlp_ratio"] * d**2 * tokens)
 
 
 def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:

@@ -23,6 +23,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sage_fast.models.checkpointing import is_recomputing
 from sage_fast.ops.adapter_rows import mm_in_float32
 from sage_fast.ops.gated_sum import gated_sum
 
@@ -161,8 +162,8 @@ class Projection(nn.Module):
 
     def unpadded(self, x: Tensor) -> Tensor:
         """Map `[B, S, d_in]` like `forward`, without padding in x."""
-        if not self.pad or torch.compiler.is_compiling():
-            return self(F.pad(x, (0, self.pad)) if self.pad else x)
+        if not self.pad:
+            return self(x)
         return self._one_sum(_Padded.apply(x, _views(self._buffer, self.pad)[1]), has_product=True)
 
     @property
@@ -215,11 +216,8 @@ def _views(buffer: Tensor, pad: int) -> tuple[Tensor, Tensor]:
 def _write_product(x: Tensor, down: Tensor) -> None:
     """Write x A^T into the padding columns of x."""
     width = down.shape[1]
-    if torch.compiler.is_compiling():  # Dynamo does not support a strided `out=`
-        x[..., width:] = F.linear(x[..., :width], down)
-    else:
-        rows = x.view(-1, x.shape[-1])
-        torch.mm(rows[:, :width], down.t(), out=rows[:, width:])
+    rows = x.view(-1, x.shape[-1])
+    torch.mm(rows[:, :width], down.t(), out=rows[:, width:])
 
 
 def _input_gradients(
@@ -251,7 +249,6 @@ class _OneSum(torch.autograd.Function):
 
         `has_product` says whether x A^T stands in the padding already.
         """
-        # Dynamo drops ctx if a call passes as many arguments as there are parameters, hence *rest.
         bias, columns, has_product, *factors = rest
         ctx.pad, ctx.columns, ctx.ranks = len(buffer) - len(bias), columns, [len(a) for a in factors[::2]]
         weight, down = _views(buffer, ctx.pad)
@@ -304,9 +301,13 @@ class _FeedForward(torch.autograd.Function):
         hidden = torch.ops.sage_fast.adapter_rows(inner, down, True)
         kept = [inner, hidden] if trains else []
         del inner  # four times as wide as the stream: without gradients it does not outlive its reader
-        y = F.linear(hidden, weight, bias)
+        needs_y = ctx.needs_input_grad[2]
+        unread = is_recomputing()  # tensors are saved when this returns: checkpointing cannot stop it before
+        y = None if unread and not needs_y else F.linear(hidden, weight, bias)
         del hidden
-        ctx.save_for_backward(x, up_buffer, buffer, gate, *kept, *([y] if ctx.needs_input_grad[2] else []))
+        ctx.save_for_backward(x, up_buffer, buffer, gate, *kept, *([y] if needs_y else []))
+        if unread:
+            return buffer.detach()  # any tensor: selective checkpointing allows no new operator here but `detach`
         total: Tensor = torch.ops.sage_fast.gated_sum(stream, y, gate)
         return total
 
@@ -350,7 +351,9 @@ class _GeluOfTrained(torch.autograd.Function):
 
 
 def feed_forward(up: Projection, down: Projection, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
-    """Return stream + gate down(gelu(up(x))), with tanh GELU.
+    """Return stream + gate down(gelu(up(x))), with tanh GELU: the end of a block.
+
+    In a recomputation (`is_recomputing`) the result is another tensor, of another shape: nothing may read it.
 
     Args:
         up, down: the two layers.
@@ -358,16 +361,16 @@ def feed_forward(up: Projection, down: Projection, x: Tensor, stream: Tensor, ga
         stream: `[B, S, d]`.
         gate: `[B, d]`.
     """
-    if up.pad and down.pad and not torch.compiler.is_compiling():
+    if up.pad and down.pad:
         return _FeedForward.apply(
             x, stream, gate, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
             torch.is_grad_enabled(), *up.factors, *down.factors,
         )  # fmt: skip
     (layer,) = up.layers
-    if _is_at_hand(layer) and layer.bias.requires_grad and not torch.compiler.is_compiling():
+    if _is_at_hand(layer) and layer.bias.requires_grad:
         hidden = _GeluOfTrained.apply(F.linear(x, layer.weight, layer.bias.detach()), layer.bias)
     else:
-        hidden = F.gelu(up(x), approximate="tanh")  # Inductor fuses it
+        hidden = F.gelu(up(x), approximate="tanh")
     return gated_sum(stream, down.unpadded(hidden), gate)
 
 
