@@ -143,15 +143,6 @@ def test_the_size_of_a_checkpoint(tuning: str, tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in files) == pytest.approx(expected, rel=0.02)
 
 
-def test_a_plan_with_a_file_for_deepspeed(tmp_path: Path) -> None:
-    """Its bucket is counted; the checkpoint is that of every engine."""
-    (tmp_path / "own.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
-    given = SIZE | {"train.engine": "zero2"}
-    own = plan(build(given | {"train.deepspeed_config": str(tmp_path / "own.json")}), ranks=2)
-    assert own.memory["bucket of gradients"] == 2 * 1000
-    assert own.checkpoint == plan(build(given), ranks=2).checkpoint
-
-
 def test_start_and_checkpoints_of_all_weights() -> None:
     """8.33 B in bfloat16 files; a checkpoint has trained weights, anchor, Muon's state, and weights for export."""
     config = load(Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p-full.yaml")

@@ -463,9 +463,6 @@ class TrainConfig(Section):
     offload: Offload = "none"
     """What is kept and updated in host memory. `optimizer`: the optimizer state of `zero1` and `zero2`, their float32
     master, the KL's anchor and the averaged weights. `all`: all that `zero3` shards, anchor and average included."""
-    deepspeed_config: str | None = None
-    """JSON file merged over the DeepSpeed configuration of `zero1` and `zero2`, which follows from the other
-    settings."""
     optimizer: Optimizer = "adamw"
     """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their adapters, and AdamW for the
     rest."""
@@ -513,12 +510,6 @@ class TrainConfig(Section):
             self.offload,
             f"needs train.engine = {_engines(lambda other: self.offload in other.offloads)}; the nearest choice for "
             f"{self.engine} is {row.offloads[-1]}",
-        )
-        require(
-            self.deepspeed_config is None or row.settings is not None,
-            "train.deepspeed_config",
-            self.deepspeed_config,
-            f"needs train.engine = {_engines(lambda other: other.settings is not None)}",
         )
 
     @property

@@ -271,7 +271,7 @@ def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrateg
 
     The trained weights are in it twice, once as sampling and export read them.
     """
-    train = dataclasses.replace(train, engine="plain", offload="none", deepspeed_config=None)
+    train = dataclasses.replace(train, engine="plain", offload="none")
     held = held_bytes(model, train, strategy, policy)
     kept = ("anchor and EMA", f"state of the optimizer ({train.optimizer})")
     whole = held.weights["trained weights"] + sum(held.training[part] for part in kept)
