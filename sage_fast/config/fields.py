@@ -73,6 +73,11 @@ class Section:
         for setting in own_settings(section):
             setattr(self, setting.field, setting.checked(getattr(self, setting.field)))
 
+    def require(self, condition: bool, field: str, expected: str) -> None:
+        """Check a condition on a field, beyond its type and bounds."""
+        name = f"{section_name(type(self))}.{field}".removeprefix(".")
+        require(condition, name, getattr(self, field), expected)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, EngineRow
-from sage_fast.config.fields import Section, is_finite, require, within
+from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES
+from sage_fast.config.fields import Section, is_finite, within
 from sage_fast.config.secrets import bare_address
 from sage_fast.util.errors import UserError, nearest
 
@@ -156,18 +156,10 @@ class SamplingConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.sde_window <= self.steps,
-            "sampling.sde_window",
-            self.sde_window,
-            f"expected 0 (all steps) to sampling.steps; the nearest is {self.steps}",
-        )
-        require(
-            self.sde_window > 0 or not self.window_per_prompt,
-            "sampling.window_per_prompt",
-            self.window_per_prompt,
-            "there is no window with sampling.sde_window = 0; the nearest choice is false",
-        )
+        all_steps = f"expected 0 (all steps) to sampling.steps; the nearest is {self.steps}"
+        self.require(self.sde_window <= self.steps, "sde_window", all_steps)
+        no_window = "there is no window with sampling.sde_window = 0; the nearest choice is false"
+        self.require(self.sde_window > 0 or not self.window_per_prompt, "window_per_prompt", no_window)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -203,35 +195,17 @@ class RewardEntry(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.is_address and (bare := bare_address(self.name)) != self.name:
-            require(False, self._key("name"), bare, "expected this address alone, without a user or a query")
-        require(
-            all(map(is_finite, self.weights.values())),
-            self._key("weights"),
-            self.weights,
-            "expected finite weights",
-        )
-        for part, values in self.normalisation.items():
-            require(
-                len(values) == 2 and all(map(is_finite, values)) and values[1] > 0,
-                self._key(f"normalisation.{part}"),
-                values,
-                "expected [mean, std], two finite numbers of which the second is above 0, such as [3.68, 2.25]",
-            )
-        require(
-            _is_plain(self.args), self._key("args"), self.args, "expected numbers, text, lists and mappings with names"
-        )
-        if self.device is not None:
-            for device in self.devices:
-                require(
-                    _DEVICE.fullmatch(device) is not None,
-                    self._key("device"),
-                    self.device,
-                    "expected cpu, cuda or cuda:N, or several of them with commas, such as cuda:6,cuda:7",
-                )
-
-    def _key(self, field: str) -> str:
-        return f"reward.{field}" if isinstance(self, RewardConfig) else field
+        if self.is_address and (bare := bare_address(self.name)) != self.name:  # the name itself may hold a secret
+            name = "reward.name" if isinstance(self, RewardConfig) else "name"
+            raise UserError(f"{name} = {bare!r}: expected this address alone, without a user or a query")
+        self.require(all(map(is_finite, self.weights.values())), "weights", "expected finite weights")
+        pairs = "expected [mean, std], two finite numbers of which the second is above 0, such as [3.68, 2.25]"
+        for values in self.normalisation.values():
+            fits = len(values) == 2 and all(map(is_finite, values)) and values[1] > 0
+            self.require(fits, "normalisation", pairs)
+        self.require(_is_plain(self.args), "args", "expected numbers, text, lists and mappings with names")
+        listed = "expected cpu, cuda or cuda:N, or several of them with commas, such as cuda:6,cuda:7"
+        self.require(all(map(_DEVICE.fullmatch, self.devices)), "device", listed)
 
     @property
     def devices(self) -> list[str]:
@@ -278,15 +252,10 @@ class RewardConfig(RewardEntry):
         super().__post_init__()
         if self.several:
             for field in dataclasses.fields(RewardEntry):
-                value, own = getattr(self, field.name), getattr(RewardEntry(), field.name)
-                require(value == own, f"reward.{field.name}", value, "reward.several takes its place; move it there")
-        weights = self.part_weights
-        require(
-            any(weight != 0 for weight in weights.values()),
-            "reward.several" if self.several else "reward.weights",
-            self.several or self.weights,
-            "expected finite weights, at least one of them not zero, such as vq 1, mq 1, ta 1",
-        )
+                unset = getattr(self, field.name) == getattr(RewardEntry(), field.name)
+                self.require(unset, field.name, "reward.several takes its place; move it there")
+        nonzero = "expected finite weights, at least one of them not zero, such as vq 1, mq 1, ta 1"
+        self.require(any(self.part_weights.values()), "several" if self.several else "weights", nonzero)
 
     @property
     def entries(self) -> list[RewardEntry]:
@@ -422,18 +391,9 @@ class KLConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.lambda_min <= self.lambda_max,
-            "kl.lambda_min",
-            self.lambda_min,
-            f"expected at most kl.lambda_max; the nearest is {self.lambda_max}",
-        )
-        require(
-            self.lambda_max <= self.lambda_limit,
-            "kl.lambda_limit",
-            self.lambda_limit,
-            f"expected at least kl.lambda_max; the nearest is {self.lambda_max}",
-        )
+        nearest_valid = f"kl.lambda_max; the nearest is {self.lambda_max}"
+        self.require(self.lambda_min <= self.lambda_max, "lambda_min", f"expected at most {nearest_valid}")
+        self.require(self.lambda_max <= self.lambda_limit, "lambda_limit", f"expected at least {nearest_valid}")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -503,25 +463,17 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        row = ENGINES[self.engine]
-        require(
-            self.offload in row.offloads,
-            "train.offload",
-            self.offload,
-            f"needs train.engine = {_engines(lambda other: self.offload in other.offloads)}; the nearest choice for "
-            f"{self.engine} is {row.offloads[-1]}",
+        offloads, able = (
+            ENGINES[self.engine].offloads,
+            [n for n, row in ENGINES.items() if self.offload in row.offloads],
         )
+        expected = f"needs train.engine = {' or '.join(able)}; the nearest choice for {self.engine} is {offloads[-1]}"
+        self.require(self.offload in offloads, "offload", expected)
 
     @property
     def samples(self) -> int:
         """Number of samples per iteration, over all ranks."""
         return self.prompts_per_iteration * self.group_size
-
-
-def _engines(can: Callable[[EngineRow], bool]) -> str:
-    """Return the names of the engines that can do something, as text."""
-    *names, last = (name for name, row in ENGINES.items() if can(row))
-    return f"{', '.join(names)} or {last}" if names else last
 
 
 @dataclasses.dataclass(kw_only=True)
