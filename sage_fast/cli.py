@@ -77,7 +77,7 @@ COMMANDS = {
     ),
     "bench": Command("time the operators, the rollout or whole iterations against stock code", "benchmarks.command"),
     "profile": Command(
-        "time one iteration by phase and by kernel; print the nsys and ncu commands for it",
+        "time one iteration by phase and by kernel",
         "commands.profile",
         "CONFIG",
     ),

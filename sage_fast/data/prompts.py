@@ -180,7 +180,7 @@ def _text_of(source: str) -> str:
 
 def _json_fields(line: str, where: str) -> Fields:
     try:
-        fields = json.loads(line, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
@@ -188,17 +188,6 @@ def _json_fields(line: str, where: str) -> Fields:
     if not isinstance(fields, dict):
         raise UserError(f'{where}: expected an object, such as {{"prompt": "a cat"}}')
     return {key: value for key, value in fields.items() if value is not None or key not in KEYS[1:]}
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    keys = [key for key, _ in pairs]
-    if duplicates := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {duplicates[0]!r} appears twice")
-    return dict(pairs)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
 
 
 def _prompt(fields: Fields, where: str, folder: str) -> Prompt:

@@ -12,7 +12,6 @@ import bisect
 import contextlib
 import logging
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,7 +79,7 @@ def profile_iteration(
 
     Args:
         config: validated settings.
-        source: the configuration as given on the command line, for the printed commands.
+        source: the configuration as given on the command line.
         settings: the settings given with it.
         folder: folder for profile.json, each rank's trace and the prompt embeddings.
         warmup: iterations before the measured one.
@@ -130,7 +129,6 @@ def profile_iteration(
         "planned_bytes": sum(expected.memory.values()),
         "families": [],
         "trace": None if window_only else str(folder / TRACE.format(rank())),
-        "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2, ranks=world_size()),
     }
     if profiler is not None and rank() == 0:
         write_json(result, folder / "profile.json")  # a million events take minutes to read
@@ -245,26 +243,8 @@ def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> 
     return busy
 
 
-def nsight_commands(
-    source: str, settings: Mapping[str, str], folder: Path, warmup: int, step: int, *, ranks: int = 1
-) -> dict[str, list[str]]:
-    """Return tool -> command that profiles the same window; `ncu` profiles one denoising step of it, on one rank.
-
-    `ncu` replays kernels, and a replayed kernel of a collective would wait for the other ranks.
-    """
-    window = ["torchrun", "--nproc-per-node", str(ranks), "-m", "sage_fast"] if ranks > 1 else ["sage-fast"]
-    window += ["profile", source, "--folder", str(folder), "--warmup", str(warmup), "--window-only"]
-    window += [part for key, value in settings.items() for part in (f"--{key}", value)]
-    nsys = ["nsys", "profile", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
-    nsys += ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-graph-trace=node", f"--output={folder / 'nsys'}"]
-    # The trailing slash marks a push/pop range.
-    ncu = ["ncu", "--profile-from-start", "off", "--nvtx", "--nvtx-include", f"step {step}/"]
-    ncu += ["--export", str(folder / "ncu")]
-    return {"nsys": nsys + window} | ({"ncu": ncu + window} if ranks == 1 else {})
-
-
 def format_profile(result: Mapping[str, Any]) -> str:
-    """Format the tables for a terminal, and the commands."""
+    """Format the tables for a terminal."""
 
     def cell(value: float | None, form: str, scale: float = 1.0) -> str:
         return "" if value is None else format(value / scale, form)
@@ -304,6 +284,4 @@ def format_profile(result: Mapping[str, Any]) -> str:
     if result["trace"] is not None:
         others = f" (of other ranks: {TRACE.format(1)} ...)" if result["ranks"] > 1 else ""
         lines += ["", f"trace, for chrome://tracing or ui.perfetto.dev: {result['trace']}{others}"]
-    step = ", and one denoising step of it under Nsight Compute" if result["ranks"] == 1 else ""
-    lines += ["", f"the same window under Nsight Systems{step}:"]
-    return "\n".join([*(line.rstrip() for line in lines), *(f"  {shlex.join(c)}" for c in result["commands"].values())])
+    return "\n".join(line.rstrip() for line in lines)
