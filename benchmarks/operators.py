@@ -157,7 +157,7 @@ def case_of(operator: str, size: Sequence[int], device: torch.device) -> Case:
     """Make the arguments of an operator as a run has them; those that the backward is for require gradients."""
     norm = not operator.startswith("transition")
     shape = (*size[:2], size[3] * size[4]) if norm and operator != "norm_rotate" else size
-    coefs = transition_table(sigma_schedule(STEPS, 5.0), "flow", ETA).coefficients(math.prod(size[1:]))
+    coefs = transition_table(sigma_schedule(STEPS, 5.0), "flow", ETA).coefficients()
     dtype = usual_dtype(device) if norm else torch.bfloat16
     case = inputs(operator, shape, dtype, device, coefs=coefs, optional=False)
     for place in {"transition_step": (), "adapter_rows": (), "transition_score": (2,), "norm_modulate": (0,)}.get(

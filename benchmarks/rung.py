@@ -136,7 +136,7 @@ class Rung:
         self.prompts = ["prompt"] * size.batch
         self.shape = (config.out_channels, *size.space)
         self.table = transition_table(sigma_schedule(STEPS, 5.0), "sage", 0.5)
-        self.coefs = self.table.coefficients(math.prod(self.shape)).to(device)
+        self.coefs = self.table.coefficients().to(device)
         self.seeds = torch.arange(size.batch, device=device)
         self.x = initial_latents(self.seeds, self.shape, device)
         self.step = torch.full((1,), STEPS // 2, device=device)

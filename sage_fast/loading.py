@@ -132,7 +132,7 @@ def load_setup(
     device = initialize(config.timeout_minutes)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
     spec = find_spec(config.model.path, fetch=True)
-    check_distilled(spec.distillation, config.objective, config.sampling, config.eval)
+    check_distilled(spec.distillation, config.objective)
     if prompts is None:
         train_prompts, eval_prompts = configured_prompts(config.data)
         check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)

@@ -241,7 +241,7 @@ class Trainer:
         return assign_to_ranks(tokens, data_size(), self.config.sampling.batch_size, rollouts)
 
     def _coefficients(self, table: TransitionTable) -> Tensor:
-        return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
+        return table.coefficients(self.config.objective.log_prob).to(self.device)
 
     # -- advantages ---------------------------------------------------------------------------------------------------
 

@@ -47,16 +47,9 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "clipped": {"objective__clip_range": 1e-6, "train__parity_gate": False, **TWO_UPDATES},
     "log_prob": {"objective__surrogate": "log_prob"},
-    **{
-        f"reduction-{reduction}": {
-            "objective__log_prob": reduction, "objective__ratio": "centred", "objective__clip_range": 1e3,
-            **TWO_UPDATES,
-        }
-        for reduction in ("sum", "unscaled")
+    "reduction-unscaled": {
+        "objective__log_prob": "unscaled", "objective__ratio": "centred", "objective__clip_range": 1e3, **TWO_UPDATES,
     },
-    "nft": {"objective__surrogate": "nft", "kl__strategy": "moving", **TWO_UPDATES},
-    "nft-ode": {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"},
-    "nft-ode2": {"objective__surrogate": "nft", "sampling__sampler": "ode2", "kl__strategy": "none"},
     "window": {"sampling__sde_window": 2},
     "windows": {"sampling__sde_window": 2, "sampling__window_per_prompt": True},
     "fraction": {"train__timestep_fraction": 0.5},
@@ -76,7 +69,7 @@ TINY: dict[str, dict[str, Any]] = {
     "kl_mask": {"objective__surrogate": "kl_mask", **TWO_UPDATES},
     **{
         name: {"objective__surrogate": name, "sampling__sampler": "ode", "kl__strategy": "none", **TWO_UPDATES}
-        for name in ("nft_adaptive", "awm")
+        for name in ("nft", "awm")
     },
     "balanced": {"objective__balanced_rewards": True},
     "averaged": {"sampling__averaged_weights": True, "train__ema_decay": 0.9, **TWO_UPDATES},

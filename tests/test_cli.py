@@ -86,7 +86,7 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     for name, setting in settings_of(Config).items():
         assert f"\n  --{name} " in done.stdout
         assert setting.range in words
-    samplers = "sage,flow,dance,cps,dance-precise,precise,ode,ode2"
+    samplers = "sage,flow,dance,cps,dance-precise,precise,ode"
     assert f"--sampling.sampler {{{samplers}}}\n        Rule of a denoising step" in done.stdout
     assert "(at least 0 and at most 10; default: 0.5)" in done.stdout
     for command in ("sample", "eval", "profile"):

@@ -90,7 +90,7 @@ def wait_for_the_first(folder: Path) -> None:
     ("phase", "given"),
     [
         pytest.param("_rollout", ZERO3, id="zero3 rollout"),
-        pytest.param("_rollout", SEQUENCE, id="sequence parallel rollout", marks=needs_deepspeed),
+        pytest.param("_rollout", SEQUENCE, id="sequence parallel rollout"),
         pytest.param("_update", {}, id="plain update"),
         pytest.param("_update", ZERO3 | {"sampling__averaged_weights": False}, id="zero3 update",
                      marks=pytest.mark.soak),

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.commands.sources import Source, notes_on
 from sage_fast.commands.videos import generate
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import Setup
 from sage_fast.ops import transition_score
 from sage_fast.ops.guidance import guided
-from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.replay import Replay
 from sage_fast.run.messages import config_warnings, guidance_warning
 from sage_fast.trainer import Trainer
@@ -46,21 +44,6 @@ def test_evaluations_are_sampled_at_their_own_scale() -> None:
     assert guided != free
     assert scores(eval__guidance_scale=3.0) == guided
     assert scores(sampling__guidance_scale=3.0, eval__guidance_scale=1.0) == free
-
-
-def test_evaluations_are_sampled_by_their_own_sampler() -> None:
-    """Of the second order at two steps: by hand, from the same noise."""
-    config = settings(eval__sampler="ode2", eval__steps=2)
-    trainer = tiny_trainer(config)
-    (ours,) = generate(config, trainer.model, [PROMPT], trainer.embeddings, torch.tensor([1]))
-    table = transition_table(sigma_schedule(2, config.sampling.shift), "ode2", 0.0)
-    policy, seeds = trainer.policy, torch.tensor([1])
-    conditions = policy.conditioning_table(table.sigmas[:-1], trainer.embeddings)
-    x = initial_latents(seeds, trainer.latent_shape, policy.device)
-    x = rollout(policy, table, table.coefficients(1), conditions, [PROMPT], seeds, x)
-    torch.testing.assert_close(ours, trainer.model.decoder.submit(x).result()[0])
-    (first_order,) = generate(settings(eval__steps=2), trainer.model, [PROMPT], trainer.embeddings, seeds)
-    assert not torch.allclose(ours, first_order, atol=1e-3)
 
 
 def test_samples_are_those_of_evaluations() -> None:

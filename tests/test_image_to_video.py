@@ -175,7 +175,7 @@ def test_ode_rollout_and_decode_reproduce_the_pipeline(
     latents = initial_latents(torch.tensor([1, 2]), SPACE, CPU)
     table = transition_table(sigma_schedule(steps, SHIFT), "ode", 0.0)
     conditions = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
-    coefs, seeds = table.coefficients(latents[0].numel()), torch.tensor([1, 2])
+    coefs, seeds = table.coefficients(), torch.tensor([1, 2])
     ours = rollout(model.policy, table, coefs, conditions, KEYS, seeds, latents)
     videos = model.decoder(ours)
     pipeline.guider.guidance_scale = guidance_scale

@@ -38,7 +38,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
         ),
         (
             {"sampling.sampler": "ode", "objective.surrogate": "nft", "kl.beta_pos": "0", "kl.beta_vel": "0"},
-            "DiffusionNFT variant: ODE rollouts, equalizer, beta 1, no KL",
+            "DiffusionNFT variant: ODE rollouts, beta 1, no KL",
         ),
         (
             {"objective.surrogate": "awm", "kl.feedback": "none", "kl.strategy": "fixed"},

@@ -434,7 +434,7 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     table = transition_table(sigma_schedule(steps, 3.0), "sage", 0.7)
     conditions = policy.conditioning_table(table.sigmas[:-1], embeddings).of([""] * batch)
     x, step = torch.randn(batch, 32, 8, 16, 16), torch.zeros(1, dtype=torch.int64)
-    coefs, seeds = table.coefficients(1), torch.zeros(batch, dtype=torch.int64)
+    coefs, seeds = table.coefficients(), torch.zeros(batch, dtype=torch.int64)
     denoise(policy, coefs, conditions.at(step), seeds, x, step)  # makes the rotary table
     weights = [p._buffer for p in policy.forward.projections]
     with Live(x, *transformer.parameters(), *weights) as live:

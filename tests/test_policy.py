@@ -426,7 +426,7 @@ def test_ode_rollout_reproduces_the_pipeline(
     ours = rollout(
         model.policy,
         table,
-        table.coefficients(latents[0].numel()),
+        table.coefficients(),
         model.policy.conditioning_table(table.sigmas[:-1], embeddings),
         prompts,
         torch.tensor([1, 2]),

@@ -239,7 +239,7 @@ def recorded(count: int, room: float = math.inf) -> tuple[StepGraphs, list[str]]
     policy, graphs = model.policy, step_graphs(model.policy, model.spec.cost(config), room)
     assert graphs is not None
     table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
-    coefs = table.coefficients(2560).to(CUDA)
+    coefs = table.coefficients().to(CUDA)
     conditioning = policy.conditioning_table(table.sigmas[:-1], embeddings([PROMPT]))
     for index in range(count):
         seeds = sample_seeds(0, index, 0, range(2))
@@ -300,7 +300,7 @@ def test_a_step_never_waits_where_the_stock_forward_waits_for_every_sample(given
     with PretendCuda() as device:
         ours = tiny_model(settings(), device=CUDA).policy
         table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
-        coefs, seeds = table.coefficients(2560).to(CUDA), torch.arange(3, device=CUDA)
+        coefs, seeds = table.coefficients().to(CUDA), torch.arange(3, device=CUDA)
         latents, step = initial_latents(seeds, LATENT_SHAPE, CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
         counts = []
         for policy in (StockPolicy(ours.transformer, dtype=torch.float32), ours):

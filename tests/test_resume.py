@@ -102,7 +102,6 @@ OTHERS: dict[str, Any] = {
     "sampling.width": 64,
     "sampling.shift": 4.0,
     "sampling.guidance_scale": 2.0,
-    "eval.sampler": "ode2",
     "reward.name": "testbed-judge",
     "reward.args": {"folder": 1},
     "reward.normalisation": {"vq": [1.0, 2.0]},

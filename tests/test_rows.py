@@ -19,7 +19,7 @@ from sage_fast.algorithm.objective import (
     SurrogateRow,
     outside_clip_range,
 )
-from sage_fast.algorithm.schedule import check_log_prob, check_trainable
+from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.engines import ENGINES, OPTIMIZERS
 from sage_fast.config.schema import Config, ObjectiveConfig
@@ -69,10 +69,6 @@ def test_a_surrogate_that_clips_has_all_that_goes_with_a_ratio(monkeypatch: pyte
     mine.train.parity_gate = True
     mine.objective.clip_range, mine.objective.ratio = 1e-3, "plain"
     assert "log_prob/rounding" in iteration(mine)
-
-    mine.objective.log_prob = "sum"
-    with pytest.raises(UserError, match="the nearest choice is 'mean'"):
-        check_log_prob(mine.objective, mine.sampling, 30_000_000)
 
 
 def test_a_surrogate_of_the_forward_process_trains_with_the_ode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_conditions_are_keyed_by_anything(folder: Path, guidance: float) -> None
     table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
     shape, seeds = model.latent_shape(config.sampling), torch.arange(2)
     known, noise = model.policy.conditioning_table(table.sigmas[:-1], conditions), initial_latents(seeds, shape, CPU)
-    given = model.policy, table, table.coefficients(math.prod(shape)), known
+    given = model.policy, table, table.coefficients(), known
     both, alone = rollout(*given, keys, seeds, noise), rollout(*given, keys[1:], seeds[1:], noise[1:])
     torch.testing.assert_close(both[1:], alone, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(both[1:], rollout(*given, keys[:1], seeds[1:], noise[1:]), rtol=1e-4, atol=1e-5)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.algorithm.schedule import configured_table, windows
-from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.fields import require
-from sage_fast.config.schema import EvalConfig, ObjectiveConfig, Sampler, SamplingConfig
+from sage_fast.config.schema import ObjectiveConfig, SamplingConfig
 from sage_fast.models.spec import Distillation
 
 LARGEST_ETA = 0.2
@@ -15,13 +14,11 @@ LARGEST_NOISE_LEFT = 0.1
 """Standard deviation of the noise on a final latent above which a distilled checkpoint gets a warning."""
 
 
-def check_distilled(
-    distillation: Distillation | None, objective: ObjectiveConfig, sampling: SamplingConfig, evaluation: EvalConfig
-) -> None:
+def check_distilled(distillation: Distillation | None, objective: ObjectiveConfig) -> None:
     """Check that the settings suit a model that may predict the mean velocity of a step, before it is loaded.
 
     Raises:
-        UserError: it does, with a surrogate for the velocity at one noise level or a sampler of second order.
+        UserError: it does, with a surrogate for the velocity at one noise level.
     """
     require(
         distillation is None or not distillation.mean_velocity or SURROGATES[objective.surrogate].scores_rollout,
@@ -29,19 +26,6 @@ def check_distilled(
         objective.surrogate,
         "fits the velocity at one noise level, and model.path is a step-distilled model, whose velocity is the mean "
         "over a step: its videos would blur; the nearest choice is 'clip'",
-    )
-    check_sampler(distillation, "sampling.sampler", sampling.sampler)
-    check_sampler(distillation, "eval.sampler", evaluation.sampler)
-
-
-def check_sampler(distillation: Distillation | None, key: str, sampler: Sampler) -> None:
-    """Check one of the samplers, as `check_distilled` does."""
-    require(
-        distillation is None or not distillation.mean_velocity or SAMPLERS[sampler].extrapolation is None,
-        key,
-        sampler,
-        "corrects an error that the steps of model.path, a step-distilled model, do not have; the nearest choice is "
-        "'ode'",
     )
 
 

@@ -44,14 +44,12 @@ class Scored:
     Attributes:
         log_ratio: log-ratio to the rollout policy, centred and normalised where the settings say so.
         kl_old: KL to the rollout policy, in closed form.
-        drift: bias x KL, which is minus the expected plain log-ratio under the rollout policy.
         advantage: A_i.
         errors: errors of the predicted final sample, for a row that uses them.
     """
 
     log_ratio: Tensor
     kl_old: Tensor
-    drift: Tensor
     advantage: Tensor
     errors: Errors | None = None
 
@@ -86,15 +84,10 @@ def _plain_log_prob(scored: Scored, objective: ObjectiveConfig) -> Tensor:
 
 
 def _nft(scored: Scored, objective: ObjectiveConfig) -> Tensor:
-    """Negative DiffusionNFT loss (arXiv 2509.16117) times advantage_clamp / beta, up to a constant.
+    """Negative DiffusionNFT loss (arXiv 2509.16117) on x0 times advantage_clamp / beta.
 
-    The log-ratio is the centred one of the noised sample (docs/explanation/forward-process.md).
+    Each branch is divided by its mean error.
     """
-    return scored.advantage * scored.log_ratio - objective.nft_beta * objective.advantage_clamp * scored.drift
-
-
-def _nft_adaptive(scored: Scored, objective: ObjectiveConfig) -> Tensor:
-    """Negative DiffusionNFT loss on x0, each branch divided by its mean error, times advantage_clamp / beta."""
     errors, beta, clamp = scored.errors, objective.nft_beta, objective.advantage_clamp
     assert errors is not None
     even = errors.rollout + beta**2 * errors.moved
@@ -137,10 +130,8 @@ SURROGATES = {
     "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, clipped=outside_clip_range, uses_ratio=True),
     "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio, clipped=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
-    "nft": SurrogateRow(title="DiffusionNFT variant", value=_nft, centred=True, scores_rollout=False, has_beta=True),
-    "nft_adaptive": SurrogateRow(
-        title="DiffusionNFT variant (adaptive weights)", value=_nft_adaptive, centred=True, uses_errors=True,
-        scores_rollout=False, has_beta=True,
+    "nft": SurrogateRow(
+        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True, scores_rollout=False, has_beta=True
     ),
     "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=False),
 }  # fmt: skip
@@ -327,14 +318,13 @@ def sage_loss(objective: Objective, replayed: Replayed, steps: StepConstants, kl
     surrogate, strategy, kl = objective.surrogate, objective.strategy, objective.kl
     kl_old, log_ratio = replayed.kl_old, replayed.log_prob - replayed.log_prob_old
     weight = steps.equalizer if objective.equalizes else torch.ones_like(steps.equalizer)
-    drift = steps.bias * kl_old
     if objective.centres_ratio:
         # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
-        log_ratio = log_ratio + drift
+        log_ratio = log_ratio + steps.bias * kl_old
         if objective.normalises_ratio:
             log_ratio, weight = steps.equalizer * log_ratio, weight / steps.equalizer
     errors = errors_on_x0(replayed, steps.row) if surrogate.uses_errors else None
-    scored = Scored(log_ratio=log_ratio, kl_old=kl_old, drift=drift, advantage=replayed.advantage, errors=errors)
+    scored = Scored(log_ratio=log_ratio, kl_old=kl_old, advantage=replayed.advantage, errors=errors)
     policy = -weight * surrogate.value(scored, objective.settings)
     velocity = kl_old if objective.closed_form else replayed.log_prob_old - replayed.log_prob
     regularizer = torch.zeros_like(policy)

@@ -12,7 +12,6 @@ from sage_fast.algorithm.iteration_samples import Sample
 from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import SURROGATES, Objective, SurrogateRow
 from sage_fast.algorithm.transitions import (
-    REDUCTIONS,
     SAMPLERS,
     TransitionTable,
     forward_table,
@@ -21,7 +20,7 @@ from sage_fast.algorithm.transitions import (
 )
 from sage_fast.config.fields import require
 from sage_fast.config.rank_checks import check_ranks
-from sage_fast.config.schema import Config, ObjectiveConfig, SamplingConfig, TrainConfig
+from sage_fast.config.schema import Config, SamplingConfig, TrainConfig
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import world_size
 from sage_fast.util.seeding import derive_seed, permutation
@@ -172,27 +171,6 @@ def _check_kl(objective: Objective) -> None:
         "kl.feedback",
         kl.feedback,
         f"strategy {kl.strategy!r} has a gradient to hold only with kl.velocity_term = closed_form",
-    )
-
-
-def check_log_prob(objective: ObjectiveConfig, sampling: SamplingConfig, numel: int) -> None:
-    """Check that float32 can resolve the clip range in a log-prob summed over `numel` elements.
-
-    Raises:
-        UserError: adjacent float32 values at the size of the sum differ by more than a tenth of the clip range.
-    """
-    surrogate = SURROGATES[objective.surrogate]
-    if not REDUCTIONS[objective.log_prob].sums or not surrogate.uses_ratio:
-        return
-    c = scored_table(configured_table(sampling), surrogate).c
-    size = numel * float((c[c > 0].log() + 0.5 * math.log(2 * math.pi) + 0.5).abs().max())
-    spacing = 2.0 ** (math.floor(math.log2(size)) - 23)
-    require(
-        spacing <= objective.clip_range / 10,
-        "objective.log_prob",
-        objective.log_prob,
-        f"the sum over {numel:,} elements is about {size:.1e}, where float32 has steps of {spacing:.1e}, above a tenth "
-        f"of objective.clip_range ({objective.clip_range:.1e}); the nearest choice is 'mean'",
     )
 
 

@@ -3,8 +3,7 @@
 Rectified flow writes x_s = (1-s) x0 + s z with velocity v = dx/ds = z - x0, so x0_hat = x - s v,
 z_hat = x + (1-s) v and score = -z_hat / s. For every sampler of this field, a step from s = sigma_t to n = sigma_{t+1}
 is an affine Gaussian transition, and its three scalars depend only on the step. This module computes them once, on the
-host in float64; the operators in `sage_fast.ops` read the finished table. A second-order sampler takes the step along
-v + w (v - v_before), with the velocity of the step before; w is a fourth scalar.
+host in float64; the operators in `sage_fast.ops` read the finished table.
 
     SDE family, integrated variance S, d = s - n           coefficient-preserving family, r = noise that is kept
         a = 1 - S/(2s)                                          a = (1-n) + r
@@ -62,12 +61,6 @@ def _coefficient_preserving(s: Tensor, n: Tensor, kept: Tensor, c: Tensor) -> tu
 def _ode(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
     """Euler step of the ODE; `eta` has no effect."""
     return _sde(s, n, torch.zeros_like(s))
-
-
-def _two_step(s: Tensor, n: Tensor) -> Tensor:
-    """Return w of the two-step Adams-Bashforth method: half the ratio of a step to the one before; 0 for the first."""
-    d = s - n
-    return torch.cat([torch.zeros(1, dtype=d.dtype), d[1:] / (2 * d[:-1])])
 
 
 def _dance(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,14 +130,12 @@ class SamplerRow:
     Attributes:
         step: (s, n, eta) -> a, b, c; float64 `[T]` each.
         largest_eta: largest eta for which the sampler is defined.
-        extrapolation: (s, n) -> w, float64 `[T]`; for a sampler that uses the velocity of the step before.
         notes: (s, n, c) -> sentences on clamped or unusual steps.
         log_corrected: integrates the SDE of eta^2 s/(1-s) over the step, as SAGE-GRPO does, instead of its first order.
     """
 
     step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
     largest_eta: float = math.inf
-    extrapolation: Callable[[Tensor, Tensor], Tensor] | None = None
     notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
     log_corrected: bool = False
 
@@ -157,24 +148,21 @@ SAMPLERS = {
     "dance-precise": SamplerRow(step=_dance_precise),
     "precise": SamplerRow(step=_precise, log_corrected=True),
     "ode": SamplerRow(step=_ode),
-    "ode2": SamplerRow(step=_ode, extrapolation=_two_step),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReductionRow:
-    """Reduction of the log-prob over the elements of a sample.
+    """Reduction of the log-prob over the elements of a sample: the mean.
 
     Attributes:
-        sums: sum over the elements instead of the mean.
         scaled: Gaussian log-prob; otherwise -mean((x_next - mean)^2).
     """
 
-    sums: bool = False
     scaled: bool = True
 
 
-REDUCTIONS = {"mean": ReductionRow(), "sum": ReductionRow(sums=True), "unscaled": ReductionRow(scaled=False)}
+REDUCTIONS = {"mean": ReductionRow(), "unscaled": ReductionRow(scaled=False)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # tensors have no equality that is a bool
@@ -187,7 +175,6 @@ class TransitionTable:
         a: float64 `[T]`; the mean is a x + b v.
         b: float64 `[T]`.
         c: float64 `[T]`, the standard deviation. Rows with c = 0 are deterministic.
-        extrapolation: float64 `[T]`, w of a second-order sampler, which replaces v by v + w (v - v_before); else None.
         notes: sentences on clamped or unusual rows.
     """
 
@@ -196,7 +183,6 @@ class TransitionTable:
     a: Tensor
     b: Tensor
     c: Tensor
-    extrapolation: Tensor | None = None
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -238,35 +224,33 @@ class TransitionTable:
             excess.append(max(variance - n**2, 0.0) ** 0.5)
         return torch.tensor(excess, dtype=torch.float64)
 
-    def _log_prob_weight(self, reduction: str, numel: int) -> Tensor:
+    def _log_prob_weight(self, reduction: str) -> Tensor:
         """Return the factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
         if reduction not in REDUCTIONS:
             raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, REDUCTIONS)}")
         row, noisy = REDUCTIONS[reduction], self.c > 0
         if not row.scaled:
             return torch.where(noisy, -1.0, 0.0).double()
-        return torch.where(noisy, -(numel if row.sums else 1) / (2 * self.c.square()), 0.0)
+        return torch.where(noisy, -1 / (2 * self.c.square()), 0.0)
 
-    def coefficients(self, numel: int, reduction: str = "mean") -> Tensor:
+    def coefficients(self, reduction: str = "mean") -> Tensor:
         """Return the table in the form the operators read.
 
         Args:
-            numel: elements of one sample; only `reduction="sum"` depends on it.
-            reduction: `mean` (mean log-prob per element), `sum`, or `unscaled` (-mean((x_next - mean)^2), as the
-                authors of cps use).
+            reduction: `mean` (mean log-prob per element), or `unscaled` (-mean((x_next - mean)^2), as the authors of
+                cps use).
 
         Returns:
             float32 `[T, 6]`, rows (a, b, c, w, k, m) with log-prob = w mean((x_next - a x - b v)^2) + k and
             KL = m mean((v - v_anchor)^2) (Eq. 11 with 2 x variance). Logarithms and quotients are computed here in
             float64. w = k = m = 0 where c = 0.
         """
-        w = self._log_prob_weight(reduction, numel)
+        w = self._log_prob_weight(reduction)
         row, noisy = REDUCTIONS[reduction], self.c > 0
-        scale = numel if row.sums else 1
-        k = torch.where(noisy, -scale * (self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
+        k = torch.where(noisy, -(self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
         if not row.scaled:
             k = torch.zeros_like(k)
-        m = torch.where(noisy, scale * self.b.square() / (2 * self.c.square()), 0.0)
+        m = torch.where(noisy, self.b.square() / (2 * self.c.square()), 0.0)
         return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
 
     def gradient_scale(self, reduction: str = "mean") -> Tensor:
@@ -274,7 +258,7 @@ class TransitionTable:
 
         |b| is the sensitivity of the mean to the network; for the mean log-prob N_t = |b|/c.
         """
-        return 2 * self._log_prob_weight(reduction, 1).abs() * self.b.abs() * self.c
+        return 2 * self._log_prob_weight(reduction).abs() * self.b.abs() * self.c
 
     def log_ratio_bias(self, reduction: str = "mean") -> Tensor:
         """Return -E[log-ratio] under the rollout policy in units of the KL, float64 `[T]`: 1 for a true log-prob.
@@ -317,10 +301,7 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
     a, b, c = row.step(s, n, float(eta))
-    extrapolation = row.extrapolation(s, n) if row.extrapolation is not None else None
-    return TransitionTable(
-        sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, extrapolation=extrapolation, notes=row.notes(s, n, c)
-    )
+    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(s, n, c))
 
 
 def forward_table(sigmas: Tensor) -> TransitionTable:

@@ -54,7 +54,7 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         f"sampling.sampler {sampling.sampler}). Trained at guidance scale "
         f"{sampling.guidance_scale:g}, shift {sampling.shift:g}, {sampling.num_frames} frames of {sampling.width} x "
         f"{sampling.height}; evaluated at guidance scale {config.eval_guidance_scale:g} with "
-        f"{config.eval.steps} steps of {config.eval.sampler}.",
+        f"{config.eval.steps} steps of the ODE.",
         "Use": _use(base, files, spec, sampling, config.eval.steps, lora=lora),
         "Held-out prompts": _evaluation(run, iteration),
         "Settings": f"```yaml\n{_settings(config, base)}```",

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.distilled import check_sampler
 from sage_fast.commands.sources import Source
 from sage_fast.config.schema import AttentionBackend, Config, DataConfig, RewardConfig, SamplingConfig
 from sage_fast.data.prompts import Prompt, metadata_of
@@ -80,8 +79,7 @@ def run_eval(
     if len(videos) < len(sources):
         known = [prompt.key for prompt in files[1]]
     for path in dict.fromkeys(source.config.model.path for source in sources if source.config is not None):
-        check_task(files[1], spec := find_spec(path, fetch=True))
-        check_sampler(spec.distillation, "eval.sampler", config.eval.sampler)
+        check_task(files[1], find_spec(path, fetch=True))
     metadata = _metadata([*files[0], *files[1]], videos.values())
     further = _scorers(scorers, config.reward, config.sampling, known, metadata)
     evaluator = _Evaluator(sources, config, further, videos, metadata)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from sage_fast.config.schema import TrainConfig
 from sage_fast.util.errors import UserError
 
@@ -38,7 +36,7 @@ def check_sequence_parallel(size: int, ranks: int) -> int:
         ranks: number of ranks of the run.
 
     Raises:
-        UserError: `size` does not divide the ranks, or DeepSpeed is not installed.
+        UserError: `size` does not divide the ranks.
     """
     if ranks % size:
         more = (
@@ -47,11 +45,6 @@ def check_sequence_parallel(size: int, ranks: int) -> int:
         raise UserError(
             f"model.sequence_parallel = {size}: expected a divisor of the number of ranks, which is {ranks}; the "
             f"nearest is {_largest_divisor(ranks, size)}, or start {more}"
-        )
-    if size > 1 and importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            f"model.sequence_parallel = {size}: needs DeepSpeed, which is not installed: pip install "
-            "'sage-fast[deepspeed]'; or set 1"
         )
     return ranks // size
 

@@ -16,10 +16,11 @@ from sage_fast.config.fields import Section, is_finite, within
 from sage_fast.config.secrets import bare_address
 from sage_fast.util.errors import UserError, nearest
 
-Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "ode", "ode2"]
-ODESampler = Literal["ode", "ode2"]
-Reduction = Literal["mean", "sum", "unscaled"]
-Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "nft_adaptive", "awm"]
+Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "ode"]
+ODE_SAMPLERS = ("ode",)
+"""Samplers without noise."""
+Reduction = Literal["mean", "unscaled"]
+Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "awm"]
 Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
@@ -113,8 +114,8 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     sampler: Sampler = "sage"
-    """Rule of a denoising step (docs/explanation/samplers.md). `ode` and `ode2`, which is of second order, add no noise
-    and can only be trained with a surrogate that re-noises the final samples, such as nft."""
+    """Rule of a denoising step (docs/explanation/samplers.md). `ode` adds no noise and can
+    only be trained with a surrogate that re-noises the final samples, such as nft."""
     eta: float = within(0.5, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
@@ -320,11 +321,10 @@ class ObjectiveConfig(Section):
     surrogate: Surrogate = "clip"
     """`clip`: clipped ratio. `kl_mask`: the ratio, masked by the KL to the rollout policy instead of clipped.
     `log_prob`: the plain log-prob of Eq. 43, without a ratio. The others re-noise the final samples and so train with
-    any sampler, including `ode`. `nft`: DiffusionNFT. `nft_adaptive`: with the weighting of its published code. `awm`:
+    any sampler, including `ode`. `nft`: DiffusionNFT, with the weighting of its published code. `awm`:
     advantage-weighted matching."""
     nft_beta: float = within(1.0, above=0)
-    """Beta of `nft` and `nft_adaptive`. The distance of the optimum from the rollout policy is proportional to
-    1 / beta."""
+    """Beta of `nft`. The distance of the optimum from the rollout policy is proportional to 1 / beta."""
     kl_limit: float = within(1e-5, above=0)
     """`kl_mask` masks a transition that moves away from the rollout policy when its KL to it is above this. Per element
     with objective.log_prob = mean. Takes effect from the second update of an iteration on, with
@@ -337,10 +337,9 @@ class ObjectiveConfig(Section):
     """The ratio of a transition is clipped to [1 - clip_range, 1 + clip_range]."""
     log_prob: Reduction = "mean"
     """Reduction of the log-prob over the elements of a sample. `unscaled` is -mean((x_next - mu)^2). No effect on
-    the policy term of `nft_adaptive`; it scales the KL."""
+    the policy term of `nft`; it scales the KL."""
     equalizer: bool = True
-    """Apply the temporal gradient equalizer S_t (Eq. 9). No effect on `nft_adaptive`, which weighs the noise levels
-    itself."""
+    """Apply the temporal gradient equalizer S_t (Eq. 9). No effect on `nft`, which weighs the noise levels itself."""
     balanced_rewards: bool = False
     """Normalise each part of the reward over its group before the weighted sum; with `advantage_std` = batch this
     is GDPO. Needs at least two parts with a weight."""
@@ -483,9 +482,7 @@ class EvalConfig(Section):
     interval: int = within(0, least=0)
     """Iterations between evaluations; 0: only before and after the run."""
     steps: int = within(40, least=1, most=1000)
-    """ODE steps."""
-    sampler: ODESampler = "ode"
-    """Euler steps, as in diffusers' pipeline, or `ode2`, which comes as near to the exact solution in fewer steps."""
+    """Euler steps of the ODE, as in diffusers' pipeline."""
     guidance_scale: float | None = within(None, least=1)
     """Classifier-free guidance scale of evaluations and of `sage-fast sample`. If not given, that of training,
     sampling.guidance_scale."""

@@ -120,9 +120,9 @@ def video_chunks(
         pause: called after each step; an exception it raises ends the sampling.
         graphs: CUDA graphs to replay steps from.
     """
-    table = transition_table(sigma_schedule(settings.steps, sampling.shift), settings.sampler, 0.0)
+    table = transition_table(sigma_schedule(settings.steps, sampling.shift), "ode", 0.0)
     device = model.policy.device
-    coefs = table.coefficients(1).to(device)
+    coefs = table.coefficients().to(device)
     shape = model.latent_shape(sampling)
     # Prompts of equal length share a forward, without padding.
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)

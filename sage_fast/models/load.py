@@ -16,6 +16,7 @@ from sage_fast.config.fields import is_hub_id
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION, check_attention
+from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.attention.trial import Trial, fastest, measure_attention, try_attention
 from sage_fast.models.hub import progress_bars_of, reachable
 from sage_fast.models.lora.adapter import ADAPTER, add_lora, load_lora
@@ -189,9 +190,6 @@ def load_model(
     else:
         notes = spec.notes(sampling)
     if (group := sequence_group()) is not None:
-        # Imported only here: it needs DeepSpeed, which is optional.
-        from sage_fast.models.attention.sequence import SequenceParallel
-
         policy.enable_sequence_parallel(SequenceParallel(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
     choose_attention(model, config.attention, sampling, needs_agreement)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from sage_fast.models.policy import Policy, UnshardedStates
@@ -30,12 +31,41 @@ from sage_fast.parallel import engine_settings
 from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
-from sage_fast.util.deepspeed_private import check_version, join_deepspeed
+from sage_fast.util.console import wrapped
 from sage_fast.util.ranks import all_reduce, collective_device, data_size, rank, start_alone, world_size
 
 # DeepSpeed calls these by their old names, thousands of times an iteration.
 _OLD_NAMES = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base"
 warnings.filterwarnings("ignore", rf"`torch\.distributed\.({_OLD_NAMES})` is ", FutureWarning)
+
+
+log = logging.getLogger(__name__)
+
+TESTED = "0.19"
+"""Minor version whose insides this file was written for. Another fails only where something is missing."""
+
+
+@functools.cache
+def check_version() -> None:
+    """Warn, once in a process, if the installed minor version of DeepSpeed is not the tested one."""
+    if deepspeed.__version__.split(".")[:2] != TESTED.split("."):
+        warning = (
+            f"warning: DeepSpeed {deepspeed.__version__} is not tested with sage-fast, which uses some of its insides; "
+            f"tested is {TESTED}: pip install 'deepspeed=={TESTED}.*'"
+        )
+        log.warning(wrapped(warning))
+
+
+def join_deepspeed() -> None:
+    """Make DeepSpeed use the existing process group and its timeout.
+
+    It would create a group of its own, whose timeout no argument sets.
+    """
+    # An inference operator that is never called here. On a CPU, DeepSpeed would compile it at start and print so.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.comm.init_distributed(verbose=False)
+    groups._WORLD_GROUP = dist.group.WORLD
 
 
 class ZeroEngine(PlainEngine):

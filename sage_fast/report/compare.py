@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
 
-from sage_fast.config.schema import ODESampler
+from sage_fast.config.schema import ODE_SAMPLERS
 from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import columns_of, paired_table
 from sage_fast.eval.videoset import VideoSet, check_prompts, of_run, read_folder, scorers_of, shown_name, table
@@ -123,7 +122,7 @@ def _differing(runs: Mapping[str, RunFiles]) -> list[list[str]]:
 
 def _acts(key: str, run: RunFiles) -> bool:
     if key == "sampling.eta":
-        return run.settings.get("sampling.sampler") not in get_args(ODESampler)
+        return run.settings.get("sampling.sampler") not in ODE_SAMPLERS
     return not key.startswith("kl.") or key == "kl.strategy" or charts.is_on(run.rows, "kl/lambda")
 
 

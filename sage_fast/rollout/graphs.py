@@ -1,7 +1,7 @@
 """CUDA graphs of a denoising step: one launch from the host instead of thousands.
 
 A graph holds the transformer and the fused transition over buffers at fixed addresses: latents, step index, seeds,
-coefficients, conditioning and a sampler's history. A step copies its latents and index into the buffers and replays.
+coefficients and conditioning. A step copies its latents and index into the buffers and replays.
 A graph is tied to the addresses of the weights. The next rollout sees in-place updates (the optimizer,
 `Policy.using`); if weights or adapters are replaced, it records a new graph.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sage_fast.models.interface import BatchConditions
 from sage_fast.models.policy import Policy
-from sage_fast.rollout.step import History, denoise
+from sage_fast.rollout.step import denoise
 from sage_fast.util.errors import first_line
 
 log = logging.getLogger(__name__)
@@ -44,17 +44,15 @@ class StepInputs(NamedTuple):
     conditions: BatchConditions
     seeds: Tensor
     latents: Tensor
-    history: History | None
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors in a fixed order."""
-        return [self.coefs, self.seeds, self.latents, *(self.history or ()), *self.conditions.tensors()]
+        return [self.coefs, self.seeds, self.latents, *self.conditions.tensors()]
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> StepInputs:
         """Return the same inputs with other tensors, in the order of `tensors()`."""
         coefs, seeds, latents = next(tensors), next(tensors), next(tensors)
-        history = None if self.history is None else History(next(tensors), next(tensors))
-        return StepInputs(coefs, self.conditions.with_tensors(tensors), seeds, latents, history)
+        return StepInputs(coefs, self.conditions.with_tensors(tensors), seeds, latents)
 
 
 class StepGraph:
@@ -81,8 +79,8 @@ class StepGraph:
 
     def run(self) -> tuple[Tensor, ...]:
         """Run the step over the buffers, one kernel at a time."""
-        coefs, conditions, seeds, x, history = self._inputs
-        return denoise(self._policy, coefs, conditions.at(self._step), seeds, x, self._step, history)
+        coefs, conditions, seeds, x = self._inputs
+        return denoise(self._policy, coefs, conditions.at(self._step), seeds, x, self._step)
 
     def load(self, inputs: StepInputs) -> None:
         """Copy a rollout's inputs into the buffers."""
@@ -130,14 +128,12 @@ class StepGraphs:
         self._timed: set[tuple[Any, ...]] = set()
         self._failed = False
 
-    def prepare(
-        self, coefs: Tensor, conditions: BatchConditions, seeds: Tensor, latents: Tensor, history: History | None = None
-    ) -> StepGraph | None:
+    def prepare(self, coefs: Tensor, conditions: BatchConditions, seeds: Tensor, latents: Tensor) -> StepGraph | None:
         """Return the graph for these shapes, loaded with these values; None if the steps run without one.
 
         A shape's first rollout runs without one: it compiles the kernels, and the shape may not recur.
         """
-        inputs = StepInputs(coefs, conditions, seeds, latents, history)
+        inputs = StepInputs(coefs, conditions, seeds, latents)
         self.policy.refresh()  # a replay does not do this
         shapes = tuple((t.shape, t.dtype) for t in inputs.tensors())
         key = (weights_key(self.policy), self.policy.guidance_scale, shapes)

@@ -1,8 +1,8 @@
 """The denoising loop: drive a policy through a transition table and pass each step on for storage.
 
-Each step is one velocity (two with guidance) and one fused `transition_step`; a second-order sampler mixes in the
-velocity of the step before. Latents stay float32 between steps, so rollout and training see the same numbers. All
-randomness is a function of a sample's seed, so a sample comes out the same in any batch and on any rank.
+Each step is one velocity (two with guidance) and one fused `transition_step`. Latents stay float32 between steps, so
+rollout and training see the same numbers. All randomness is a function of a sample's seed, so a sample comes out the
+same in any batch and on any rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sage_fast.models.interface import ConditionTable, Key
 from sage_fast.models.policy import Policy
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
 from sage_fast.rollout.graphs import StepGraphs
-from sage_fast.rollout.step import History, denoise
+from sage_fast.rollout.step import denoise
 from sage_fast.util.profiling import annotate
 
 Record = Callable[[int, Tensor, Tensor, Tensor, Callable[[], Tensor]], None]
@@ -97,7 +97,7 @@ def rollout(
         keys: condition keys of B samples.
         seeds: int64 `[B]`, noise key of each sample.
         latents: float32 `[B, C, T, H, W]` before the first of `steps`; at sigma = 1 by default.
-        steps: consecutive steps to run, all by default. A sampler of second order starts at step 0.
+        steps: consecutive steps to run, all by default.
         record: called with the results of every step (`Trajectories.record`).
         on_step: called after every step (progress).
         graphs: CUDA graphs to replay steps from; results are bit-identical.
@@ -107,9 +107,8 @@ def rollout(
     """
     conditions = conditioning.of(keys)
     seeds = seeds.to(policy.device)
-    history = History.of(table, latents)
     steps = range(len(table)) if steps is None else steps
-    graph = graphs.prepare(coefs, conditions, seeds, latents, history) if graphs is not None else None
+    graph = graphs.prepare(coefs, conditions, seeds, latents) if graphs is not None else None
     index = torch.arange(len(table), device=policy.device)
     x = latents
     for t in steps:
@@ -118,7 +117,7 @@ def rollout(
             if graph is not None:
                 x, x_next, log_prob, *velocities = graph.step(x, step)
             else:
-                x_next, log_prob, *velocities = denoise(policy, coefs, conditions.at(step), seeds, x, step, history)
+                x_next, log_prob, *velocities = denoise(policy, coefs, conditions.at(step), seeds, x, step)
             if record is not None:
                 record(t, x, x_next, log_prob, functools.partial(policy.guided, *velocities))
         x = x_next

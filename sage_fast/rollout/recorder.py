@@ -76,8 +76,8 @@ def seconds_of(graph: StepGraph) -> tuple[float, float]:
 def graph_bytes(cost: Cost, sampling: SamplingConfig, model: ModelConfig, train: TrainConfig) -> float:
     """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
 
-    They do if weights are gathered and released (ZeRO-3), and if ranks share samples, because DeepSpeed issues their
-    exchanges from the host.
+    They do if weights are gathered and released (ZeRO-3), and if ranks share samples, whose exchanges are not
+    recorded.
     """
     alone = not ENGINES[train.engine].gathers and model.sequence_parallel == 1
     return cost.step + MAX_GRAPHS * cost.context if sampling.cuda_graphs and alone else 0.0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.transitions import SAMPLERS
-from sage_fast.config.schema import ODESampler, SamplingConfig
+from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig
 
 
 def method_of(objective: Objective, sampling: SamplingConfig) -> str:
@@ -17,7 +15,7 @@ def method_of(objective: Objective, sampling: SamplingConfig) -> str:
     """
     sampler, equalized, row = sampling.sampler, objective.equalizes, objective.surrogate
     own = row.scores_rollout and SAMPLERS[sampler].log_corrected and equalized
-    noisy = sampler not in get_args(ODESampler)
+    noisy = sampler not in ODE_SAMPLERS
     words = [f"{sampler} SDE, eta {sampling.eta:g}" if noisy else f"{sampler.upper()} rollouts"]
     if noisy and sampling.sde_window:
         words.append(f"noise in {sampling.sde_window} of {sampling.steps} steps")

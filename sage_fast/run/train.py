@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import pkgutil
 import shutil
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.schedule import check_log_prob, check_trainable
+from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import check_pairs, evaluate, read_evaluation
@@ -113,7 +112,6 @@ class Run:
             config, attention=_attention(config.model.attention, self.folder, resume=resume)
         )
         trajectories = check_trajectories(config, setup.model)
-        check_log_prob(config.objective, config.sampling, math.prod(setup.model.latent_shape(config.sampling)))
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(self.folder, dump(config))

@@ -36,7 +36,7 @@ OPTIONAL = {
     "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton"),
     "flash-attn": ("an attention kernel", ATTENTION["flash"].install),
     "xformers": ("an attention kernel", ATTENTION["xformers"].install),
-    "deepspeed": ("train.engine = zero1 and zero2, model.sequence_parallel", "pip install 'sage-fast[deepspeed]'"),
+    "deepspeed": ("train.engine = zero1 and zero2", "pip install 'sage-fast[deepspeed]'"),
     "wandb": ("a tracker", "pip install 'sage-fast[trackers]'"),
     "trackio": ("a tracker", "pip install 'sage-fast[trackers]'"),
 }

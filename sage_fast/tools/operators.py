@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -275,7 +274,7 @@ def inputs(
         x, v, v_uncond, v_anchor = (random(*shape, of=i) for i in range(4))
         if coefs is None:
             table = transition_table(sigma_schedule(10, 5.0), "flow", 0.7).window(0, 9)
-            coefs = table.coefficients(math.prod(shape[1:]))
+            coefs = table.coefficients()
         coefs = layout(coefs.to(device))
         step = torch.tensor(STEP, device=device)
         if optional:

@@ -390,7 +390,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     """
     spec = find_spec(config.model.path)
     check_trainable(config, ranks)
-    check_distilled(spec.distillation, config.objective, config.sampling, config.eval)
+    check_distilled(spec.distillation, config.objective)
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     check_captions([*train, *heldout], spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -138,7 +137,7 @@ def roll(
     last = rollout(
         policy,
         table,
-        table.coefficients(math.prod(LATENT_SHAPE)).to(policy.device),
+        table.coefficients().to(policy.device),
         policy.conditioning_table(table.sigmas[:-1], embeddings),
         prompts,
         seeds,

@@ -136,8 +136,6 @@ def data_size() -> int:
 def shutdown() -> None:
     global _sequence_group
     _sequence_group = None
-    if (deepspeed_private := sys.modules.get("sage_fast.util.deepspeed_private")) is not None:
-        deepspeed_private.leave_deepspeed()
     if dist.is_initialized():
         dist.destroy_process_group()
 

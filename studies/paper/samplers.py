@@ -275,7 +275,7 @@ def _videos(setup: Setup, table: TransitionTable, prompts: Sequence[str], repeat
     seeds = torch.arange(len(prompts)) + 1000 * repeat
     conditioning = model.policy.conditioning_table(table.sigmas[:-1], {p: setup.embeddings[p] for p in prompts})
     x = initial_latents(seeds, model.latent_shape(setup.config.sampling), model.policy.device)
-    x = rollout(model.policy, table, table.coefficients(1), conditioning, prompts, seeds, x)
+    x = rollout(model.policy, table, table.coefficients(), conditioning, prompts, seeds, x)
     return model.decoder.submit(x).result()
 
 

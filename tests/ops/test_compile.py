@@ -254,7 +254,7 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
     )  # fmt: skip
 
 
-NFT = {"objective__surrogate": "nft_adaptive", "kl__strategy": "none", "sampling__sampler": "ode",
+NFT = {"objective__surrogate": "nft", "kl__strategy": "none", "sampling__sampler": "ode",
        "sampling__averaged_weights": True, "train__ema_decay": 0.7}  # fmt: skip
 
 

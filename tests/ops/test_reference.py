@@ -10,7 +10,7 @@ from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
 
 TABLE = transition_table(sigma_schedule(6, 3.0), "precise", 0.8)  # its last step has c = 0
-COEFS = TABLE.coefficients(12)
+COEFS = TABLE.coefficients()
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:

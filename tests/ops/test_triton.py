@@ -39,7 +39,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def test_rows_without_noise_are_the_mean_and_carry_no_gradient():
-    coefs = transition_table(sigma_schedule(10, 5.0), "ode", 0.7).coefficients(131)
+    coefs = transition_table(sigma_schedule(10, 5.0), "ode", 0.7).coefficients()
     x, _, v, *rest, _ = inputs("transition_score", (2, 131), (FP32,), DEVICE, coefs=coefs)
     coefs, step = rest[-2:]
     x_next, logp = transition_step(x, v, None, None, coefs, step, torch.arange(2, device=DEVICE))

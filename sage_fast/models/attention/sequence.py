@@ -1,11 +1,11 @@
 """One sample on several GPUs (Ulysses, arXiv:2309.14509): each rank of a group holds a part of its tokens.
 
 Everything in a block except attention works token by token, so a rank runs it on its part of the video tokens and its
-part of the text tokens. For attention, DeepSpeed's `DistributedAttention` exchanges tokens for heads: every rank
-attends over all tokens for its share of the heads, with the kernel chosen for the run, and the exchange is undone. It
-gathers equal parts, so a stream whose length the ranks do not divide is padded. Attention ignores token order, so the
-padding is cut out before the kernel and put back after it. This needs no mask, which faster kernels do not accept, and
-no rank has to process all the text on top of its part of the video.
+part of the text tokens. For attention, the ranks exchange tokens for heads: every rank attends over all tokens for its
+share of the heads, with the kernel chosen for the run, and the exchange is undone. The parts are equal, so a stream
+whose length the ranks do not divide is padded. Attention ignores token order, so the padding is cut out before the
+kernel and put back after it. This needs no mask, which faster kernels do not accept, and no rank has to process all the
+text on top of its part of the video.
 
 Latents, text and velocities are whole on every rank. Each rank of a group computes the loss of the same samples, and
 the backward sums the gradients of all ranks' losses with respect to its tokens. Over a group of P ranks, a weight's
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from sage_fast.models.attention.backends import Attention
-from sage_fast.util.deepspeed_private import join_deepspeed
 
 
 class SequenceParallel:
@@ -38,13 +38,9 @@ class SequenceParallel:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # Imported here: DeepSpeed is optional, and importing it takes seconds.
-        from deepspeed.sequence.layer import DistributedAttention
-
-        join_deepspeed()
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._mesh = DeviceMesh.from_group(group, device.type)
-        self._exchange = DistributedAttention(_without_padding, group, scatter_idx=2, gather_idx=1)
+        self._group = group
 
     def part(self, tokens: Tensor) -> Tensor:
         """Return this rank's tokens: `[B, N, ...]` -> `[B, ceil(N / size), ...]`, zero-padded after the last token."""
@@ -72,7 +68,8 @@ class SequenceParallel:
         runs = self._runs(video, text)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            return self._exchange(query, key, value, 0, None, mask, kernel, runs)
+            query, key, value = (_Exchange.apply(t, self._group, 2, 1) for t in (query, key, value))
+            return _Exchange.apply(_without_padding(query, key, value, mask, kernel, runs), self._group, 1, 2)
 
         return attend
 
@@ -99,6 +96,22 @@ class SequenceParallel:
                 lengths += [("token", real), ("padding", -(-count // self.size) - real)]
         present = [(kind, length) for kind, length in lengths if length]
         return [sum(length for _, length in run) for _, run in itertools.groupby(present, key=lambda pair: pair[0])]
+
+
+class _Exchange(torch.autograd.Function):
+    """Cut a tensor along one dimension into a part for each rank, and join the parts from all ranks along another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, joined: int) -> Tensor:
+        ctx.group, ctx.cut, ctx.joined = group, cut, joined
+        sent = torch.stack(tensor.chunk(dist.get_world_size(group), cut))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(grad, ctx.group, ctx.joined, ctx.cut), None, None, None
 
 
 def _without_padding(
