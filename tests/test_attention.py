@@ -1,10 +1,14 @@
 """The attention backends of this machine, and the errors for those that it lacks."""
 
+import fcntl
+import functools
 import importlib.util
 import json
 import math
+import os
 import re
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +24,7 @@ from sage_fast import loading as setup
 from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.loading import load_setup
 from sage_fast.models.attention.backends import ATTENTION, Attention, Backend, check_attention, usable
+from sage_fast.models.attention.flash4 import _package
 from sage_fast.models.attention.trial import LARGEST_ERROR, measure_attention, try_attention
 from sage_fast.models.checkpointing import Recomputation, set_checkpointing
 from sage_fast.models.load import choose_attention
@@ -121,8 +126,9 @@ class Flash4:
         return out.contiguous(), scores.logsumexp(-1).float()
 
     def _flash_attn_bwd(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradient: Tensor, lse: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradient: Tensor, lse: Tensor, *, deterministic: bool
     ) -> tuple[Tensor, ...]:
+        self.deterministic = deterministic
         self.backwards += 1
         scale = q.shape[-1] ** -0.5
         p = torch.exp(scale * torch.einsum("bqhd,bkhd->bhqk", q, k) - lse[..., None])
@@ -134,8 +140,14 @@ class Flash4:
 
 
 @pytest.fixture
-def flash4(monkeypatch: pytest.MonkeyPatch) -> Flash4:
+def flash4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Flash4:
     package = Flash4()
+    monkeypatch.setattr("sage_fast.models.attention.flash4.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("sage_fast.models.attention.flash4._called", set())
+    monkeypatch.setattr("sage_fast.models.attention.flash4._package", functools.cache(_package.__wrapped__))
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "")  # restored at the end
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         module = ModuleType(name)
         vars(module).update(flash_attn_func=package.flash_attn_func, _flash_attn_bwd=package._flash_attn_bwd)
@@ -156,6 +168,37 @@ def test_flash4_is_an_operator_with_a_backward(flash4: Flash4) -> None:
     with torch.no_grad():
         assert torch.equal(ATTENTION["flash4"](*inputs, None), out)
     torch.library.opcheck(torch.ops.sage_fast_flash4.attention.default, inputs)
+
+
+def test_flash4_compiles_once_for_all_processes(flash4: Flash4, tmp_path: Path) -> None:
+    """The first call of a kernel waits for the lock of the cache, which the package is told before its import."""
+    inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
+    (tmp_path / "cache").mkdir()
+    with (tmp_path / "cache" / "lock").open("w") as compiling:
+        fcntl.flock(compiling, fcntl.LOCK_EX)
+        thread = threading.Thread(target=lambda: ATTENTION["flash4"](*inputs, None), daemon=True)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert flash4.forwards == 0
+    thread.join(30)
+    assert flash4.forwards == 1
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "cache")
+    with (tmp_path / "cache" / "lock").open("w") as compiling:
+        fcntl.flock(compiling, fcntl.LOCK_EX)
+        ATTENTION["flash4"](*inputs, None)  # compiled by now: it does not wait
+
+
+def test_flash4_is_deterministic_where_pytorch_is_to_be(flash4: Flash4) -> None:
+    inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
+    for asked in (False, True):
+        torch.use_deterministic_algorithms(asked)
+        try:
+            ATTENTION["flash4"](*inputs, None).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert flash4.deterministic is asked
 
 
 @pytest.mark.parametrize(("mode", "again"), [("attention", 0), ("full", 1)])

@@ -121,6 +121,7 @@ class Backend:
         install: command or hint to install the package.
         lacks: (CUDA device) -> why it cannot run there; empty if it can.
         is_reference: whether the others are compared with it, so that it needs no trial. One row is.
+        sums_dq_in_float32: whether its backward holds the gradient in the queries in float32, which the plan counts.
     """
 
     attend: Attention
@@ -131,6 +132,7 @@ class Backend:
     install: str = ""
     lacks: Callable[[torch.device], str] = lambda device: ""
     is_reference: bool = False
+    sums_dq_in_float32: bool = False
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return self.attend(query, key, value, mask)
@@ -155,6 +157,7 @@ ATTENTION = {
     "flash4": Backend(
         attend=_without_mask(_flash4),
         operators=("sage_fast_flash4::",),
+        sums_dq_in_float32=True,
         package="flash_attn.cute",
         install="pip install 'sage-fast[flash-attn-4]'",
         lacks=_needs_hopper,

@@ -1,25 +1,57 @@
 """FlashAttention 4 as an operator of PyTorch.
 
-The package flash-attn-4 (kernels in CuTe DSL for Hopper and Blackwell, compiled at the first call) launches its kernels
-past PyTorch's dispatcher. As an operator, checkpointing can keep its output and torch.compile can call it. Written
-against 4.0.0b36; not run yet.
+The package flash-attn-4 (kernels in CuTe DSL for Hopper and Blackwell) launches its kernels past PyTorch's dispatcher.
+As an operator, checkpointing can keep its output. The package compiles at the first call of a kernel, for about a
+minute: into a folder of the user's cache, so that it does so once for all processes. Written against 4.0.0b36; not run
+yet.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sage-fast", "flash-attn-4")
+_called: set[tuple[object, ...]] = set()
+
+
+@functools.cache
+def _package() -> tuple[Callable[..., Any], Callable[..., Any], Path]:
+    """Import the package, with its cache on; return its forward, its backward and the folder of the cache."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read at the import
+    folder = Path(os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE)))
+    folder.mkdir(parents=True, exist_ok=True)
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return flash_attn_func, _flash_attn_bwd, folder
+
+
+@contextlib.contextmanager
+def _one_compiles(*kernel: object) -> Iterator[None]:
+    """Run the first call of a kernel alone on this machine: the first process compiles, the others read its cache."""
+    if kernel in _called:
+        yield
+        return
+    with (_package()[2] / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    _called.add(kernel)
+
 
 @torch.library.custom_op("sage_fast_flash4::attention", mutates_args=())
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output `[B, S, H, D]` and the log-sum-exp, float32 `[B, H, S]`, computed without gradients too."""
-    from flash_attn.cute import flash_attn_func
-
-    with torch.no_grad():
-        out, log_sum_exp = flash_attn_func(query, key, value, return_lse=True)
+    with torch.no_grad(), _one_compiles("forward", query.dtype, query.shape[3]):
+        out, log_sum_exp = _package()[0](query, key, value, return_lse=True)
     return out, log_sum_exp
 
 
@@ -27,10 +59,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 def _backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, gradient: Tensor, log_sum_exp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    of_query, of_key, of_value = _flash_attn_bwd(query, key, value, out, gradient, log_sum_exp)
-    return of_query, of_key, of_value
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with _one_compiles("backward", query.dtype, query.shape[3], deterministic):
+        inputs = query, key, value, out, gradient, log_sum_exp
+        dq, dk, dv = _package()[1](*inputs, deterministic=deterministic)
+    return dq, dk, dv
 
 
 @_attention.register_fake

@@ -22,6 +22,7 @@ from torch import nn
 
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import Config, SamplingConfig
+from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15 import encoder
@@ -193,16 +194,20 @@ class HunyuanVideo15(Spec):
         tokens = self.tokens(latents)
         lengths = tokens, self.text_tokens, self.prompt_tokens - self.text_tokens
         rank = model.lora_rank if model.trains_adapter else 0
+        own = -(-sum(lengths) // model.sequence_parallel)
+        float32_dq = 4 * config.train.batch_size * own * self.heads * architecture["attention_head_dim"]
+        float32_dq *= model.attention in ATTENTION and ATTENTION[model.attention].sums_dq_in_float32
         activations = {
             mode: activation_bytes(
                 mode,
                 architecture,
-                -(-sum(lengths) // model.sequence_parallel),
+                own,
                 model.element_bytes,
                 rank=rank,
                 batch_size=config.train.batch_size,
                 passes=sampling.passes,
             )
+            + float32_dq
             for mode in MODES
         }
         batch, width = sampling.batch_size, model.element_bytes
