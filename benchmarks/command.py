@@ -1,4 +1,4 @@
-"""`sage-fast bench`: time the operators, the rollout or whole iterations against stock code."""
+"""`sage-fast bench`: time operators, rollout or whole iterations against stock code, and what kernels can reach."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import make_folder_of, write_atomic, write_json
+from sage_fast.util.files import make_folder_of, write_json
 from sage_fast.util.imports import heavy_imports
 
 ONLY = {
-    "csv": ("operators",),
-    "plot": ("operators",),
-    "size": ("operators", "rollout"),
-    "part": ("rollout",),
+    "config": ("iteration",),
+    "size": ("operators", "rollout", "limits"),
+    "part": ("rollout", "limits"),
     "path": ("rollout", "iteration"),
     "budget": ("rollout",),
+    "dry_run": ("rollout",),
 }
 """Option -> the benchmarks that accept it."""
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
+    add("what", nargs="?", choices=("operators", "rollout", "iteration", "limits"), default="operators")
     add("--config", metavar="FILE", help="YAML file, for `bench iteration`")
     add("--json", type=Path, metavar="FILE", help="write every number to FILE, again after every row")
-    add("--csv", type=Path, metavar="FILE", help="for `bench operators`: write p20, p50, p80 and GB/s to FILE")
-    add("--plot", type=Path, metavar="FILE", help="for `bench operators`: draw GB/s by size into an .svg or .png")
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
-    add("--part", action="append", help="for `bench rollout`: forward, step, rollout, train or decode")
-    add("--path", action="append", help="for `bench rollout` or `iteration`: stock, eager, graphed, ...")
+    add("--part", action="append", help="of `bench rollout`: forward, step, rollout, train or decode; of `bench "
+        "limits`: ceiling, attention or adapter_rows")  # fmt: skip
+    add("--path", action="append", help="for `bench rollout` or `iteration`: stock, tuned, eager, ...")
     add("--budget", type=float, metavar="SECONDS", help="for `bench rollout`: skip rows that do not fit")
     add("--repetitions", type=int, default=15)
+    add("--dry-run", action="store_true", default=None, help="for `bench rollout`: print FLOPs, and run nothing")
     add("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
 
 
@@ -44,8 +44,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         UserError: the benchmark does not accept an option, or does not know a name.
     """
     _check(options)
-    for option in ("json", "csv", "plot"):
-        make_folder_of(getattr(options, option), f"--{option}")
+    make_folder_of(options.json, "--json")
     with heavy_imports("bench"):
         from sage_fast.benchmarks.timing import Save, save_nothing
 
@@ -69,46 +68,43 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     elif options.what == "rollout":
         from sage_fast.benchmarks import rollout, rung
 
-        result = rollout.run(
-            _known("size", options.size, rung.SIZES),
-            options.repetitions,
-            parts=_known("part", options.part, rung.PARTS),
-            paths=_known("path", options.path, rung.PATHS),
-            budget=options.budget,
-            save=save,
-        )
+        sizes = _known("size", options.size, rung.SIZES)
+        parts, paths = _known("part", options.part, rung.PARTS), _known("path", options.path, rung.PATHS)
+        if options.dry_run:
+            print(rollout.arithmetic(sizes, parts))
+            return 0
+        result = rollout.run(sizes, options.repetitions, parts=parts, paths=paths, budget=options.budget, save=save)
         print(rollout.format_rollout(result))
         return int(rollout.failures(result) > 0)
+    elif options.what == "limits":
+        from sage_fast.benchmarks import limits
+
+        sizes = _known("size", options.size, limits.SIZES) or [next(iter(limits.SIZES))]
+        parts = _known("part", options.part, limits.PARTS)
+        print(limits.format_limits(limits.run(sizes[-1], parts, options.repetitions, save)))
     else:
         from sage_fast.benchmarks import operators
 
         result = operators.run(_known("size", options.size, operators.SIZES), options.repetitions, save)
         print(operators.format_result(result))
-        if options.csv is not None:
-            write_atomic(options.csv, operators.format_csv(result))
-        if options.plot is not None:
-            from sage_fast.report.charts import picture
-
-            size, kind = (4.4 * len(operators.OPERATORS), 3.4), options.plot.suffix[1:]
-            write_atomic(options.plot, picture(functools.partial(operators.draw, result), size, kind, "operators"))
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
     if options.compile:
-        given = [name for name in (*ONLY, "config") if getattr(options, name) is not None]
+        given = [name for name in ONLY if getattr(options, name) is not None]
         if given or options.what != "operators":
             wrong = f"--{given[0]}" if given else f"`bench {options.what}`"
             raise UserError(f"--compile compiles every kernel and goes with --json alone, not with {wrong}")
-    if options.plot is not None and options.plot.suffix not in (".svg", ".png"):
-        raise UserError(f"--plot {str(options.plot)!r}: expected a file that ends in .svg or .png")
     if options.repetitions < 1:
         raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
-    if (options.what == "iteration") != bool(options.config):
-        raise UserError("`bench iteration` and --config FILE go together")
+    if options.what == "iteration" and not options.config:
+        raise UserError("`bench iteration` needs --config FILE")
     for name, accepting in ONLY.items():
         if getattr(options, name) is not None and options.what not in accepting:
-            raise UserError(f"--{name} goes with {' or '.join(f'`bench {what}`' for what in accepting)}")
+            raise UserError(
+                f"--{name.replace('_', '-')} goes with {' or '.join(f'`bench {what}`' for what in accepting)}"
+            )
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"--budget {options.budget:g}: expected seconds above 0")
 

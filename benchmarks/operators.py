@@ -7,16 +7,13 @@ result gets no time. `sage-fast bench` prints the table and writes JSON.
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -329,33 +326,3 @@ def format_result(result: dict[str, Any]) -> str:
             f"The bar is {BAR:.0%} of the limit at 720p or larger; below that the fixed cost of a kernel counts."
         )
     return "\n".join(lines)
-
-
-def format_csv(result: Mapping[str, Any]) -> str:
-    """Format one line per contender: milliseconds, and gigabytes per second at the median."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["operator", "size", "bytes", "contender", "p20_ms", "p50_ms", "p80_ms", "gb_per_s"])
-    for row in result["rows"]:
-        for name, times in row["seconds"].items():
-            speed = row["bytes"] / times["p50"] / 1e9
-            numbers = [1e3 * times["p20"], 1e3 * times["p50"], 1e3 * times["p80"], speed]
-            writer.writerow([row["operator"], row["size"], row["bytes"], name, *(f"{x:.6g}" for x in numbers)])
-    return text.getvalue()
-
-
-def draw(result: Mapping[str, Any], figure: Figure) -> None:
-    """Draw GB/s by size, one panel per operator, with a bar from p20 to p80. `copy` is the limit."""
-    panels = itertools.groupby(result["rows"], key=lambda row: row["operator"])
-    drawn = [(operator, list(rows)) for operator, rows in panels]
-    for axes, (operator, rows) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn):
-        axes.set(title=operator, ylabel="GB/s")
-        for name in rows[0]["seconds"]:
-            low, middle, high = (
-                [row["bytes"] / row["seconds"][name][at] / 1e9 for row in rows] for at in ("p80", "p50", "p20")
-            )
-            spread = [[m - one for m, one in zip(middle, low)], [one - m for m, one in zip(middle, high)]]
-            axes.errorbar(range(len(rows)), middle, yerr=spread, marker="o", capsize=3, label=name)
-        axes.set_ylim(bottom=0)
-        axes.set_xticks(range(len(rows)), [row["size"].replace(" batch", "\nbatch") for row in rows])
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)

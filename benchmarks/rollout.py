@@ -15,11 +15,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from sage_fast.benchmarks.rung import CPU_SIZES, GPU_SIZES, PARTS, SIZES, Rung, random_decoders, random_transformer
-from sage_fast.benchmarks.timing import Save, interleaved, save_nothing
+from sage_fast.benchmarks.limits import format_sustained, sustained_ceiling
+from sage_fast.benchmarks.rung import (
+    CPU_SIZES,
+    GPU_SIZES,
+    PARTS,
+    SIZES,
+    Rung,
+    part_flops,
+    random_decoders,
+    random_transformer,
+    spec_of,
+)
+from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
 
+from sage_fast.models.hunyuan15.spec import decode_flops
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import head_line, host_timer, matmul_ceiling, usual_dtype
+from sage_fast.tools.harness import H200_BF16_FLOPS, head_line, host_timer, matmul_ceiling, usual_dtype
 from sage_fast.util.console import Progress
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import UserError, in_one_line
@@ -27,12 +39,18 @@ from sage_fast.util.ranks import local_device
 
 WARM_UPS = 2
 """Calls of a contender before it is timed: one that compiles and allocates, one in steady state."""
+LONG = 20
+"""Steps from which on a rollout is timed once, after the warm-up of one step: it takes minutes."""
 OUT_OF_MEMORY = "out of memory"
 """The one reason for a missing time that is a finding, not a fault."""
 
 
 def measure(
-    contenders: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, left: float = math.inf
+    contenders: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int,
+    left: float = math.inf,
+    warm_ups: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the median seconds per path, the peak of allocated bytes on a GPU, the rounds, and the failures.
 
@@ -41,35 +59,45 @@ def measure(
         device: device they run on.
         rounds: maximum number of interleaved rounds.
         left: seconds that the row may take. If they are too few, there are fewer rounds, but at least one.
+        warm_ups: path -> what warms it up; its contender by default. With warm-ups of its own there is one round.
     """
     stop = time.monotonic() + left
     peak: dict[str, int] = {}
     timers: dict[str, Callable[[], float]] = {}
     steady: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
+
+    def timer_of(name: str) -> Callable[[], float]:
+        timer = host_timer(contenders[name], device)
+
+        def timed() -> float:
+            if device.type != "cuda":
+                return timer()
+            torch.cuda.reset_peak_memory_stats()
+            seconds = timer()
+            peak[name] = max(peak.get(name, 0), torch.cuda.max_memory_allocated())
+            return seconds
+
+        return timed
+
     for name, function in contenders.items():
-        timer = host_timer(function, device)
+        warm_up = host_timer((warm_ups or {}).get(name, function), device)
         try:
-            timer()
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            steady[name] = [timer()]
+            steady[name] = [warm_up() for _ in range(WARM_UPS)][-1:]
         except torch.OutOfMemoryError:
             failed[name] = OUT_OF_MEMORY
             continue
         except Exception as error:  # from a compiler or a kernel: the other paths can still be measured
             failed[name] = in_one_line(error)
             continue
-        if device.type == "cuda":
-            peak[name] = torch.cuda.max_memory_allocated()
-        timers[name] = timer
+        timers[name] = timer_of(name)
     fitting = (stop - time.monotonic()) / sum(seconds for (seconds,) in steady.values()) if timers else 1.0
-    rounds = max(1, int(min(rounds, fitting)))
+    rounds = 1 if warm_ups else max(1, int(min(rounds, fitting)))
     try:
         seconds = interleaved(timers, rounds)
     except Exception as error:  # GPU faults surface late and nothing runs after one: keep the warm-up times
-        seconds, rounds = steady, 1
-        failed["interleaved"] = f"only the second warm-up is timed: {in_one_line(error)}"
+        seconds, rounds = {} if warm_ups else steady, 1
+        failed["interleaved"] = "only the second warm-up is timed: " * (not warm_ups) + in_one_line(error)
     return {
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "peak_bytes": peak,
@@ -139,6 +167,7 @@ def run(
     result = {
         "environment": environment(device, implementation(device)) | {"dtype": str(dtype).removeprefix("torch.")},
         "ceiling_flops_per_second": matmul_ceiling(device, dtype),
+        "sustained_ceiling": sustained_ceiling(device, dtype),
         "budget_seconds": budget,
         "rows": rows,
         "not_run": not_run,
@@ -156,25 +185,30 @@ def run(
             problems: dict[str, dict[str, str]] = {}  # gate -> path -> problem, for gates that have run
             for part, chosen in work.items():
                 gate = "decode" if part == "decode" else "forward"
-                flops = rung.flops(part)
-                expected = estimate(rows, name, part, flops, chosen, calls=WARM_UPS + 1 + (gate not in problems))
+                flops, once = rung.flops(part), part == "rollout" and size.steps >= LONG
+                calls = (1 if once else WARM_UPS + 1) + (gate not in problems)
+                expected = estimate(rows, name, part, flops, chosen, calls)
                 facts = {"size": name, "part": part, "batch": size.batch, "flops": flops}
+                facts |= {"model_flops": rung.flops(part, model=True)}
                 facts |= {} if part == "decode" else {"attention": rung.attention}
                 if (left := _left(end)) <= expected:
                     reason = f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s are left"
                     not_run.append(facts | {"reason": reason, "expected_seconds": expected})
                 else:
-                    start = time.monotonic()
-                    if gate not in problems:
-                        problems[gate] = rung.check(gate, {path for found in work.values() for path in found})
-                    wrong = {path: why for path, why in problems[gate].items() if path in (*chosen, "stock")}
-                    contenders = rung.contenders(part, [path for path in chosen if path not in wrong])
-                    if contenders or wrong:
-                        measured = measure(contenders, device, rounds, _left(end))
-                        measured["failed"] |= wrong
-                        rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
-                    else:
-                        not_run.append(facts | {"reason": f"no {' or '.join(chosen)} here"})
+                    with fresh_compilation():
+                        start = time.monotonic()
+                        if gate not in problems:
+                            problems[gate] = rung.check(gate, {path for found in work.values() for path in found})
+                        wrong = {path: why for path, why in problems[gate].items() if path in (*chosen, "stock")}
+                        right = [path for path in chosen if path not in wrong]
+                        contenders = rung.contenders(part, right)
+                        if contenders or wrong:
+                            warm_ups = rung.contenders("step", right) if once else None
+                            measured = measure(contenders, device, rounds, _left(end), warm_ups)
+                            measured["failed"] |= wrong
+                            rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
+                        else:
+                            not_run.append(facts | {"reason": f"no {' or '.join(chosen)} here"})
                 save(result)
                 bar.update()
     return result
@@ -193,26 +227,59 @@ def failures(result: Mapping[str, Any]) -> int:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
+def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None = None) -> str:
+    """Format what the rows cost by the plan's formulas, without running them."""
+    lines = [
+        f"{'size':<18}{'part':<9}{'tokens':>9}{'forwards':>10}{'model FLOPs':>13}{'with recomputation':>20}"
+        f"{'at ' + format(H200_BF16_FLOPS / 1e12, '.0f') + ' TFLOP/s':>16}"
+    ]
+    for name in names or GPU_SIZES:
+        size = SIZES[name]
+        spec = spec_of(size.testbed)
+        config = spec.meta("transformer").config
+        tokens = size.batch * (math.prod(size.space) + size.text_tokens)
+        for part in parts or PARTS:
+            if part == "decode":
+                forwards, model = 0, size.batch * decode_flops(spec.vae.decoder, (config.out_channels, *size.space))
+                done = model
+            else:
+                forwards = size.passes * (size.steps if part == "rollout" else 1)
+                model, done = (part_flops(config, size, part, mode) for mode in (None, size.checkpointing(part)))
+            lines.append(
+                f"{name:<18}{part:<9}{tokens:>9,}{forwards or '':>10}{model:>13.3g}{done:>20.3g}"
+                f"{done / H200_BF16_FLOPS:>14.3g} s"
+            )
+    lines += ["", "arithmetic: every FLOP at the rate of a bf16 matrix product on one H200; text encoding is not in it"]
+    return "\n".join(lines)
+
+
 def format_rollout(result: Mapping[str, Any]) -> str:
     """Format the table for a terminal."""
     env, ceiling = result["environment"], result["ceiling_flops_per_second"]
     lines = [
         head_line(env),
         f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling / 1e12:.3g} TFLOP/s",
+        *([format_sustained(result["sustained_ceiling"])] if result.get("sustained_ceiling") else []),
         "",
-        f"{'size':<18}{'part':<9}{'path':<15}{'time':>12}{'to stock':>10}{'of ceiling':>12}{'peak memory':>13}",
+        f"{'size':<18}{'part':<9}{'path':<22}{'time':>12}{'calls':>7}{'to stock':>10}{'MFU':>8}{'HFU':>8}"
+        f"{'peak memory':>13}",
     ]
     for row in result["rows"]:
         for name, seconds in row["seconds"].items():
-            peak = f"{row['peak_bytes'][name] / 2**30:.2f} GiB" if row["peak_bytes"] else ""
-            share = row["flops"] / seconds / ceiling
+            peak = f"{row['peak_bytes'][name] / 2**30:.2f} GiB" if name in row["peak_bytes"] else ""
+            model, done = (row[key] / seconds / ceiling for key in ("model_flops", "flops"))
             stock = f"{row['seconds']['stock'] / seconds:.2f}x" if "stock" in row["seconds"] else ""
             lines.append(
-                f"{row['size']:<18}{row['part']:<9}{name:<15}{1e3 * seconds:>9.2f} ms"
-                f"{stock:>10}{share:>12.1%}{peak:>13}".rstrip()
+                f"{row['size']:<18}{row['part']:<9}{name:<22}{1e3 * seconds:>9.2f} ms{row['rounds']:>7}"
+                f"{stock:>10}{model:>8.1%}{done:>8.1%}{peak:>13}".rstrip()
             )
-        lines += [f"{row['size']:<18}{row['part']:<9}{name:<15}{why}" for name, why in row["failed"].items()]
-    lines += ["", "medians of one interleaved run; FLOPs of every path are the model's with the unpadded prompt"]
+        lines += [f"{row['size']:<18}{row['part']:<9}{name:<22}{why}" for name, why in row["failed"].items()]
+    lines += [
+        "",
+        "calls: timed calls of each path, interleaved; the time is their median. stock: diffusers as it comes, with",
+        "masked attention. MFU, HFU: model FLOPs with the unpadded prompt, and those with what a backward recomputes,",
+        "over time and ceiling",
+    ]
     lines += [f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]]
     served = {row["size"]: row["attention"] for row in [*result["rows"], *result["not_run"]] if "attention" in row}
     lines += [f"attention of eager and graphed at {size}: {name}" for size, name in served.items()]

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from sage_fast.benchmarks.stock import StockDecoder, StockPolicy
+from sage_fast.benchmarks.stock import STOCK, StockDecoder, StockPolicy
 from torch import Tensor
 
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.attention.backends import ATTENTION
+from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.models.attention.trial import fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.hunyuan15.decode import VideoDecoder
@@ -38,8 +38,9 @@ from sage_fast.rollout.step import denoise
 from sage_fast.testbed.model import LATENT_SHAPE, Testbed
 from sage_fast.util.errors import in_one_line
 
-STEPS = 10
-FORWARDS = ("stock", "stock padded", "eager")
+ATTENTIONS = {"eager cudnn": "cudnn", "eager flash4": "flash4"}
+"""Path -> attention of our forward, where that is not the fastest, which `eager` takes."""
+FORWARDS = (*STOCK, "eager", *ATTENTIONS)
 PARTS = {
     "forward": FORWARDS,
     "step": (*FORWARDS, "graphed"),
@@ -54,12 +55,23 @@ PATHS = tuple(dict.fromkeys(path for paths in PARTS.values() for path in paths))
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Latents `[batch, C, *space]` and the number of text tokens."""
+    """Latents `[batch, C, *space]`, the number of text tokens, and a rollout's steps and guidance (1: one pass)."""
 
     batch: int
     space: tuple[int, int, int]
     text_tokens: int = HunyuanVideo15.text_tokens
     testbed: bool = False
+    steps: int = 10
+    guidance: float = 1.0
+
+    @property
+    def passes(self) -> int:
+        """Forwards of a step."""
+        return 1 + (self.guidance != 1)
+
+    def checkpointing(self, part: str) -> str:
+        """Return the checkpointing mode that a part runs with."""
+        return "full" if part == "train" and not self.testbed else "none"
 
 
 SIZES = {
@@ -69,7 +81,9 @@ SIZES = {
     "5x16x16": Size(1, (5, 16, 16)),
     "9x30x52": Size(1, (9, 30, 52)),
     "480p 81 frames": Size(1, (21, 30, 52)),
+    "480p 121 frames": Size(1, (31, 30, 52), steps=50, guidance=6.0),
 }
+"""The last one is that of HunyuanVideo 1.5's own defaults, which others time: a video is its `rollout` and `decode`."""
 GPU_SIZES = ("5x16x16", "9x30x52", "480p 81 frames")
 CPU_SIZES = ("testbed batch 1", "testbed batch 32")
 GATE_SPACE = (3, 8, 8)
@@ -103,6 +117,24 @@ def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> 
     return {"stock": stock, "contiguous": contiguous, "channels last": channels_last}
 
 
+def part_flops(config: Any, size: Size, part: str, checkpointing: str | None) -> float:
+    """Return the FLOPs of a part but `decode` with the unpadded prompt, by the plan's formulas.
+
+    Args:
+        config: that of the transformer.
+        size: a row of `SIZES`.
+        part: a key of `PARTS`.
+        checkpointing: mode of the backward; None: model FLOPs, without a recomputation.
+    """
+    tokens, passes = math.prod(size.space), size.batch * size.passes
+    forward = passes * forward_flops(config, tokens, size.text_tokens)
+    if part == "train":
+        attention = passes * attention_flops(config, tokens, size.text_tokens)
+        ends = passes * block_end_flops(config, tokens)
+        return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True, block_ends=ends)
+    return forward * (size.steps if part == "rollout" else 1)
+
+
 class Rung:
     """A size, its inputs, and the contenders as functions without arguments.
 
@@ -121,56 +153,47 @@ class Rung:
         device, dtype = next(transformer.parameters()).device, next(transformer.parameters()).dtype
         config = transformer.config
         self.transformer = transformer
-        self.ours = HunyuanVideo15Policy(transformer, dtype=dtype)
-        self.stock, padded = (StockPolicy(transformer, dtype=dtype) for _ in range(2))
-        padded.padded = True
-        # Eager and graphed share one policy. Two policies over one transformer would take the weights from each other,
-        # and lay out those of all blocks again, at every turn.
-        self.policies: dict[str, HunyuanVideo15Policy] = {"stock": self.stock, "stock padded": padded}
-        self.policies["eager"] = self.ours
+        options: dict[str, Any] = {"dtype": dtype, "guidance_scale": size.guidance}
+        self.ours = HunyuanVideo15Policy(transformer, **options)
+        # The paths of our forward share one policy. Two policies over one transformer would take the weights from each
+        # other, and lay out those of all blocks again, at every turn.
+        self.policies: dict[str, HunyuanVideo15Policy] = {
+            path: StockPolicy(transformer, **how, **options) for path, how in STOCK.items()
+        }
+        self.policies |= dict.fromkeys(("eager", *ATTENTIONS), self.ours)
         self.size = size
         self.device = device
         generator = torch.Generator().manual_seed(0)
-        text = torch.randn(size.text_tokens, config.text_embed_dim, generator=generator)
-        self.embeddings = {"prompt": TextEmbedding(text=text, glyphs=torch.zeros(0, config.text_embed_2_dim))}
+        texts = torch.randn(2, size.text_tokens, config.text_embed_dim, generator=generator)
+        prompt, negative = (TextEmbedding(text=t, glyphs=torch.zeros(0, config.text_embed_2_dim)) for t in texts)
+        self.embeddings = {"prompt": prompt, prompt.negative: negative}
         self.prompts = ["prompt"] * size.batch
         self.shape = (config.out_channels, *size.space)
-        self.table = transition_table(sigma_schedule(STEPS, 5.0), "sage", 0.5)
+        self.table = transition_table(sigma_schedule(size.steps, 5.0), "sage", 0.5)
         self.coefs = self.table.coefficients().to(device)
         self.seeds = torch.arange(size.batch, device=device)
         self.x = initial_latents(self.seeds, self.shape, device)
-        self.step = torch.full((1,), STEPS // 2, device=device)
+        self.step = torch.full((1,), size.steps // 2, device=device)
         tokens = math.prod(size.space) + size.text_tokens
         heads = (config.num_attention_heads, config.attention_head_dim)
+        self.usable = usable(device, dtype)
         self.attention = fastest(measure_attention((size.batch, tokens, *heads), device, dtype))
-        self.ours.forward.attention = ATTENTION[self.attention]
         self.graphs = StepGraphs(self.ours, CudaRecorder(), 2**40) if device.type == "cuda" else None
         self.decoders = decoders or {}
 
     def schedule(self, policy: HunyuanVideo15Policy) -> Any:
         return policy.conditioning_table(self.table.sigmas[:-1], self.embeddings).of(self.prompts)
 
-    def flops(self, part: str) -> float:
-        """Return the model FLOPs of a part with the unpadded prompt, by the plan's formulas."""
-        config, size = self.transformer.config, self.size
-        if part == "decode":
-            return size.batch * decode_flops(self.decoders["stock"].vae.decoder, self.shape)
-        tokens = math.prod(size.space)
-        forward = size.batch * forward_flops(config, tokens, size.text_tokens)
-        if part == "train":
-            attention = size.batch * attention_flops(config, tokens, size.text_tokens)
-            return training_flops(
-                forward,
-                attention,
-                checkpointing=self.checkpointing(part),
-                frozen_base=True,
-                block_ends=size.batch * block_end_flops(config, tokens),
-            )
-        return forward * (STEPS if part == "rollout" else 1)
+    def flops(self, part: str, *, model: bool = False) -> float:
+        """Return the FLOPs of a part with the unpadded prompt, by the plan's formulas.
 
-    def checkpointing(self, part: str) -> str:
-        """Return the checkpointing mode that a part runs with."""
-        return "full" if part == "train" and not self.size.testbed else "none"
+        Args:
+            model: without what a backward recomputes.
+        """
+        if part == "decode":
+            return self.size.batch * decode_flops(self.decoders["stock"].vae.decoder, self.shape)
+        checkpointing = None if model else self.size.checkpointing(part)
+        return part_flops(self.transformer.config, self.size, part, checkpointing)
 
     # -- the gate -----------------------------------------------------------------------------------------------------
 
@@ -206,7 +229,8 @@ class Rung:
 
     def _velocity(self, path: str) -> Tensor:
         policy = self.policies[path]
-        return policy.velocity(self.x, self.schedule(policy).at(self.step))
+        self._set_attention(path)
+        return policy.guided_velocity(self.x, self.schedule(policy).at(self.step))
 
     def _video(self, path: str) -> Tensor:
         return self.decoders[path](self.x[:, :, : GATE_SPACE[0], : GATE_SPACE[1], : GATE_SPACE[2]].contiguous())
@@ -214,9 +238,15 @@ class Rung:
     def _present(self, possible: Collection[str], paths: Collection[str]) -> list[str]:
         """Return the paths of a part, `possible`, that are requested and can run here."""
         absent = {"stock padded"} if self.size.testbed else set()  # pads by 1985 tokens: meaningful at real sizes only
+        if self.device.type != "cuda":
+            absent |= {"stock cudnn", "stock cudnn compiled"}
+        absent |= {path for path, name in ATTENTIONS.items() if name not in {*self.usable} - {self.attention}}
         return [path for path in possible if path in paths and path not in absent]
 
     # -- contenders ---------------------------------------------------------------------------------------------------
+
+    def _set_attention(self, path: str) -> None:
+        self.ours.set_attention(ATTENTION[ATTENTIONS.get(path, self.attention)])
 
     def contenders(self, part: str, paths: Collection[str] = PATHS) -> dict[str, Callable[[], Any]]:
         """Return path -> a function that runs a part once; `train` is a forward and a backward.
@@ -224,7 +254,7 @@ class Rung:
         Paths that cannot run here are left out: graphs need CUDA and memory.
         """
         present = self._present(PARTS[part], paths)
-        set_checkpointing(self.transformer, self.checkpointing(part))
+        set_checkpointing(self.transformer, self.size.checkpointing(part))
         if part == "decode":
             return {path: self._decode(self.decoders[path]) for path in present}
         made = {path: self._function(part, path) for path in present if path != "graphed"}
@@ -241,7 +271,7 @@ class Rung:
 
         @torch.no_grad()
         def forward() -> Any:
-            return policy.velocity(self.x, schedule.at(self.step))
+            return policy.velocities(self.x, schedule.at(self.step))
 
         @torch.no_grad()
         def step() -> Any:
@@ -251,13 +281,20 @@ class Rung:
             return self._rollout(policy)
 
         def train() -> Any:
-            v = policy.velocity(self.x, schedule.at(self.step))
+            v = policy.guided_velocity(self.x, schedule.at(self.step))
             return torch.autograd.grad(v.float().square().mean(), list(policy.parameters().values()))
 
-        return {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
+        function = {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
+
+        def run() -> Any:
+            self._set_attention(path)
+            return function()
+
+        return run
 
     def _graphed(self, part: str, graphs: StepGraphs) -> dict[str, Callable[[], Any]]:
         schedule = self.schedule(self.ours)
+        self._set_attention("graphed")
         with torch.no_grad():
             for _ in range(2):  # a shape is recorded the second time it appears
                 graph = graphs.prepare(self.coefs, schedule, self.seeds, self.x)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from torch import Tensor, nn
 
 from sage_fast.models.hunyuan15.decode import VideoDecoder
@@ -21,6 +24,18 @@ from sage_fast.testbed.model import allow_batches
 
 PADDED_TEXT, PADDED_GLYPHS = 1000, 256
 """Token counts to which the published pipeline pads a prompt; without an image, that has masked tokens too."""
+
+STOCK: dict[str, dict[str, bool]] = {
+    "stock": {},
+    "stock compiled": {"compiled": True},
+    "stock padded": {"padded": True},
+    "stock cudnn": {"cudnn": True},
+    "stock cudnn compiled": {"cudnn": True, "compiled": True},
+    "tuned": {"cudnn": True, "unmasked": True},
+    "tuned compiled": {"cudnn": True, "unmasked": True, "compiled": True},
+}
+"""Path -> how it runs diffusers' forward (`StockPolicy`). `stock` is diffusers as it comes, with masked attention;
+`tuned` is without the mask, by cuDNN's attention on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +81,74 @@ class StockTable:
         return collate(texts, self.policy.device, self.policy.dtype)
 
 
+class UnmaskedProcessor:
+    """Attention of a diffusers block, with its modules and its kernels but without a mask."""
+
+    _attention_backend: Any = None
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, image_rotary_emb: Any, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        def split(projection: Any, tokens: Tensor) -> Tensor:
+            return projection(tokens).unflatten(2, (attn.heads, -1))
+
+        query, key = (
+            apply_rotary_emb(norm(split(projection, hidden_states)), image_rotary_emb, sequence_dim=1)
+            for projection, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k))
+        )
+        text_query, text_key = (
+            norm(split(projection, encoder_hidden_states))
+            for projection, norm in ((attn.add_q_proj, attn.norm_added_q), (attn.add_k_proj, attn.norm_added_k))
+        )
+        value, text_value = split(attn.to_v, hidden_states), split(attn.add_v_proj, encoder_hidden_states)
+        streams = (query, text_query), (key, text_key), (value, text_value)
+        joint = [torch.cat(pair, dim=1) for pair in streams]
+        out = dispatch_attention_fn(*joint, backend=self._attention_backend).flatten(2)
+        video, text = out.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+        return attn.to_out[0](video), attn.to_add_out(text)
+
+
 class StockPolicy(HunyuanVideo15Policy):
-    """The policy through diffusers' own forward. `padded` pads the text as the published pipeline does."""
+    """The policy through diffusers' own forward.
 
-    padded = False
+    Several may share a transformer: each sets its attention and its blocks before a forward, and a recomputation
+    during the backward finds them so.
 
-    def __init__(self, transformer: HunyuanVideo15Transformer3DModel, **options: Any) -> None:
+    Args:
+        padded: pad the text as the published pipeline does.
+        cudnn: attend by diffusers' backend `_native_cudnn`, on a GPU.
+        unmasked: attend without a mask where texts have one length and no padding, so that it hides nothing.
+        compiled: compile the blocks by `torch.compile`, as `compile_repeated_blocks` of diffusers does.
+    """
+
+    def __init__(
+        self,
+        transformer: HunyuanVideo15Transformer3DModel,
+        *,
+        padded: bool = False,
+        cudnn: bool = False,
+        unmasked: bool = False,
+        compiled: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(transformer, **options)
+        self.padded = padded
         # The stock forward hands its fp32 timestep to an embedder that may have bf16 weights.
         transformer.time_embed.timestep_embedder.register_forward_pre_hook(_match_weight_dtype)
+        self.masked: Any = HunyuanVideo15AttnProcessor2_0()
+        self.unmasked: Any = UnmaskedProcessor() if unmasked and not padded else self.masked
+        if cudnn and self.device.type == "cuda":
+            self.masked._attention_backend = self.unmasked._attention_backend = AttentionBackendName._NATIVE_CUDNN
+        self.calls = [
+            torch.compile(block._call_impl, dynamic=False) if compiled else None
+            for block in transformer.transformer_blocks
+        ]
 
     def velocity(self, x: Tensor, inputs: Any) -> Tensor:
+        pads = inputs.text.text_mask is not None or inputs.text.glyphs_mask is not None
+        for block, call in zip(self.transformer.transformer_blocks, self.calls):
+            block.attn.processor = self.masked if pads else self.unmasked
+            block._compiled_call_impl = call
         with self._autocast():
             end = None if inputs.end is None else 1000 * inputs.end
             return self.stock_forward(x.to(self.dtype), 1000 * inputs.sigma, inputs.text, end)

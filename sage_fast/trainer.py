@@ -295,12 +295,11 @@ class Trainer:
         was, self.mid_iteration = self.mid_iteration, True
         try:
             with watch("optimizer"):
-                norm, update = self.engine.step()
+                norm = self.engine.step()
         except NonFiniteError:
             self.mid_iteration = was  # the weights are unchanged
             raise
         metrics.add("grad_norm", torch.tensor([norm]))
-        metrics.add("update/relative", update.relative[None])
         self.anchor_is_current = False
         kl_norm, policy_norm = self.kl.value * math.sqrt(kl_square), math.sqrt(policy_square)
         share = kl_norm / max(kl_norm + policy_norm, 1e-30)

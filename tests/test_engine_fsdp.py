@@ -85,7 +85,7 @@ def update(engine: Engine, number: int, ranks: list[int]) -> float:
 
     for seed in policy.states.pad_to_largest(seeds, idle):
         engine.backward(loss(policy, seed, frozen=frozen), 6)
-    return engine.step()[0]
+    return engine.step()
 
 
 def whole(engine: Engine) -> dict[str, Tensor]:

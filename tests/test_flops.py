@@ -12,6 +12,7 @@ from torch import Tensor
 from sage_fast.algorithm.flops import flops, training_flops
 from sage_fast.cli import main
 from sage_fast.config.loader import dump
+from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.spec import Cost
 from sage_fast.run import train
 from sage_fast.run.train import throughput
@@ -95,7 +96,11 @@ def test_throughput_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = trainer.model.spec.cost(trainer.config)
     training = cost.forward * 2 + cost.attention  # a frozen base: 2 forwards of the linear layers, 3 of attention
     expected = (6 * 5 * cost.forward + 6 * 5 * training + 6 * cost.decode) / (2.0 * 4 * 1e9)
-    assert throughput(trainer, row)["throughput/mfu"] == pytest.approx(expected, rel=1e-12)
+    trainer.model.checkpointing = Recomputation("full")
+    found = throughput(trainer, row)
+    assert found["throughput/mfu"] == pytest.approx(expected, rel=1e-12)
+    more = cost.forward - cost.block_ends + 0.5 * cost.attention  # recomputed; attention's backward is 2.5 forwards
+    assert found["throughput/hfu"] == pytest.approx(expected + 6 * 5 * more / (2.0 * 4 * 1e9), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -134,4 +139,4 @@ def test_every_row_of_a_run_has_its_throughput(tmp_path: Path) -> None:
     assert len(rows) == 2
     for row in rows:
         assert row["throughput/samples_per_gpu_hour"] == pytest.approx(6 * 3600 / row["time/total"], rel=1e-12)
-        assert "throughput/mfu" not in row
+        assert not {"throughput/mfu", "throughput/hfu"} & row.keys()

@@ -22,7 +22,7 @@ SETTINGS = {
 FILE = Path(__file__).parent / "golden" / "tiny_metrics.json"
 KEYS = (
     "reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "kl/anchor", "kl/velocity", "kl/lambda",
-    "kl/gradient_share", "loss", "ratio/max", "ratio/min", "update/relative",
+    "kl/gradient_share", "loss", "ratio/max", "ratio/min",
 )  # fmt: skip
 
 

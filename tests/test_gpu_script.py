@@ -1,6 +1,6 @@
 """scripts/gpu.sh rehearsed: the same script and parts at sizes for a CPU, in a copy of the checkout.
 
-The tests run the calls on the pages, `scripts/gpu.sh wheels` and `scripts/gpu.sh --seconds`.
+The tests run the calls on the pages: `scripts/gpu.sh wheels`, `scripts/gpu.sh --seconds`, `scripts/gpu.sh --gpus`.
 """
 
 import itertools
@@ -17,23 +17,28 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from sage_fast.benchmarks import limits, rung
 
 from sage_fast import cli
 from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import load
-from sage_fast.rewards.load import load_reward
+from sage_fast.rewards.backends import load_reward
 from sage_fast.util.files import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
-PARTS = ["install", "tests", "doctor", "sanitizer", "memcheck", "racecheck", "ncu-block", "rollout", "operators"]
-PARTS += ["rollout-480p", "full", "nft", "iteration", "engines", "testbed", "nft-zero3", "testbed-bf16", "decode-480p"]
+PARTS = ["install", "tests", "ceiling", "attention", "adapter-rows", "doctor", "rollout", "rollout-480p", "decode-480p"]
+PARTS += ["iteration", "compiled-480p", "sanitizer", "memcheck", "racecheck", "rollout-9x30x52", "ncu-adapter-rows"]
+PARTS += ["ncu-block", "operators", "full", "nft", "nft-zero3", "video-121", "engines", "testbed", "testbed-bf16"]
 PARTS += ["variables", "ncu-step"]
+OF_SEVERAL = ["install", "collectives", "lora-alone", "lora", "zero3", "zero3-no-prefetch", "zero2", "sequence"]
+OF_SEVERAL += ["resume", "killed", "hybrid"]
 PROFILES = ["iteration", "full", "nft", "nft-zero3"]
-LONGER = ["doctor", "tests", "operators", "rollout-480p", *PROFILES, "engines", "testbed", "testbed-bf16",
-          "decode-480p", "variables", "racecheck", "rollout", "ncu-block"]  # fmt: skip
-"""Parts that other tests run too, that differ from a rehearsed one in a word, or that start three processes: rehearsed
-by `make soak`."""
-REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else [part for part in PARTS if part not in LONGER]
+LIMITS = ["ceiling", "attention", "adapter-rows"]
+ROLLOUTS = ["rollout", "rollout-480p", "decode-480p", "compiled-480p", "rollout-9x30x52", "video-121"]
+SHORT = ["install", "ceiling", "attention", "decode-480p", "sanitizer", "memcheck", "ncu-adapter-rows", "ncu-step"]
+"""Parts that `make test` rehearses. Others are run by other tests too, differ from these in a word, or start several
+processes: `make soak` rehearses all."""
+REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else SHORT
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # Prints its arguments and runs the program that follows its options.
 PRETEND_SANITIZER = """#!/bin/bash
@@ -110,9 +115,10 @@ def rehearsed(machine: Path) -> Path:
 
 
 def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
-    leave = {"doctor": "doctor.json", "operators": "operators.json", "rollout": "rollout.json",
-             "rollout-480p": "rollout-480p.json", "decode-480p": "decode-480p.json",
-             **{part: f"{part}/profile.json" for part in PROFILES}}  # fmt: skip
+    leave = {
+        part: f"{part}.json" for part in ("doctor", "operators", "ceiling", "attention", "adapter-rows", *ROLLOUTS)
+    }
+    leave |= {part: f"{part}/profile.json" for part in PROFILES}
     for part in leave.keys() & set(REHEARSED):
         assert json.loads((rehearsed / leave[part]).read_text())["environment"]["commit"] == COMMIT
     if "doctor" in REHEARSED:
@@ -126,12 +132,24 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     for part in {"testbed", "testbed-bf16"} & set(REHEARSED):
         assert json.loads((rehearsed / part / "run.json").read_text())["commit"] == COMMIT
         assert len(read_metrics(rehearsed / part / "metrics.jsonl")) == 1
-    if "rollout-480p" in REHEARSED:
-        rows = {
-            part: json.loads((rehearsed / leave[part]).read_text())["rows"] for part in ("rollout-480p", "decode-480p")
-        }
-        assert [row["part"] for row in rows["rollout-480p"]] == ["forward", "step", "train"]
-        assert [list(row["seconds"]) for row in rows["decode-480p"]] == [["contiguous", "channels last"]]
+    for part in {*ROLLOUTS} & set(REHEARSED):
+        rows = json.loads((rehearsed / leave[part]).read_text())["rows"]
+        found = {row["part"]: list(row["seconds"]) for row in rows}
+        three, two = ["stock", "tuned", "eager"], ["stock compiled", "tuned compiled"]
+        assert found == {
+            "rollout": {"forward": three, "step": three, "rollout": three},
+            "rollout-480p": {"forward": three, "train": three},
+            "compiled-480p": {"forward": two, "train": two},
+            "decode-480p": {"decode": ["contiguous", "channels last"]},
+            "video-121": {"rollout": ["eager"], "decode": ["channels last"]},
+        }.get(part, found)
+    table = (rehearsed / "table.txt").read_text()
+    assert re.search(r"^part +quantity +expected +measured$", table, re.M)
+    assert re.search(r"^decode-480p +decode of a video, ms +below 2100 +[\d.]+$", table, re.M)
+    assert re.search(r"^attention +FlashAttention 4 forward, TFLOP/s +615 +absent$", table, re.M)
+    if "adapter-rows" in REHEARSED:
+        tiles = json.loads((rehearsed / "adapter-rows.json").read_text())["limits"]["adapter_rows"]
+        assert all(len(row["seconds"]) == 2 + len(limits.TILES) and not row["problems"] for row in tiles)
     for tool in {"memcheck", "racecheck"} & set(REHEARSED):
         log = (rehearsed / f"{tool}.log").read_text()
         assert re.match(rf"compute-sanitizer --tool {tool} .*caching 1\n", log)
@@ -146,6 +164,7 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
         ]
         assert len(re.findall(r" tokens: first \d+ ms, again \d+ ms$", variables, re.M)) == 6
     assert "transition_step of" in (rehearsed / "ncu-step.log").read_text()
+    assert "adapter_rows of" in (rehearsed / "ncu-adapter-rows.log").read_text()
     if "ncu-block" in REHEARSED:
         assert "two blocks of" in (rehearsed / "ncu-block.log").read_text()
     if "tests" in REHEARSED:
@@ -212,7 +231,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
     text = config.read_text()
     config.write_text("sampling: {stepps: 3}\n")
     try:
-        done = gpu(machine, "--tiny", "wheels", "out", "15", "ncu-step")
+        done = gpu(machine, "--tiny", "wheels", "out", str(PARTS.index("testbed") + 1), "ncu-step")
     finally:
         config.write_text(text)
     assert done.returncode == 1
@@ -227,10 +246,12 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
 
 def test_what_is_asked_for_is_checked(machine: Path) -> None:
     for arguments, message in (
-        (["wheels", "out", "docter"], "part 'docter': expected a number to 20 or one of install tests"),
-        *((["wheels", "out", part], f"part '{part}'") for part in ("21", "0", "08", "021", "doctor tests", "")),
+        (["wheels", "out", "docter"], "part 'docter': expected a number to 27 or one of install tests"),
+        *((["wheels", "out", part], f"part '{part}'") for part in ("28", "0", "08", "021", "doctor tests", "")),
         (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
         (["--seconds", "soon", "wheels", "out"], "--seconds 'soon': expected a whole number"),
+        (["--gpus", "all", "wheels", "out"], "--gpus 'all': expected a whole number"),
+        (["--gpus", "8", "wheels", "out", "doctor"], "part 'doctor': expected a number to 11 or one of install coll"),
         (["--fast", "wheels", "out"], "unknown option --fast"),
         (["wheels"], "expected WHEELS OUT"),
         (["COMMIT=HEAD", "wheels", "out"], "COMMIT 'HEAD': expected a hash"),
@@ -242,60 +263,84 @@ def test_what_is_asked_for_is_checked(machine: Path) -> None:
 
 
 def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
-    """No rehearsal runs the full size: check that its options are known and that the page's calls fit 9 minutes."""
+    """No rehearsal runs the full size: check that its options, sizes, parts and paths are known."""
     done = gpu(machine, "--print", "wheels", "out")
     commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
     assert list(commands) == PARTS
     for part in (
         "doctor",
+        "ceiling",
+        "attention",
+        "adapter-rows",
         "operators",
-        "rollout-480p",
-        *PROFILES,
         "testbed",
         "testbed-bf16",
-        "rollout",
-        "decode-480p",
+        *ROLLOUTS,
+        *PROFILES,
     ):
         _, _, package, *arguments = commands[part]
         assert package == "sage_fast"
         options, overrides = cli.parse(arguments)
         assert part in ("testbed", "testbed-bf16", *PROFILES) or not overrides
+        if part in ROLLOUTS:
+            assert {*options.size} <= rung.SIZES.keys()
+            assert {*options.part} <= rung.PARTS.keys()
+            assert {*options.path} <= {*rung.PATHS}
         if overrides:
             load_reward(load(REPOSITORY / options.config, overrides).reward)
     _, config, *arguments = commands["engines"]
     assert load(REPOSITORY / config, split_settings(arguments)[1]).model.tuning == "full"
-    assert commands["racecheck"] == ["sanitizer_part", "racecheck", *commands["memcheck"][2:]]
+    assert commands["racecheck"] == ["sanitizer_part", "racecheck"]
     for name in itertools.chain(*commands.values()):
         assert not name.startswith("tests/") or (REPOSITORY / name).exists()
 
 
+def test_the_commands_of_several_gpus_are_ones_that_exist(machine: Path) -> None:
+    done = gpu(machine, "--gpus", "8", "--print", "wheels", "out")
+    commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
+    assert list(commands) == OF_SEVERAL
+    for part in OF_SEVERAL[2:]:
+        function, name, config, *arguments = commands[part]
+        assert (function.endswith("_part"), name) == (True, part)
+        settings = load(REPOSITORY / config, split_settings(arguments)[1])
+        assert settings.train.samples == (2 if part == "lora-alone" else 16)
+        assert settings.model.sequence_parallel == (8 if part == "sequence" else 1)
+
+
+@pytest.mark.soak
+def test_several_gpus_are_rehearsed_by_two_ranks_on_the_cpu(rehearsed: Path, machine: Path) -> None:
+    done = gpu(machine, "--tiny", "--gpus", "2", "wheels", "several", *OF_SEVERAL[1:])
+    logs = {part: (machine / "several" / f"{part}.log").read_text()[-1500:] for part in OF_SEVERAL[1:]}
+    assert done.returncode == 0, f"{done.stdout}\n" + "\n".join(f"== {part}\n{log}" for part, log in logs.items())
+    assert "all-gather of a block" in logs["collectives"]
+    for part in ("lora-alone", "lora", "zero3", "zero3-no-prefetch", "zero2", "sequence", "hybrid"):
+        assert json.loads(logs[part].splitlines()[-1])["iteration"] == 1
+    assert "resumed after a killed rank" in logs["killed"]
+
+
 def test_an_error_of_the_stock_decode_costs_no_number(machine: Path) -> None:
-    """At 480p it has tensors of more than 2^31 elements, so it runs on small rungs only, in a part of its own."""
+    """At 480p it has tensors of more than 2^31 elements, so no part runs it."""
     done = gpu(machine, "--print", "wheels", "out")
     commands = {row.split("\t")[0]: row.split("\t")[1:] for row in done.stdout.splitlines()}
     decodes = [part for part, words in commands.items() if "rollout" in words and {"decode", "stock"} <= {*words}]
     assert decodes == []
-    assert "--part" not in commands["rollout"]
-    ladder = commands["rollout-480p"]
-    assert [ladder[i + 1] for i, word in enumerate(ladder) if word == "--part"] == ["forward", "step", "train"]
-    assert [ladder[i + 1] for i, word in enumerate(ladder) if word == "--path"][1::2] == ["eager", "graphed"]
 
 
 def test_the_calls_of_the_page_fit() -> None:
     page = (REPOSITORY / "docs" / "how-to" / "first-gpu.md").read_text()
-    rows = re.findall(r"^\| \d+ `[\w-]+` \| (\d+) s \|(?: (\d+) s)? \|", page, re.M)
-    limits = dict(zip(PARTS, (int(limit) for limit, _ in rows), strict=True))
-    new = [part for part, (_, took) in zip(PARTS, rows) if not took]
+    rows = re.findall(r"^\| \d+ `([\w-]+)` \| (\d+) s \|(?: \d+ s)? \|", page, re.M)
+    seconds = {part: int(limit) for part, limit in rows}
+    assert list(seconds) == PARTS
     script = (REPOSITORY / "scripts" / "gpu.sh").read_text()
-    assert re.search(rf"^LIMITS=\({' '.join(map(str, limits.values()))}\)$", script, re.M)
+    assert re.search(rf"^LIMITS=\({' '.join(map(str, seconds.values()))}\)$", script, re.M)
     assert re.search(rf"^PARTS=\({' '.join(PARTS)}\)$", script, re.M)
     calls = re.findall(r"^scripts/gpu.sh --seconds 540 wheels runs/gpu (.+)$", page, re.M)
-    assert all(sum(limits[part] for part in call.split()) <= 540 for call in calls)
-    assert [part for call in calls for part in call.split()] == PARTS
-    assert f"# everything, {math.ceil(sum(limits.values()) / 60)} minutes at most" in page
-    first = [part for call in calls[:2] for part in call.split()]
-    assert {*new} - {*first} == {"rollout"}
-    assert sum(int(took or limit) for (limit, took), part in zip(rows, PARTS) if part in first) <= 15 * 60
+    assert all(sum(seconds[part] for part in call.split()) <= 540 for call in calls)
+    assert [*{part: 0 for call in calls for part in call.split()}] == PARTS
+    assert f"# everything, {math.ceil(sum(seconds.values()) / 60)} minutes at most" in page
+    (several,) = re.findall(r"^LIMITS_OF_SEVERAL=\((.*)\)$", script, re.M)
+    assert re.search(rf"^PARTS_OF_SEVERAL=\({' '.join(OF_SEVERAL)}\)$", script, re.M)
+    assert f"wheels runs/gpus   # everything, {math.ceil(sum(map(int, several.split())) / 60)} minutes at most" in page
 
 
 @pytest.mark.parametrize(("norm", "status"), [(2.001, False), (2.1, True), (float("nan"), True)])

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,8 +336,9 @@ def test_operator_benchmark(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_rollout_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[rollout_bench.Rung.__module__], "STEPS", 2)
+    monkeypatch.setitem(rollout_bench.SIZES, "tiny", dataclasses.replace(rollout_bench.SIZES["tiny"], steps=2))
     monkeypatch.setattr(rollout_bench, "matmul_ceiling", lambda device, dtype: 1e12)  # of products for a GPU
+    monkeypatch.setattr(rollout_bench, "sustained_ceiling", lambda device, dtype: None)
     with PretendCuda() as device:
         rows = bench(tmp_path / "rollout.json", "rollout")["rows"]
     assert {row["part"] for row in rows if "graphed" in row["seconds"]} == {"step", "rollout"}

@@ -255,8 +255,10 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
     assert sum(row["flops"] or 0 for row in phases.values()) == pytest.approx(total["flops"])
     assert [phase for phase, row in phases.items() if row["mfu"]] == ["rollout", "decode", "anchor", "train"]
     for row in (phases["rollout"], phases["train"], total):
-        assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / result["ceiling_flops_per_second"])
-        assert 0 < row["mfu"] < 1
+        rate = row["seconds"] * result["ceiling_flops_per_second"]
+        assert row["hfu"] == pytest.approx(row["flops"] / rate)
+        assert row["mfu"] == pytest.approx(row["model_flops"] / rate)
+        assert 0 < row["mfu"] <= row["hfu"] < 1
     overrides = {name.removeprefix("--"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
     config = load(PAPER, overrides | {"model.gradient_checkpointing": "none"})
     expected = plan(config, find_spec("testbed"))
@@ -422,13 +424,17 @@ def test_ceiling_is_a_rate_that_a_product_reaches() -> None:
 
 def test_phase_table_by_hand() -> None:
     row = {"time/rollout": 2.0, "time/train": 5.0, "time/total": 8.0}
-    table = phase_table(row, {"rollout": 4e12, "anchor": 0.0, "train": 10e12}, 8e12, {"rollout": 1.5, "train": 4.0})
+    done, useful = ({"rollout": 4e12, "anchor": 0.0, "train": trained} for trained in (10e12, 8e12))
+    table = phase_table(row, done, useful, 8e12, {"rollout": 1.5, "train": 4.0})
     assert "wait" not in table
-    assert phase_table(row | {"time/wait": 0.5}, {}, 8e12, {})["wait"]["seconds"] == 0.5, "with several ranks"
+    assert phase_table(row | {"time/wait": 0.5}, {}, {}, 8e12, {})["wait"]["seconds"] == 0.5, "with several ranks"
     assert table["rollout"] == {
-        "seconds": 2.0, "share": 0.25, "busy_seconds": 1.5, "flops": 4e12, "flops_per_second": 2e12, "mfu": 0.25,
+        "seconds": 2.0, "share": 0.25, "busy_seconds": 1.5, "flops": 4e12, "model_flops": 4e12,
+        "flops_per_second": 2e12, "mfu": 0.25, "hfu": 0.25,
     }  # fmt: skip
     assert table["anchor"]["mfu"] is None  # it took no time
     assert table["decode"]["flops"] is None
     assert table["other"]["seconds"] == 1.0
-    assert (table["total"]["mfu"], table["total"]["busy_seconds"]) == (pytest.approx(14 / 64), 5.5)
+    assert (table["train"]["mfu"], table["train"]["hfu"]) == (pytest.approx(8 / 40), pytest.approx(10 / 40))
+    assert (table["total"]["mfu"], table["total"]["hfu"]) == (pytest.approx(12 / 64), pytest.approx(14 / 64))
+    assert table["total"]["busy_seconds"] == 5.5

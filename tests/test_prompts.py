@@ -211,7 +211,6 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     row = trainer.iteration(0)
     assert row["log_prob/parity"] < 1e-5
-    assert row["update/relative"] > 0
 
 
 def test_seeds_of_prompts(files: Path) -> None:

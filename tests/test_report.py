@@ -43,7 +43,6 @@ def row(i, **changes):
         "ratio/clip_fraction": 0.1,
         "log_prob/max_delta": 1e-3,
         "grad_norm": 0.1,
-        "update/relative": 1e-3,
         "velocity_grad_norm": [1e-3, None, 2e-3],
         "time/rollout": 1.0,
         "time/train": 2.0,

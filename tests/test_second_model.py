@@ -215,7 +215,7 @@ def test_two_ranks_of_zero3_train_as_one_process(folder: Path) -> None:
     words = ["train", "wan.yaml", "--train.engine", "zero3", "--output", "zero3", "--quiet"]
     command_on_ranks(words, folder, DS_ACCELERATOR="cpu")
     (one, *_), (two,) = (read_metrics(folder / name / "metrics.jsonl") for name in ("run", "zero3"))
-    for key in ("reward/mean", "grad_norm", "update/relative"):
+    for key in ("reward/mean", "grad_norm"):
         assert two[key] == pytest.approx(one[key], rel=1e-3), key
 
 

@@ -298,7 +298,7 @@ def test_the_page_has_what_shared_steps_save() -> None:
 
 
 ZERO: dict[str, Any] = SHARED | {"sampling__window_per_prompt": True, "sampling__batch_size": 1}
-METRICS = ("reward/mean", "reward/std", "grad_norm", "update/relative", "kl/anchor", "ratio/mean")
+METRICS = ("reward/mean", "reward/std", "grad_norm", "kl/anchor", "ratio/mean")
 
 
 def sharded(folder: Path) -> None:

@@ -143,7 +143,7 @@ def check_updates(name: str) -> Engine:
         with Sent() as sent:
             for micro in range(2):
                 engine.backward(loss_of(policy, 4 * update + 2 * micro + rank()), 4)
-            found, _ = engine.step()
+            found = engine.step()
         assert found == pytest.approx(norm, rel=tolerance)
         after = whole(engine)
         off, way = (sum(float((expected[n] - o[n]).square().sum()) for n in o) ** 0.5 for o in (after, before))
@@ -204,9 +204,9 @@ def check_small_updates(name: str) -> None:
     engine = make_engine(mixed_policy(name), train_settings(name, train__learning_rate=1e-6))
     start, moved = whole(engine), []
     large = torch.cat([start[n].abs().flatten() > 0.01 for n in start])  # smaller ones see 1e-6
-    for number in range(8):
+    for _ in range(8):
         engine.backward(loss_of(engine.policy, rank()), 2)
-        _, size = engine.step()
+        engine.step()
         now = whole(engine)
         assert_rounded(engine, now)
         changed = (
@@ -214,7 +214,6 @@ def check_small_updates(name: str) -> None:
             for dtype in (torch.float32, torch.bfloat16)
         )
         moved.append([float(share) for share in changed])
-        assert 1e-6 < float(size.relative) < 1e-4, number
     assert moved[0][0] > 0.9, moved
     assert 5 * moved[0][1] < moved[-1][1] < 0.1, moved
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,20 +13,6 @@ from sage_fast.models.policy import Policy, State
 
 OptimizerState = Mapping[str, Mapping[str, Any]]
 """Weight -> name of a moment -> tensor."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateSize:
-    """Relative sizes of an update, scalars on the device.
-
-    Attributes:
-        relative: |dW| / |W| over the sample; with an adapter W is the base weight and dW the change of s B A.
-        of_rounded: relative change of the values that bfloat16 rounds: the weights themselves, or the adapter factor
-            that contributes most of dW.
-    """
-
-    relative: Tensor
-    of_rounded: Tensor
 
 
 class Engine(Protocol):
@@ -63,8 +48,8 @@ class Engine(Protocol):
             total: transitions of the update over all ranks, each counted once.
         """
 
-    def step(self) -> tuple[float, UpdateSize]:
-        """Reduce, clip and apply the accumulated gradients; return their norm before clipping and the update's size.
+    def step(self) -> float:
+        """Reduce, clip and apply the accumulated gradients; return their norm before clipping.
 
         Raises:
             NonFiniteError: the norm is not finite; the weights are unchanged.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -11,23 +10,16 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy, State
-from sage_fast.parallel.engine import Engine, OptimizerState, UpdateSize
+from sage_fast.parallel.engine import Engine, OptimizerState
 from sage_fast.parallel.optimizers import ema_decay, learning_rate, make_optimizers
-from sage_fast.parallel.update_size import BFLOAT16_RESOLUTION, watch_updates
-from sage_fast.util.console import wrapped
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import all_reduce, data_size, world_size
-
-log = logging.getLogger(__name__)
-
-WATCHED_ITERATIONS = 3
-"""Iterations after the learning rate's warm-up in which a note reports updates too small for bfloat16."""
 
 
 class PlainEngine(Engine):
@@ -48,9 +40,7 @@ class PlainEngine(Engine):
         self.ema_warms_up = ema_warms_up
         self.parameters = list(policy.parameters().values())
         self.steps = 0
-        self._warned = False
         self._prepare()
-        self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.states)
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
         self._remembered: dict[str, Any] | None = None
         self._remembered_bytes = 0
@@ -75,19 +65,16 @@ class PlainEngine(Engine):
         """
         (data_size() / total * loss).backward()
 
-    def step(self) -> tuple[float, UpdateSize]:
-        self._updates.remember()
+    def step(self) -> float:
         norm = self._update(learning_rate(self.config, self.steps))
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
             )
         torch.autograd.graph.increment_version(self.parameters)  # some optimizers write unseen by autograd
-        size = self._updates.size()
         self.steps += 1
-        self._warn_of_small_updates(size)
         self._update_ema()
-        return norm, size
+        return norm
 
     def _update(self, rate: float) -> float:
         """Update the weights if the gradient norm is finite; return the norm."""
@@ -102,23 +89,6 @@ class PlainEngine(Engine):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def _warn_of_small_updates(self, size: UpdateSize) -> None:
-        """Note once, in the first iterations, if updates vanish when float32 weights are rounded to bfloat16."""
-        since = self.steps - self.config.warmup_steps
-        early = 0 < since <= WATCHED_ITERATIONS * self.config.optimizer_steps
-        if self._warned or not early or self.policy.dtype != torch.bfloat16:
-            return
-        change = float(size.of_rounded)
-        if change < BFLOAT16_RESOLUTION:
-            self._warned = True
-            what = "adapter" if self.policy.has_adapter else "weights"
-            note = (
-                f"note: the relative change of the {what} in an update is {change:.1e}, and bfloat16 resolves "
-                f"{BFLOAT16_RESOLUTION:.1e}: the forward sees it only once several updates have added up. Raise "
-                f"train.learning_rate = {self.config.learning_rate:g}, or set model.dtype = float32"
-            )
-            log.info(wrapped(note))
 
     def _reduce_gradients(self) -> None:
         self._average(self.parameters)

@@ -80,7 +80,6 @@ METRICS: dict[str, tuple[str, str, dict[str, bool]]] = {
     "ratio/clip_fraction": ("Clipped ratios", "share of transitions", {}),
     "log_prob/max_delta": ("Largest log-prob change", "|log ratio|", {"log": True}),
     "grad_norm": ("Gradient norm (before clipping)", "norm", {"log": True}),
-    "update/relative": ("Relative size of an update", "|dW| / |W|", {"log": True}),
     "time/total": ("Time of an iteration", "seconds", {}),
 }
 """Metric -> title, axis label and options for `lines`."""

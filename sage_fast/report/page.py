@@ -303,7 +303,7 @@ def _charts(data: RunFiles) -> list[str]:
         charts.lines(part_lines, name="parts", title="Its parts", ylabel="mean over the batch"),
         *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
         charts.ratio(rows),
-        *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm", "update/relative")),
+        *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm")),
         charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
         charts.phases(rows),
     ]

@@ -360,15 +360,16 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
 
 
 def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return samples per GPU-hour of an iteration and, where the GPU's peak is known, its model FLOPs utilization.
+    """Return samples per GPU-hour of an iteration and, where the GPU's peak is known, its MFU and HFU.
 
-    Both are over all ranks and the whole iteration, rewards and waiting included.
+    All are over all ranks and the whole iteration, rewards and waiting included. HFU counts what a backward recomputes.
     """
     config = trainer.config
     samples, seconds = config.train.samples, row["time/total"] * world_size()
     found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
     if peak := peak_flops(trainer.device, trainer.policy.dtype):
         cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
-        done = flops(cost, trainer.forwards, samples, checkpointing=None, frozen_base=frozen_base)
-        found["throughput/mfu"] = sum(done.values()) / (seconds * peak)
+        for name, mode in (("mfu", None), ("hfu", trainer.model.checkpointing)):
+            done = flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen_base)
+            found[f"throughput/{name}"] = sum(done.values()) / (seconds * peak)
     return found

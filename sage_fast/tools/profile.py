@@ -1,4 +1,4 @@
-"""Profile one iteration: time by phase and, on a GPU, by kernel family, model FLOPs utilisation, a Chrome trace.
+"""Profile one iteration: time by phase and, on a GPU, by kernel family, MFU and HFU, a Chrome trace.
 
     <folder>/profile.json rank-000.json.gz ...
 
@@ -113,7 +113,7 @@ def profile_iteration(
         barrier()  # ranks measure the ceiling in different times
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
-    of_phases = _flops_of_phases(trainer, expected.samples)
+    done, useful = _flops_of_phases(trainer, expected.samples)
     result = {
         "environment": environment(device, implementation(device))
         | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
@@ -124,7 +124,7 @@ def profile_iteration(
         "text_tokens": model.spec.text_tokens,
         "image_tokens": expected.prompt_tokens - model.spec.text_tokens,
         "ceiling_flops_per_second": ceiling,
-        "phases": phase_table(row, of_phases, ceiling, {}),
+        "phases": phase_table(row, done, useful, ceiling, {}),
         "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
         "planned_bytes": sum(expected.memory.values()),
         "families": [],
@@ -136,7 +136,7 @@ def profile_iteration(
             log.info("reading the trace")
             work, changes = _read(list(profiler.events() or []))
             busy = busy_seconds(work, changes)
-            result |= {"phases": phase_table(row, of_phases, ceiling, busy), "families": family_table(work, changes)}
+            result |= {"phases": phase_table(row, done, useful, ceiling, busy), "families": family_table(work, changes)}
             write_json(result, folder / "profile.json")
     if profiler is not None:
         profiler.export_chrome_trace(str(result["trace"]))
@@ -157,38 +157,54 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
     return row
 
 
-def _flops_of_phases(trainer: Trainer, samples: int) -> dict[str, float]:
-    """Return phase -> mean FLOPs of a rank in the latest iteration; a step that the rollout trained is training."""
+def _flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return phase -> mean FLOPs of a rank in the latest iteration, and its model FLOPs, without a recomputation.
+
+    A step that the rollout trained is training.
+    """
     model, frozen = trainer.model, trainer.config.model.trains_adapter
     cost = model.spec.cost(trainer.config)
-    parts = flops(cost, trainer.forwards, samples, checkpointing=model.checkpointing, frozen_base=frozen)
-    return {phase: parts[part] / world_size() for phase, part in PART_OF_PLAN.items()}
+    parts = [
+        flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen)
+        for mode in (model.checkpointing, None)
+    ]
+    done, useful = ({phase: of[part] / world_size() for phase, part in PART_OF_PLAN.items()} for of in parts)
+    return done, useful
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def phase_table(
-    row: Mapping[str, Any], flops: Mapping[str, float], ceiling: float, busy: Mapping[str, float]
+    row: Mapping[str, Any],
+    flops: Mapping[str, float],
+    model_flops: Mapping[str, float],
+    ceiling: float,
+    busy: Mapping[str, float],
 ) -> dict[str, dict[str, float | None]]:
-    """Return phase or `total` -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s, MFU = FLOPs / seconds / ceiling."""
+    """Return phase or `total` -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s, MFU and HFU.
+
+    HFU = FLOPs / seconds / ceiling; MFU is the same of `model_flops`, which a recomputation does not add to.
+    """
     shown = [phase for phase in (*PHASES, WAIT) if phase != WAIT or f"time/{WAIT}" in row]
     seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in shown}
     total = float(row["time/total"])
     seconds["other"] = total - sum(seconds.values())
-    whole = {"total": (total, sum(flops.values()), sum(busy.values()))}
-    rows = {phase: (value, flops.get(phase), busy.get(phase, 0.0)) for phase, value in seconds.items()} | whole
-    return {
-        phase: {
+    done, useful, on_device = ({**given, "total": sum(given.values())} for given in (flops, model_flops, busy))
+    table: dict[str, dict[str, float | None]] = {}
+    for phase, value in (seconds | {"total": total}).items():
+        rates = [of[phase] / value if phase in of and value > 0 else None for of in (done, useful)]
+        table[phase] = {
             "seconds": value,
             "share": value / total,
-            "busy_seconds": on_device if busy else None,
-            "flops": work,
-            "flops_per_second": work / value if work is not None and value > 0 else None,
-            "mfu": work / value / ceiling if work is not None and value > 0 else None,
+            "busy_seconds": on_device.get(phase, 0.0) if busy else None,
+            "flops": done.get(phase),
+            "model_flops": useful.get(phase),
+            "flops_per_second": rates[0],
+            "mfu": None if rates[1] is None else rates[1] / ceiling,
+            "hfu": None if rates[0] is None else rates[0] / ceiling,
         }
-        for phase, (value, work, on_device) in rows.items()
-    }
+    return table
 
 
 def _read(events: Sequence[Any]) -> tuple[list[Work], list[tuple[float, str]]]:
@@ -252,7 +268,7 @@ def format_profile(result: Mapping[str, Any]) -> str:
     env, phases = result["environment"], result["phases"]
     gpu = phases["total"]["busy_seconds"] is not None
     ceiling = result["ceiling_flops_per_second"] / 1e12
-    head = ("seconds", "share", "GPU busy" if gpu else "", "FLOPs", "TFLOP/s", "MFU")
+    head = ("seconds", "share", "GPU busy" if gpu else "", "FLOPs", "TFLOP/s", "MFU", "HFU")
     lines = [
         head_line(env),
         f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling:.3g} TFLOP/s",
@@ -261,12 +277,14 @@ def format_profile(result: Mapping[str, Any]) -> str:
     ]
     for phase, row in phases.items():
         cells = [cell(row["seconds"], ".4f"), cell(row["share"], ".1%"), cell(row["busy_seconds"], ".4f")]
-        cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12), cell(row["mfu"], ".1%")]
+        cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12)]
+        cells += [cell(row["mfu"], ".1%"), cell(row["hfu"], ".1%")]
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
     if result["ranks"] > 1:
         lines.append(f"seconds of rank 0 of {result['ranks']} ranks, FLOPs as the mean of all")
     images = f" and {count} image tokens" if (count := result.get("image_tokens", 0)) else ""
     lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens{images} a prompt")
+    lines.append("HFU: FLOPs over time and ceiling; MFU: those of the model, without what a backward recomputes")
     if gpu:
         lines.append("each decode is waited for; in a run it overlaps the rollout of the next batch")
     if peaks := result["peak_bytes"]:
