@@ -604,6 +604,10 @@ def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplo
             monkeypatch.setenv(reward_http.TOKEN, token)
             with pytest.raises(RewardFailure, match="status 401: expected the token of this server"):
                 HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)
+        monkeypatch.setenv(reward_http.TOKEN, "open\nsesame")
+        with pytest.raises(RewardFailure, match="the token is no text that HTTP can send") as error:
+            HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)
+        assert "sesam" not in str(error.value)
     assert "refused a request of 127.0.0.1: expected the token" in caplog.text
     assert "sesam" not in caplog.text
 

@@ -114,6 +114,8 @@ class Client:
                         raise NoAnswer(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
             if response.status_code == 200:
                 return json.loads(text)
+        except httpx.LocalProtocolError:  # its text quotes the header
+            raise RewardFailure(f"{self.url}: the token is no text that HTTP can send") from None
         except httpx.HTTPError as error:
             raise NoAnswer(f"{type(error).__name__}: {printable(str(error))}") from error
         except (ValueError, RecursionError) as error:

@@ -84,7 +84,7 @@ class RewardServer(uvicorn.Server):
                 http=_Protocol,
                 ws="none",
                 log_config=None,
-                log_level="critical",
+                log_level="error",
                 proxy_headers=False,
                 headers=[("Connection", "close")],
                 limit_concurrency=MAX_CONNECTIONS,
@@ -124,10 +124,9 @@ class RewardServer(uvicorn.Server):
                 raise HTTPException(401, f"expected the token of this server; the client takes it from {TOKEN}")
         elif re.sub(r":\d+$", "", host) not in LOOPBACK:
             raise HTTPException(421, f"Host {host[:80]!r}: expected one of {', '.join(LOOPBACK)}; or set {TOKEN}")
+        # A web page cannot send this type cross-origin.
         if headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
-            raise HTTPException(
-                415, "expected Content-Type: application/json"
-            )  # a web page cannot send it cross-origin
+            raise HTTPException(415, "expected Content-Type: application/json")
         if length is None:
             raise HTTPException(411, "expected a Content-Length")
         if int(length) > self.largest:
