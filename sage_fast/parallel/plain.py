@@ -120,8 +120,8 @@ class PlainEngine(Engine):
     def _update_ema(self) -> None:
         if self.ema is not None:
             decay = ema_decay(self.config, self.steps, warms_up=self.ema_warms_up)
-            for name, part in self.policy.parts().items():
-                self.ema[name].lerp_(part, 1 - decay)
+            parts = self.policy.parts()
+            torch._foreach_lerp_([self.ema[name] for name in parts], list(parts.values()), 1 - decay)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
