@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from sage_fast import cli
 from sage_fast.config.loader import build, load
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.eval.scores import read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.text import collate
+from sage_fast.parallel.deepspeed_config import deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.run.folder import read_scores
 from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
@@ -258,6 +259,13 @@ def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
     monkeypatch.setattr(train_module, "load_setup", None)
     with pytest.raises(UserError, match=r"'zero2' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
         train_module.train(settings(train__engine="zero2", output=str(tmp_path / "run")))
+
+
+def test_gradients_are_reduced_beside_the_backward_where_they_are_sharded() -> None:
+    """ZeRO-1 has nothing to overlap before the last backward."""
+    for engine, overlaps in (("zero1", False), ("zero2", True)):
+        zero = deepspeed_settings(settings(train__engine=engine).train, 999)["zero_optimization"]
+        assert (zero["overlap_comm"], zero["allgather_bucket_size"]) == (overlaps, 1000)
 
 
 @pytest.mark.parametrize("where", ["iteration", "evaluation"])

@@ -215,3 +215,26 @@ def test_schedules_by_hand() -> None:
     assert rates("linear", iterations=11)[2:4] == pytest.approx([2, 1.9])  # as of a run that was extended to 22 updates
     assert rates("linear", iterations=1)[3:] == 9 * [0]
     assert rates("linear", warmup=20)[-1] == pytest.approx(1.2)
+
+
+def test_all_gradients_cross_the_ranks_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Averaged over two equal ranks, they stay as they are; a weight without one on any rank keeps none."""
+    engine = PlainEngine(tiny_model(settings()).policy, settings().train)
+    first, second, third = engine.parameters[:3]
+    given = [torch.randn_like(first), torch.randn_like(third)]
+    for p in engine.parameters:
+        p.grad = None
+    first.grad, third.grad = (grad.clone() for grad in given)
+    sent: list[int] = []
+
+    def of_two_ranks(tensor: Tensor, op: str = "sum") -> Tensor:
+        sent.append(tensor.numel())
+        return tensor.mul_(2) if op == "sum" else tensor
+
+    monkeypatch.setattr("sage_fast.parallel.plain.all_reduce", of_two_ranks)
+    monkeypatch.setattr("sage_fast.parallel.plain.world_size", lambda: 2)
+    engine._reduce_gradients()
+    assert sent == [len(engine.parameters), first.numel() + third.numel()]
+    assert torch.equal(first.grad, given[0])
+    assert torch.equal(third.grad, given[1])
+    assert second.grad is None
