@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def videos(count: int, frames: int = 9, height: int = 41, width: int = 60) -> Tensor:
-    """Videos on whole 8-bit levels, far from black and white, where PIL clips between its two resizing passes."""
+    """Videos on whole 8-bit levels."""
     draw = torch.Generator().manual_seed(count)
     return torch.randint(64, 192, (count, frames, 3, height, width), generator=draw) / 255
 
@@ -61,21 +60,9 @@ def test_scores_are_those_of_their_definitions(tiny: Path, height: int, width: i
     }
     assert scores.keys() == expected.keys()
     for part, value in expected.items():
-        # PIL rounds to 8 bits between its two resizing passes, so a resized pixel may be a level apart.
-        apart = (scores[part] - torch.tensor(value)).abs().max()
-        assert apart < (1e-5 if (height, width) == (32, 32) else 1e-2), part
+        assert (scores[part] - torch.tensor(value)).abs().max() < 1e-5, part
         assert scores[part].dtype == torch.float32
         assert not scores[part].requires_grad
-
-
-def test_pixels_are_those_of_the_processor(tiny: Path) -> None:
-    reward = CLIPScoreReward(str(tiny))
-    for height, width, apart in ((32, 32, 0), (32, 47, 0), (90, 50, 1), (41, 60, 1), (20, 33, 1)):
-        clip = videos(1, 2, height, width)[0]
-        pictures = [Image.fromarray((frame * 255).round().byte().permute(1, 2, 0).numpy()) for frame in clip]
-        theirs = CLIPImageProcessorPil.from_pretrained(tiny)(pictures, return_tensors="pt")["pixel_values"]
-        levels = (reward.pixels(clip) - theirs).abs().max() * 255 * max(reward.std)
-        assert levels < apart + 0.1, (height, width)
 
 
 def test_neither_the_prompts_nor_the_videos_beside_it_change_a_score(tiny: Path) -> None:
@@ -89,7 +76,7 @@ def test_neither_the_prompts_nor_the_videos_beside_it_change_a_score(tiny: Path)
     assert reward.score(clips, prompts)["clipscore"].isfinite().tolist() == [i != 5 for i in range(9)]
     short = reward.score(clips[:1, :2], prompts[:1])["clip_cosine"]
     torch.testing.assert_close(
-        short, expected_cosines(tiny, clips[0], [0, 1], prompts[0]).mean()[None], atol=1e-2, rtol=0
+        short, expected_cosines(tiny, clips[0], [0, 1], prompts[0]).mean()[None], atol=1e-5, rtol=0
     )
 
 
@@ -127,23 +114,6 @@ def test_the_processor_may_be_in_the_form_of_the_hub(tiny: Path, tmp_path: Path)
     clips = videos(2)
     scores = CLIPScoreReward(str(folder)).score(clips, PROMPTS[:2])
     torch.testing.assert_close(scores, CLIPScoreReward(str(tiny)).score(clips, PROMPTS[:2]), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"resample": 2}, r"expected CLIP's bicubic resizing .* got resample"),
-        ({"do_center_crop": False}, r"expected CLIP's bicubic resizing"),
-        ({"size": 48, "crop_size": 40}, r"crops to \(40, 40\), but .* takes 32 x 32"),
-    ],
-)
-def test_another_preparation_of_the_frames_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    folder = write_clip(tmp_path)
-    hub_form(folder)
-    file = folder / "preprocessor_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(UserError, match=message):
-        CLIPScoreReward(str(folder))
 
 
 def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from sage_fast.benchmarks import limits, rung
 from sage_fast import cli
 from sage_fast.config.command_line import overrides_of
 from sage_fast.config.loader import load
-from sage_fast.rewards.load import load_reward
+from sage_fast.rewards.backends import load_reward
 from sage_fast.util.files import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent

@@ -486,9 +486,9 @@ def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None
     metadata = metadata_of(read_prompts("p.jsonl"))
     with contextlib.ExitStack() as stack:
         if how == "http":
-            server = stack.enter_context(RewardServer(CompositeReward.of(config), "127.0.0.1", 0))
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            stack.callback(server.shutdown)
+            server = RewardServer(CompositeReward.of(config), "127.0.0.1", 0)
+            threading.Thread(target=server.listen, daemon=True).start()
+            stack.callback(setattr, server, "should_exit", True)
             config = dataclasses.replace(config, name=server.address)
         reward = CompositeReward.of(config, metadata=metadata)
         reward.check(SamplingConfig(num_frames=5, height=32, width=32), KEYS)

@@ -26,15 +26,15 @@ import pytest
 import torch
 
 import sage_fast.rewards.http as reward_http
-from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
+from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward, Scores
-from sage_fast.rewards.errors import RewardFailure, TransportFailure
-from sage_fast.rewards.failure_policy import FAILURES_TO_OPEN, TIMEOUTS, FailurePolicy
+from sage_fast.rewards.caller import RewardCaller
+from sage_fast.rewards.errors import RewardFailure
+from sage_fast.rewards.failure_policy import TIMEOUTS
 from sage_fast.rewards.http import HttpReward, read_request
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.process import ChildProcess
 from sage_fast.rewards.server import RewardServer
-from sage_fast.rewards.source import POLL_SECONDS, Source
 from sage_fast.util.errors import UserError
 from tests.reward_faults import Fingerprint, Returns, fingerprints
 
@@ -68,13 +68,13 @@ def are_their_own(scores: Scores, first: int = 0, dropped: tuple[int, ...] = (),
 class Fake:
     """A backend that does what the test says."""
 
-    in_background, patience = True, 0.0
+    in_background = True
 
     def __init__(self, score: Callable[[torch.Tensor, list[str]], dict[str, torch.Tensor]]) -> None:
         self._score = score
 
     def score(
-        self, videos: torch.Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
+        self, videos: torch.Tensor, prompts: list[str], metadata: list[Metadata], seconds: float
     ) -> dict[str, torch.Tensor]:
         return self._score(videos, prompts)
 
@@ -82,9 +82,21 @@ class Fake:
         pass
 
 
-def through(*backends: Fake) -> tuple[CompositeReward, Source]:
-    source = Source(config(), "reward.name", backends, config(), {"print"})
-    return CompositeReward([source], config()), source
+def through(*backends: Fake) -> CompositeReward:
+    return CompositeReward([RewardCaller(config(), "reward.name", backends, config(), {"print"})], config())
+
+
+@contextlib.contextmanager
+def serving(reward: CompositeReward, device: str = "cpu") -> Iterator[RewardServer]:
+    """A server in a thread of this process."""
+    server = RewardServer(reward, "127.0.0.1", 0, device)
+    thread = threading.Thread(target=server.listen, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(20)
 
 
 METADATA = {prompt: {"count": i, "box": {"at": [i, None]}} for i, prompt in enumerate(PROMPTS) if i != 5}
@@ -97,10 +109,8 @@ def reached(how: str) -> Iterator[CompositeReward]:
     if how != "http":
         yield CompositeReward.of(dataclasses.replace(settings, workers=int(how == "process")), metadata=METADATA)
         return
-    with RewardServer(CompositeReward.of(settings), "127.0.0.1", 0) as server:  # which knows no metadata itself
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(CompositeReward.of(settings)) as server:  # which knows no metadata itself
         yield CompositeReward.of(dataclasses.replace(settings, name=server.address), metadata=METADATA)
-        server.shutdown()
 
 
 @pytest.mark.parametrize("how", ["inline", "process", "http"])
@@ -117,7 +127,7 @@ def test_each_sample_keeps_its_metadata(how: str) -> None:
 
 def test_metadata_is_sent_only_where_there_is_some() -> None:
     """Servers of others may not know the key; a reward that does not ask for it never sees it."""
-    plain = json.loads(reward_http.format_request(VIDEOS[:1], ["a"], [{}], "id", "uint8"))
+    plain = json.loads(reward_http.format_request(VIDEOS[:1], ["a"], [{}], "id"))
     assert sorted(plain) == ["id", "prompts", "schema", "videos"]
     assert CompositeReward(Fingerprint().score, config(), METADATA)(VIDEOS, PROMPTS).dropped == 0  # type: ignore[arg-type]
 
@@ -136,13 +146,13 @@ def process() -> Iterator[Any]:
 
     yield make
     for reward in made:
-        if reward.sources[0].in_background:
-            reward.sources[0].close()
+        if reward.callers[0].in_background:
+            reward.callers[0].close()
 
 
 @pytest.mark.soak
 def test_dead_or_hanging_process_is_restarted_and_its_videos_rescored(process: Any, tmp_path: Path) -> None:
-    args = {"folder": str(tmp_path), "plan": ["2 kill", "4 exit", "6 hang"]}
+    args = {"folder": str(tmp_path), "plan": ["2 kill", "5 exit", "8 hang"]}
     chunks = in_chunks(process(args=args, timeout_seconds=12.0))
     for place, scores in enumerate(chunks):
         are_their_own(scores, 2 * place)
@@ -158,7 +168,7 @@ def test_dead_or_hanging_process_is_restarted_and_its_videos_rescored(process: A
 
 
 def test_what_kills_its_process_is_dropped_alone(process: Any) -> None:
-    reward = process(args={"how": "exit", "poison": "prompt 1"}, retries=0)
+    reward = process(args={"how": "exit", "poison": "prompt 1"})
     scores = reward(VIDEOS[:2], PROMPTS[:2])
     are_their_own(scores, dropped=(1,))
     assert scores.retried == 2
@@ -176,79 +186,6 @@ def test_a_failing_sample_is_dropped_within_the_runs_process_too(how: str, secon
     are_their_own(scores, dropped=(1,))
     assert scores.dropped == 1
     assert scores.retried == (1 if how == "nan" else 3)
-
-
-def test_a_process_that_always_dies_opens_the_circuit_and_is_started_again() -> None:
-    process = ChildProcess(config(args={"how": "exit", "poison": "x"}), "reward.name", "cpu")
-    policy = FailurePolicy(process, None, 0, 60)
-    policy.failures = FAILURES_TO_OPEN - 1
-    why = "exit status 3; no answer 5 times in a row: it is called again after 60 s"
-    with pytest.raises(TransportFailure, match=why):
-        policy.call(VIDEOS[:1], ["x"], [{}])
-    with pytest.raises(TransportFailure, match="no answer 5 times in a row; it is called again after 60 s"):
-        policy.call(VIDEOS[:1], ["a"], [{}])
-    policy.open_until = time.monotonic()
-    assert policy.call(VIDEOS[:1], ["a"], [{}])["print"].tolist() == fingerprints(VIDEOS[:1]).float().tolist()
-    assert policy.failures == 0
-    process.close()
-
-
-def test_a_worker_with_an_open_circuit_takes_no_videos_while_another_works() -> None:
-    works = threading.Event()
-
-    def dies(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-        raise TransportFailure("its process ended: exit status 1")
-
-    def dies_later(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-        if not works.is_set():
-            dies(videos, prompts)
-        time.sleep(0.02)
-        return {"print": fingerprints(videos).float()}
-
-    works.set()
-    reward, source = through(Fake(dies), Fake(dies_later))
-    chunks = [scores for _ in range(5) for scores in in_chunks(reward)]
-    assert sum(scores.dropped for scores in chunks) == 4, "the chunks of two videos in which it failed five times"
-    expected = "exit status 1; no answer 5 times in a row: it is called again after 60 s; 2 of 2 videos had no scores"
-    assert sum(expected in note for scores in chunks for note in scores.notes) == 1
-    works.clear()
-    chunks = [scores for _ in range(2) for scores in in_chunks(reward)]
-    assert all(scores.dropped == 2 for scores in chunks), "none works: they do not wait"
-    time.sleep(2 * POLL_SECONDS)  # both wait for jobs
-    works.set()
-    source._policies[1].open_until = 0
-    time.sleep(2 * POLL_SECONDS)
-    assert not any(scores.dropped for scores in in_chunks(reward)), "one works again"
-
-
-def test_the_cooldown_grows_until_there_is_an_answer() -> None:
-    problem: list[Exception] = []
-
-    def score(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-        for error in problem:
-            raise error
-        return {}
-
-    def cooldowns() -> list[float]:
-        found = []
-        for _ in range(12):
-            with pytest.raises(type(problem[0])):
-                policy.call(VIDEOS[:1], ["a"], [{}])
-            found.append(max(0, round(policy.open_until - time.monotonic())))
-            policy.open_until = 0
-        return found
-
-    policy = FailurePolicy(Fake(score), None, 0, 60)
-    problem[:] = [TransportFailure("gone")]
-    assert cooldowns() == [0, 0, 0, 0, 60, 120, 240, 480, 960, 1800, 1800, 1800]
-    problem.clear()
-    policy.call(VIDEOS[:1], ["a"], [{}])
-    problem[:] = [TransportFailure("gone")]
-    assert cooldowns()[:6] == [0, 0, 0, 0, 60, 120]
-    problem[:] = [RewardFailure("the reward's own")]
-    assert cooldowns() == [0] * 12
-    problem[:] = [TransportFailure("gone")]
-    assert cooldowns()[:6] == [0, 0, 0, 0, 60, 120]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -279,7 +216,7 @@ def test_scores_are_made_beside_what_comes_next_and_the_queue_is_bounded() -> No
         assert gate.wait(60)
         return {"print": fingerprints(videos).float()}
 
-    reward, _ = through(Fake(score))
+    reward = through(Fake(score))
     pending = [reward.submit(VIDEOS[:2], PROMPTS[:2])]
     assert begun.wait(60)
     pending.append(reward.submit(VIDEOS[2:4], PROMPTS[2:4]))
@@ -376,44 +313,36 @@ def test_several_rewards_with_weights_normalisation_and_prefix() -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
-    monkeypatch.setattr("sage_fast.rewards.failure_policy.FIRST_WAIT", 0.05)
-    reward = CompositeReward(Fingerprint("raise", poison="prompt 6").score, config())  # type: ignore[arg-type]
-    with RewardServer(reward, "127.0.0.1", 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(reward_http, "FIRST_WAIT", 0.05)
+    with serving(CompositeReward(Fingerprint("raise", poison="prompt 6").score, config())) as server:  # type: ignore[arg-type]
         yield server
-        server.shutdown()
 
 
 def test_a_server_that_answers_500_and_comes_back(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = iter([True, False, True, True])
+    broken, scores = iter([True, False, True, True]), server._answer
 
-    def refuse(handler: Any, body: bytes) -> tuple[int, dict[str, Any]]:
-        return (500, {"error": "out of order"}) if next(broken, False) else scores(handler, body)
+    def refuse(body: bytearray, client: str) -> tuple[int, dict[str, Any]]:
+        return (500, {"error": "out of order"}) if next(broken, False) else scores(body, client)
 
-    handler: Any = server.RequestHandlerClass
-    scores = handler._score
-    monkeypatch.setattr(handler, "_score", refuse)
-    reward = CompositeReward.of(config(name=server.address, args={"dtype": "float32"}, workers=2))
+    monkeypatch.setattr(server, "_answer", refuse)
+    reward = CompositeReward.of(config(name=server.address, workers=2))
     for place, chunk in enumerate(in_chunks(reward)):
-        are_their_own(chunk, 2 * place, dropped=(0,) if place == 3 else ())
+        are_their_own(chunk, 2 * place, dropped=(0,) if place == 3 else (), exact=False)
         assert chunk.retried == (2 if place == 3 else 0), "a 500 is tried again by the client"
     dropped = reward(VIDEOS[6:], PROMPTS[6:])
     assert "tests/reward_faults.py:" in dropped.notes[-1]
     assert "ValueError: wrong" in dropped.notes[-1]
-    for dtype in ("uint8", "float16"):
-        rounded = CompositeReward.of(config(name=server.address, args={"dtype": dtype}))
-        are_their_own(rounded(VIDEOS[:3], PROMPTS[:3]), exact=False)
 
 
 def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_http, "SECONDS_TO_FIND", 0.2)
     reward = CompositeReward.of(config(name="http://127.0.0.1:9"))
-    with pytest.raises(UserError, match=r"no scores within 0 s; last http://127.0.0.1:9: ConnectionRefusedError"):
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9: no scores within \d s; last: ConnectError"):
         reward.check(SMALL, ["a"])
     with pytest.raises(UserError, match=r"^reward.name = 'http://': 'http://': expected an address such as [^\n]*$"):
         CompositeReward.of(config(name="http://"))
-    with pytest.raises(UserError, match="did you mean 'float16'"):
-        CompositeReward.of(config(name="http://127.0.0.1:9", args={"dtype": "flaot16"}))
+    with pytest.raises(UserError, match=r"reward.name = 'http://a': args = .*: the address of a server takes no arg"):
+        CompositeReward.of(config(name="http://a", args={"dtype": "float16"}))
 
 
 def test_a_server_that_hangs_is_left_alone_before_the_other_ranks_give_up() -> None:
@@ -429,16 +358,11 @@ def test_a_server_that_hangs_is_left_alone_before_the_other_ranks_give_up() -> N
             return count
 
         url = f"http://127.0.0.1:{hangs.getsockname()[1]}"
-        reward = CompositeReward.of(config(name=url, timeout_seconds=0.2, args={"retry_seconds": 0}))
+        reward = CompositeReward.of(config(name=url, timeout_seconds=0.2))
         scores = reward(VIDEOS[:4], PROMPTS[:4])
         assert scores.dropped == 4
-        assert "TimeoutError" in scores.notes[-1]
+        assert "no scores within 0 s; last: no whole answer" in scores.notes[-1]
         assert requests() == TIMEOUTS, "not one by one"
-        for chunk in in_chunks(reward):
-            assert chunk.dropped == 2
-        assert "no answer 5 times in a row; it is called again after 60 s" in chunk.notes[-1]
-        assert TIMEOUTS + requests() == FAILURES_TO_OPEN
-    assert FAILURES_TO_OPEN * RewardConfig().timeout_seconds <= 60 * Config().timeout_minutes / 2
 
 
 def test_a_server_scores_on_its_own_device() -> None:
@@ -449,11 +373,8 @@ def test_a_server_scores_on_its_own_device() -> None:
         seen.append(videos.device.type)
         return {"print": torch.zeros(len(prompts))}
 
-    reward = CompositeReward(where, config())
-    with RewardServer(reward, "127.0.0.1", 0, "meta") as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert HttpReward(server.address).score(VIDEOS[:2], PROMPTS[:2], [{}, {}], 60, "id")["print"].tolist() == [0, 0]
-        server.shutdown()
+    with serving(CompositeReward(where, config()), "meta") as server:
+        assert HttpReward(server.address).score(VIDEOS[:2], PROMPTS[:2], [{}, {}], 60)["print"].tolist() == [0, 0]
     assert seen == ["meta"]
 
 
@@ -461,13 +382,13 @@ def test_a_server_scores_on_its_own_device() -> None:
     (b"{}", {}, 400, "expected an object with schema"), (b"\x80\x04N.", {}, 400, "expected an object with schema"),
     (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     (b"", {"Content-Length": str(2**30 + 1)}, 413, "at most 1073741824"),
-    (b"", {"Content-Length": "-1"}, 411, "Content-Length"), (b"", {"Content-Length": "9" * 5000}, 411, "Length"),
-    (b"{}", {"Host": "page.example:8000"}, 421, "Host 'page.example:8000': expected an address or a name of this"),
+    (iter([b"{}"]), {"Transfer-Encoding": "chunked"}, 411, "expected a Content-Length"),
+    (b"{}", {"Host": "page.example:8000"}, 421, "Host 'page.example:8000': expected one of 127.0.0.1, localhost"),
 ])  # fmt: skip
 def test_what_the_server_refuses(
-    body: bytes, headers: dict[str, str], status: int, why: str, server: RewardServer
+    body: Any, headers: dict[str, str], status: int, why: str, server: RewardServer
 ) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", int(server.server_address[1]), timeout=20)
+    connection = http.client.HTTPConnection(*server.socket.getsockname(), timeout=20)
     connection.request("POST", "/score", body, {"Content-Type": "application/json"} | headers)
     response = connection.getresponse()
     assert response.status == status
@@ -475,8 +396,21 @@ def test_what_the_server_refuses(
     connection.close()
 
 
+@pytest.mark.parametrize("head", [
+    b"Content-Length: -1", b"Content-Length: " + b"9" * 5000, b"Content-Length: 2\r\nContent-Length: 3", b"A" * 10**5,
+    b"\x80\x04N.", b"A: \x00", b"Host: localhost", b"Transfer-Encoding: a, chunked",
+])  # fmt: skip
+def test_what_is_no_http_ends_its_connection(head: bytes, server: RewardServer) -> None:
+    with socket.create_connection(server.socket.getsockname()) as connection:
+        connection.settimeout(20)
+        connection.sendall(b"POST /score HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            answer = b"".join(iter(lambda: connection.recv(1000), b""))
+            assert re.match(rb"HTTP/1.1 (400|411|415|501) ", answer), answer
+
+
 def test_requests_that_are_none() -> None:
-    sound = json.loads(reward_http.format_request(VIDEOS[:2], PROMPTS[:2], [{}, {}], "id", "float16"))
+    sound = json.loads(reward_http.format_request(VIDEOS[:2], PROMPTS[:2], [{}, {}], "id"))
     assert read_request(json.dumps(sound).encode())[2] == PROMPTS[:2]
 
     def videos(kind: str, shape: list[int]) -> str:
@@ -493,7 +427,7 @@ def test_requests_that_are_none() -> None:
             read_request(json.dumps(sound | {key: value}).encode())
     with pytest.raises(Exception, match="answers request 'other' instead of 'mine'"):
         reward_http.read_response({"id": "other", "parts": {}}, "mine", "http://a")
-    assert HttpReward("http://a:1/prefix/")._path == "/prefix/score"
+    assert HttpReward("http://a:1/prefix/").address == "http://a:1/prefix/score"
 
 
 class Peer:
@@ -527,7 +461,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 
 
 def whole(body: bytes) -> bytes:
-    return HEAD % len(body.replace(b"NAME", b"id")) + body
+    return HEAD % len(body.replace(b"NAME", bytes(32))) + body
 
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nX: ", HEAD % 10**6])
@@ -535,16 +469,16 @@ def test_a_server_that_drips_is_given_up_in_time(start: bytes) -> None:
     """It drips within the status line, a header or the body; each byte comes well within the time-out of a read."""
     peer = Peer([start, *[b"x"] * 100], every=0.1)
     begun = time.monotonic()
-    with pytest.raises(TransportFailure, match="no whole answer in time"):
-        HttpReward(peer.url).score(VIDEOS[:1], ["a"], [{}], 0.5, "id")
+    with pytest.raises(RewardFailure, match=r"no scores within . s; last: no whole answer"):
+        HttpReward(peer.url).score(VIDEOS[:1], ["a"], [{}], 0.5)
     assert time.monotonic() - begun < 5
 
 
 def test_a_server_that_always_says_continue_is_given_up_in_time() -> None:
     peer = Peer([b"HTTP/1.1 100 Continue\r\n\r\n"] * 100, every=0.1)
     begun = time.monotonic()
-    with pytest.raises(TransportFailure, match="no whole answer in time"):
-        HttpReward(peer.url).score(VIDEOS[:1], ["a"], [{}], 0.5, "id")
+    with pytest.raises(RewardFailure, match=r"no scores within . s; last: no whole answer"):
+        HttpReward(peer.url).score(VIDEOS[:1], ["a"], [{}], 0.5)
     assert time.monotonic() - begun < 5
 
 
@@ -554,7 +488,7 @@ def test_a_server_that_always_says_continue_is_given_up_in_time() -> None:
 ])  # fmt: skip
 def test_an_answer_that_is_cut_off_is_asked_for_again(cut: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut answer is no verdict of the reward: no video is dropped and no failure counted."""
-    monkeypatch.setattr("sage_fast.rewards.failure_policy.FIRST_WAIT", 0.05)
+    monkeypatch.setattr(reward_http, "FIRST_WAIT", 0.05)
     peer = Peer([cut], [b"HTTP/1.0 200 OK\r\n\r\n" + SOUND])
     scores = CompositeReward.of(config(name=peer.url, timeout_seconds=20))(VIDEOS[:1], ["a"])
     assert (scores.rewards.tolist(), scores.retried, peer.count) == ([0.5], 0, 2)
@@ -567,9 +501,10 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(cut: bytes, monkeypatch: p
     (b"{}", "an answer that is no sage-fast-reward/1"),
 ])  # fmt: skip
 def test_an_answer_that_does_not_fit_is_a_fault_of_the_reward(body: bytes, why: str) -> None:
-    with pytest.raises(RewardFailure, match=why) as error:
-        HttpReward(Peer([whole(body)]).url).score(VIDEOS[:2], ["a", "b"], [{}, {}], 20, "id")
-    assert error.type is RewardFailure
+    peer = Peer([whole(body)])
+    with pytest.raises(RewardFailure, match=why):
+        HttpReward(peer.url).score(VIDEOS[:2], ["a", "b"], [{}, {}], 20)
+    assert peer.count == 1, "it is not sent again"
 
 
 @pytest.mark.parametrize("answer", [
@@ -579,7 +514,7 @@ def test_an_answer_that_does_not_fit_is_a_fault_of_the_reward(body: bytes, why: 
 ])  # fmt: skip
 def test_what_a_server_says_cannot_steer_the_terminal(answer: bytes) -> None:
     with pytest.raises(RewardFailure) as error:
-        HttpReward(Peer([answer]).url).score(VIDEOS[:1], ["a"], [{}], 20, "id")
+        HttpReward(Peer([answer]).url).score(VIDEOS[:1], ["a"], [{}], 0.5)
     assert str(error.value).replace("\n", "").isprintable()
 
 
@@ -587,10 +522,10 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
     """More of them than may wait: a body that drips keeps no place."""
     monkeypatch.setattr("sage_fast.rewards.server.SECONDS_OF_GRACE", 0.5)
     head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
-    slow = [socket.create_connection(server.server_address[:2]) for _ in range(20)]  # type: ignore[arg-type]
+    slow = [socket.create_connection(server.socket.getsockname()) for _ in range(20)]
     for connection in slow:
         connection.sendall(head)
-    parts = HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], [{}], 20, "id")
+    parts = HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)
     assert parts["print"].isfinite().all()
     begun = time.monotonic()
     for connection in slow:
@@ -602,7 +537,7 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
                 with contextlib.suppress(TimeoutError):
                     answer = connection.recv(1000)
         assert b" 408 " in answer
-    with socket.create_connection(server.server_address[:2]) as silent:  # type: ignore[arg-type]
+    with socket.create_connection(server.socket.getsockname()) as silent:  # type: ignore[arg-type]
         silent.sendall(head + b"x")
         silent.settimeout(10)
         assert b" 408 " in silent.recv(1000)
@@ -611,67 +546,80 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
 BEGUN = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
 
 
+def is_closed(connection: socket.socket, within: float, drip: bytes = b"") -> bool:
+    """Whether the server closes a connection in time, though more bytes come."""
+    end = time.monotonic() + within
+    connection.settimeout(0.05)
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                if connection.recv(1000) == b"":
+                    return True
+            connection.sendall(drip)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("start", [b"", b"POST /score HTTP/1.1\r\nA: ", BEGUN], ids=["silent", "headers", "body"])
-def test_connections_that_say_nothing_of_use_keep_no_other_out(
+def test_258_clients_that_drip_keep_no_other_out(
     start: bytes, server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest of them is closed when there are too many, and each after a while, even if bytes still come."""
-    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_OF_GRACE", 1000.0)
-    monkeypatch.setattr("sage_fast.rewards.server.UNREAD", 12)
-    idle = []
-    for _ in range(20):  # more than may wait for their turn
-        idle.append(socket.create_connection(server.server_address[:2]))  # type: ignore[arg-type]
-        idle[-1].sendall(start)
-    for connection in idle[:8]:
-        connection.settimeout(20)
-        assert connection.recv(1) == b"", "closed"
-    assert (
-        HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], [{}], 20, "id")["print"].isfinite().all()
-    )
-    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_BEGIN", 0.5)
-    for connection in idle[9:]:
-        connection.settimeout(0.1)
-        with contextlib.suppress(ConnectionError):
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    assert connection.recv(1) == b""
-                    break
-                connection.sendall(b"x")
-    for connection in idle:
-        connection.close()
+    """A sound request is scored at once, and each of them is closed after a while."""
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_BEGIN", 5.0)
+    with contextlib.ExitStack() as stack:
+        dripping = [stack.enter_context(socket.create_connection(server.socket.getsockname())) for _ in range(258)]
+        for connection in dripping:
+            connection.sendall(start)
+        begun = time.monotonic()
+        assert HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)["print"].isfinite().all()
+        assert time.monotonic() - begun < 4
+        assert all(is_closed(connection, 20, b"x" if start else b"") for connection in dripping)
+
+
+def test_the_oldest_of_too_many_connections_without_a_request_is_closed(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sage_fast.rewards.server.MAX_CONNECTIONS", 24)
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(server.socket.getsockname())) for _ in range(20)]
+        assert HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)["print"].isfinite().all()
+        assert all(is_closed(connection, 5) for connection in idle[:8])
+        assert not any(is_closed(connection, 0.1) for connection in idle[9:])
 
 
 def test_many_clients_at_once_are_all_accepted(server: RewardServer) -> None:
     """As the ranks of several runs, which begin to score together."""
-    client = HttpReward(server.address, retry_seconds=0)
+    client = HttpReward(server.address)
     with ThreadPoolExecutor(200) as clients:
-        scores = clients.map(lambda n: client.score(VIDEOS[:1], ["a"], [{}], 60, f"id-{n}"), range(200))
+        scores = clients.map(lambda n: client.score(VIDEOS[:1], ["a"], [{}], 60), range(200))
         assert all(parts["print"].isfinite().all() for parts in scores)
 
 
 def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv(reward_http.TOKEN, "open sesame")
-    reward = CompositeReward(Fingerprint().score, config())  # type: ignore[arg-type]
-    with RewardServer(reward, "127.0.0.1", 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20, "id")["print"].isfinite().all()
+    with serving(CompositeReward(Fingerprint().score, config())) as server:  # type: ignore[arg-type]
+        assert HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)["print"].isfinite().all()
         for token in ("open sesam", "open sesam\xe9", ""):
             monkeypatch.setenv(reward_http.TOKEN, token)
             with pytest.raises(RewardFailure, match="status 401: expected the token of this server"):
-                HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20, "id")
-        server.shutdown()
+                HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)
+        monkeypatch.setenv(reward_http.TOKEN, "open\nsesame")
+        with pytest.raises(RewardFailure, match="the token is no text that HTTP can send") as error:
+            HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)
+        assert "sesam" not in str(error.value)
     assert "refused a request of 127.0.0.1: expected the token" in caplog.text
     assert "sesam" not in caplog.text
 
 
 def test_a_client_that_goes_away_costs_a_line(server: RewardServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    try:
-        raise BrokenPipeError(32, "Broken pipe")
-    except BrokenPipeError:
-        server.handle_error(None, ("127.0.0.1", 5))
-    assert caplog.messages == ["127.0.0.1 has gone: [Errno 32] Broken pipe"]
+    with socket.create_connection(server.socket.getsockname()) as connection:
+        connection.sendall(BEGUN + b"x")
+    end = time.monotonic() + 20
+    while not caplog.messages and time.monotonic() < end:
+        time.sleep(0.05)
+    assert caplog.messages == ["refused a request of 127.0.0.1: it has gone"]
 
 
 # -- nothing is left --------------------------------------------------------------------------------------------------
@@ -679,12 +627,10 @@ def test_a_client_that_goes_away_costs_a_line(server: RewardServer, caplog: pyte
 
 def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
     backend = ChildProcess(config(), "reward.name", "cpu")
-    source = Source(config(), "reward.name", [backend], config(), None)
-    assert source.submit(FailurePolicy.call, VIDEOS[:1], PROMPTS[:1], [{}]).result()["print"].shape == (1,)
-    child = backend._process
-    assert child is not None
-    del source
-    assert child.poll() == 0, "it had the time to clean up"
+    caller = RewardCaller(config(), "reward.name", [backend], config(), None)
+    assert caller.call(VIDEOS[:1], PROMPTS[:1], [{}]).result()["print"].shape == (1,)
+    del caller
+    assert backend._process.exitcode == 0, "it had the time to clean up"
 
 
 def in_group(leader: int) -> list[int]:

@@ -78,8 +78,8 @@ def test_variables_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_variable_of_a_process_or_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SAGE_KEY", raising=False)
-    with pytest.raises(UserError, match=r"^reward\.name = 'http://there': args\.dtype = .* variable SAGE_KEY"):
-        load_reward(RewardEntry(name="http://there", args={"dtype": "${SAGE_KEY}"}))
+    with pytest.raises(UserError, match=r"^reward\.name = 'vlm': args\.url = .* variable SAGE_KEY"):
+        load_reward(RewardEntry(name="vlm", args={"url": "${SAGE_KEY}"}))
     reward = CompositeReward.of(RewardConfig(name="tests.test_secrets:NeedsToken", args=ARGS, workers=1))
     sampling = SamplingConfig(num_frames=5, height=32, width=32)
     with pytest.raises(UserError, match=r"^reward\.name = 'tests.*': args\.token = .* variable SAGE_KEY"):
@@ -137,7 +137,7 @@ def test_a_dry_run_shows_the_name_of_a_variable_and_an_address_takes_no_other(mo
     entry = RewardConfig(name="clipscore", args={"path": "${PLACE}"})
     with pytest.raises(UserError, match=r"reward.args.path = '\$\{PLACE\}': no such folder"):
         dry_run_reward(entry)
-    with pytest.raises(UserError, match=r"args.url = '\$\{PLACE\}': the name is the address"):
+    with pytest.raises(UserError, match=r"args = \{'url': '\$\{PLACE\}'\}: the address of a server takes no"):
         dry_run_reward(RewardConfig(name="http://there", args={"url": "${PLACE}"}))
 
 

@@ -17,10 +17,9 @@ from PIL import Image
 
 from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward
+from sage_fast.rewards.backends import load_reward
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.rewards.errors import RewardFailure
-from sage_fast.rewards.failure_policy import FailurePolicy
-from sage_fast.rewards.load import load_reward
 from sage_fast.rewards.vlm import TEMPLATES, VLMReward
 from sage_fast.run.resume import _kept
 from sage_fast.util.errors import UserError
@@ -153,7 +152,7 @@ def test_an_answer_that_does_not_parse_costs_its_own_video_alone(vlm: VLM) -> No
 
 
 def test_a_busy_server_is_asked_again_for_what_is_missing(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sage_fast.rewards.failure_policy.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("sage_fast.rewards.http.FIRST_WAIT", 0.01)
     vlm.plan["a cow"] = [(429, "Rate limit"), (503, "Loading"), (200, ANSWER.format(3))]
     scores = CompositeReward.of(config(vlm))(VIDEOS, PROMPTS)
     assert (scores.retried, scores.dropped, scores.notes) == (0, 0, ())
@@ -175,7 +174,7 @@ LINES = ANSWER.format(3)
 def test_answers_that_are_no_scores(answer: str, why: str, vlm: VLM) -> None:
     vlm.plan["a cat"] = [(200, answer)]
     with pytest.raises(RewardFailure, match=why):
-        FailurePolicy(load_reward(config(vlm)), None, 0, 20).call(VIDEOS[:1], ["a cat"], [{}])
+        load_reward(config(vlm)).score(VIDEOS[:1], ["a cat"], [{}], 20)
 
 
 @pytest.mark.parametrize(("args", "why"), [

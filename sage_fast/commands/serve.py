@@ -34,10 +34,18 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     config = load(options.config, overrides)
     prompts = read_prompts(config.data.prompts)
     from sage_fast.rewards import CompositeReward
-    from sage_fast.rewards.http import TOKEN
-    from sage_fast.rewards.server import RewardServer
+    from sage_fast.rewards.http import TOKEN, token
     from sage_fast.util.ranks import initialize
 
+    try:
+        from sage_fast.rewards.server import LOOPBACK, RewardServer
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"serve-reward needs {error.name}: pip install starlette uvicorn, or the extra [serve]"
+        ) from error
+
+    if options.host not in LOOPBACK and not token():
+        raise UserError(f"--host {options.host}: expected {LOOPBACK[0]}, or a password in {TOKEN} for server and runs")
     device = str(initialize())
     reward = CompositeReward.of(config.reward, device, metadata_of(prompts))
     reward.check(config.sampling, [prompt.key for prompt in prompts], device)
@@ -48,11 +56,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         raise UserError(f"--host {options.host} --port {options.port}: {error.strerror}") from error
     try:
         log.info(f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}")
-        if not server.token and server.server_address[0] not in ("127.0.0.1", "::1"):
-            log.info(f"note: anyone who can reach this port can have videos scored; {TOKEN} asks for a password")
-        server.serve_forever()
+        server.listen()
     except KeyboardInterrupt:
         log.info("ended")
     finally:
         signal.signal(signal.SIGTERM, before)
-        server.server_close()
+        server.socket.close()

@@ -271,7 +271,8 @@ class RewardConfig(RewardEntry):
     """What to do with a sample whose reward still fails after the retries. `drop`: drop it from its group and count it
     as `reward/dropped`. `stop`: stop the run."""
     retries: int = within(1, least=0, most=100)
-    """Further calls after one that raised, hung in a worker process, or returned a value that is not finite."""
+    """Further calls for a video after one that raised, hung in a worker process, or returned a value that is not
+    finite. Each scores one video."""
     max_dropped: float = within(0.2, least=0, most=1)
     """Largest fraction of dropped samples in an iteration or an evaluation. Above it the run stops with a
     checkpoint."""

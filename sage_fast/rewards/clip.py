@@ -18,11 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
-from sage_fast.rewards.frames import FrameReward, levels, resize
+from sage_fast.rewards.frames import FrameReward, levels
 from sage_fast.util.errors import UserError
-
-BICUBIC = 3
-"""Code of PIL's bicubic filter in preprocessor_config.json."""
 
 
 class CLIPReward(FrameReward):
@@ -45,38 +42,21 @@ class CLIPReward(FrameReward):
             self.network, loaded = CLIPModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"path = {path!r}: expected a folder or hub id of a CLIP model: {error}") from error
-        if lacking := [
-            *loaded["missing_keys"],
-            *loaded["mismatched_keys"],
-        ]:  # transformers would initialise these at random
+        lacking = [*loaded["missing_keys"], *loaded["mismatched_keys"]]
+        if lacking:  # transformers would initialise these at random
             raise UserError(f"path = {path!r}: expected a CLIP model; missing or of another shape: {lacking}")
         self.network.eval().requires_grad_(False)
         processor = processor or path
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(processor)
-            images = CLIPImageProcessorPil.from_pretrained(processor)
+            self.images = CLIPImageProcessorPil.from_pretrained(processor)
         except (OSError, ValueError) as error:
             raise UserError(f"processor = {processor!r}: expected that of a CLIP model: {error}") from error
-        steps = (images.do_resize, images.do_center_crop, images.do_rescale, images.do_normalize)
-        self.shortest, self.crop = images.size["shortest_edge"], (images.crop_size["height"], images.crop_size["width"])
-        if not all(steps) or int(images.resample) != BICUBIC or max(self.crop) > self.shortest:
-            raise UserError(
-                f"processor = {processor!r}: expected CLIP's bicubic resizing of the shorter side, then a crop and a "
-                f"normalisation, got resample {images.resample}, {images.size}, {images.crop_size}, steps {steps}"
-            )
-        self.mean, self.std = images.image_mean, images.image_std
-        side = self.network.config.vision_config.image_size
-        if self.crop != (side, side):
-            raise UserError(f"processor = {processor!r}: crops to {self.crop}, but {path!r} takes {side} x {side}")
 
     def pixels(self, frames: Tensor) -> Tensor:
-        """Resize, centre-crop and normalise float frames `[n, 3, H, W]` in [0, 1] to float32 `[n, 3, S, S]`."""
-        height, width = frames.shape[-2:]
-        longer = int(self.shortest * max(height, width) / min(height, width))
-        size = (self.shortest, longer) if height <= width else (longer, self.shortest)
-        top, left = ((side - crop) // 2 for side, crop in zip(size, self.crop))
-        cropped = resize(levels(frames), *size)[..., top : top + self.crop[0], left : left + self.crop[1]] / 255
-        return (cropped - cropped.new_tensor(self.mean)[:, None, None]) / cropped.new_tensor(self.std)[:, None, None]
+        """Prepare float frames `[n, 3, H, W]` in [0, 1] as pictures of 8 bits; return float32 `[n, 3, S, S]`."""
+        pictures = levels(frames).byte().permute(0, 2, 3, 1).cpu().numpy()
+        return self.images(list(pictures), return_tensors="pt")["pixel_values"].to(frames.device)
 
     def cosines(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Tensor]:
         """Return, for each video, the cosines of its frames with its prompt."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
+from sage_fast.rewards.backends import backend_class, connect
+from sage_fast.rewards.caller import RewardCaller
 from sage_fast.rewards.errors import RewardFailure
-from sage_fast.rewards.failure_policy import FailurePolicy, Outcome
+from sage_fast.rewards.failure_policy import Outcome
 from sage_fast.rewards.interface import Metadata, Pending, Reward, Scores
-from sage_fast.rewards.load import backend_class, connect
-from sage_fast.rewards.source import Source
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
 
@@ -27,21 +27,21 @@ class CompositeReward:
     """R = sum of weight x part (Eq. 33). A failure never becomes a number.
 
     Args:
-        reward: one reward, called in this process; or sources, as created by `of`.
+        reward: one reward, called in this process; or callers, as created by `of`.
         config: weights, and what to do about failures.
         metadata: key of a prompt -> its metadata, for the rewards that take it; a prompt may have none.
     """
 
     def __init__(
         self,
-        reward: Reward | Sequence[Source],
+        reward: Reward | Sequence[RewardCaller],
         config: RewardConfig,
         metadata: Mapping[str, Metadata] | None = None,
     ) -> None:
         if not isinstance(reward, Sequence):
             inline = backend_class("inline")(config.name, reward)
-            reward = [Source(config, "reward.name", [inline], config, config.needed)]
-        self.sources = list(reward)
+            reward = [RewardCaller(config, "reward.name", [inline], config, config.needed)]
+        self.callers = list(reward)
         self.config, self.metadata = config, metadata or {}
         self.weights: Mapping[str, float] = config.part_weights
         self.parts: list[str] = []
@@ -55,20 +55,20 @@ class CompositeReward:
         Raises:
             UserError: a reward cannot be created; includes its traceback.
         """
-        sources = [
-            Source(entry, key, connect(entry, key, device), config, entry.needed)
+        callers = [
+            RewardCaller(entry, key, connect(entry, key, device), config, entry.needed)
             for key, entry in config.keyed_entries.items()
         ]
-        return cls(sources, config, metadata)
+        return cls(callers, config, metadata)
 
     @property
     def names(self) -> list[str]:
-        return [source.entry.name for source in self.sources]
+        return [caller.entry.name for caller in self.callers]
 
     @property
     def at_a_time(self) -> int:
         """Number of calls worth making concurrently."""
-        return max(1, min((source.entry.workers for source in self.sources), default=1))
+        return max(1, min((caller.entry.workers for caller in self.callers), default=1))
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
@@ -88,36 +88,34 @@ class CompositeReward:
         keys = [prompts[i % len(prompts)] for i in range(len(videos))]
         texts, metadata = self._told(keys)
         found: dict[str, str] = {}
-        for source in self.sources:
-            where = f"{source.key} = {source.entry.name!r}"
+        for caller in self.callers:
+            entry, where = caller.entry, f"{caller.key} = {caller.entry.name!r}"
+            made_up = f"made-up videos {list(videos.shape)} of {keys[0]!r}"
             try:
                 with torch.random.fork_rng(devices=[]):
-                    parts = source.submit(FailurePolicy.call, videos, texts, metadata).result()
+                    parts = caller.call(videos, texts, metadata).result()
             except RewardFailure as error:
-                if str(error).startswith(where):  # it could not be created
-                    raise UserError(str(error)) from error
-                shape = list(videos.shape)
-                raise UserError(f"{where}: failed on made-up videos {shape} of {keys[0]!r}: {error}") from error
-            section = source.key.removesuffix("name")
-            named = {"weights": source.entry.needed, "normalisation": set(source.entry.normalisation)}
-            for setting, names in named.items():
+                not_created = str(error).startswith(where)
+                raise UserError(str(error) if not_created else f"{where}: failed on {made_up}: {error}") from error
+            for setting, names in {"weights": entry.needed, "normalisation": set(entry.normalisation)}.items():
                 if missing := sorted(names - parts.keys()):
-                    returned = f"reward {source.entry.name!r} returns {sorted(parts)}"
-                    raise UserError(f"{section}{setting} names {missing[0]!r}; {returned}")
-            for part in sorted(parts if source.needed is None else source.needed):
+                    section, returned = caller.key.removesuffix("name"), sorted(parts)
+                    raise UserError(
+                        f"{section}{setting} names {missing[0]!r}; reward {entry.name!r} returns {returned}"
+                    )
+            for part in sorted(parts if caller.needed is None else caller.needed):
                 if not parts[part].isfinite().any():
                     raise UserError(
-                        f"{where}: part {part!r} is {parts[part].tolist()} on made-up videos {list(videos.shape)} of "
-                        f"{keys[0]!r}; expected numbers: a video without one is dropped"
+                        f"{where}: part {part!r} is {parts[part].tolist()} on {made_up}; expected numbers: a video "
+                        "without one is dropped"
                     )
             for part in parts:
-                own = source.entry.named(part)
-                for name in (own, own + RAW) if part in source.entry.normalisation else (own,):
+                for name in (entry.named(part), entry.named(part) + RAW)[: 1 + (part in entry.normalisation)]:
                     if name in found:
                         raise UserError(
                             f"{where}: returns {name!r}, and so does {found[name]!r}; give one of them a prefix"
                         )
-                    found[name] = source.entry.name
+                    found[name] = entry.name
         self.parts = sorted(found)
 
     # -- scores -------------------------------------------------------------------------------------------------------
@@ -129,8 +127,8 @@ class CompositeReward:
             prompts: keys; a reward gets the text of each.
         """
         texts, metadata = self._told(prompts)
-        order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].in_background)
-        futures = {i: self.sources[i].submit(FailurePolicy.score, videos, texts, metadata) for i in order}
+        order = sorted(range(len(self.callers)), key=lambda i: not self.callers[i].in_background)
+        futures = {i: self.callers[i].score(videos, texts, metadata) for i in order}
         return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, list(prompts)))
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Scores:
@@ -148,13 +146,10 @@ class CompositeReward:
             RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         here = videos.to(device)
-        futures = [
-            source.submit(FailurePolicy.call, videos if source.in_background else here, prompts, metadata)
-            for source in self.sources
-        ]
+        futures = [caller.call(videos if caller.in_background else here, prompts, metadata) for caller in self.callers]
         return {
-            source.entry.named(part): values
-            for source, future in zip(self.sources, futures)
+            caller.entry.named(part): values
+            for caller, future in zip(self.callers, futures)
             for part, values in future.result().items()
         }
 
@@ -171,16 +166,16 @@ class CompositeReward:
         why: dict[int, str] = {}
         parts: dict[str, Tensor] = {}
         notes: list[str] = []
-        for source, outcome in zip(self.sources, outcomes):
-            who = f"reward {source.entry.name!r}"
+        for caller, outcome in zip(self.callers, outcomes):
+            who = f"reward {caller.entry.name!r}"
             if outcome.note is not None:
                 notes.append(f"{who}: {outcome.note}")
-            if source.needed != set():  # an empty set: the reward is only logged
+            if caller.needed != set():  # an empty set: the reward is only logged
                 why = {i: f"{who}: {error}" for i, error in outcome.errors.items()} | why
             for part, values in outcome.parts.items():
-                own = source.entry.named(part)
-                if part in source.entry.normalisation:
-                    mean, std = source.entry.normalisation[part]
+                own = caller.entry.named(part)
+                if part in caller.entry.normalisation:
+                    mean, std = caller.entry.normalisation[part]
                     parts[own + RAW], values = values, (values - mean) / std
                 parts[own] = values
         composite = torch.zeros(len(prompts))
@@ -245,7 +240,8 @@ class Judge(CompositeReward):
         metadata: Mapping[str, Metadata] | None = None,
     ) -> None:
         entry = RewardEntry(name=name, weights={})
-        super().__init__([Source(entry, key, connect(entry, key, device), policy, needed=None)], policy, metadata)
+        caller = RewardCaller(entry, key, connect(entry, key, device), policy, needed=None)
+        super().__init__([caller], policy, metadata)
         self.weights = {}
 
 

@@ -1,4 +1,4 @@
-"""The two ways a reward call fails, and the text of a failure, with the reward's own traceback."""
+"""A reward call that failed, and the text of a failure, with the reward's own traceback."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FRAMES = 8
 
 _OURS = {
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("composite", "errors", "failure_policy", "inline", "load", "process", "source")
+    for name in ("backends", "caller", "composite", "errors", "failure_policy", "inline", "process")
 } | {plugins.__file__}
 _PYTHONS = ("<frozen ", "importlib/__init__.py", "concurrent/futures/_base.py")
 
 
 class RewardFailure(Exception):
-    """The reward itself failed.
+    """A call without scores: the reward failed, or crashed, hung, could not start or was not reached.
 
     Args:
         text: as formatted by `failure`: one line that says what happened, then frames if there are any.
@@ -44,10 +44,6 @@ class SomeFailed(RewardFailure):
     def __init__(self, errors: dict[int, str], parts: dict[str, Tensor]) -> None:
         super().__init__(next(iter(errors.values())))
         self.errors, self.parts = errors, parts
-
-
-class TransportFailure(RewardFailure):
-    """The reward gave no answer, or not all of one: it crashed, hung, could not start or was not reached."""
 
 
 def failure(error: BaseException) -> str:

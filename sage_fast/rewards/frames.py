@@ -17,7 +17,7 @@ SCORED_AT_ONCE = 8
 
 
 def levels(frames: Tensor) -> Tensor:
-    """Quantise floats in [0, 1] to 8 bits as image and video files do; return float32 0 to 255. NaN stays NaN."""
+    """Quantise floats in [0, 1] to 8 bits as image and video files do; return float32 0 to 255."""
     return (frames.float().clamp(0, 1) * 255).round()
 
 
@@ -98,4 +98,6 @@ class FrameReward:
         for i in range(0, len(prompts), SCORED_AT_ONCE):
             batch = chosen[i : i + SCORED_AT_ONCE].to(self.device)
             batches.append(self.of_frames(list(batch), prompts[i : i + SCORED_AT_ONCE]))
-        return {part: torch.cat([scores[part] for scores in batches]).float() for part in batches[0]}
+        parts = {part: torch.cat([scores[part] for scores in batches]).float() for part in batches[0]}
+        broken = ~chosen.flatten(1).isfinite().all(1)
+        return {part: values.masked_fill(broken.to(values.device), torch.nan) for part, values in parts.items()}

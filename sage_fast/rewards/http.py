@@ -5,20 +5,19 @@ Videos travel as a safetensors file with one tensor `videos [B, F, 3, H, W]` in 
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import contextlib
-import http.client
 import json
 import math
 import os
-import socket
+import random
 import ssl
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
+import uuid
+from collections.abc import Mapping
+from typing import Any
 
+import httpx
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -26,22 +25,26 @@ from torch import Tensor
 
 from sage_fast.config.fields import is_unicode
 from sage_fast.config.secrets import bare_address, names_for_values
-from sage_fast.rewards.errors import RewardFailure, TransportFailure
+from sage_fast.rewards.backends import checked
+from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.interface import Metadata
-from sage_fast.rewards.load import checked
-from sage_fast.util.errors import UserError, nearest, printable
+from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import json_value
 
 SCHEMA = "sage-fast-reward/1"
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
 """Environment variable with the password that a server expects and a run sends, so that no file holds it."""
-LARGEST_ANSWER = 64 * 2**20
-"""Largest accepted answer in bytes."""
+MAX_ANSWER_BYTES = 64 * 2**20
 SECONDS_TO_FIND = 20.0
-"""Patience in seconds with a server that has never answered, so that a wrong address fails early in a run."""
+"""How long a server that has never answered is tried, so that a wrong address fails early in a run."""
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+"""Seconds before a request is sent again: the first wait, and the cap on doubling."""
+DTYPES = {torch.float16: 1.0, torch.float32: 1.0, torch.uint8: 255.0}
+"""Dtypes in which videos may travel -> their largest value. The client sends float16, finer than a video file."""
 
 
-VideoType = Literal["float16", "float32", "uint8"]
+class NoAnswer(RewardFailure):
+    """A request had no answer, or not all of one, or the server cannot answer now: it is sent again."""
 
 
 class Client:
@@ -50,7 +53,6 @@ class Client:
     Args:
         url: address, such as http://127.0.0.1:8000.
         path: appended to it for every request.
-        retry_seconds: how long a failed request is sent again; 0 tries once.
 
     Raises:
         UserError: `url` is not an address.
@@ -58,88 +60,90 @@ class Client:
 
     in_background = True
 
-    def __init__(self, url: str, path: str, retry_seconds: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or bare_address(url) != url:
+    def __init__(self, url: str, path: str) -> None:
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL:
+            parsed = httpx.URL()
+        if parsed.scheme not in ("http", "https") or not parsed.host or bare_address(url) != url:
             raise UserError(f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000")
-        self.url, self.retry_seconds, self._answered = url, float(retry_seconds), False
-        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/") + path
-        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-
-    @property
-    def patience(self) -> float:
-        return self.retry_seconds if self._answered else min(self.retry_seconds, SECONDS_TO_FIND)
+        self.url, self.address, self._answered = url, url.rstrip("/") + path, False
+        self._tls = ssl.create_default_context()  # the system's certificates
 
     def close(self) -> None:
         pass
 
-    def _post(self, body: bytes, seconds: float, key: str) -> Any:
-        """Send a request with a key, or "" for none; return the JSON of an answer with status 200.
+    async def post(self, body: bytes, seconds: float, key: str) -> Any:
+        """Send a request, again while it has no answer; return the JSON of an answer with status 200.
+
+        Args:
+            seconds: time limit of all attempts together; 0: none.
+            key: bearer token; "" for none.
 
         Raises:
-            TransportFailure: no connection, no whole answer in time, no JSON, or status 408, 429 or at least 500.
-            RewardFailure: the server answered with an error; its own words.
+            RewardFailure: no answer in time, or the server answered with an error; its own words.
         """
+        begun, wait, last = time.monotonic(), FIRST_WAIT, "no whole answer"
         try:
-            status, text = self._exchange(body, seconds, key)
-        except ssl.SSLError as error:
-            raise RewardFailure(f"{self.url}: {error}") from error
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
-            raise TransportFailure(f"{self.url}: {type(error).__name__}: {printable(str(error))}") from error
-        if status != 200:
-            lost = status >= 500 or status in (408, 429)
-            self._answered |= not lost
-            why = names_for_values(f"{self.url}: status {status}: {_error_of(text)}")
-            raise (TransportFailure if lost else RewardFailure)(why)
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise TransportFailure(f"{self.url}: an answer that is no JSON: {text[:80]!r}") from error
+            async with asyncio.timeout(seconds or None):
+                while True:
+                    try:
+                        return await self._attempt(body, key)
+                    except NoAnswer as error:
+                        last = str(error)
+                    if not self._answered and time.monotonic() > begun + SECONDS_TO_FIND:
+                        break
+                    await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # ranks fail together
+                    wait = min(2 * wait, LONGEST_WAIT)
+        except TimeoutError:
+            pass
+        raise RewardFailure(f"{self.url}: no scores within {time.monotonic() - begun:.0f} s; last: {last}")
 
-    def _exchange(self, body: bytes, seconds: float, key: str) -> tuple[int, bytes]:
-        end = time.monotonic() + seconds
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        connection = self._connect(self._host, self._port, timeout=seconds or None)
+    async def _attempt(self, body: bytes, key: str) -> Any:
+        headers = [(b"Content-Type", b"application/json"), (b"Accept-Encoding", b"identity")]
+        headers += [(b"Authorization", f"Bearer {key}".encode())] if key else []
+        text = bytearray()
         try:
-            connection.connect()
-            with _at_most(end - time.monotonic(), connection.sock) if seconds else contextlib.nullcontext():
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
-                    connection.request("POST", self._path, body, headers)
-                response = connection.getresponse()
-                text = bytearray()
-                while piece := response.read1(1 << 16):
+            async with (
+                httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,
+                client.stream("POST", self.address, content=body, headers=headers) as response,
+            ):
+                async for piece in response.aiter_raw():
                     text += piece
-                    if len(text) > LARGEST_ANSWER:
-                        raise http.client.HTTPException(f"an answer of more than {LARGEST_ANSWER} bytes")
-                if response.length:
-                    raise http.client.IncompleteRead(bytes(text), response.length)
-            return response.status, bytes(text)
-        finally:
-            connection.close()
+                    if len(text) > MAX_ANSWER_BYTES:
+                        raise NoAnswer(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+            if response.status_code == 200:
+                return json.loads(text)
+        except httpx.LocalProtocolError:  # its text quotes the header
+            raise RewardFailure(f"{self.url}: the token is no text that HTTP can send") from None
+        except httpx.HTTPError as error:
+            raise NoAnswer(f"{type(error).__name__}: {printable(str(error))}") from error
+        except (ValueError, RecursionError) as error:
+            raise NoAnswer(f"an answer that is no JSON: {bytes(text[:80])!r}") from error
+        why = names_for_values(f"status {response.status_code}: {_error_of(bytes(text))}")
+        if response.status_code >= 500 or response.status_code in (408, 429):
+            raise NoAnswer(why)
+        self._answered = True
+        raise RewardFailure(f"{self.url}: {why}")
 
 
 class HttpReward(Client):
     """A reward behind `sage-fast serve-reward`, or a server that speaks its format.
 
     Args:
-        url, retry_seconds: as for `Client`.
-        dtype: dtype in which videos are sent; float16 is finer than the 8 bits of a video file.
+        url: as for `Client`.
 
     Raises:
-        UserError: `url` is not an address, or `dtype` is unknown.
+        UserError: `url` is not an address.
     """
 
-    def __init__(self, url: str, dtype: str = "float16", retry_seconds: float = 300.0) -> None:
-        super().__init__(url, "/score", retry_seconds)
-        if dtype not in get_args(VideoType):
-            raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(VideoType))}")
-        self.dtype = dtype
+    def __init__(self, url: str) -> None:
+        super().__init__(url, "/score")
 
-    def score(
-        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
-    ) -> dict[str, Tensor]:
+    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float) -> dict[str, Tensor]:
         """Send one request; return each part, float32 `[B]`, NaN for null."""
-        answer = self._post(format_request(videos, prompts, metadata, name, self.dtype), seconds, token())
+        name = uuid.uuid4().hex
+        answer = asyncio.run(self.post(format_request(videos, prompts, metadata, name), seconds, token()))
         parts = checked(read_response(answer, name, self.url), len(prompts))
         self._answered = True
         return parts
@@ -150,41 +154,14 @@ def token() -> str:
     return os.environ.get(TOKEN, "").strip()
 
 
-@contextlib.contextmanager
-def _at_most(seconds: float, connection: socket.socket) -> Iterator[None]:
-    """Shut the connection down if the block takes longer; its own timeout starts again with every byte.
-
-    Raises:
-        TimeoutError: the block did not end in time.
-    """
-    expired = threading.Event()
-
-    def end() -> None:
-        expired.set()
-        with contextlib.suppress(OSError):  # the server has just closed it
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS would wait for the other side
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if expired.is_set():
-            raise TimeoutError("no whole answer in time")
-
-
 # -- the format -------------------------------------------------------------------------------------------------------
 
 
-def format_request(videos: Tensor, prompts: list[str], metadata: list[Metadata], name: str, dtype: str) -> bytes:
+def format_request(videos: Tensor, prompts: list[str], metadata: list[Metadata], name: str) -> bytes:
     """Format a request; it has the key `metadata` if a prompt has any."""
-    values = videos.detach().cpu()
-    values = (values * 255).round().to(torch.uint8) if dtype == "uint8" else values.to(getattr(torch, dtype))
     known = {"metadata": metadata} if any(metadata) else {}
     head = json.dumps({"schema": SCHEMA, "id": name, "prompts": prompts} | known)
-    encoded = base64.b64encode(save({"videos": values.contiguous()}))
+    encoded = base64.b64encode(save({"videos": videos.detach().cpu().half().contiguous()}))
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
 
 
@@ -206,14 +183,12 @@ def read_request(body: bytes) -> tuple[str, Tensor, list[str], list[Metadata]]:
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
         if len(metadata) != len(prompts) or not all(isinstance(of_one, dict) for of_one in metadata):
             raise ValueError(f"metadata that is no list of {len(prompts)} objects")
-        if str(videos.dtype).removeprefix("torch.") not in get_args(VideoType):
-            raise ValueError(f"{videos.dtype} in place of {', '.join(get_args(VideoType))}")
+        return name, videos.float() / DTYPES[videos.dtype], prompts, metadata
     except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "
             f"(docs/how-to/reward-server.md): {type(error).__name__}: {error}"
         ) from error
-    return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts, metadata
 
 
 def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:

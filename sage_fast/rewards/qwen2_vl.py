@@ -70,8 +70,6 @@ class Qwen2VLReward(FrameReward):
         self, base: str, device: str | None, dtype: Precision | None, attention: Attention, num_frames: int
     ) -> None:
         super().__init__(device, num_frames)
-        if attention not in get_args(Attention):
-            raise UserError(f"attention = {attention!r}: {nearest(attention, get_args(Attention))}")
         if dtype is None:
             on_cuda = self.device.type == "cuda" if self.device is not None else torch.cuda.is_available()
             dtype = "bfloat16" if on_cuda else "float32"

@@ -7,14 +7,13 @@ hold each of them once, with a number in the range, is a failure; it never becom
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import math
 import re
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sage_fast.rewards.errors import RewardFailure, SomeFailed, TransportFailure, fulfil
+from sage_fast.rewards.errors import RewardFailure, SomeFailed
 from sage_fast.rewards.frames import levels
 from sage_fast.rewards.http import Client
 from sage_fast.rewards.interface import Metadata
@@ -43,7 +42,6 @@ class VLMReward(Client):
         num_frames: number of evenly spaced frames, from the first on; shorter videos use all.
         api_key: bearer token; "" for none.
         extra_body: further fields of a request, which replace `temperature` 0 and `max_tokens` 4096.
-        retry_seconds: as for `Client`.
 
     Raises:
         UserError: an argument is not as expected.
@@ -58,9 +56,8 @@ class VLMReward(Client):
         num_frames: int = 16,
         api_key: str = "",
         extra_body: Mapping[str, Any] | None = None,
-        retry_seconds: float = 300.0,
     ) -> None:
-        super().__init__(url, "/chat/completions", retry_seconds)
+        super().__init__(url, "/chat/completions")
         if num_frames < 1:
             raise UserError(f"num_frames = {num_frames}: expected at least 1")
         if not (api_key.isascii() and api_key.isprintable()):
@@ -73,61 +70,46 @@ class VLMReward(Client):
             )
         self.num_frames, self.api_key = num_frames, api_key
         self.fields = {"model": model, "temperature": 0, "max_tokens": 4096} | dict(extra_body or {})
-        self._call = ""
-        self._scores: dict[int, dict[str, float]] = {}
-        self._errors: dict[int, str] = {}
 
-    def score(
-        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float, name: str
-    ) -> dict[str, Tensor]:
-        """Send one request per video, all at once; return each part, float32 `[B]`. A repeated call sends the rest.
+    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float) -> dict[str, Tensor]:
+        """Send one request per video, all at once; return each part, float32 `[B]`.
 
         Raises:
-            SomeFailed: the answers for some videos hold no scores.
-            TransportFailure: some videos have no answer.
+            SomeFailed: there are no scores for some videos.
         """
-        if name != self._call:
-            self._call, self._scores, self._errors = name, {}, {}
-        futures: dict[int, Future[dict[str, float]]] = {
-            i: Future() for i in range(len(prompts)) if i not in self._scores
-        }
-        for i, future in futures.items():  # an executor's threads would keep a run that ends waiting
-            given = (future, self._ask, videos[i], prompts[i], seconds)
-            threading.Thread(target=fulfil, args=given, daemon=True).start()
-        lost = None
-        for i, future in futures.items():
-            try:
-                self._scores[i] = future.result()
-            except TransportFailure as error:
-                lost = error
-            except RewardFailure as error:
-                self._scores[i], self._errors[i] = dict.fromkeys(self.parts, math.nan), str(error)
-        if lost is not None:
-            raise lost
-        parts = {part: torch.tensor([self._scores[i][part] for i in range(len(prompts))]) for part in self.parts}
-        if self._errors:
-            raise SomeFailed(self._errors, parts)
+
+        async def ask_all() -> list[dict[str, float] | str]:
+            return await asyncio.gather(*(self._ask(video, prompt, seconds) for video, prompt in zip(videos, prompts)))
+
+        answers = asyncio.run(ask_all())
+        errors = {i: answer for i, answer in enumerate(answers) if isinstance(answer, str)}
+        scores = [dict.fromkeys(self.parts, math.nan) if isinstance(answer, str) else answer for answer in answers]
+        parts = {part: torch.tensor([of_one[part] for of_one in scores]) for part in self.parts}
+        if errors:
+            raise SomeFailed(errors, parts)
         return parts
 
-    def _ask(self, video: Tensor, prompt: str, seconds: float) -> dict[str, float]:
-        """Ask for the scores of one video."""
+    async def _ask(self, video: Tensor, prompt: str, seconds: float) -> dict[str, float] | str:
+        """Return the scores of one video, or why it has none."""
         if not video.isfinite().all():
-            raise RewardFailure("the video has values that are not finite")
+            return "the video has values that are not finite"
         count = min(self.num_frames, len(video))
         images = [_data_url(video[i * len(video) // count]) for i in range(count)]
         content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
         content.append({"type": "text", "text": self.template.replace("{prompt}", prompt)})
         body = self.fields | {"messages": [{"role": "user", "content": content}]}
-        got = self._post(json.dumps(body).encode(), seconds, self.api_key)
         try:
+            got = await self.post(json.dumps(body).encode(), seconds, self.api_key)
             choice = got["choices"][0]
             answer, ended = str(choice["message"]["content"]), choice["finish_reason"]
-        except (TypeError, KeyError, IndexError) as error:
-            raise RewardFailure(f"{self.url}: an answer that is no chat completion: {str(got)[:80]!r}") from error
-        self._answered = True
-        if ended == "length":
-            raise RewardFailure(f"{self.url}: the answer was cut off at max_tokens: {answer[:80]!r}")
-        return self.parse(answer)
+            self._answered = True
+            if ended == "length":
+                raise RewardFailure(f"{self.url}: the answer was cut off at max_tokens: {answer[:80]!r}")
+            return self.parse(answer)
+        except RewardFailure as error:
+            return str(error)
+        except (TypeError, KeyError, IndexError):
+            return f"{self.url}: an answer that is no chat completion: {str(got)[:80]!r}"
 
     def parse(self, answer: str) -> dict[str, float]:
         """Read the scores from the lines of an answer, which may be bold.

@@ -1,4 +1,7 @@
-"""Find a reward by name: shipped, registered by an installed package, in a module of the user's, or behind HTTP."""
+"""Find a reward by name, create it, and call it: in this process, in another one, or behind HTTP.
+
+A name is that of a shipped reward, one of an installed package, `module:name` of the user's, or an address.
+"""
 
 from __future__ import annotations
 
@@ -63,16 +66,22 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
     Raises:
         UserError: as `find_reward`; or the class fails, with its traceback.
     """
-    reward, args = find_reward(entry, key)
-    if isinstance(reward, type):
-        setting = f"{key} = {entry.name!r}"
-        reward = _made(reward, args, device, setting)
-        if not callable(score_of(reward)):
-            raise UserError(f"{setting}: expected a class with score(self, videos, prompts), or a function")
-    return reward
+    reward, args = find_reward(entry, key, device)
+    if not isinstance(reward, type):
+        return reward
+    setting = f"{key} = {entry.name!r}"
+    try:
+        made = reward(**args)
+    except UserError as error:
+        raise UserError(f"{setting}: {names_for_values(str(error))}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{setting}: {reward.__name__}() failed: {failure(error)}") from error
+    if not callable(score_of(made)):
+        raise UserError(f"{setting}: expected a class with score(self, videos, prompts), or a function")
+    return made
 
 
-def find_reward(entry: RewardEntry, key: str) -> tuple[Any, dict[str, Any]]:
+def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
     """Return a reward, where a class is not created yet, and its arguments with the values of the environment.
 
     Raises:
@@ -81,25 +90,44 @@ def find_reward(entry: RewardEntry, key: str) -> tuple[Any, dict[str, Any]]:
     setting = f"{key} = {entry.name!r}"
     args = from_environment(entry.args, f"{setting}: args")
     if entry.is_address:
-        require("url" not in args, f"{setting}: args.url", entry.args.get("url"), "the name is the address of a server")
-        reward, args = backend_class("http"), {"url": entry.name} | args
-    else:
-        place = place_of_reward(entry.name, setting)
-        try:
-            reward = import_plugin(place, setting)
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise UserError(f"{setting}: {failure(error)}") from error
-        if not callable(score_of(reward)):
-            module, named = place.split(":")
-            own = [k for k, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module]
-            raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {nearest(named, own)}")
+        require(not args, f"{setting}: args", entry.args, "the address of a server takes no arguments")
+        return backend_class("http"), {"url": entry.name}
+    place = place_of_reward(entry.name, setting)
+    try:
+        reward = import_plugin(place, setting)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{setting}: {failure(error)}") from error
+    if not callable(score_of(reward)):
+        module, named = place.split(":")
+        own = [k for k, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module]
+        raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {nearest(named, own)}")
     if isinstance(reward, type):
-        _check_args(reward, args, setting)
-    elif args:
+        return reward, _checked_args(reward, args, device, setting)
+    if args:
         raise UserError(f"{setting}: is not a class, so it takes no args; got {sorted(args)}")
-    return reward, args
+    return reward, {}
+
+
+def _checked_args(kind: type, args: Mapping[str, Any], device: str, setting: str) -> dict[str, Any]:
+    """Check the arguments of a class by its signature; return them with `device`, if it takes that.
+
+    Raises:
+        UserError: the class takes other arguments.
+    """
+    signature = inspect.signature(kind)
+    given = ({"device": device} if "device" in signature.parameters else {}) | dict(args)
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        taken = signature.parameters
+        if unknown := sorted(args.keys() - taken.keys()):
+            raise UserError(
+                f"{setting}: args: {kind.__name__} takes no {unknown[0]!r}; {nearest(unknown[0], taken)}"
+            ) from error
+        raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {', '.join(taken)}") from error
+    return given
 
 
 def score_of(reward: Any) -> Callable[[Tensor, list[str]], object]:
@@ -168,37 +196,3 @@ def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
     if device != "cpu" and (torch.device(device).index or 0) >= count:
         raise UserError(f"reward.device = {entry.device!r}: there is no {device}, of {count} GPUs; the nearest is cpu")
     return device
-
-
-def _check_args(kind: type, args: Mapping[str, Any], setting: str) -> None:
-    """Check the arguments of a class by its signature.
-
-    Raises:
-        UserError: the class takes other arguments.
-    """
-    signature = inspect.signature(kind)
-    device = {"device": None} if "device" in signature.parameters else {}
-    try:
-        signature.bind(**{**device, **args})
-    except TypeError as error:
-        taken = signature.parameters
-        if unknown := sorted(args.keys() - taken.keys()):
-            raise UserError(
-                f"{setting}: args: {kind.__name__} takes no {unknown[0]!r}; {nearest(unknown[0], taken)}"
-            ) from error
-        raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {', '.join(taken)}") from error
-
-
-def _made(kind: type, args: Mapping[str, Any], device: str, setting: str) -> Any:
-    """Create an instance.
-
-    Raises:
-        UserError: it fails; with its traceback, unless it is a `UserError`.
-    """
-    given = ({"device": device} if "device" in inspect.signature(kind).parameters else {}) | dict(args)
-    try:
-        return kind(**given)
-    except UserError as error:
-        raise UserError(f"{setting}: {names_for_values(str(error))}") from error
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{setting}: {kind.__name__}() failed: {failure(error)}") from error
