@@ -73,6 +73,7 @@ install_part() {
     local found=("$wheels"/*.whl)
     if ((${#found[@]})); then "${pip[@]}" "${found[@]}" || return; fi
     "${pip[@]}" --no-build-isolation --editable . || return
+    "$py" -m scripts.flash4_kit --check || echo "the part attention goes on without flash4"
     installed && "$py" -c 'import torch, diffusers, sage_fast, sage_fast.kernels; print("torch", torch.__version__, "sees", torch.cuda.device_count(), "GPUs")'
 }
 

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from sage_fast.cli import main, parse
-from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.checkpoint import write_manifest
-from sage_fast.run.folder import claim_output
+from sage_fast.run.claim import claim_output
+from sage_fast.run.folder import RunFolder
 from sage_fast.run.manifest import MANIFEST
 from sage_fast.run.messages import seconds_left, time_left
 from sage_fast.testbed.world import heldout_prompts
@@ -281,17 +281,17 @@ def test_newest_weights_of_a_run(tmp_path: Path) -> None:
         write_manifest(tmp_path / "weights", [], iteration=iteration)
 
     with pytest.raises(UserError, match="neither a checkpoint nor weights"):
-        newest_weights(tmp_path)
+        RunFolder(tmp_path).newest_weights()
     folders("checkpoints/iteration-000020", "checkpoints/iteration-000040", "checkpoints/iteration-000060.partial")
-    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000040", 40)
+    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000040", 40)
     weights(60)
     folders("checkpoints/iteration-000060")
-    assert newest_weights(tmp_path) == (tmp_path / "weights", 60)
+    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "weights", 60)
     folders("checkpoints/iteration-000070")  # resumed, and stopped again
-    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000070", 70)
+    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000070", 70)
     folders("checkpoints/iteration-000080")
     (tmp_path / "weights" / MANIFEST).write_text('{"itera')
-    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000080", 80)
+    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000080", 80)
 
 
 def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

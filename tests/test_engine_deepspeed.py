@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from sage_fast import cli
 from sage_fast.config.loader import build, load
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.eval.scores import read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import check_engine
@@ -21,6 +20,7 @@ from sage_fast.parallel.deepspeed_config import OURS, deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.run.folder import read_scores
 from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
@@ -270,6 +270,8 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
     config = settings(train__engine="zero2", train__deepspeed_config=str(file)).train
     check_engine(config)
     made = deepspeed_settings(config, trained=999)
+    assert made["zero_optimization"]["overlap_comm"] is True  # ZeRO-1 has nothing to overlap before the last backward
+    assert deepspeed_settings(settings(train__engine="zero1").train, 999)["zero_optimization"]["overlap_comm"] is False
     assert made["zero_optimization"]["reduce_bucket_size"] == 6
     assert made["zero_optimization"]["stage"] == 2
     assert made["zero_optimization"]["allgather_bucket_size"] == 1000

@@ -155,7 +155,7 @@ def test_a_plan_with_a_file_for_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
     given = SIZE | {"train.engine": "zero2"}
     own = plan(build(given | {"train.deepspeed_config": str(tmp_path / "own.json")}), ranks=2)
-    assert own.memory["bucket of gradients"] == 2 * 1000
+    assert own.memory["buckets of gradients"] == 2 * 2 * 1000
     assert own.checkpoint == plan(build(given), ranks=2).checkpoint
 
 

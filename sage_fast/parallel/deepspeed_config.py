@@ -64,7 +64,7 @@ def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False)
     bucket = min(BUCKET, trained + trained % 2)  # DeepSpeed requires an even number
     zero: dict[str, Any] = {
         "stage": ENGINES[config.engine].stage,
-        "overlap_comm": False,
+        "overlap_comm": "gradients" in ENGINES[config.engine].shards,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "use_multi_rank_bucket_allreduce": False,  # reduce to the rank that updates: half the bytes

@@ -80,8 +80,11 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
     }
     if row.settings is not None:
         training["float32 master of the weights"] = 4.0 * n * share
-        bucket = engine_settings(train, n)["zero_optimization"]["reduce_bucket_size"]
-        training |= _gradients_in_flight(list(trained.values()), bucket, stored, "gradients" in row.shards)
+        zero = engine_settings(train, n)["zero_optimization"]
+        buckets = 2 if zero["overlap_comm"] else 1
+        training |= _gradients_in_flight(
+            list(trained.values()), zero["reduce_bucket_size"], buckets, stored, "gradients" in row.shards
+        )
     if row.gathers:
         of_weights = {part: size * share for part, size in of_weights.items()}
         of_weights["whole on each rank: outside the blocks"] = float(
@@ -109,14 +112,19 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
     return Held(weights=of_weights, training=training, host=host)
 
 
-def _gradients_in_flight(trained: Sequence[Tensor], bucket: int, width: int, sharded: bool) -> dict[str, float]:
+def _gradients_in_flight(
+    trained: Sequence[Tensor], bucket: int, buckets: int, width: int, sharded: bool
+) -> dict[str, float]:
     """Return the bytes of gradients in flight in DeepSpeed, of `width` bytes an element, beside their float32 sums."""
     if width < 4 and not sharded:  # the sums are reduced, in place
         return {"gradients of a backward": float(width * sum(p.numel() for p in trained))}
     # `allreduce_bucket` copies the bucket, or a larger gradient, and converts the copy to float32.
     largest = max(bucket, *(p.numel() for p in trained))
     copies = largest * (4.0 if width == 4 else 6.0)
-    return {"bucket of gradients": float(width * bucket), "copies of the bucket, while it is reduced": copies}
+    return {
+        "buckets of gradients": float(width * bucket * buckets),
+        "copies of the bucket, while it is reduced": copies,
+    }
 
 
 def _block_in_flight(block: nn.Module, width: int) -> float:

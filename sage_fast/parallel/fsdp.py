@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -26,7 +27,10 @@ from sage_fast.parallel import ranks_that_shard
 from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
+from sage_fast.util.console import wrapped
 from sage_fast.util.ranks import all_reduce, start_alone, world_size
+
+log = logging.getLogger(__name__)
 
 
 class FsdpEngine(PlainEngine):
@@ -51,6 +55,14 @@ class FsdpEngine(PlainEngine):
         }
         self.optimizers = make_optimizers(self.optimized, self.config, lambda name, _: name in matrices, partitions)
         policy.use_all_weights()
+        if policy.has_adapter:
+            log.info(
+                wrapped(
+                    "note: with train.engine = zero3 a LoRA is added to the rounded output of its layer, as peft does, "
+                    "not within one float32 sum: in bfloat16, small changes of a young adapter are lost. If the frozen "
+                    "weights fit on each GPU, train.engine = plain keeps them"
+                )
+            )
 
     def _reduce_gradients(self) -> None:
         """Average gradients: of whole weights over all ranks, of shards over the nodes; FSDP2 did so within them."""

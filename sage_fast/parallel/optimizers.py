@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sage_fast.config.engines import OFFLOADS, OPTIMIZERS
 from sage_fast.config.schema import LearningRateSchedule, TrainConfig
-from sage_fast.parallel.muon import MOMENTUM, Partition, PartitionedMuon
+from sage_fast.parallel.muon import Muon, Partition, PartitionedMuon
 
 Parameters = Mapping[str, Tensor]
 """Trained weights by name."""
@@ -46,13 +46,12 @@ def muon(
     """
     matrices = {name: p for name, p in parameters.items() if is_muon(name, p)}
     rest = {name: p for name, p in parameters.items() if name not in matrices}
-    # eps is added to the gradient's norm: torch's 1e-7 would shrink updates of small gradients.
-    settings = {"adjust_lr_fn": "match_rms_adamw", **_shared(config)}
+    settings = _shared(config)  # its eps bounds the gradient's norm: torch's 1e-7 would shrink updates of small ones
     made: list[torch.optim.Optimizer] = []
     if matrices and partitions:
         made.append(PartitionedMuon(list(matrices.values()), [partitions[name] for name in matrices], **settings))
     elif matrices:
-        made.append(torch.optim.Muon(matrices.values(), momentum=MOMENTUM, **settings))
+        made.append(Muon(list(matrices.values()), **settings))
     return made + (adamw(rest, config, is_muon, partitions) if rest else [])
 
 

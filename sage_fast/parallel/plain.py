@@ -94,15 +94,23 @@ class PlainEngine(Engine):
         self._average(self.parameters)
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over the ranks. A weight that has a gradient on no rank keeps none (and is not decayed)."""
+        """Average gradients over the ranks, in one call: an adapter has more than a thousand small ones.
+
+        A weight that has a gradient on no rank keeps none (and is not decayed).
+        """
         if world_size() == 1 or not parameters:
             return
         present = torch.tensor([p.grad is not None for p in parameters], device=self.policy.device).int()
         all_reduce(present, "max")
+        gradients = []
         for p, used in zip(parameters, present.tolist()):
             if used:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                all_reduce(p.grad).div_(world_size())
+                gradients.append(p.grad)
+        if gradients:
+            flat = all_reduce(torch.cat([grad.flatten() for grad in gradients])).div_(world_size())
+            for grad, mean in zip(gradients, flat.split([grad.numel() for grad in gradients])):
+                grad.copy_(mean.view_as(grad))
 
     def _forget_zero_gradients(self) -> None:
         """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero."""
@@ -120,8 +128,8 @@ class PlainEngine(Engine):
     def _update_ema(self) -> None:
         if self.ema is not None:
             decay = ema_decay(self.config, self.steps, warms_up=self.ema_warms_up)
-            for name, part in self.policy.parts().items():
-                self.ema[name].lerp_(part, 1 - decay)
+            parts = self.policy.parts()
+            torch._foreach_lerp_([self.ema[name] for name in parts], list(parts.values()), 1 - decay)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import columns_of, mean_and_margin
+from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
-from sage_fast.util.files import append_line, json_value, read_metrics, write_atomic
+from sage_fast.util.files import append_line, json_value, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,9 @@ class MetricsWriter:
     """
 
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:
-        path = run / "metrics.jsonl"
-        kept = [row for row in read_metrics(path) if row["iteration"] < iteration]
+        folder = RunFolder(run)
+        path = folder.metrics_file
+        kept = [row for row in folder.rows if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._trackers: Any = None
         if config.tracking.trackers:
