@@ -82,8 +82,9 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_compile_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = compile_report.Row(
-        kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0, loads=[16], stores=[4]
-    )
+        kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0, loads=[16], stores=[4],
+        special=2.0, asynchronous=8,
+    )  # fmt: skip
     monkeypatch.setattr(compile_report, "compile_report", lambda: [row])
     assert main(["bench", "--compile", "--json", str(tmp_path / "c.json")]) == 0
     assert json.loads((tmp_path / "c.json").read_text()) == {"rows": [dataclasses.asdict(row)]}
@@ -268,7 +269,7 @@ def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
     case = tiny(operator)
     copied, own = bench.contenders(operator, case, compiled=False)["copy"]
     moved = {"transition_step": 10, "transition_score": 26, "gated_norm": 36, "norm_modulate": 20, "norm_rotate": 16}
-    moved |= {"adapter_rows": 8, "gated_sum": 20}
+    moved |= {"adapter_rows": 8, "gated_sum": 20, "norm_silu": 8}
     assert 2 * copied(*own).nbytes == bench.bytes_moved(operator, case) == moved[operator] * case[0].numel()
 
 

@@ -433,7 +433,7 @@ def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.Captur
     assert "kl.lambda_max" not in ode
     assert "+0.600" in page, "0.5 (1 + 0.1 i), mean of five"
     assert page.count("<video ") == 5 * 3
-    assert page.count("<svg") == 2 + 13
+    assert page.count("<svg") == 2 + 12
     assert "&lt;b&gt;circle&lt;/b&gt;" in page
 
 

@@ -22,7 +22,7 @@ KEPT = (
     "data.eval_prompts",
     *(f"sampling.{name}" for name in ("num_frames", "height", "width", "shift", "guidance_scale")),
     *(f"reward.{name}" for name in ("several", "name", "args", "normalisation", "prefix")),
-    *(f"eval.{name}" for name in ("steps", "sampler", "guidance_scale", "num_prompts", "seeds_per_prompt", "judge")),
+    *(f"eval.{name}" for name in ("steps", "guidance_scale", "num_prompts", "seeds_per_prompt", "judge")),
 )
 """Settings that a resume must not change. Otherwise the checkpoint belongs to another policy, or the evaluations before
 and after training are not paired."""
