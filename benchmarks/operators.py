@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -26,15 +27,7 @@ from sage_fast.ops.norm_modulate import norm_modulate_reference
 from sage_fast.ops.norm_rotate import joined_reference
 from sage_fast.ops.norm_silu import norm_silu_reference
 from sage_fast.ops.transition_score import transition_score_reference
-from sage_fast.tools.harness import (
-    Save,
-    fresh_compilation,
-    head_line,
-    host_timer,
-    interleaved,
-    save_nothing,
-    usual_dtype,
-)
+from sage_fast.tools.harness import head_line, host_timer, usual_dtype
 from sage_fast.tools.operators import OPERATORS, STEP, check, double, inputs, registered, wrong
 from sage_fast.util.console import progress
 from sage_fast.util.environment import environment

@@ -24,6 +24,7 @@ from sage_fast.benchmarks import stock as stock_module
 from sage_fast.benchmarks.rung import PARTS, Rung, random_decoders, random_transformer
 from sage_fast.benchmarks.rung import SIZES as RUNGS
 from sage_fast.benchmarks.stock import STOCK, StockPolicy
+from sage_fast.benchmarks.timing import fresh_compilation
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +35,6 @@ from sage_fast.config.loader import dump
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.lora.linear import Projection
-from sage_fast.tools.harness import fresh_compilation
 from sage_fast.tools.operators import OPERATORS, registered
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings

@@ -21,7 +21,7 @@ from hypothesis import settings as case_settings
 from hypothesis import strategies as st
 
 from sage_fast.cli import main
-from sage_fast.config.command_line import overrides_of
+from sage_fast.config.command_line import split_settings
 from sage_fast.config.fields import sections, settings_of
 from sage_fast.config.loader import build, dump, load
 from sage_fast.config.schema import Config
@@ -143,7 +143,7 @@ PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 @given(st.lists(WORDS, min_size=1, max_size=5))
 def test_settings_on_the_command_line(arguments: list[str]) -> None:
     with ours():
-        load(PAPER, overrides_of(arguments))
+        load(PAPER, split_settings(arguments)[1])
 
 
 COMMANDS = st.sampled_from(

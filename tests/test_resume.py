@@ -285,7 +285,6 @@ def test_a_run_with_gaps_in_its_metrics_is_not_resumed(
     assert main(["train", str(run), "--resume", "--train.iterations", "5"]) == 2
     found = capsys.readouterr()
     assert f"metrics.jsonl': the line of iteration {missing} is missing; put a copy" in found.err
-    assert ("loading PyTorch" not in found.out) is (only or gap == "first")
     assert files(run) == before
 
 

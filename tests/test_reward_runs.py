@@ -106,7 +106,7 @@ def test_more_than_the_share_stops_the_run_with_a_checkpoint(server: ForkServer,
         "2 of 4 samples have no score, more than reward.max_dropped = 0.25 of them; the last: dropped a sample" in log
     )
     assert re.search(r"tests/reward_faults\.py:\d+: SystemExit: 4", log)
-    assert "stopped after 0 iterations; mend the cause, then continue with --resume" in log
+    assert "stopped after 0 iterations; fix the cause, then continue with --resume" in log
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["iteration-000000"]
 
 

@@ -9,19 +9,12 @@ import os
 from collections.abc import Callable, Mapping
 
 from sage_fast.config.loader import load
-from sage_fast.config.rank_checks import check_ranks
-from sage_fast.config.rewards import place_of_reward
-from sage_fast.config.schema import Config
-from sage_fast.config.secrets import from_environment
-from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.run.folder import RunFolder
-from sage_fast.run.output import check_output
 from sage_fast.run.resume import began_here, launcher
 from sage_fast.run.sources import resumed_settings
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
 from sage_fast.util.imports import heavy_imports
-from sage_fast.util.plugins import module_of
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +35,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     else:
         config = load(options.config, overrides)
     _check_gpus(options)
-    ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    preflight(config, ranks)
-    if not options.dry_run and launcher() is None:  # torchrun may be restarting the run that is there
-        check_output(config, resume=options.resume)
     if options.dry_run:
         with heavy_imports("train"):
             from sage_fast.tools.plan import dry_run
 
+        ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
         print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80))))
         return
     with heavy_imports("train"):
@@ -80,22 +70,6 @@ def _check_gpus(options: argparse.Namespace) -> None:
                 f"{name} goes with --dry-run; to train on GPUs: "
                 f"torchrun --nproc-per-node {options.gpus or 'N'} -m sage_fast train {options.config}"
             )
-
-
-def preflight(config: Config, ranks: int) -> None:
-    """Check names of rewards, their `${NAME}`, the prompt files, and that every rank gets a sample.
-
-    Raises:
-        UserError: they are not as expected.
-    """
-    for key, entry in config.named_rewards.items():
-        setting = f"{key} = {entry.name!r}"
-        if not entry.is_address:
-            module_of(place_of_reward(entry.name, setting), setting)
-        from_environment(entry.args, f"{setting}: args")
-    sources = config.data.prompts, config.data.eval_prompts
-    negatives_of(prompt for source in sources for prompt in read_prompts(source))
-    check_ranks(config.train, config.model.sequence_parallel, ranks)
 
 
 def _is_restart(run: RunFolder, timeout_minutes: float) -> bool:

@@ -1,7 +1,7 @@
 """A run folder, finished or not: where its files are, and what they hold.
 
 <run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/ logs/
-<run>/comparison.png report.html run.lock launchers profile/
+<run>/comparison.png report.html run.lock launchers
 
 Imports nothing heavy.
 """
@@ -43,7 +43,6 @@ class RunFolder:
         self.picture = self.path / "comparison.png"
         self.lock_file, self.launchers_file = self.path / "run.lock", self.path / "launchers"
         self.weights, self.embeddings = self.path / "weights", self.path / "embeddings"
-        self.profile = self.path / "profile"
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> RunFolder | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import pkgutil
 import shutil
 import sys
 import time
@@ -38,11 +39,10 @@ from sage_fast.run.manifest import check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, seconds_left
 from sage_fast.run.method import method_of
 from sage_fast.run.output import check_metrics, check_output
-from sage_fast.run.profile import RunProfile
 from sage_fast.run.stop import Stop
-from sage_fast.run.writer import MetricsWriter, check_trackers
+from sage_fast.run.writer import MetricsWriter
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import Round, log_to, wrapped
+from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line
 from sage_fast.util.files import write_json
@@ -72,7 +72,7 @@ def train(config: Config, *, resume: bool = False, report: Report = lambda run, 
     initialize(config.timeout_minutes)
     check_trainable(config)
     check_engine(config.train)
-    check_trackers(config.tracking.trackers)
+    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
     check_output(config, resume=resume)
     if not resume:
         check_weights(config.model.weights)
@@ -169,13 +169,11 @@ class Run:
                 self.evaluate("before", 0, self._start_weights)
             if self._evaluation_is_due and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None:
                 self.evaluate(f"iteration-{self.done:06d}", self.done)
-            began, first, bar = time.monotonic() - sum(self.evaluation_seconds), self.done, Round()
-            profile = RunProfile(config.profiling.iterations, RunFolder(self.folder).profile)
+            began, first = time.monotonic() - sum(self.evaluation_seconds), self.done
             for index in range(first, config.train.iterations):
                 self.stop.boundary(trainer.device)
                 completed = _Completed(trainer)
-                with profile.over(index), bar.over(f"iteration {index + 1}/{config.train.iterations}"):
-                    row = trainer.iteration(index)
+                row = trainer.iteration(index)
                 self.done, trainer.mid_iteration = index + 1, False  # complete even if the lines below fail
                 row |= throughput(trainer, row)
                 if self.writer is not None:
@@ -271,7 +269,7 @@ class Run:
             return
         try:
             self.checkpoint()
-            first = "" if isinstance(reason, Stopped) else "mend the cause, then "
+            first = "" if isinstance(reason, Stopped) else "fix the cause, then "
             log.info(f"stopped after {self.done} iterations; {first}continue with --resume")
         except (OSError, RankError) as error:
             log.info(f"stopped after {self.done} iterations, and no checkpoint could be written: {error}")

@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.transitions import SAMPLERS, Reduction, sigma_schedule, transition_table
+from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, sigma_schedule, transition_table
 from sage_fast.ops import implementation
 from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
@@ -191,7 +191,7 @@ def test_schemas(operator: str) -> None:
 # -- the transitions' rows and optional inputs ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", get_args(Reduction))
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_and_reduction(sampler: str, reduction: str, kernels: tuple[Kernels, torch.device]) -> None:
     """All rows of every table, those with c = 0 among them."""
