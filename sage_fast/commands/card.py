@@ -23,8 +23,6 @@ from sage_fast.util.console import wrapped
 
 log = logging.getLogger(__name__)
 
-TEMPLATE = Path(__file__).parent / "card.md.j2"
-
 
 def model_card(
     run: RunFolder, config: Config, spec: Spec, *, iteration: int, base: str | None, files: Iterable[str]
@@ -55,7 +53,7 @@ def model_card(
     shown |= {"config": config, "iteration": iteration, "evaluation": evaluation, "picture": picture}
     shown |= {"settings": _settings(dataclasses.asdict(config), base), "lora_file": LORA_FILE}
     shown["files"] = sorted(file for file in files if file.endswith(".safetensors") and "/" not in file)
-    return str(ModelCard.from_template(data, str(TEMPLATE), **shown))
+    return str(ModelCard.from_template(data, str(Path(__file__).parent / "card.md.j2"), **shown))
 
 
 def _evaluation(run: RunFolder, iteration: int) -> tuple[str, bool]:
@@ -65,9 +63,9 @@ def _evaluation(run: RunFolder, iteration: int) -> tuple[str, bool]:
     sets = from_run(run)
     if not sets.keys() >= {"before", "after"}:
         return "There are no evaluations from before and after training.", False
-    if (evaluated := sets["after"].iteration) != iteration:
+    if (last := sets["after"].iteration) != iteration:
         return (
-            f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration {evaluated}.",
+            f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration {last}.",
             False,
         )
     return compare([sets["before"], sets["after"]]).text, True

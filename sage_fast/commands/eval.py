@@ -24,12 +24,8 @@ BASE = "base"
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add(
-        "source",
-        metavar="SOURCE",
-        nargs="+",
-        help="YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it",
-    )
+    sources = "YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it"
+    add("source", metavar="SOURCE", nargs="+", help=sources)
     add("--scorer", action="append", default=[], metavar="NAME", help="an extra reward; may be given several times")
     add("--folder", type=Path, help="new or empty folder for the videos, the table, and a page with both")
     add("--json", type=Path, metavar="FILE", help="write every score to FILE")

@@ -62,12 +62,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
 
 def _check_gpus(options: argparse.Namespace) -> None:
-    for name, value, least in (
-        ("--gpus", options.gpus, "at least 1"),
-        ("--gpu-memory", options.gpu_memory, "GB above 0"),
-    ):
+    for name, value in (("--gpus", options.gpus), ("--gpu-memory", options.gpu_memory)):
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} {value:g}: expected {least}")
+            raise UserError(f"{name} {value:g}: expected {'at least 1' if name == '--gpus' else 'GB above 0'}")
         if value is not None and not options.dry_run:
             raise UserError(
                 f"{name} goes with --dry-run; to train on GPUs: "

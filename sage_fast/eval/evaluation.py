@@ -162,16 +162,13 @@ def evaluate(
             config.sampling, config.eval, model, own, setup.embeddings, rows, pause=pause, graphs=graphs
         )
 
+    rewards, kept, collective = (
+        rewards_of(setup, scorers or {}),
+        config.eval.num_videos,
+        model.policy.collective_forwards,
+    )
     with model.policy.at_guidance(config.eval_guidance_scale):
-        found = score_videos(
-            rewards_of(setup, scorers or {}),
-            keys,
-            seeds.tolist(),
-            sample,
-            kept=config.eval.num_videos,
-            save=save,
-            collective=model.policy.collective_forwards,
-        )
+        found = score_videos(rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=collective)
     images = {key: setup.captions[key].image for key in keys if split_key(key)[1]}
     return dataclasses.replace(found, iteration=iteration, negatives=negatives_for(setup, keys), images=images)
 

@@ -23,7 +23,7 @@ from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import STEPS, RunFolder
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import write_atomic
+from sage_fast.util.files import json_value, write_atomic
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
         text = f"training {rise} from first to last quarter, held-out {fall}"
         look("Training reward against held-out reward", text, end > start and judged[0].direction == "down")
     if rows:
-        gaps = sum(1 for row in rows if any(_is_gap(value) for value in row.values()))
+        gaps = sum(1 for row in rows if any(json_value(value) is None for value in row.values()))
         look("Iterations with a value that is not finite", str(gaps), gaps > 0)
     return found
 
@@ -159,10 +159,6 @@ def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:
 
 def _percent(share: float) -> str:
     return f"{format_number(100 * share, 0)}%"
-
-
-def _is_gap(value: object) -> bool:
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
