@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     _check(options)
     make_folder_of(options.json, "--json")
     with heavy_imports("bench"):
-        from sage_fast.tools.harness import Save, save_nothing
+        from sage_fast.benchmarks.timing import Save, save_nothing
 
     if options.compile:
         from sage_fast.benchmarks.compile_report import compile_report, format_table

@@ -1,4 +1,7 @@
-"""Registers, spills and access widths of the compiled Triton kernels; needs no GPU.
+"""Registers, spills, access widths and special functions of the compiled Triton kernels; needs no GPU.
+
+Another Triton than the installed one, such as a GPU machine's, compiles them if its folder comes first in PYTHONPATH
+(`pip install --no-deps --target FOLDER triton==3.6.0`).
 
 rows = compile_report()
 print(format_table(rows))
@@ -66,6 +69,8 @@ class Specialisation:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}" + ", one step" * self.one_step
         if "adapter" in self.kernel:
             return f"{self.x}, d 8192, rank 64" + ", GELU" * self.gelu + ", gated" * self.gated
+        if "silu" in self.kernel:
+            return f"{self.x}, 128 channels last"
         if "norm" in self.kernel or "gated" in self.kernel:
             return (
                 f"{self.x}, {NORM_SIZES}"
@@ -92,6 +97,9 @@ class Row:
         spilled_bytes: stack per thread; all of it is spills, since these kernels have no local arrays and no calls.
         shared_bytes: shared memory per program.
         loads, stores: bytes per thread of each global load and store instruction, widest first.
+        special: special-function instructions (exponential, reciprocal, root) for each element stored, and
+        asynchronous: copies to shared memory that no register waits for, of the kernel's loops, or of all of it if it
+            has none. A kernel that stores sums alone has no `special`.
     """
 
     kernel: str
@@ -102,6 +110,8 @@ class Row:
     shared_bytes: int
     loads: list[int]
     stores: list[int]
+    special: float | None
+    asynchronous: int
 
 
 _STEP, _FWD, _BWD = "_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel"
@@ -130,7 +140,7 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
     *(Specialisation(kernel=_FWD, **inputs, beta=True) for inputs in _SCORE_INPUTS),
     *(
         Specialisation(kernel=f"_{name}_fwd_kernel", x=x)
-        for name in ("norm_modulate", "norm_rotate", "gated_norm", "gated_sum")
+        for name in ("norm_modulate", "norm_rotate", "norm_silu", "gated_norm", "gated_sum")
         for x in ("bf16", "fp32")
     ),
     *(
@@ -168,6 +178,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         gated_sum,
         norm_modulate,
         norm_rotate,
+        norm_silu,
         transition_score,
         transition_step,
     )
@@ -183,6 +194,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         norm_modulate,
         gated_norm,
         norm_rotate,
+        norm_silu,
         transition_step,
         transition_score,
     )
@@ -210,11 +222,15 @@ def _compile(s: Specialisation, arch: int) -> Any:
         "RESIDUAL": s.residual,
         "GATED": s.gated,
         "PART": s.part,
+        "PIXELS": norm_silu.TILE // 128,
+        "CHANNELS": 128,
     }
     wide = "norm" in s.kernel and ("bwd" in s.kernel or "gated" in s.kernel)
     options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     if adapter:
-        options = adapter_rows.options(4 if s.x == "fp32" else 2, 64, backward="bwd" in s.kernel)
+        backward = "bwd" in s.kernel
+        blackwell = arch >= 100 and (s.gelu or backward)
+        options = adapter_rows.options(4 if s.x == "fp32" else 2, 64, backward, gelu_on_blackwell=blackwell)
         flags = {name: options.pop(name) for name in ("ROWS", "BLOCK")}
         flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": 64, "UP_RANK": 64}
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
@@ -231,6 +247,8 @@ def _compile(s: Specialisation, arch: int) -> Any:
     constants: dict[str, Any] = {name: flags[name] for name in flagged} | dict.fromkeys(absent)
     if "_adapter_rows_fwd" in s.kernel:  # A lies in rows, s B of the backward in columns
         constants |= {"rank_stride" if s.gated else "column_stride": 1} | dict.fromkeys(["gate_ptr"] * (not s.gated))
+    if "silu" in s.kernel:
+        constants |= dict.fromkeys(("gamma_stride", "x_channel_stride", "out_channel_stride"), 1)
     if s.numel == "1":
         constants |= dict.fromkeys(("numel", "programs", "steps"), 1)
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
@@ -239,7 +257,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         if name in constants:
             return "constexpr"
         if not name.endswith("_ptr"):
-            floats = ("eps", "beta", "guidance", "inverse_numel", "two_over_numel")
+            floats = ("eps", "beta", "guidance", "scale", "inverse_numel", "two_over_numel")
             return s.numel if name == "numel" else "fp32" if name in floats else "i32"
         if name in ("step_ptr", "seed_ptr"):
             return "*i64"
@@ -252,7 +270,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         return f"*{s.v}" if name in velocities else "*fp32"
 
     # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.
-    sizes = ("_stride", "width", "rank") if norm or adapter else ()
+    sizes = ("_stride", "width", "rank", "channels") if norm or adapter else ()
     divisible = ("_ptr", *sizes, *(("numel",) if s.aligned else ()))
     uneven = ("inverse_numel", "two_over_numel", *(("out_width", "grad_width") if s.pad % 16 else ()))
     signature = {name: kind(name) for name in kernel.arg_names}
@@ -265,16 +283,48 @@ def _compile(s: Specialisation, arch: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """Read REG, STACK, SHARED, ... from the binary with the cuobjdump that Triton ships."""
+def _inspect(tool: str, option: str, cubin: bytes) -> str:
+    """Return what `cuobjdump` or `nvdisasm`, as Triton ships them, says of the binary."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [getattr(knobs.nvidia, tool).path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """Read REG, STACK, SHARED, ... from the binary."""
+    output = _inspect("cuobjdump", "--dump-resource-usage", cubin)
     return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", output)}
+
+
+def _repeated(code: str) -> list[str]:
+    """Return the operations, such as `STG.E.128`, of the loops in a disassembly, or all of them if it has none.
+
+    A loop reaches from a label to a later branch back to it.
+    """
+    operations: list[str] = []
+    labels: dict[str, int] = {}
+    inside: set[int] = set()
+    for label, operation, operands in re.findall(r"^(\.L\w+):|/\*\w{4,}\*/ +(?:@\S+ +)?([A-Z][\w.]*)(.*)", code, re.M):
+        if label:
+            labels[label] = len(operations)
+            continue
+        target = re.search(r"\.L\w+", operands) if operation.startswith("BRA") else None
+        if target and labels.get(target[0], len(operations)) < len(operations):
+            inside.update(range(labels[target[0]], len(operations) + 1))
+        operations.append(operation)
+    return [operations[i] for i in sorted(inside)] or operations
+
+
+def _special(operations: Sequence[str], itemsize: int) -> float | None:
+    """Return the special-function instructions for each element of `itemsize` bytes that the operations store."""
+    stored = [operation.split(".") for operation in operations if operation.startswith("STG")]
+    widths = {"U8": 1, "U16": 2, "64": 8, "128": 16, "256": 32}
+    elements = sum(next((widths[part] for part in parts if part in widths), 4) for parts in stored) / itemsize
+    return sum(operation.startswith("MUFU") for operation in operations) / elements if elements else None
 
 
 def _widths(ptx: str, access: str) -> list[int]:
@@ -295,6 +345,8 @@ def compile_report(
     for specialisation, arch in itertools.product(specialisations, architectures):
         compiled = _compile(specialisation, arch)
         usage = _resource_usage(compiled.asm["cubin"])
+        operations = _repeated(_inspect("nvdisasm", "-c", compiled.asm["cubin"]))
+        result = specialisation.v if "score_bwd" in specialisation.kernel else specialisation.x
         rows.append(
             Row(
                 kernel=specialisation.kernel,
@@ -305,6 +357,8 @@ def compile_report(
                 shared_bytes=compiled.metadata.shared,
                 loads=_widths(compiled.asm["ptx"], "ld"),
                 stores=_widths(compiled.asm["ptx"], "st"),
+                special=_special(operations, 4 if result == "fp32" else 2),
+                asynchronous=sum(operation.startswith("LDGSTS") for operation in operations),
             )
         )
     return rows
@@ -316,13 +370,15 @@ def _cells(row: Row) -> tuple[str, ...]:
         ", ".join(f"{count} x {width}" for width, count in Counter(widths).items())
         for widths in (row.loads, row.stores)
     )
-    numbers = (row.registers, row.spilled_bytes, row.shared_bytes)
+    special = "" if row.special is None else f"{row.special:.3g}"
+    numbers = (row.registers, row.spilled_bytes, row.shared_bytes, special, row.asynchronous)
     return row.kernel, row.specialisation, f"sm_{row.arch}", *map(str, numbers), *accesses
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """Format the rows as a Markdown table."""
-    header = ("kernel", "specialisation", "arch", "registers", "spilled B", "shared B", "loads B", "stores B")
+    resources = ("registers", "spilled B", "shared B", "special/element", "asynchronous loads", "loads B", "stores B")
+    header = ("kernel", "specialisation", "arch", *resources)
     cells = [header, *(_cells(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from sage_fast.benchmarks.stock import STOCK, StockDecoder, StockPolicy
+from sage_fast.benchmarks.timing import Save, save_nothing
 
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
 from sage_fast.ops import implementation
 from sage_fast.testbed.model import TestbedTransformer
-from sage_fast.tools.harness import Save, head_line, save_nothing
+from sage_fast.tools.harness import head_line
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment

@@ -19,21 +19,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sage_fast.benchmarks.timing import Save, interleaved, save_nothing
 from torch import Tensor
 
 from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.models.attention.trial import try_attention
 from sage_fast.ops import implementation
 from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
-from sage_fast.tools.harness import (
-    Save,
-    head_line,
-    host_timer,
-    interleaved,
-    matmul_ceiling,
-    save_nothing,
-    usual_dtype,
-)
+from sage_fast.tools.harness import head_line, host_timer, matmul_ceiling, usual_dtype
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import in_one_line
 from sage_fast.util.ranks import local_device

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -24,16 +25,9 @@ from sage_fast.ops.gated_norm import gated_norm_reference
 from sage_fast.ops.gated_sum import gated_sum_reference
 from sage_fast.ops.norm_modulate import norm_modulate_reference
 from sage_fast.ops.norm_rotate import joined_reference
+from sage_fast.ops.norm_silu import norm_silu_reference
 from sage_fast.ops.transition_score import transition_score_reference
-from sage_fast.tools.harness import (
-    Save,
-    fresh_compilation,
-    head_line,
-    host_timer,
-    interleaved,
-    save_nothing,
-    usual_dtype,
-)
+from sage_fast.tools.harness import head_line, host_timer, usual_dtype
 from sage_fast.tools.operators import OPERATORS, STEP, check, double, inputs, registered, wrong
 from sage_fast.util.console import progress
 from sage_fast.util.environment import environment
@@ -56,7 +50,9 @@ TOKENS = {
     "8192 tokens": OPERATORS["norm_rotate"].production,
 }
 """Name -> samples, video tokens, text tokens, heads and width of a head."""
-SIZES = LATENTS | TOKENS
+PIXELS = {"tiny pixels": (1, 2, 3, 4, 8), "480p frame": OPERATORS["norm_silu"].production}
+"""Name -> samples, frames, height, width and channels of the decoder's activations."""
+SIZES = LATENTS | TOKENS | PIXELS
 CPU_SIZES = ("480p batch 1", "480p batch 4", "480p batch 16", "720p batch 4", "testbed batch 32", "8192 tokens")
 BAR = 0.9
 """Share of the copy's speed that a fused operator should reach on a GPU at 720p or larger. A 480p batch of 4 fills an
@@ -131,6 +127,7 @@ REFERENCES = {
     "gated_sum": gated_sum_reference,
     "norm_modulate": norm_modulate_reference,
     "norm_rotate": joined_reference,
+    "norm_silu": norm_silu_reference,
 }
 BYTES = {
     "transition_step": (8, 1),
@@ -140,6 +137,7 @@ BYTES = {
     "gated_sum": (0, 5),
     "norm_modulate": (0, 5),
     "norm_rotate": (0, 4),
+    "norm_silu": (0, 2),
 }
 """Bytes that an operator has to move for each element of its first input, backward included: of float32 latents, and in
 elements of the velocity, the tokens, or the joint queries, keys and values."""
@@ -153,20 +151,19 @@ def bytes_moved(operator: str, case: Case) -> int:
 
 
 def sizes_of(operator: str) -> Mapping[str, Sequence[int]]:
-    """Return the sizes of an operator: those of latents for a transition, of tokens for a normalisation."""
-    return LATENTS if operator.startswith("transition") else TOKENS
+    """Return the sizes of an operator: of latents for a transition, of pixels in the decoder, of tokens in a block."""
+    return LATENTS if operator.startswith("transition") else PIXELS if operator == "norm_silu" else TOKENS
 
 
 def case_of(operator: str, size: Sequence[int], device: torch.device) -> Case:
     """Make the arguments of an operator as a run has them; those that the backward is for require gradients."""
     norm = not operator.startswith("transition")
-    shape = (*size[:2], size[3] * size[4]) if norm and operator != "norm_rotate" else size
+    shape = (*size[:2], size[3] * size[4]) if norm and operator not in ("norm_rotate", "norm_silu") else size
     coefs = transition_table(sigma_schedule(STEPS, 5.0), "flow", ETA).coefficients()
     dtype = usual_dtype(device) if norm else torch.bfloat16
     case = inputs(operator, shape, dtype, device, coefs=coefs, optional=False)
-    for place in {"transition_step": (), "adapter_rows": (), "transition_score": (2,), "norm_modulate": (0,)}.get(
-        operator, (0, 1)
-    ):
+    differentiable = dict.fromkeys(("transition_step", "adapter_rows", "norm_silu"), ())
+    for place in (differentiable | {"transition_score": (2,), "norm_modulate": (0,)}).get(operator, (0, 1)):
         case[place].requires_grad_()
     return case
 
@@ -195,7 +192,8 @@ def contenders(operator: str, case: Case, compiled: bool) -> dict[str, tuple[Cal
 
 def _with_backward(function: Callable[..., Any], case: Case) -> tuple[Callable[..., Any], Case]:
     """Return a function that runs `function` forward and backward, if it has one, and a case with random gradients."""
-    grads = [torch.randn_like(out) for out in tree_leaves(function(*case)) if out.requires_grad]
+    outs = [out for out in tree_leaves(function(*case)) if isinstance(out, Tensor)]
+    grads = [torch.randn_like(out) for out in outs if out.requires_grad]
 
     def run(*case: Any) -> Any:
         arguments, upstream = case[: len(case) - len(grads)], case[len(case) - len(grads) :]

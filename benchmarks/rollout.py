@@ -27,20 +27,11 @@ from sage_fast.benchmarks.rung import (
     random_transformer,
     spec_of,
 )
+from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, save_nothing
 
 from sage_fast.models.hunyuan15.spec import decode_flops
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import (
-    H200_BF16_FLOPS,
-    Save,
-    fresh_compilation,
-    head_line,
-    host_timer,
-    interleaved,
-    matmul_ceiling,
-    save_nothing,
-    usual_dtype,
-)
+from sage_fast.tools.harness import H200_BF16_FLOPS, head_line, host_timer, matmul_ceiling, usual_dtype
 from sage_fast.util.console import Progress
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import UserError, in_one_line

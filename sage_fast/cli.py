@@ -77,13 +77,11 @@ COMMANDS = {
     ),
     "bench": Command("time the operators, the rollout or whole iterations against stock code", "benchmarks.command"),
     "profile": Command(
-        "time one iteration by phase and by kernel; print the nsys and ncu commands for it",
+        "time one iteration by phase and by kernel",
         "commands.profile",
         "CONFIG",
     ),
-    "doctor": Command(
-        "check what is installed, whether it works and gives the right numbers, and how fast it is", "commands.doctor"
-    ),
+    "doctor": Command("check what is installed, whether it works and gives the right numbers", "commands.doctor"),
 }
 """Commands by name, in the order the help lists them."""
 
@@ -133,17 +131,19 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         raise UserError(f"no such command; {nearest(arguments[0], COMMANDS)}")
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
-    from sage_fast.config.command_line import overrides_of, settings_apart
+    from sage_fast.config.command_line import split_settings
+    from sage_fast.config.fields import settings_of
+    from sage_fast.config.schema import Config
 
     takes_settings = any(COMMANDS[name].settings for name in named)
-    words, given = settings_apart(arguments) if takes_settings else (list(arguments), [])
+    words, overrides = split_settings(arguments) if takes_settings else (list(arguments), {})
     options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(words)
-    if not (rest := [*given, *rest]):
-        return options, {}
-    if not COMMANDS[options.command].settings:
-        what = "option" if rest[0].startswith("-") else "argument"
-        raise UserError(f"unknown {what} {rest[0].partition('=')[0]}; see sage-fast {options.command} --help")
-    return options, overrides_of(rest)
+    if rest:
+        word = rest[0].partition("=")[0]
+        close = [name for name in settings_of(Config) if f".{name}".endswith(f".{word.removeprefix('--')}")]
+        hint = f"did you mean --{close[0]}?" if takes_settings and close else f"see sage-fast {options.command} --help"
+        raise UserError(f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}")
+    return options, overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -209,19 +209,19 @@ from sage_fast.cli import main
 sys.exit(main(sys.argv[1:]))'
 STEP_CODE='
 import torch
-from sage_fast.tools import selftest
+from sage_fast.benchmarks.nsight import OPERATORS, large_inputs
 from sage_fast.util.ranks import local_device
-arguments = selftest.large_inputs("transition_step", local_device())
+arguments = large_inputs("transition_step", local_device())
 for _ in range(3):
-    x_next, _ = selftest.OPERATORS["transition_step"].function(*arguments)
+    x_next, _ = OPERATORS["transition_step"].function(*arguments)
 print("transition_step of", list(x_next.shape))'
 BLOCK_CODE='
 import torch
-from sage_fast.tools import selftest
+from sage_fast.benchmarks.nsight import transformer_forward
 from sage_fast.util.ranks import local_device
 device = local_device()
 gpu = device.type == "cuda"
-run, tokens = selftest.transformer_forward(device)
+run, tokens = transformer_forward(device)
 run()
 if gpu:
     torch.cuda.synchronize()

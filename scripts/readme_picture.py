@@ -10,21 +10,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.videoset import of_run
+from sage_fast.eval.playback import read_video
 from sage_fast.report.charts import BLUE, picture
-from sage_fast.report.page import points_of, read_run
-from sage_fast.report.playback import read_video
-from sage_fast.report.shown import choose
+from sage_fast.report.html import choose
+from sage_fast.report.page import read_run
 
 FRAMES = 3
 """Frames of a video: the first, the last, and those between at equal distances."""
 
 
 def main(run: Path, output: Path) -> None:
-    data = read_run(run)
-    sides = of_run(run, data.evaluations, {"before": "before", "after": "after"})
+    trained = read_run(run)
+    sides = trained.ends
     largest, _, *medians, _, _ = choose(sides, 6)
-    points = points_of(data, "reward")
+    points = trained.points["reward"]
 
     def draw(figure: Any) -> None:
         figure.set_layout_engine("constrained", w_pad=0.015, h_pad=0.03, wspace=0.01, hspace=0.01)

@@ -15,11 +15,11 @@ import numpy as np
 from scipy import special
 
 from sage_fast.cli import guarded
-from sage_fast.commands.sources import labelled
 from sage_fast.eval.scores import MIN_PROMPTS, UPPER, clustered_variance, t_quantile
 from sage_fast.eval.videoset import Key, VideoSet
-from sage_fast.report.compare import read_sets
+from sage_fast.report.comparison import read_sets
 from sage_fast.report.html import data_address, render
+from sage_fast.run.sources import labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_atomic, write_json
 
@@ -73,8 +73,8 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
         pairs = _drawn(first, other, generator)
         if len(pairs) < count:
             raise UserError(
-                f"--pairs {count}: {first.label} and {other.label} have {len(pairs)} videos of the same prompts; a run "
-                "keeps eval.num_videos of them, and `sage-fast eval --folder` all"
+                f"--pairs {count}: {first.label} and {other.label} have {len(pairs)} videos of the same prompts; "
+                "`sage-fast eval --folder` makes more"
             )
         sides = generator.permutation([i % 2 for i in range(count)])
         questions += [(key, *((other, first) if swapped else (first, other))) for key, swapped in zip(pairs, sides)]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.cli import guarded
-from sage_fast.config.command_line import overrides_of
+from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import leaves, load, read_yaml
 from sage_fast.config.schema import Config
 from sage_fast.util.console import log_to_screen
@@ -220,9 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slurm", metavar="FILE", help="write an array job with one element per run")
     parser.add_argument("--cell", metavar="NAME", help="run only this cell, in this process, as an array element does")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    options, rest = parser.parse_known_args(arguments)
+    words, settings = split_settings(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(words)
     log_to_screen(quiet=options.quiet)
-    return guarded("studies.grid", lambda: grid(options, overrides_of(rest)))
+    return guarded("studies.grid", lambda: grid(options, settings))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from sage_fast.benchmarks import stock as stock_module
 from sage_fast.benchmarks.rung import PARTS, Rung, random_decoders, random_transformer
 from sage_fast.benchmarks.rung import SIZES as RUNGS
 from sage_fast.benchmarks.stock import STOCK, StockPolicy
+from sage_fast.benchmarks.timing import fresh_compilation
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +35,6 @@ from sage_fast.config.loader import dump
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.lora.linear import FusedLinear
-from sage_fast.tools.harness import fresh_compilation
 from sage_fast.tools.operators import OPERATORS, registered
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings
@@ -82,8 +82,9 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_compile_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = compile_report.Row(
-        kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0, loads=[16], stores=[4]
-    )
+        kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0, loads=[16], stores=[4],
+        special=2.0, asynchronous=8,
+    )  # fmt: skip
     monkeypatch.setattr(compile_report, "compile_report", lambda: [row])
     assert main(["bench", "--compile", "--json", str(tmp_path / "c.json")]) == 0
     assert json.loads((tmp_path / "c.json").read_text()) == {"rows": [dataclasses.asdict(row)]}
@@ -268,7 +269,7 @@ def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
     case = tiny(operator)
     copied, own = bench.contenders(operator, case, compiled=False)["copy"]
     moved = {"transition_step": 10, "transition_score": 26, "gated_norm": 36, "norm_modulate": 20, "norm_rotate": 16}
-    moved |= {"adapter_rows": 8, "gated_sum": 20}
+    moved |= {"adapter_rows": 8, "gated_sum": 20, "norm_silu": 8}
     assert 2 * copied(*own).nbytes == bench.bytes_moved(operator, case) == moved[operator] * case[0].numel()
 
 

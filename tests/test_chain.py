@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.eval.videoset import read_folder
+from sage_fast.eval.video_folder import read_folder
 from sage_fast.util.files import read_json, read_metrics
 from tests.ranks import command_on_ranks
 from tests.test_judging import folder_of_videos

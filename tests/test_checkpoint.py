@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.commands.sources import newest_weights
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run import manifest
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
-from sage_fast.run.folder import locked, remove_partials
-from sage_fast.run.manifest import STATE, TRAINING, checkpoints, fault_of_weights, iteration_of
+from sage_fast.run.claim import locked, remove_partials
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.manifest import STATE, TRAINING, fault_of_weights, iteration_of
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -100,7 +100,9 @@ def test_a_sound_checkpoint_is_not_written_again_and_a_damaged_one_is(tmp_path: 
     flip(second / part("trainable"))
     perturb(trainer)
     save(trainer, tmp_path, 2)
-    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [1, 2], "those after it came from elsewhere"
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [1, 2], (
+        "those after it came from elsewhere"
+    )
     found = load_checkpoint(tmp_path, tiny_trainer(settings()).engine)
     assert found is not None
     assert found[0] == 2
@@ -124,7 +126,7 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, l
             write_atomic(tmp_path / "eval" / f"iteration-{iteration:06d}.json", text)
     (tmp_path / "eval" / "iteration-000040.json").write_text('{"reward": [9')  # damaged: it may be the best one
     prune_checkpoints(tmp_path, keep, {} if best else None)
-    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == left
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == left
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
 
 
@@ -139,7 +141,7 @@ def test_the_best_checkpoint_is_that_under_the_weights_of_today(tmp_path: Path) 
     assert is_best(tmp_path, 2, {"x": 1.0})
     assert not is_best(tmp_path, 1, {"x": 1.0})
     prune_checkpoints(tmp_path, 1, {"x": 1.0})
-    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [2, 3]
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [2, 3]
 
 
 @pytest.mark.parametrize("damage", ["missing", "torn", "unreadable", "without the part"])
@@ -164,8 +166,8 @@ def test_a_best_checkpoint_that_cannot_be_compared_is_kept(
     evaluated(tmp_path, 2, 0.1)
     for _ in range(2):
         prune_checkpoints(tmp_path, 1, {"x": 1.0})
-    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [1, 3]
-    assert fault_of_weights(checkpoints(tmp_path)[0]) is None
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [1, 3]
+    assert fault_of_weights(RunFolder(tmp_path).checkpoints()[0]) is None
 
 
 def test_a_checkpoint_with_a_damaged_evaluation_is_kept_with_one_note(
@@ -182,8 +184,8 @@ def test_a_checkpoint_with_a_damaged_evaluation_is_kept_with_one_note(
     assert [" ".join(message.split()) for message in caplog.messages] == [
         "note: the weights of iteration-000001 are kept: its evaluation cannot be compared"
     ]
-    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [1, 2]
-    assert not (checkpoints(tmp_path)[0] / TRAINING).exists()
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [1, 2]
+    assert not (RunFolder(tmp_path).checkpoints()[0] / TRAINING).exists()
 
 
 def evaluated(run: Path, iteration: int, reward: float) -> None:
@@ -201,7 +203,7 @@ def test_of_the_best_checkpoint_only_the_weights_stay(
     for iteration, reward in ((1, 0.9), (2, 0.5)):
         save(trainer, tmp_path, iteration)
         evaluated(tmp_path, iteration, reward)
-    best, last = checkpoints(tmp_path)
+    best, last = RunFolder(tmp_path).checkpoints()
     assert (best / STATE).is_file()
     before = fault_of_weights(best)
 
@@ -224,7 +226,7 @@ def test_of_the_best_checkpoint_only_the_weights_stay(
     prune_checkpoints(tmp_path, 1, {})
     assert not (best / TRAINING).exists()
     (last / LORA_FILE).unlink()
-    assert newest_weights(tmp_path) == (best, 1)
+    assert RunFolder(tmp_path).newest_weights() == (best, 1)
     save(trainer, tmp_path, 1)  # as of a run that was resumed before it
     assert (best / STATE).is_file()
 
@@ -236,7 +238,7 @@ def test_a_best_checkpoint_with_another_manifest_is_noted(
     for iteration, reward in ((1, 0.9), (2, 0.5)):
         (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
         evaluated(tmp_path, iteration, reward)
-    file = checkpoints(tmp_path)[0] / "manifest.json"
+    file = RunFolder(tmp_path).checkpoints()[0] / "manifest.json"
     file.write_text(content)
     caplog.set_level(logging.INFO)
     prune_checkpoints(tmp_path, 1, {})
@@ -249,7 +251,7 @@ def test_a_best_checkpoint_with_a_torn_manifest_is_noted(tmp_path: Path, caplog:
     for iteration, reward in ((1, 0.9), (2, 0.5)):
         save(trainer, tmp_path, iteration)
         evaluated(tmp_path, iteration, reward)
-    os.truncate(checkpoints(tmp_path)[0] / "manifest.json", 100)
+    os.truncate(RunFolder(tmp_path).checkpoints()[0] / "manifest.json", 100)
     caplog.set_level(logging.INFO)
     prune_checkpoints(tmp_path, 1, {})
     assert "manifest.json: not valid JSON" in " ".join(caplog.text.split())
@@ -271,7 +273,7 @@ def test_what_cannot_be_removed_is_noted_and_ends_nothing(
 
     monkeypatch.setattr(os, "rmdir", busy)
     prune_checkpoints(tmp_path, 1, None)
-    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [3]
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [3]
     remove_partials(tmp_path)
     assert [" ".join(line.split()).startswith("note: ") for line in caplog.messages] == [True, True]
     assert all(
@@ -290,9 +292,9 @@ def test_an_evaluation_within_a_run_has_its_checkpoint(tmp_path: Path) -> None:
     run = train(settings(**config, tracking__trackers=[], sampling__steps=2))
     rewards = {i: json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2)}
     best = max(rewards, key=lambda i: sum(rewards[i]))
-    assert [iteration_of(folder) for folder in checkpoints(run)] == [best, 3]
-    assert not (checkpoints(run)[0] / TRAINING).exists()
-    assert fault_of_weights(checkpoints(run)[0]) is None
+    assert [iteration_of(folder) for folder in RunFolder(run).checkpoints()] == [best, 3]
+    assert not (RunFolder(run).checkpoints()[0] / TRAINING).exists()
+    assert fault_of_weights(RunFolder(run).checkpoints()[0]) is None
 
 
 def test_an_evaluation_that_is_not_the_best_writes_no_checkpoint(
@@ -331,7 +333,7 @@ def test_a_link_to_a_folder_is_replaced_and_its_target_left_alone(tmp_path: Path
     assert not weights.is_symlink()
     assert (weights / "file").read_text() == "new"
     assert (target / "file").read_text() == "mine"
-    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [2]
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [2]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "there", "weights"}
 
 
@@ -425,7 +427,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(
     with locked(tmp_path / "run"):
         if resume:
             from sage_fast.config.loader import dump
-            from sage_fast.run.folder import claim_output
+            from sage_fast.run.claim import claim_output
 
             claim_output(tmp_path / "run", dump(config))
         with pytest.raises(

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from sage_fast.cli import main, parse
-from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.checkpoint import write_manifest
-from sage_fast.run.folder import claim_output
+from sage_fast.run.claim import claim_output
+from sage_fast.run.folder import RunFolder
 from sage_fast.run.manifest import MANIFEST
 from sage_fast.run.messages import seconds_left, time_left
 from sage_fast.testbed.world import heldout_prompts
@@ -67,11 +67,12 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from sage_fast.cli imp
         (["--eval.judge", "judge"], "eval.judge = 'judge': expected one of"),
     ],
 )
-def test_a_wrong_name_of_a_reward_is_said_before_pytorch_is_imported(arguments: list[str], message: str) -> None:
-    code = WITHOUT_TORCH + "sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, "train", str(PAPER), *arguments], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
+def test_a_wrong_name_of_a_reward_leaves_no_run(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_of_train_lists_every_setting_in_80_columns() -> None:
@@ -142,12 +143,8 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["train", str(PAPER), "--data.prompts", "missing.txt"], 2, "prompt file 'missing.txt': no such file"),
         (["train", "\x1b[2J.yaml"], 2, "config \\x1b[2J.yaml: no such file"),
-        (["train", str(PAPER), "--dry-run", "--gpus", "64"], 2, "32 samples an iteration for 64 ranks"),
-        (["train", str(PAPER), "--output", str(PAPER.parent)], 2, "already holds other files"),
         (["train", str(PAPER), "--resume", "--output", str(PAPER.parent)], 2, "no run to resume there"),
-        (["train", str(PAPER), "--data.prompts", "testbedd:train"], 2, "or .jsonl, or 'testbed:train'"),
         (
             ["train", "rnus/demo", "--resume"],
             2,
@@ -172,6 +169,23 @@ def test_what_needs_no_pytorch_does_not_wait_for_it(
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == status, done.stderr
     assert message in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.prompts", "missing.txt"], "prompt file 'missing.txt': no such file"),
+        (["--data.prompts", "testbedd:train"], "or .jsonl, or 'testbed:train'"),
+        (["--dry-run", "--gpus", "64"], "samples an iteration for 64 ranks"),
+        (["--output", str(PAPER.parent)], "already holds other files"),
+    ],
+)
+def test_settings_that_do_not_fit_leave_no_run(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("option", [[], ["--resume"]])
@@ -281,17 +295,17 @@ def test_newest_weights_of_a_run(tmp_path: Path) -> None:
         write_manifest(tmp_path / "weights", [], iteration=iteration)
 
     with pytest.raises(UserError, match="neither a checkpoint nor weights"):
-        newest_weights(tmp_path)
+        RunFolder(tmp_path).newest_weights()
     folders("checkpoints/iteration-000020", "checkpoints/iteration-000040", "checkpoints/iteration-000060.partial")
-    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000040", 40)
+    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000040", 40)
     weights(60)
     folders("checkpoints/iteration-000060")
-    assert newest_weights(tmp_path) == (tmp_path / "weights", 60)
+    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "weights", 60)
     folders("checkpoints/iteration-000070")  # resumed, and stopped again
-    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000070", 70)
+    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000070", 70)
     folders("checkpoints/iteration-000080")
     (tmp_path / "weights" / MANIFEST).write_text('{"itera')
-    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000080", 80)
+    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000080", 80)
 
 
 def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,11 +453,11 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
         (["--sampling.eta"], "--sampling.eta needs a value"),
         (["--sampling.eta", "--train.iterations", "3"], "--sampling.eta needs a value"),
-        (["--dry"], "unknown option --dry; see --help"),
+        (["--dry"], "unknown option --dry; see sage-fast train --help"),
         (["--sampling.eta="], "--sampling.eta: the value is empty"),
         (["--sampling", "3"], "'sampling' is a section of settings: sampling.sampler"),
         (["--model.path", "@file"], "--model.path '@file': not a YAML value"),
-        (["stray"], "unexpected argument 'stray'"),
+        (["stray"], "unknown argument stray; see sage-fast train --help"),
         (["--model.path", "./no/such/folder"], "model.path = './no/such/folder': no such folder"),
         (["--model.weights", "no/such/file"], "model.weights = 'no/such/file': no such file"),
         (["--data.prompts", "missing.txt"], "missing.txt': no such file"),

@@ -1,6 +1,5 @@
 """What a user sees: a bar on a terminal, plain lines in a log, nothing when quiet."""
 
-import io
 import logging
 import os
 import pty
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -191,36 +189,3 @@ def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path
 )
 def test_what_a_terminal_obeys_is_escaped_and_scripts_are_not(text: str, shown: str) -> None:
     assert printable(text) == shown
-
-
-def test_one_bar_moves_within_a_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the times of the round before: here 3 s of rollout and 1 s of training, in 3 and 2 units."""
-    clock = 0.0
-    bars: list[Any] = []
-    made = console.tqdm
-
-    def keep(**options: Any) -> Any:
-        bars.append(made(file=io.StringIO(), **options))
-        return bars[-1]
-
-    def one_round(title: str) -> list[float]:
-        nonlocal clock
-        shown = []
-        with rounds.over(title):
-            for what, units, seconds in (("rollout", 3, 1.0), ("train", 2, 0.5)):
-                for _ in console.progress(range(units), what, units):
-                    clock += seconds
-                    shown.append(bars[-1].n)
-        return shown
-
-    monkeypatch.setattr(console, "IN_NOTEBOOK", True)
-    monkeypatch.setattr(console, "tqdm", keep)
-    monkeypatch.setattr(console.time, "monotonic", lambda: clock)
-    console.log_to_screen()
-    rounds = console.Round()
-    assert one_round("iteration 1/2") == [0.0] * 5  # nothing is known yet
-    assert one_round("iteration 2/2") == pytest.approx([0.0, 0.25, 0.5, 0.75, 0.875])
-    assert [bar.desc for bar in bars] == ["iteration 1/2", "iteration 2/2"]
-    assert bars[-1].n == pytest.approx(1.0)
-    assert bars[-1].postfix == "train 2/2"
-    assert console.Round.current is None

@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.commands.train import preflight
 from sage_fast.config.loader import leaves, load
+from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.util.files import read_metrics
 from scripts import gpu_page, reference
 from tests import faults
@@ -288,7 +288,8 @@ def test_the_page_has_the_learning_rate_of_the_demo() -> None:
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.stem)
 def test_a_shipped_configuration_names_prompts_that_are_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    preflight(load(file), 1)
+    data = load(file).data
+    negatives_of(prompt for source in (data.prompts, data.eval_prompts) for prompt in read_prompts(source))
 
 
 def test_the_challenger_for_480p_has_the_method_of_the_recipe_ahead() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
+from sage_fast.benchmarks.nsight import shallow
 from torch import Tensor
 
 from sage_fast import cli
@@ -22,7 +23,7 @@ from sage_fast.models.load import find_spec
 from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import Recordable
 from sage_fast.tools import doctor, selftest
-from sage_fast.tools.doctor import VERDICTS, Check
+from sage_fast.tools.checks import VERDICTS, Check
 from sage_fast.tools.harness import of_limit
 from sage_fast.tools.operators import registered
 from tests.test_graphs import rerun
@@ -37,13 +38,10 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     checks = {check["name"]: check for check in result["checks"]}
     wrong = [check for check in checks.values() if check["verdict"] == "wrong"]
     assert (status, wrong) == (0, [])
-    assert {"torch", "triton", "nvtx", "flash-attn", "deepspeed", "C++ compiler", "copy", "attention sdpa"} <= set(
-        checks
-    )
+    assert {"torch", "triton", "flash-attn", "deepspeed", "C++ compiler", "attention sdpa"} <= set(checks)
     for operator in ("transition_step", "transition_score", "norm_modulate", "norm_rotate"):
         for dtype in ("float32", "bfloat16"):
             assert checks[f"{operator}, cpu, {dtype}"]["verdict"] == "ok"
-        assert re.search(r"(% of|times) the bandwidth of a copy", checks[f"{operator}, speed"]["found"])
     assert "d joint" in checks["norm_rotate, cpu, bfloat16"]["found"]
     for check in checks.values():
         assert check["verdict"] in VERDICTS
@@ -52,13 +50,6 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert checks["matrix product"]["found"].endswith(" TFLOP/s in torch.float32")
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor without its rows at production sizes."""
-    monkeypatch.setattr(selftest, "speeds", lambda device, bandwidth: [])
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_wrong_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = ATTENTION["sdpa"]
     wrong = dataclasses.replace(right, attend=lambda q, k, v, mask: 1.1 * right(q, k, v, mask))
@@ -146,13 +137,12 @@ def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys
         printed = capsys.readouterr().out
         assert "ok       torch" in printed
         assert re.search(r"^wrong    the package +ended in ModuleNotFoundError: ", printed, re.M)
-    monkeypatch.setattr(selftest, "speeds", lambda device, bandwidth: fails())
+    monkeypatch.setattr(selftest, "operators", lambda device: fails())
     names = {check.name: check for check in selftest.checks(CPU)}
-    assert names["operators, speed"].found == "ended in RuntimeError: PassManager::run failed"
+    assert names["operators"].found == "ended in RuntimeError: PassManager::run failed"
     assert names["attention sdpa"].verdict == "ok"
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_file_has_every_row_before_the_next_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs, or is killed, leaves the rows before it."""
     file = tmp_path / "doctor.json"
@@ -162,7 +152,7 @@ def test_the_file_has_every_row_before_the_next_check(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(selftest, "graphs", hangs)
     with pytest.raises(KeyboardInterrupt):
-        doctor.doctor(str(file))
+        doctor.doctor(file)
     names = [check["name"] for check in json.loads(file.read_text())["checks"]]
     assert {"torch", "transition_step, cpu, float32", "attention sdpa"} <= set(names)
     assert "CUDA graph" not in names
@@ -201,17 +191,8 @@ def test_graphs_are_compared_with_a_rollout_without() -> None:
     assert "operation not permitted" in check.found
 
 
-def test_slow_is_said_of_a_gpu_only() -> None:
-    check = selftest._speed("copy", 0.5, "operator", "half", torch.device("cuda"))
-    assert check.verdict == "slow"
-    assert "expected 80%" in check.advice
-    assert selftest._speed("copy", 0.9, "operator", "most", torch.device("cuda")).verdict == "ok"
-    assert selftest._speed("copy", 0.5, "adapter_rows", "half", torch.device("cuda")).verdict == "ok"
-    assert selftest._speed("copy", 0.1, "operator", "a tenth", CPU).verdict == "ok"
-
-
-def test_a_gpu_is_tried_with_two_blocks_as_wide_as_those_of_the_default_model() -> None:
-    spec = selftest.shallow(default_family().randoms[0])
+def test_nsight_profiles_two_blocks_as_wide_as_those_of_the_default_model() -> None:
+    spec = shallow(default_family().randoms[0])
     (network,) = (spec.meta(part) for part in spec.networks)
     whole = find_spec(spec.path)
     assert spec.attention_shape(SamplingConfig()) == whole.attention_shape(SamplingConfig())

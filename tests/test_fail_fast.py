@@ -19,7 +19,7 @@ import torch
 from sage_fast.cli import main
 from sage_fast.models.policy import Policy
 from sage_fast.run import fail_fast
-from sage_fast.run.manifest import checkpoints
+from sage_fast.run.folder import RunFolder
 from sage_fast.run.train import Run
 from sage_fast.trainer import Trainer
 from tests.ranks import run_ranks, screens
@@ -124,4 +124,4 @@ def test_ranks_with_rollouts_of_their_own_save_together(tmp_path: Path) -> None:
     assert f"sage-fast train: rank 1 failed: {CAUSE}\n" in first
     assert "Traceback" in second
     assert second.splitlines()[-1].endswith(CAUSE), second
-    assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["iteration-000000"]
+    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000000"]

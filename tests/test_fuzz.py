@@ -21,18 +21,19 @@ from hypothesis import settings as case_settings
 from hypothesis import strategies as st
 
 from sage_fast.cli import main
-from sage_fast.commands.sources import load_run, resumed_settings
-from sage_fast.config.command_line import overrides_of
+from sage_fast.config.command_line import split_settings
 from sage_fast.config.fields import sections, settings_of
 from sage_fast.config.loader import build, dump, load
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import KEYS, read_prompts
-from sage_fast.eval.scores import paired_table, read_scores
+from sage_fast.eval.comparison import compare
 from sage_fast.report.page import checks, read_run, write_report
+from sage_fast.run.folder import read_scores
+from sage_fast.run.sources import load_run, resumed_settings
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, read_metrics
 from tests.test_report import row
-from tests.test_scores import scores
+from tests.test_scores import pair, scores
 
 
 def cases(count: int) -> Callable[[Any], Any]:
@@ -142,7 +143,7 @@ PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 @given(st.lists(WORDS, min_size=1, max_size=5))
 def test_settings_on_the_command_line(arguments: list[str]) -> None:
     with ours():
-        load(PAPER, overrides_of(arguments))
+        load(PAPER, split_settings(arguments)[1])
 
 
 COMMANDS = st.sampled_from(
@@ -255,9 +256,9 @@ def test_evaluations(content: bytes) -> None:
     with scratch() as folder, ours():
         (folder / "before.json").write_bytes(content)
         before = read_scores(folder / "before.json")
-        for pair in ((before, scores((1.0, 2.0), 3)), (scores((1.0, 2.0), 3), before)):
+        for both in ((before, scores((1.0, 2.0), 3)), (scores((1.0, 2.0), 3), before)):
             with ours():
-                paired_table(*pair)
+                compare(pair(*both)).text  # noqa: B018
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import pytest
 from sage_fast.benchmarks import limits, rung
 
 from sage_fast import cli
-from sage_fast.config.command_line import overrides_of
+from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import load
 from sage_fast.rewards.backends import load_reward
 from sage_fast.util.files import read_metrics
@@ -289,7 +289,7 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
         if overrides:
             load_reward(load(REPOSITORY / options.config, overrides).reward)
     _, config, *arguments = commands["engines"]
-    assert load(REPOSITORY / config, overrides_of(arguments)).model.tuning == "full"
+    assert load(REPOSITORY / config, split_settings(arguments)[1]).model.tuning == "full"
     assert commands["racecheck"] == ["sanitizer_part", "racecheck"]
     for name in itertools.chain(*commands.values()):
         assert not name.startswith("tests/") or (REPOSITORY / name).exists()
@@ -302,7 +302,7 @@ def test_the_commands_of_several_gpus_are_ones_that_exist(machine: Path) -> None
     for part in OF_SEVERAL[2:]:
         function, name, config, *arguments = commands[part]
         assert (function.endswith("_part"), name) == (True, part)
-        settings = load(REPOSITORY / config, overrides_of(arguments))
+        settings = load(REPOSITORY / config, split_settings(arguments)[1])
         assert settings.train.samples == (2 if part == "lora-alone" else 16)
         assert settings.model.sequence_parallel == (8 if part == "sequence" else 1)
 

@@ -20,16 +20,13 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.rewards import CompositeReward
 from sage_fast.rollout import graphs as module
 from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.testbed.model import LATENT_SHAPE
-from sage_fast.tools import replays
-from sage_fast.tools.plan import plan
-from sage_fast.trainer import Trainer
+from sage_fast.tools import selftest
 from tests.pretend_cuda import PretendCuda
-from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer, with_images
+from tests.tiny import embeddings, settings, tiny_model, tiny_trainer, with_images
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves down slowly"]
 STEPS = 5
@@ -48,15 +45,15 @@ def rerun(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], in
 
 
 def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graphs: StepGraphs | None = None) -> Any:
-    return replays.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
+    return selftest.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
 
 
 def difference(
-    graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = replays.TABLE, images: bool = False
+    graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = selftest.TABLE, images: bool = False
 ) -> str:
     """Of replays; with `images`, each prompt has one."""
     texts = embeddings(PROMPTS)
-    return replays.replay_problem(graphs, with_images(texts) if images else texts, batches, table)
+    return selftest.replay_problem(graphs, with_images(texts) if images else texts, batches, table)
 
 
 def twice(policy: HunyuanVideo15Policy, prompts: list[str], graphs: StepGraphs) -> Any:
@@ -153,7 +150,7 @@ def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> N
     texts = {p: TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8)) for p, n in {"": 1, **lengths}.items()}
 
     def rolled(graphs: StepGraphs | None, prompt: str) -> list[Tensor]:
-        return replays.roll(policy, texts, [prompt] * 2, 0, graphs)
+        return selftest.roll(policy, texts, [prompt] * 2, 0, graphs)
 
     def kept(graphs: StepGraphs) -> int:
         return graphs._kept(graphs._graphs.values()) - graphs._pool
@@ -277,25 +274,6 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(StepGraph, "step", counted)
     return found
-
-
-def test_the_plan_says_how_many_steps_are_replayed(replayed: list[int]) -> None:
-    """Three prompts, each of a length of its own, and batches of two and of one: each shape's first rollout is not."""
-    config = settings(train__iterations=3, sampling__batch_size=2, train__parity_gate=False, kl__strategy="none")
-    model, reward = tiny_model(config), CompositeReward(BrightnessReward(), config.reward)
-    texts = {
-        prompt: TextEmbedding(text=torch.randn(3 + 2 * i, 32), glyphs=torch.zeros(0, 8))
-        for i, prompt in enumerate(["", *PROMPTS])
-    }
-    trainer = Trainer(config, model, reward, PROMPTS, texts)
-    trainer.graphs = StepGraphs(model.policy, rerun, max_memory=math.inf)
-    for index in range(3):
-        trainer.iteration(index)
-    rollouts = 3 * 2 * 2  # iterations, prompts of each, batches of a group of three
-    expected = plan(config, model.spec, prompts=len(PROMPTS)).replayed
-    assert len(replayed) / (rollouts * config.sampling.steps) == pytest.approx(expected) == 0.5
-    config.sampling.cuda_graphs = False
-    assert plan(config, model.spec, prompts=len(PROMPTS)).replayed == 0
 
 
 def test_evaluations_replay_the_graphs_of_the_one_before(tmp_path: Path, replayed: list[int]) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.commands.sources import Source, notes_on
 from sage_fast.commands.videos import generate
+from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import Setup
 from sage_fast.ops import transition_score
@@ -95,11 +95,11 @@ def test_a_warning_where_the_scales_differ_and_no_kl_acts(overrides: dict[str, A
 
 
 def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:
-    guided = Source(label="guided", path="guided", config=settings(eval__guidance_scale=6.0))
+    guided = Candidate(label="guided", path="guided", config=settings(eval__guidance_scale=6.0))
     assert notes_on([guided], settings().sampling, 1.0) == [
         "note: guided has eval.guidance_scale = 6.0, but is sampled with 1.0, like the first"
     ]
-    same = Source(label="same", path="same", config=settings(sampling__guidance_scale=6.0))
+    same = Candidate(label="same", path="same", config=settings(sampling__guidance_scale=6.0))
     assert notes_on([same], settings().sampling, 6.0) == []
 
 

@@ -23,18 +23,20 @@ import sage_fast.data.embeddings
 from sage_fast.cli import main
 from sage_fast.commands.card import model_card
 from sage_fast.commands.init import init
-from sage_fast.config.command_line import overrides_of
+from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import dump, from_overrides, load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached, fill_cache
 from sage_fast.data.prompts import captions_of, metadata_of, negatives_of, read_prompts
-from sage_fast.eval.videoset import VideoSet, read_folder, write_folder
+from sage_fast.eval.video_folder import read_folder, write_folder
+from sage_fast.eval.videoset import VideoSet
 from sage_fast.loading import check_captions
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import find_spec
 from sage_fast.report.html import image_address
 from sage_fast.rewards import CompositeReward
 from sage_fast.rewards.server import RewardServer
+from sage_fast.run.folder import RunFolder
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
@@ -432,7 +434,7 @@ def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
 def test_models_of_two_tasks_are_not_evaluated_together(folder: Path) -> None:
     """Which is said before the first of them samples anything."""
     words = ["--model.path", "testbed", "--output", "other"]
-    (folder / "words.yaml").write_text(dump(from_overrides(overrides_of([*TINY, *words]))))
+    (folder / "words.yaml").write_text(dump(from_overrides(split_settings([*TINY, *words])[1])))
     status, out = call("eval", "run", "words.yaml", "--folder", "both")
     assert (status, "line 1: image = 'red.png', and model.path = " in out.replace("\n", " ")) == (2, True), out
     assert not (folder / "both").exists()
@@ -511,7 +513,7 @@ def test_init_copies_images(there: Path) -> None:
 
 def test_the_card_of_such_a_model_samples_from_an_image() -> None:
     spec = find_spec(I2V)
-    card = ModelCard(model_card(Path("none"), settings(), spec, iteration=1, base="a/b", files=[]))
+    card = ModelCard(model_card(RunFolder("none"), settings(), spec, iteration=1, base="a/b", files=[]))
     assert (card.data.pipeline_tag, card.data.tags[0]) == ("image-to-video", "image-to-video")
     assert 'image = load_image("image.png")\nvideo = pipe(image, "a prompt", num_frames=' in card.text
 

@@ -15,16 +15,17 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.commands.evaluator import short_names
-from sage_fast.commands.sources import labelled
+from sage_fast.eval.candidates import short_names
+from sage_fast.eval.comparison import compare, format_table
 from sage_fast.eval.evaluation import score_videos
-from sage_fast.eval.hacking import verdict
-from sage_fast.eval.scores import paired_table
-from sage_fast.eval.tables import format_table
-from sage_fast.eval.videoset import VideoSet, hacked, of_scores, read_folder, table, write_folder
-from sage_fast.loading import Scoring, load_rewards
+from sage_fast.eval.gains import hacking_in_run, table
+from sage_fast.eval.playback import for_browser, read_video
+from sage_fast.eval.video_folder import read_folder, write_folder
+from sage_fast.eval.videoset import VideoSet, from_evaluation
+from sage_fast.loading import load_rewards
 from sage_fast.report import charts
-from sage_fast.report.playback import for_browser, read_video
+from sage_fast.rewards import Judge
+from sage_fast.run.sources import labelled
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4
 from tests.test_report import row, write_rows
@@ -176,7 +177,7 @@ def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[P
         (["EMPTY"], "nor a folder of videos: videos.csv"),
         (["base"], "'base' is the model of a run or of settings"),
         ([PAPER, PAPER], "two sources are called"),
-        (["RUN/checkpoints/iteration-000009"], "no such checkpoint"),
+        (["RUN/checkpoints/iteration-000009"], "iteration-000009': no such file or folder"),
         (["RUN", PAPER, "--model.weights", "x"], "--model.weights goes with one source"),
         (["THEIRS"], "--reward.name NAME"),
         (["RUN", "THEIRS"], "none of its prompts"),
@@ -200,10 +201,11 @@ def test_a_reward_that_hangs_on_videos_of_another_program_is_named() -> None:
     """There is no model then, whose gathered weights other ranks could wait for."""
     hangs = {"reward__name": "tests.test_rewards:hangs", "reward__weights": {"red": 1}, "reward__timeout_seconds": 0.3}
     config = settings(**hangs, sampling__batch_size=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
-    reward, judge = load_rewards(config.reward, None, config.sampling, ["a", "b"], ["a", "b"], {})
-    scoring = Scoring(config=config, reward=reward, judge=judge)
+    reward, _ = load_rewards(config.reward, None, config.sampling, ["a", "b"], ["a", "b"], {})
     with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
-        score_videos(scoring, ["a", "b"], [0, 1], lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))]))
+        score_videos(
+            {"": reward}, ["a", "b"], [0, 1], lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))])
+        )
 
 
 def test_what_further_rewards_are_called() -> None:
@@ -372,7 +374,10 @@ def judged(iteration: int, reward: float, judge: float) -> dict[str, object]:
 
 def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> None:
     run = {"before": judged(0, 1.0, 0.5), "iteration-000010": judged(10, 1.5, 0.9), "after": judged(20, 2.0, 0.7)}
-    assert paired_table(run["before"], run["after"])[1].difference > 0.1
+
+    def verdict(run: dict[str, dict[str, object]]) -> str | None:
+        return hacking_in_run([from_evaluation(name, scores, {}) for name, scores in run.items()])
+
     found = verdict(run)
     assert found is not None
     assert found.startswith("since iteration 10: reward rose while judge/x fell")
@@ -384,20 +389,19 @@ def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> No
 
 
 def test_a_judge_that_falls_from_the_start() -> None:
-    run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
-    assert verdict(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
+    run = [from_evaluation("before", judged(0, 1.0, 0.5), {}), from_evaluation("after", judged(20, 2.0, 0.3), {})]
+    assert hacking_in_run(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
 
 
 def test_a_source_that_hacks_the_reward_is_reported_by_eval() -> None:
     spread = [0.01 * i for i in range(8)]
     first = video_set("x", [1 + 3 * s for s in spread], **{"clip/cosine": [0.5 + s for s in spread]})
     second = video_set("y", [2 + s for s in spread], **{"clip/cosine": [0.3 - s for s in spread]})
-    rows = table([first, second])
-    assert hacked(rows, ["clip/cosine"]) == [
+    assert compare([first, second], ("clip/",)).warnings == [
         "y: reward rose while clip/cosine fell: look at the videos (reward hacking)"
     ]
-    assert hacked(rows, []) == []
-    assert hacked(table([second, first]), ["clip/cosine"]) == []
+    assert compare([first, second]).warnings == []
+    assert compare([second, first], ("clip/",)).warnings == []
 
 
 # -- compare and votes ------------------------------------------------------------------------------------------------
@@ -429,7 +433,7 @@ def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.Captur
     assert "kl.lambda_max" not in ode
     assert "+0.600" in page, "0.5 (1 + 0.1 i), mean of five"
     assert page.count("<video ") == 5 * 3
-    assert page.count("<svg") == 2 + 13
+    assert page.count("<svg") == 2 + 12
     assert "&lt;b&gt;circle&lt;/b&gt;" in page
 
 
@@ -505,30 +509,21 @@ def test_compare_knows_what_scored_the_videos_of_eval(evaluated: tuple[Path, str
     assert "for vq: no gain is shown" in compared(tmp_path / "c", folder / "run", other)
 
 
-def red(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-    return {"red": 1000 * videos[:, :, 0].mean(dim=(1, 2, 3))}
-
-
-def test_compare_scores_the_videos_of_both_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the files that are there: four of five prompts have one in both runs."""
-    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", 0.5)
-    scored_by(one, {"vq": 1.0}, {"name": "testbed"})
-    scored_by(two, {"vq": 2.0}, {"name": "mine:other"})
-    (one / "videos" / "after" / "00-x.mp4").unlink()
-    for i in range(5):
-        (two / "videos" / "after" / f"{i:02d}-x.mp4").write_bytes(film(i + 1))
-    scorer = ["--scorer", "tests.test_judging:red"]
-    page = compared(tmp_path / "out", one, two, *scorer)
-    row = r"<tr><td>two</td><td>5 / 5</td><td>[^<]*</td><td[^>]*>([^<]*)</td>"
-    gains = re.findall(row, page.split(">red/red<")[1])
-    reds = [1000 * float(read_video(two / "videos" / "after" / f"{i:02d}-x.mp4")[:, 0].mean()) for i in (0, 4)]
-    expected = (reds[1] - reds[0]) / 4  # the k-th video of one is the k-1st of the other
-    assert [float(gain.replace("\N{MINUS SIGN}", "-")) for gain in gains] == [pytest.approx(expected, abs=1e-3)]
-    for i in range(1, 5):
-        (one / "videos" / "after" / f"{i:02d}-x.mp4").unlink()
-    assert main(["compare", str(one), str(two), "--folder", str(tmp_path / "none"), *scorer]) == 2
-    assert "one and two kept no videos of the same prompt; sage-fast eval has --scorer" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
+def test_another_reward_scores_the_videos_that_a_run_has_kept(
+    evaluated: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the model, and both sides alike."""
+    run = evaluated[0] / "run"
+    kept = [read_folder(name, run / "videos" / name) for name in ("before", "after")]
+    assert kept[1].scores["reward"] == json.loads((run / "eval" / "after.json").read_text())["reward"]
+    folders = [str(run / "videos" / name) for name in ("before", "after")]
+    judge = ["--reward.name", "testbed-judge", "--reward.weights", "{alignment: 1}", "--json", str(tmp_path / "x.json")]
+    assert main(["eval", *folders, *judge]) == 0
+    assert "gain over before" in capsys.readouterr().out
+    found = json.loads((tmp_path / "x.json").read_text())["sources"]["after"]
+    videos = torch.stack([read_video(file) for file in kept[1].shown.values()])
+    expected = Judge("testbed-judge", settings().reward)(videos, kept[1].prompts).parts["alignment"]
+    assert found["reward"] == pytest.approx(expected.tolist(), rel=1e-4)
 
 
 def test_runs_without_a_video_in_common_show_none(tmp_path: Path) -> None:
@@ -557,8 +552,8 @@ def test_compare_refuses_runs_of_other_prompts(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "out").exists()
 
 
-def test_of_scores_keeps_what_is_known() -> None:
-    found = of_scores("x", scores((1.0, 2.0)) | {"reward": [1.0, None, 2.0, 1.0, 1.0, 1.0]}, {})
+def test_from_evaluation_keeps_what_is_known() -> None:
+    found = from_evaluation("x", scores((1.0, 2.0)) | {"reward": [1.0, None, 2.0, 1.0, 1.0, 1.0]}, {})
     assert math.isnan(found.scores["reward"][1])
     assert list(found.scores) == ["reward", "vq", "mq"]
     assert found.shown == {}

@@ -19,8 +19,8 @@ from sage_fast.cli import main
 from sage_fast.commands.init import EVIDENCE, init
 from sage_fast.config.loader import load
 from sage_fast.data.prompts import read_prompts
-from sage_fast.eval.videoset import read_folder
-from sage_fast.report.playback import read_video
+from sage_fast.eval.playback import read_video
+from sage_fast.eval.video_folder import read_folder
 from sage_fast.util.files import read_metrics
 from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments

@@ -25,7 +25,8 @@ from sage_fast.parallel import Engine, make_engine
 from sage_fast.run import checkpoint as checkpoint_module
 from sage_fast.run import shards as parts
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.manifest import checkpoints, iteration_of
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.manifest import iteration_of
 from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.training_state import save_training_state
 from sage_fast.testbed import BASE as TESTBED
@@ -246,7 +247,7 @@ def full_disk(folder: Path, engine: Engine) -> None:
         with failing, pytest.raises((OSError, RankError), match="No space left on device"):
             save_checkpoint(folder / "disk", 2, engine, {}, None)
     dist.barrier()
-    assert [iteration_of(checkpoint) for checkpoint in checkpoints(folder / "disk")] == [1]
+    assert [iteration_of(checkpoint) for checkpoint in RunFolder(folder / "disk").checkpoints()] == [1]
     assert load_checkpoint(folder / "disk", engine) is not None
 
 
@@ -258,7 +259,7 @@ NAMES = ["lora plain", "full plain", "full zero2", "full zero3"]
 def test_every_rank_writes_its_part_and_one_rank_goes_on(tmp_path: Path) -> None:
     assert run_ranks(on_two_ranks, 2, tmp_path, NAMES) == [0, 0], screens(tmp_path)
     for name in NAMES:
-        (checkpoint,) = checkpoints(tmp_path / name)
+        (checkpoint,) = RunFolder(tmp_path / name).checkpoints()
         sizes = [file.stat().st_size for file in sorted((checkpoint / "training").glob("trainable-*"))]
         assert max(sizes) < 0.7 * sum(sizes), "about a half each"
         expected = torch.load(tmp_path / name / "state.pt")

@@ -1,12 +1,9 @@
 """Every formula of the plan against a count that PyTorch makes."""
 
 import dataclasses
-import itertools
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +37,6 @@ from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.tools.plan import MEASURED_FLOPS, Plan, checkpoint_bytes, format_plan, plan, reward_sizes
 from sage_fast.tools.profile import PART_OF_PLAN
-from sage_fast.tools.traffic import traffic
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
@@ -123,16 +119,13 @@ def test_graphs_take_their_memory_before_activations() -> None:
 
     def planned(gpu_memory: float, **overrides: str) -> Plan:
         config = load(Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p.yaml", overrides)
-        return plan(config, ranks=8, gpu_memory=gpu_memory, prompts=64)
+        return plan(config, ranks=8, gpu_memory=gpu_memory)
 
     graphed, without = planned(80e9), planned(80e9, **{"sampling.cuda_graphs": "false"})
     assert 1 < graphed.flops["training"] / without.flops["training"] < 1.005
     assert graphed.memory["CUDA graphs"] == pytest.approx(2.81 * 2**30, rel=0.01)
-    assert graphed.replayed == pytest.approx(0.92)
-    assert "rollout steps replayed from a CUDA graph          92%" in format_plan(graphed)
     for result in (without, planned(34e9)):
         assert "CUDA graphs" not in result.memory
-        assert result.replayed == 0
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
@@ -148,15 +141,6 @@ def test_the_size_of_a_checkpoint(tuning: str, tmp_path: Path) -> None:
     policy = tiny_model(settings(**given)).policy
     expected = checkpoint_bytes(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy)
     assert sum(file.stat().st_size for file in files) == pytest.approx(expected, rel=0.02)
-
-
-def test_a_plan_with_a_file_for_deepspeed(tmp_path: Path) -> None:
-    """Its bucket is counted; the checkpoint is that of every engine."""
-    (tmp_path / "own.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
-    given = SIZE | {"train.engine": "zero2"}
-    own = plan(build(given | {"train.deepspeed_config": str(tmp_path / "own.json")}), ranks=2)
-    assert own.memory["buckets of gradients"] == 2 * 2 * 1000
-    assert own.checkpoint == plan(build(given), ranks=2).checkpoint
 
 
 def test_start_and_checkpoints_of_all_weights() -> None:
@@ -507,43 +491,6 @@ def test_counts_of_an_iteration() -> None:
     config.objective.ratio, config.train.optimizer_steps = "centred", 2  # its KL needs those of the rollout too
     result = plan(config, tiny_model(config).spec)
     assert result.memory["stored velocities"] == 2 * 4 * 1536 * 6 * 4
-
-
-def test_what_a_gpu_sends() -> None:
-    """One unit of AdaLN with 2 weights and two blocks with 3, of which 8 are trained, on two nodes of 8 GPUs."""
-    sizes = [[2], [3, 3]]
-    units = [[torch.nn.Linear(size, 1, bias=False) for size in run] for run in sizes]
-    trained = {f"{i}": unit.weight for i, unit in enumerate(itertools.chain(*units))}
-    policy: Any = SimpleNamespace(parameters=lambda: trained, sharded_units=lambda: units)
-    forwards = {"rollout": 6.0, "anchor": 2.0, "training": 4.0}
-
-    def sent(engine: str, **given: Any) -> dict[str, tuple[float, float]]:
-        train = settings(train__engine=engine, train__optimizer_steps=2, **given).train
-        found = traffic(train, policy, forwards, ranks=16, passes=2, width=2)
-        assert all(each.seconds > 0 for each in found.values())
-        return {kind: (each.count, each.sent) for kind, each in found.items()}
-
-    assert sent("plain") == {"reductions of gradients": (4, 2 * 2 * 32 * 15 / 16)}
-    gathers = {"gathers of updated weights": (2, 2 * 16 * 15 / 16)}
-    assert sent("zero1") == {"reductions of gradients": (2, 2 * 32 * 15 / 16)} | gathers
-    assert sent("zero2") == {"reductions of gradients": (2, 4 / 2 * 32 * 15 / 16)} | gathers
-    gathered, collectives = 2 * (6 * 6 + 2 * 8 + 2 * 4 * 8), 6 * 2 + 2 * 3 + 2 * 4 * 3
-    assert sent("zero3", train__hybrid_shard=False) == {
-        "gathers of weights": (collectives, gathered * 15 / 16),
-        "reductions of gradients": (4 * 3, 4 * 32 * 15 / 16),
-    }
-    across = 2 * 2 * 32 / 8 / 2
-    assert sent("zero3") == {
-        "gathers of weights": (collectives, gathered * 7 / 8),
-        "reductions of gradients": (4 * 3 + 4, 4 * 32 * 7 / 8 + across),
-    }
-
-
-def test_a_plan_for_several_gpus_says_what_they_send() -> None:
-    alone, together = (format_plan(plan(PUBLISHED, ranks=ranks)) for ranks in (1, 4))
-    assert "sent by each" not in alone
-    assert "sent by each of 4 GPUs in an iteration, engine plain" in together
-    assert re.search(r"reductions of gradients +2 +[\d.]+ +[\d.]+ ms", together)
 
 
 def test_flash4_sums_a_gradient_in_float32() -> None:

@@ -340,6 +340,7 @@ def test_rollout_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rollout_bench, "matmul_ceiling", lambda device, dtype: 1e12)  # of products for a GPU
     monkeypatch.setattr(rollout_bench, "sustained_ceiling", lambda device, dtype: None)
     with PretendCuda() as device:
-        rows = bench(tmp_path / "rollout.json", "rollout")["rows"]
+        paths = [f"--path={path}" for path in ("stock", "eager", "graphed", "contiguous", "channels last")]
+        rows = bench(tmp_path / "rollout.json", "rollout", *paths)["rows"]
     assert {row["part"] for row in rows if "graphed" in row["seconds"]} == {"step", "rollout"}
     assert device.captures > 0

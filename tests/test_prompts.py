@@ -16,7 +16,7 @@ from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 
 import sage_fast.data.embeddings
 from sage_fast.cli import main
-from sage_fast.config.command_line import overrides_of
+from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import dump, from_overrides
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
@@ -93,19 +93,16 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("p.jsonl", "[" * 100_000, "line 1: not valid JSON"),
         ("p.jsonl", '{"prompt": "a", "seed": ' + 5000 * "9" + "}", "line 1: not valid JSON: Exceeds the limit"),
         ("p.jsonl", '"a cat"\n', "line 1: expected an object"),
-        ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "line 1: not valid JSON: the key 'prompt' appears twice"),
         ("p.jsonl", '{"promt": "a"}\n', "line 1: unknown key 'promt'; .*did you mean 'prompt'"),
         ("p.jsonl", '{"seed": 1}\n', "line 1: 'prompt' is missing"),
         ("p.jsonl", '{"prompt": null}\n', "line 1: prompt = None: expected text"),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": "  "}\n', "line 2: the prompt is empty"),
-        ("p.jsonl", '{"prompt": "\\ud800"}\n', "line 1: prompt = .*expected text"),
         ("p.jsonl", '{"prompt": "a", "negative_prompt": 3}\n', "line 1: negative_prompt = 3: expected text"),
         ("p.jsonl", '{"prompt": "a", "seed": "3"}\n', "line 1: seed = '3': expected a whole number"),
         ("p.jsonl", '{"prompt": "a", "seed": true}\n', "line 1: seed = True: expected a whole number"),
         ("p.jsonl", '{"prompt": "a", "seed": -1}\n', "line 1: seed = -1: expected a whole number"),
         ("p.jsonl", '{"prompt": "a", "seed": 1e99}\n', "line 1: seed = 1e\\+99: expected a whole number"),
         ("p.jsonl", '{"prompt": "a", "negative_promt": "b"}\n', "unknown key 'negative_promt'; .*'negative_prompt'"),
-        ("p.jsonl", '{"prompt": "a", "count": NaN}\n', "line 1: not valid JSON: NaN is no number"),
         ("p.json", "[]", "expected UTF-8 text .*the nearest is .jsonl"),
         ("p.csv", "prompt,seed\n", "the nearest is .jsonl"),
     ],
@@ -406,7 +403,7 @@ def without_encoders(model: Path) -> Iterator[None]:
 
 def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run docs/how-to/prompts.md: embed more prompts than the run's, then train without text encoders."""
-    own = overrides_of([*TINY, "--model.path", "model", "--output", "runs/page"])
+    own = split_settings([*TINY, "--model.path", "model", "--output", "runs/page"])[1]
     del own["data.embedding_cache"]
     (there / "config.yaml").write_text(dump(from_overrides(own)))
     (there / "more.jsonl").write_text('{"prompt": "a boat"}\n{"prompt": "a fox", "negative_prompt": "blurry"}\n')

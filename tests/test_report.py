@@ -12,14 +12,13 @@ import pytest
 import torch
 import yaml
 
-from sage_fast.eval.scores import paired_table
 from sage_fast.report import charts
 from sage_fast.report.finish import report_run
 from sage_fast.report.page import checks, write_report
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from sage_fast.util.videos import save_mp4
-from tests.test_scores import evaluation, scores
+from tests.test_scores import evaluation, gains, scores
 
 
 def row(i, **changes):
@@ -117,7 +116,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     tags = Outline(page).tags
     names = [tag for tag, _ in tags]
     assert names.count("video") == 4
-    assert names.count("svg") == 14
+    assert names.count("svg") == 13
     loading = ("src", "href", "xlink:href", "data", "action", "poster", "srcset")
     addresses = [value for _, attrs in tags for key, value in attrs.items() if key in loading]
     assert addresses
@@ -181,7 +180,7 @@ def test_environment_says_how_to_repeat_the_run(run):
 def test_fewer_than_five_prompts_are_not_judged(run):
     before, after = scores((1.0, 2.0), prompts=4), scores((1.5, 2.7), 12, prompts=4)
     assert not {"One part bought with another (held-out)", "Training reward against held-out reward"} & {
-        check.name for check in checks([row(i) for i in range(12)], paired_table(before, after))
+        check.name for check in checks([row(i) for i in range(12)], gains(before, after))
     }
     for name, content in (("before", before), ("after", after)):
         (run / "eval" / f"{name}.json").write_text(json.dumps(content))
@@ -232,8 +231,7 @@ def test_the_judge_stands_in_table_chart_and_captions(run):
     assert "<span>judge/alignment 0.80</span>" in page
     assert "+0.70:" in page  # two videos of six: nothing is the largest
     assert "+0.50:" in page
-    table = paired_table(*(json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after")))
-    assert warnings([row(i) for i in range(12)], table) == {"Held-out reward against the judge"}
+    assert '<li class="warning"><span class="mark">▲ warning</span><span>Held-out reward against the judge<' in page
     assert "reward rose while judge/alignment fell" in page
 
 
@@ -283,7 +281,7 @@ def test_no_text_of_a_chart_is_cut(run, monkeypatch):
     write_report(run)
     runs = {f"a run with a long name {i}": {0: (1.0, 0.1), 5: (1.5, 0.1)} for i in range(6)}
     charts.held_out(runs, ylabel="composite reward", least=1)
-    assert len(figures) == 16
+    assert len(figures) == 15
     for figure in figures:
         figure.draw_without_rendering()
         (axes,) = figure.axes
@@ -314,7 +312,7 @@ def test_gaps_nulls_and_missing_keys_do_not_break_it(run):
         r.pop("time/total", None)
     write_rows(run, rows)
     page = write_report(run).read_text()
-    assert page.count("<svg") == 13
+    assert page.count("<svg") == 12
     assert "KL weight" not in page
     assert not re.search(r"[ML] ?nan", page)
 
@@ -356,8 +354,6 @@ def test_a_cut_off_last_line_is_dropped_and_others_are_errors(run):
 
 
 def test_folders_that_are_no_run_are_named(tmp_path, run):
-    with pytest.raises(ValueError, match="no such folder"):
-        write_report(tmp_path / "nowhere")
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match=r"config\.yaml is missing"):
@@ -397,7 +393,7 @@ def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
     page = (run / "report.html").read_text()
     Outline(page)
     assert page.count("<video") == 3
-    assert f"left out, since it is damaged: {video}: cannot be read as a video" in page
+    assert f"left out: {video}: cannot be read as a video" in page
     for name in ("after", "before"):
         (run / "eval" / f"{name}.json").write_text('{"iteration": 12')
         report_run(run, 6, complete=True)
@@ -416,7 +412,7 @@ def warnings(rows, table=()):
 
 
 def test_a_healthy_run_warns_of_nothing():
-    assert warnings([row(i) for i in range(12)], paired_table(scores((1, 2)), scores((1.5, 2.7)))) == set()
+    assert warnings([row(i) for i in range(12)], gains(scores((1, 2)), scores((1.5, 2.7)))) == set()
 
 
 @pytest.mark.parametrize(
@@ -439,12 +435,12 @@ def test_a_part_that_is_bought_with_another_is_warned_of():
     risen = [1.0, 1.1, 0.9, 1.0, 1.0]
     before = evaluation(prompts, [0.0] * 5) | {"parts": {"vq": [0.0] * 5, "ta": [0.0] * 5}}
     after = evaluation(prompts, [0.0] * 5) | {"parts": {"vq": risen, "ta": [-value for value in risen]}}
-    assert warnings([row(0)], paired_table(before, after)) == {"One part bought with another (held-out)"}
+    assert warnings([row(0)], gains(before, after)) == {"One part bought with another (held-out)"}
 
 
 def test_training_reward_up_and_held_out_reward_down_is_warned_of():
-    table = paired_table(scores((1.0, 2.0)), scores((0.5, 1.4)))
-    assert warnings([row(i) for i in range(12)], table[:1]) == {"Training reward against held-out reward"}
+    fallen = gains(scores((1.0, 2.0)), scores((0.5, 1.4)))
+    assert warnings([row(i) for i in range(12)], fallen[:1]) == {"Training reward against held-out reward"}
 
 
 def test_running_mean_skips_gaps():

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.eval.scores import paired_table
 from sage_fast.loading import load_setup
 from sage_fast.rewards.http import HttpReward
 from sage_fast.run.checkpoint import is_best
@@ -25,6 +24,7 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
 from tests.fork_server import ForkServer
 from tests.reward_faults import fingerprints
+from tests.test_scores import gains
 from tests.tiny import arguments, settings
 
 REPOSITORY = Path(__file__).parent.parent
@@ -89,8 +89,8 @@ def test_two_ranks_with_rewards_beside_them_that_fail(server: ForkServer, tmp_pa
     assert found["reward"] == [None if i == 1 else value for i, value in enumerate(expected["reward"])]
     assert found["parts"]["print"] == found["reward"]
     assert found["parts"]["watched"] == [None] * 4
-    assert [row.pairs for row in paired_table(read_json(faulty / "eval" / "before.json"), found)] == [3, 3, 0]
-    assert paired_table(expected, found)[0].pairs == 3
+    assert [row.pairs for row in gains(read_json(faulty / "eval" / "before.json"), found)] == [3, 3, 0]
+    assert gains(expected, found)[0].pairs == 3
     assert (faulty / "report.html").is_file()
     for child in (tmp_path / "faults").glob("*/pid-*"):
         assert not Path("/proc", child.name[4:]).exists(), "they end with the run"
@@ -106,7 +106,7 @@ def test_more_than_the_share_stops_the_run_with_a_checkpoint(server: ForkServer,
         "2 of 4 samples have no score, more than reward.max_dropped = 0.25 of them; the last: dropped a sample" in log
     )
     assert re.search(r"tests/reward_faults\.py:\d+: SystemExit: 4", log)
-    assert "stopped after 0 iterations; mend the cause, then continue with --resume" in log
+    assert "stopped after 0 iterations; fix the cause, then continue with --resume" in log
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["iteration-000000"]
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sage_fast.eval.hacking import judge_hacked
-from sage_fast.eval.scores import format_number, mean_and_margin, paired_table
-from sage_fast.eval.tables import format_paired_table, format_table
-from sage_fast.eval.videoset import of_scores, table
-from sage_fast.report.shown import choose
+from sage_fast.eval.comparison import compare, format_table
+from sage_fast.eval.gains import Row, hacking, table
+from sage_fast.eval.scores import format_number, mean_and_margin
+from sage_fast.eval.videoset import VideoSet, from_evaluation
+from sage_fast.report.html import choose
 from studies.differences import means_by_prompt
 
 
@@ -21,7 +21,19 @@ def scores(reward, iteration=0, prompts=6):
     rewards = [reward[i % 2] for i in range(prompts)]
     half = [value / 2 for value in rewards]
     parts = {"vq": half, "mq": half}
-    return {"iteration": iteration, "prompts": names, "seeds": list(range(prompts)), "reward": rewards, "parts": parts}
+    found = {"iteration": iteration, "prompts": names, "seeds": list(range(prompts)), "weights": {}}
+    return found | {"reward": rewards, "parts": parts}
+
+
+def pair(before, after) -> list[VideoSet]:
+    """Two evaluations of a run, under the weights of the second."""
+    return [
+        from_evaluation(label, scores, {}, after["weights"]) for label, scores in (("before", before), ("after", after))
+    ]
+
+
+def gains(before, after) -> list[Row]:
+    return [row for row in table(pair(before, after)) if row.gain is not None]
 
 
 def repeated(evaluation, times):
@@ -31,7 +43,8 @@ def repeated(evaluation, times):
 
 
 def evaluation(prompts, reward):
-    return {"iteration": 0, "prompts": prompts, "seeds": list(range(len(prompts))), "reward": reward, "parts": {}}
+    found = {"iteration": 0, "prompts": prompts, "seeds": list(range(len(prompts))), "weights": {}}
+    return found | {"reward": reward, "parts": {}}
 
 
 def test_composites_are_compared_under_the_same_weights():
@@ -39,66 +52,68 @@ def test_composites_are_compared_under_the_same_weights():
     before = scores((1, 2)) | {"weights": {"vq": 1, "mq": 1}}
     after = scores((1.2, 2.2)) | {"weights": {"vq": 3, "mq": 0}}
     after["reward"] = [3 * value for value in after["parts"]["vq"]]
-    composite = paired_table(before, after)[0]
-    assert composite.before == pytest.approx(3 * 0.75)
-    assert composite.difference == pytest.approx(3 * 0.1)
-    unknown = paired_table(before, after | {"weights": {"new": 1}})[0]
-    assert math.isnan(unknown.difference)
+    first, last = table(pair(before, after))[:2]
+    assert first.mean == pytest.approx(3 * 0.75)
+    assert last.gain == pytest.approx(3 * 0.1)
+    unknown = gains(before, after | {"weights": {"new": 1}})[0]
+    assert unknown.pairs == 0
+    assert math.isnan(unknown.gain or 0)
 
 
-def test_paired_table_by_hand():
+def test_gains_by_hand():
     prompts = ["a", "b", "c", "d", "e"]
-    (line,) = paired_table(evaluation(prompts, [1, 2, 3, 4, 5]), evaluation(prompts, [1, 3, 5, 7, 9]))
-    assert (line.before, line.after, line.difference) == (3, 5, 2)
-    assert line.margin == pytest.approx(2.776445 * math.sqrt(2.5 / 5))  # differences 0 to 4: variance 2.5; t with 4
+    first, line = table(pair(evaluation(prompts, [1, 2, 3, 4, 5]), evaluation(prompts, [1, 3, 5, 7, 9])))
+    assert (first.mean, line.mean, line.gain) == (3, 5, 2)
+    assert line.gain_margin == pytest.approx(2.776445 * math.sqrt(2.5 / 5))  # variance 2.5; t with 4
     assert (line.pairs, line.prompts) == (5, 5)
 
 
 def test_seeds_of_a_prompt_are_averaged_before_the_standard_error():
     prompts = [prompt for prompt in "abcde" for _ in range(2)]
     after = np.array([1.0, 3.0, 0.0, 0.0, 5.0, 3.0, 2.0, 7.0, 1.0, 1.0])
-    (line,) = paired_table(evaluation(prompts, [0.0] * 10), evaluation(prompts, after.tolist()))
+    (line,) = gains(evaluation(prompts, [0.0] * 10), evaluation(prompts, after.tolist()))
     means = after.reshape(5, 2).mean(1)
-    assert line.margin == pytest.approx(2.776445 * means.std(ddof=1) / math.sqrt(5))  # t with 4 degrees of freedom
-    assert line.direction == ("up" if line.difference > line.margin else "")
+    assert line.gain_margin == pytest.approx(2.776445 * means.std(ddof=1) / math.sqrt(5))  # t with 4 degrees of freedom
+    assert line.direction == ("up" if line.gain > line.gain_margin else "")
     assert (line.pairs, line.prompts) == (10, 5)
 
 
 def test_identical_evaluations_have_a_margin_of_zero():
-    (line,) = paired_table(scores((1.0, 2.0)), scores((1.0, 2.0)))[:1]
-    assert line.margin == 0
+    (line,) = gains(scores((1.0, 2.0)), scores((1.0, 2.0)))[:1]
+    assert line.gain_margin == 0
     assert line.direction == ""
-    assert "±" in format_paired_table([line])
+    assert "±" in format_table([line])
 
 
 def test_fewer_than_five_prompts_have_no_margin():
     """More seeds do not replace prompts."""
     before, after = (repeated(scores(reward, prompts=4), 3) for reward in ((1.0, 2.0), (1.5, 2.7)))
-    rows = paired_table(before, after)
-    assert all(line.margin is None for line in rows)
-    text = format_paired_table(rows)
+    rows = table(pair(before, after))
+    assert all(line.margin is None and line.gain_margin is None for line in rows)
+    text = format_table(rows)
     assert "±" not in text
-    assert text.endswith("12 videos of 4 prompts, same seeds; no interval from fewer than 5 prompts")
+    assert text.endswith("12 videos of 4 prompts each; no interval from fewer than 5 prompts")
     assert one_source(before).endswith("no interval from fewer than 5 prompts")
     assert "±" not in one_source(before)
 
 
 def test_pairs_with_a_failed_score_are_skipped():
     before, after = evaluation(["a", "b", "c"], [1.0, None, 3.0]), evaluation(["a", "b", "c"], [2.0, 9.0, math.nan])
-    (line,) = paired_table(before, after)
-    assert (line.pairs, line.before, line.after) == (1, 1.0, 2.0)
+    (line,) = gains(before, after)
+    assert (line.pairs, line.gain) == (1, 1.0)
 
 
-def test_different_prompts_or_seeds_are_refused():
+def test_different_prompts_are_refused_and_different_seeds_are_said():
     with pytest.raises(ValueError, match="different prompts"):
-        paired_table(evaluation(["a"], [0]), evaluation(["b"], [0]))
+        compare(pair(evaluation(["a"], [0]), evaluation(["b"], [0])))
     other = evaluation(["a"], [0]) | {"seeds": [5]}
-    with pytest.raises(ValueError, match="different seeds"):
-        paired_table(evaluation(["a"], [0]), other)
+    assert compare(pair(evaluation(["a"], [0]), other)).notes == [
+        "before and after have different seeds: pairs share only the prompt."
+    ]
 
 
 def one_source(evaluation):
-    return format_table(table([of_scores("base", evaluation, {})]))
+    return format_table(table([from_evaluation("base", evaluation, {})]))
 
 
 def cells(line):
@@ -106,12 +121,12 @@ def cells(line):
 
 
 def test_tables_for_the_terminal():
-    text = format_paired_table(paired_table(scores((1.0, 2.0)), scores((1.5, 2.7))))
-    head, rule, first, *_ = text.splitlines()
-    assert cells(head) == ["held-out", "before", "after", "difference ± 95 %"]
-    assert cells(first) == ["reward", "1.5000", "2.1000", "+0.6000 ± 0.1150"]  # t = 2.5706
+    text = format_table(table(pair(scores((1.0, 2.0)), scores((1.5, 2.7)))))
+    head, rule, first, *_ = text.splitlines()[6:]
+    assert cells(head) == ["gain over before", "after"]
+    assert cells(first) == ["overall", "+0.6000 ± 0.1150"]  # t = 2.5706
     assert set(rule) == {"|", "-", ":", " "}
-    assert len({len(line) for line in text.splitlines()[:5]}) == 1
+    assert len({len(line) for line in text.splitlines()[6:11]}) == 1
     text = one_source(scores((1.0, 2.0)))
     assert text.endswith("6 videos of 6 prompts each; ± is a 95 % interval")
     assert [cells(line) for line in text.splitlines()[::2][:2]] == [["mean", "base"], ["overall", "1.5000 ± 0.5748"]]
@@ -125,13 +140,13 @@ def judged(reward, alignment):
 
 def test_a_reward_that_rises_while_the_judge_falls_is_called_hacking():
     def verdict(before, after):
-        return judge_hacked(paired_table(before, after))
+        return hacking(*pair(before, after))
 
     before, fallen = judged((1.0, 2.0), 0.8), judged((1.5, 2.7), 0.8)
     fallen["parts"]["judge/alignment"] = [0.5, 0.5, 0.6, 0.5, 0.4, 0.5]
     line = "reward rose while judge/alignment fell: look at the videos (reward hacking)"
     assert verdict(before, fallen) == line
-    assert format_paired_table(paired_table(before, fallen)).endswith(line)
+    assert " ".join(compare(pair(before, fallen)).text.split()).endswith(f"after: {line}")
     assert verdict(fallen, before) is None  # the reward fell and the judge rose
     assert verdict(before, judged((1.5, 2.7), 0.8)) is None  # the judge stayed
     assert verdict(scores((1.0, 2.0)), scores((1.5, 2.7))) is None  # nobody judges
@@ -141,8 +156,9 @@ def test_a_reward_that_rises_while_the_judge_falls_is_called_hacking():
 
 def test_the_parts_of_the_judge_stand_in_the_tables():
     before, after = judged((1.0, 2.0), 0.5), judged((1.5, 2.7), 0.6)
-    lines = format_paired_table(paired_table(before, after)).splitlines()
-    assert cells(lines[5])[:3] == ["judge/alignment", "0.5250", "0.6250"]
+    lines = compare(pair(before, after)).text.splitlines()
+    assert cells(lines[5])[0] == "judge/alignment"
+    assert [cell.split()[0] for cell in cells(lines[5])[1:]] == ["0.5250", "0.6250"]
     assert max(map(len, lines)) <= 80
     assert "judge/alignment" in one_source(before)
 
@@ -153,7 +169,7 @@ def test_gains_medians_and_losses_are_shown():
 
     def shown(count, available=range(9), sides=(before, after)):
         files = {number: Path(str(number)) for number in available}
-        sets = [of_scores(str(i), side, files) for i, side in enumerate(sides)]
+        sets = [from_evaluation(str(i), side, files) for i, side in enumerate(sides)]
         return [(int(prompt), why) for (prompt, _), why in choose(sets, count).items()]
 
     assert shown(6) == [
@@ -174,8 +190,9 @@ def test_gains_medians_and_losses_are_shown():
 
 
 def test_small_numbers_keep_their_digits():
-    (_, _, line, *_) = format_paired_table(paired_table(scores((1e-5, 3e-5)), scores((4e-5, 7e-5)))).splitlines()
-    assert cells(line) == ["reward", "2e-05", "5.5e-05", "+3.5e-05 ± 5.7e-06"]
+    lines = format_table(table(pair(scores((1e-5, 3e-5)), scores((4e-5, 7e-5))))).splitlines()
+    assert [cell.split()[0] for cell in cells(lines[2])] == ["overall", "2e-05", "5.5e-05"]
+    assert cells(lines[8]) == ["overall", "+3.5e-05 ± 5.7e-06"]
     numbers = [format_number(x, 3) for x in (0, 0.0004, -0.0006, 0.001, math.nan)]
     assert numbers == ["0.000", "0.0004", "-0.0006", "0.001", "nan"]
 

@@ -15,6 +15,7 @@ from sage_fast.models import load
 from sage_fast.models.load import find_spec
 from sage_fast.models.registry import SHIPPED, families, family
 from sage_fast.models.spec import Spec
+from sage_fast.run.folder import RunFolder
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import registered
 
@@ -22,7 +23,7 @@ REPOSITORY = Path(__file__).parent.parent
 MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "testbed")
 ENGINES = ("parallel.plain", "parallel.zero", "parallel.settings")
 BACKENDS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
-REPORT = ("report.page", "report.charts", "report.html", "report.finish", "report.playback")
+REPORT = ("report.page", "report.charts", "report.html", "report.finish", "report.comparison")
 OTHERS = ("benchmarks.", "tools", "cli", "run.trackers", "commands")
 
 
@@ -47,7 +48,7 @@ def test_families_are_found_by_the_class_of_their_transformer() -> None:
 
 
 def test_a_card_names_the_model_that_was_trained(tmp_path: Path) -> None:
-    card = model_card(tmp_path, Config(), find_spec("testbed"), iteration=1, base=None, files=[])
+    card = model_card(RunFolder(tmp_path), Config(), find_spec("testbed"), iteration=1, base=None, files=[])
     assert "A LoRA for the testbed, aligned" in card
     assert "hunyuan" not in card.lower()
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from base64 import b64encode
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 import yaml
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.cli import main
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.config.secrets import from_environment, names_for_values
+from sage_fast.config.secrets import from_environment
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.rewards.dry_run import dry_run_reward
 from sage_fast.rewards.http import HttpReward
@@ -49,7 +46,6 @@ def test_secrets_are_in_no_file_of_a_run_and_reach_the_reward(
     assert main(command) == 2
     found = capfd.readouterr().err
     assert "NeedsToken': args.service.api_key = '${SAGE_KEY}': there is no environment variable SAGE_KEY" in found
-    assert "loading PyTorch" not in found
     assert not run.exists()
     monkeypatch.setenv("SAGE_KEY", SECRET)
     monkeypatch.setattr("sys.argv", ["sage-fast", *command])
@@ -87,49 +83,6 @@ def test_a_variable_of_a_process_or_of_an_address(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SAGE_KEY", SECRET)
     reward.check(sampling, ["a red circle moves left quickly"])
     assert "vq" in reward.parts
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["token", "api_key", "apiKey", "API-KEY", "apikey", "password", "client_secret", "hfToken", "openAIKey", "api_keys",
-     "secrets", "passwords", "Authorization", "bearer", "pwd", "access_tokens", "apiTokens", "auth-tokens"],
-)  # fmt: skip
-def test_a_secret_in_the_settings_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = rf"reward\.args\.{name}: .* '\$\{{NAME\}}'"
-    for value in (SECRET, 1234):
-        with pytest.raises(UserError, match=expected) as caught:
-            RewardConfig(args={name: value})
-        assert str(value) not in str(caught.value)
-    with pytest.raises(UserError, match=rf"reward\.args\.all\.0\.{name}\.x: "):
-        RewardConfig(args={"all": [{name: {"x": SECRET}}]})
-    with pytest.raises(UserError, match=rf"reward\.several\[0\]\.args\.{name}: "):
-        RewardConfig(several=[{"name": "a", "weights": {"x": 1}, "args": {name: SECRET}}])
-    for value in ("${KEY}", "Bearer ${KEY}", None, "", False):
-        RewardConfig(args={name: value})
-
-
-def test_an_address_with_a_secret_is_refused_and_other_names_are_not() -> None:
-    bare = ("https://me:pw@there/x", "postgres://me:pw@there", "https://there/x?n=1&api_key=abc",
-            "https://there/x?AWSAccessKeyId=a&Signature=b", "https://there/x?X-Amz-Date=1&X-Amz-Signature=b",
-            "https://there/x?sv=1&sig=b")  # fmt: skip
-    for address in (*bare, "https://me:pw@${HOST}/x", "https://there/x?api_key=abc&n=${N}"):
-        with pytest.raises(UserError, match=r"reward\.args\.urls\.0: "):
-            RewardConfig(args={"urls": [address]})
-    names = (
-        "num_tokens",
-        "stop_tokens",
-        "tokens",
-        "tokenizer",
-        "keyframes",
-        "key_frames",
-        "monkey",
-        "path",
-        "secretary",
-    )
-    RewardConfig(args=dict.fromkeys(names, "a"))
-    RewardConfig(args={"a": "https://there/x@y", "b": "me@there", "c": "https://there/x?tokens=1", "d": "my token=1",
-                       "e": "https://there/x?design=a"})  # fmt: skip
-    RewardConfig(args={"urls": ["https://me:${KEY}@there/x", "https://there/x?api_key=${KEY}"]})
 
 
 def test_a_dry_run_shows_the_name_of_a_variable_and_an_address_takes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,21 +127,3 @@ def test_errors_of_a_reward_name_the_variable(how: str, workers: int, monkeypatc
     with pytest.raises(UserError, match=r"no answer from https://me:\$\{SAGE_KEY\}@there") as caught:
         CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
     assert "sk-7" not in str(caught.value)
-
-
-@pytest.mark.parametrize("secret", ["ab+cd/ef==", 'it\'s "a" \\b', "two\nlines"])
-def test_errors_that_quote_a_value_name_its_variable(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`requests` names the encoded address; a KeyError holds a Python literal; servers quote JSON and Basic."""
-    monkeypatch.setenv("SAGE_KEY", secret)
-    from_environment("${SAGE_KEY}", "args.key")
-    assert (
-        names_for_values(f"401 for https://there/x?{urlencode({'k': secret})}&n=1")
-        == "401 for https://there/x?k=${SAGE_KEY}&n=1"
-    )
-    assert names_for_values(json.dumps({"k": secret})) == '{"k": "${SAGE_KEY}"}'
-    for user in ("", "m:", "me:", "you:"):
-        coded = b64encode(f"{user}{secret}".encode()).decode()
-        shown = names_for_values(f"Basic {coded}")
-        assert "${SAGE_KEY}" in shown
-        assert len(shown.replace("${SAGE_KEY}", "")) <= len("Basic ") + len(user) * 4 / 3 + 4
-    assert names_for_values(repr({"k": secret})) in ("{'k': '${SAGE_KEY}'}", "{'k': \"${SAGE_KEY}\"}")

@@ -17,7 +17,8 @@ import pytest
 
 from sage_fast.report.finish import report_run
 from sage_fast.run import writer as writer_module
-from sage_fast.run.manifest import STATE, checkpoints
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.manifest import STATE
 from sage_fast.run.messages import grace_warning
 from sage_fast.run.stop import DEBOUNCE, Stop
 from sage_fast.run.train import train
@@ -220,7 +221,7 @@ def test_a_non_finite_stop_leaves_the_last_whole_iteration(
         patch.setattr(Trainer, "_update", failing)
         with pytest.raises(NonFiniteError, match="the loss is nan"):
             train(config(tmp_path / "run", **options, train__checkpoint_interval=50))
-    assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["iteration-000001"]
+    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000001"]
     assert files(tmp_path / "run", 1) == files(whole, 1)
     run = train(config(tmp_path / "run", **options, train__checkpoint_interval=50), resume=True)
     assert files(run, 3) == files(whole, 3)
@@ -242,7 +243,7 @@ def test_an_error_after_the_only_update_saves_nothing_of_its_iteration(
     caplog.set_level(logging.INFO)
     with pytest.raises(RuntimeError, match="out of memory"):
         train(config(tmp_path / "run", train__checkpoint_interval=2))
-    assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["iteration-000002"]
+    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000002"]
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
     assert "stopped within iteration 3, whose updates are lost; continue with --resume, from" in caplog.text
 
@@ -261,7 +262,7 @@ def test_an_iteration_whose_row_cannot_be_written_is_whole(tmp_path: Path, monke
     with pytest.raises(OSError, match="No space left on device"):
         train(config(tmp_path / "run"))
     assert [row["iteration"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
-    newest = read_json(checkpoints(tmp_path / "run")[-1] / STATE)
+    newest = read_json(RunFolder(tmp_path / "run").checkpoints()[-1] / STATE)
     assert (newest["iteration"], newest["optimizer_steps"]) == (2, 2)
 
 

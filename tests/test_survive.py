@@ -25,7 +25,8 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from sage_fast.models.lora.adapter import LORA_FILE
-from sage_fast.run.manifest import STATE, checkpoints, iteration_of
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.manifest import STATE, iteration_of
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.files import read_json, read_metrics
 from tests.fork_server import Fault, ForkServer
@@ -100,7 +101,7 @@ def outcome(run: Path) -> dict[str, Any]:
         {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/", "memory/"))}
         for row in read_metrics(run / "metrics.jsonl")
     ]
-    last = checkpoints(run)[-1]
+    last = RunFolder(run).checkpoints()[-1]
     files = read_json(last / "manifest.json")["files"]
     files.pop(LORA_FILE)  # its header lists two entries in any order; the files of `ema` hold the same weights
     weights = load_file(run / "weights" / LORA_FILE)
@@ -175,7 +176,9 @@ def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, r
             else:
                 assert status == {signal.SIGINT: 130, signal.SIGTERM: 0}[number_of_signal], place.log(name)
                 done = len(read_metrics(run / "metrics.jsonl"))
-                assert [iteration_of(folder) for folder in checkpoints(run)[-1:]] == [done] * bool(checkpoints(run))
+                assert [iteration_of(folder) for folder in RunFolder(run).checkpoints()[-1:]] == [done] * bool(
+                    RunFolder(run).checkpoints()
+                )
         place.finish(name)
         assert outcome(run) == reference.outcome, place.log(name)
         shutil.rmtree(run)
@@ -228,7 +231,7 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
     else:
         process = place.start("full", *slow, fault=Fault("state.json", nth=2, do="full"))
     assert place.server.wait(process) == 1, place.log("full")
-    assert checkpoints(run)
+    assert RunFolder(run).checkpoints()
     assert not list(run.rglob("*.partial"))
 
     def files() -> dict[Path, bytes]:
@@ -291,7 +294,7 @@ def test_a_second_signal_ends_at_once(place: Place) -> None:
     assert place.server.wait(process) == 143
     assert time.monotonic() - begun < 5
     assert "ended at the second SIGTERM; --resume uses the last complete checkpoint" in place.log("twice")
-    assert checkpoints(place.here / "twice") == []
+    assert RunFolder(place.here / "twice").checkpoints() == []
 
 
 @pytest.mark.fault("SIGTERM to a run that hangs", "ends after the grace time; the last checkpoint counts")
@@ -304,7 +307,7 @@ def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
     assert place.server.wait(process) == 143
     assert 1 <= time.monotonic() - begun < 10
     assert "ended 1 s after SIGTERM; --resume uses the last complete checkpoint" in place.log("grace")
-    assert [iteration_of(folder) for folder in checkpoints(place.here / "grace")] == [1]
+    assert [iteration_of(folder) for folder in RunFolder(place.here / "grace").checkpoints()] == [1]
 
 
 def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: Place) -> None:
@@ -315,7 +318,7 @@ def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: P
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 0, place.log("slow")
     assert "stopped after 0 iterations; continue with --resume" in place.log("slow")
-    assert [iteration_of(folder) for folder in checkpoints(place.here / "slow")] == [0]
+    assert [iteration_of(folder) for folder in RunFolder(place.here / "slow").checkpoints()] == [0]
     assert read_metrics(place.here / "slow" / "metrics.jsonl") == []
 
 
@@ -377,7 +380,7 @@ def test_two_ranks_stop_together(place: Place) -> None:
     assert [place.server.wait(process) for process in ranks] == [0, 0], place.log("together")
     done = len(read_metrics(run / "metrics.jsonl"))
     assert done >= 2
-    assert iteration_of(checkpoints(run)[-1]) == done
+    assert iteration_of(RunFolder(run).checkpoints()[-1]) == done
     place.finish("together", "--train.iterations", str(done + 1))
     assert f"resumed after {done} iterations" in place.log("together")
 
@@ -394,7 +397,7 @@ def test_two_ranks_that_cannot_write_what_they_stop_with_say_so(place: Place) ->
     assert "and no checkpoint could be written: [Errno 28] No space left on device" in place.log("unsaved")
     assert place.log("unsaved").count("/training/state.json': No space left on device\n") == 1
     assert "Traceback" not in place.log("unsaved")
-    assert checkpoints(place.here / "unsaved") == []
+    assert RunFolder(place.here / "unsaved").checkpoints() == []
 
 
 @pytest.mark.fault("a reward raises on one of two ranks", "both end, with the checkpoint of the last iteration")
@@ -407,7 +410,11 @@ def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None
     assert "rank 1 failed: RewardError: " in log
     assert log.count("ConnectionError: the server of this rank went away") == 2, log
     run = place.here / "one-fails"
-    assert [iteration_of(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
+    assert (
+        [iteration_of(folder) for folder in RunFolder(run).checkpoints()]
+        == [len(read_metrics(run / "metrics.jsonl"))]
+        == [1]
+    )
 
 
 @pytest.mark.fault("a loss that is NaN on one of two ranks", "both end, with the checkpoint of the last iteration")
@@ -417,10 +424,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(plac
     assert [place.server.wait(process) for process in ranks] == [1, 1]
     log = place.log("nan")
     assert log.count("the loss is nan at optimizer step 3; nothing was updated") == 2, log
-    assert "stopped after 1 iterations; mend the cause, then continue with --resume" in log
+    assert "stopped after 1 iterations; fix the cause, then continue with --resume" in log
     run = place.here / "nan"
-    assert [iteration_of(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
-    assert read_json(checkpoints(run)[0] / STATE)["optimizer_steps"] == 2
+    assert (
+        [iteration_of(folder) for folder in RunFolder(run).checkpoints()]
+        == [len(read_metrics(run / "metrics.jsonl"))]
+        == [1]
+    )
+    assert read_json(RunFolder(run).checkpoints()[0] / STATE)["optimizer_steps"] == 2
     place.finish("nan", "--train.iterations", "2")
 
 
@@ -456,5 +467,5 @@ def test_a_rank_that_dies_or_hangs_does_not_leave_the_other_waiting(
     assert "Traceback" not in place.log(name)
     assert place.server.wait(ranks[1]) == -signal.SIGKILL
     run = place.here / name
-    assert iteration_of(checkpoints(run)[-1]) % 2 == 0, "one rank alone saves nothing"
+    assert iteration_of(RunFolder(run).checkpoints()[-1]) % 2 == 0, "one rank alone saves nothing"
     place.finish(name, "--train.iterations", str(len(read_metrics(run / "metrics.jsonl"))))

@@ -27,8 +27,9 @@ from sage_fast.eval.sheets import contact_sheet
 from sage_fast.report.finish import report_run
 from sage_fast.run import trackers
 from sage_fast.run import writer as module
+from sage_fast.run.trackers import check_trackers
 from sage_fast.run.train import train
-from sage_fast.run.writer import MetricsWriter, check_trackers
+from sage_fast.run.writer import MetricsWriter
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_metrics
 from tests.tiny import settings

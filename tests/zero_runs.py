@@ -25,7 +25,7 @@ from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.lora.adapter import LORA_FILE
-from sage_fast.parallel import Engine, make_engine
+from sage_fast.parallel import Engine, deepspeed_config, make_engine
 from sage_fast.rewards import CompositeReward
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.training_state import load_training_state, save_training_state
@@ -117,8 +117,7 @@ def memory(folder: Path, mode: str, engine: str = "zero3") -> None:
     given = {"train__engine": engine, "model__tuning": "full", "model__dtype": "bfloat16",
              "model__gradient_checkpointing": mode, "sampling__num_frames": 17}  # fmt: skip
     if engine != "zero3":
-        (folder / "bucket.json").write_text('{"zero_optimization": {"reduce_bucket_size": 50000}}')
-        given["train__deepspeed_config"] = str(folder / "bucket.json")
+        deepspeed_config.BUCKET = 50_000
     config = settings(**SETTINGS | {"train__prompts_per_iteration": 2, "train__optimizer_steps": 1} | given)
     before = Peak.now()
     wide = {"attention_head_dim": 32, "num_layers": 6, "rope_axes_dim": (8, 12, 12)}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from typing import get_args
 
-from sage_fast.config.schema import Feedback, KLConfig
+from sage_fast.config.schema import KLConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,6 @@ FEEDBACKS = {
     "share": FeedbackRow(holds_share=True, starts_positive=True),
     "none": FeedbackRow(),
 }
-assert tuple(FEEDBACKS) == get_args(Feedback), "a feedback is named in config.Feedback and has its row in FEEDBACKS"
 LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
 """Bounds on the factor by which `share` moves lambda in one update: with a full history, and before it is full."""
 

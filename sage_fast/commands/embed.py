@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.commands.sources import load_source
 from sage_fast.data.prompts import captions_of, read_prompts
+from sage_fast.run.sources import load_source
 from sage_fast.util.errors import UserError
 
 log = logging.getLogger(__name__)

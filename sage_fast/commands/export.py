@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.commands.sources import existing
+from sage_fast.run.sources import existing
 from sage_fast.util.imports import heavy_imports
 
 

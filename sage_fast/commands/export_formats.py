@@ -6,30 +6,28 @@ import logging
 import shutil
 from pathlib import Path
 
-from sage_fast.commands.card import PICTURE, model_card
-from sage_fast.commands.sources import is_checkpoint, newest_weights
+from sage_fast.commands.card import model_card
 from sage_fast.config.fields import is_hub_id
-from sage_fast.config.loader import load
 from sage_fast.models.load import find_spec
 from sage_fast.models.lora.adapter import LORA_FILE, lora_files, write_adapter
 from sage_fast.models.lora.export import converted, read_lora
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
-from sage_fast.run.manifest import fault_of_weights, iteration_of
+from sage_fast.run.sources import run_and_weights
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import atomic_path, read_json, save_tensors
+from sage_fast.util.files import atomic_path, save_tensors
 
 log = logging.getLogger(__name__)
 
 
-def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
+def export(source: Path, folder: Path, base: str | None = None) -> list[Path]:
     """Write the newest weights of a run, or those of a checkpoint in it, and a model card into `folder`.
 
     A LoRA is written in diffusers format, in peft's (adapter_model.safetensors, adapter_config.json) and in each of
     `Spec.lora_layouts` (<run>-<layout>.safetensors). All weights stay in diffusers format.
 
     Args:
-        run: the run folder, or a checkpoint in one.
+        source: the run folder, or a checkpoint in one.
         folder: new or empty, and not the current one: a new one takes its place.
         base: hub id of the base model; by default `model.path`, if that is one.
 
@@ -37,7 +35,7 @@ def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
         The files.
 
     Raises:
-        UserError: `run` has no weights or damaged ones, `folder` holds files, or `base` is no hub id.
+        UserError: `source` has no weights or damaged ones, `folder` holds files, or `base` is no hub id.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{str(folder)!r}: expected a new or an empty folder; nothing was changed")
@@ -46,47 +44,39 @@ def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
         raise UserError(f"{str(folder)!r}: the current folder; expected another one")
     place.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(place) as partial:
-        _write(run, partial, base)
+        _write(source.resolve(), partial, base)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _write(source: Path, folder: Path, base: str | None) -> None:
-    source = source.resolve()
-    named = is_checkpoint(source)
-    run = source.parent.parent if named else source
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{str(run)!r} is no run folder: config.yaml is missing")
-    if named and (fault := fault_of_weights(source)):
-        raise UserError(f"{str(source)!r}: damaged: {fault}")
-    weights, iteration = (source, iteration_of(source)) if named else newest_weights(run)
-    config = load(run / "config.yaml")
-    path, facts = split_path(config.model.path)[1], run / "run.json"
-    if is_hub_id(path) and not Path(path).is_dir() and facts.is_file() and read_json(facts).get("model_is_local"):
+    run, weights, iteration = run_and_weights(source)
+    config = run.settings()
+    path = split_path(config.model.path)[1]
+    if is_hub_id(path) and not Path(path).is_dir() and run.facts.get("model_is_local"):
         raise UserError(f"model.path = {path!r}: a folder where the run began, and none here; export from there")
     spec = find_spec(config.model.path)
-    base = _base(config.model.path, base)
+    base = _base(path, base, spec)
     folder.mkdir()
     for part in spec.networks:
         if not config.model.trains_adapter:
             shutil.copytree((weights / part).resolve(), folder / part)
         else:
-            _write_lora(spec, part, weights, folder, run.name, base)
+            _write_lora(spec, part, weights, folder, run.path.name, base)
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     card = model_card(run, config, spec, iteration=iteration, base=base, files=names)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    if f"({PICTURE})" in card:
-        shutil.copyfile(run / PICTURE, folder / PICTURE)
+    if f"({run.picture.name})" in card:
+        shutil.copyfile(run.picture, folder / run.picture.name)
 
 
-def _base(model_path: str, base: str | None) -> str | None:
+def _base(path: str, base: str | None, spec: Spec) -> str | None:
     """Return the hub id of the base model; None without one, as for a local folder."""
-    path = split_path(model_path)[1]
     if base is None and is_hub_id(path) and not Path(path).is_dir():
         return path
     if base is None:
         log.info(f"note: model.path = {path!r} is no hub id: --base HUB_ID names the base in files and card")
     elif not is_hub_id(base):
-        raise UserError(f"--base {base!r}: expected a hub id such as {find_spec(model_path).published}")
+        raise UserError(f"--base {base!r}: expected a hub id such as {spec.published}")
     return base
 
 

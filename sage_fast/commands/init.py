@@ -35,6 +35,8 @@ OWN_REWARD = {
 
 TESTBED_PROMPT = "a red circle moves left quickly"
 REAL_PROMPT = "a red fox trots through fresh snow"
+LAUNCH = {True: "sage-fast", False: "torchrun --nproc-per-node 8 -m sage_fast"}
+"""Whether a configuration is for the testbed -> how it is started."""
 
 
 EVIDENCE = "# Evidence: "
@@ -125,17 +127,11 @@ def _own_settings(file: Path, own: Mapping[str, str]) -> str:
 
 
 def _next_commands(folder: Path, heldout: str, *, on_testbed: bool) -> str:
-    if on_testbed:
-        plan = "sage-fast train config.yaml --dry-run", "sizes, FLOPs and memory"
-        train = "sage-fast train config.yaml", "Ctrl-C, then again with --resume"
-    else:
-        plan = "sage-fast train config.yaml --dry-run --gpus 8", "sizes, memory, time, reward"
-        train = "torchrun --nproc-per-node 8 -m sage_fast train config.yaml", "--resume"
     prompt = f'--prompt "{TESTBED_PROMPT if on_testbed else REAL_PROMPT}"'
     rows = [
         (f"cd {shlex.quote(str(folder))}", ""),
-        plan,
-        train,
+        (f"sage-fast train config.yaml --dry-run{'' if on_testbed else ' --gpus 8'}", "sizes, memory, time"),
+        (f"{LAUNCH[on_testbed]} train config.yaml", "--resume continues"),
         (f"sage-fast sample runs/first {f'--prompts {heldout}' if heldout.endswith('.jsonl') else prompt}", ""),
         ("sage-fast eval runs/first", f"scores on {heldout}"),
     ]

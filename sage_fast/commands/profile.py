@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.commands.sources import check_folder, load_source
+from sage_fast.run.sources import check_folder, load_source
 from sage_fast.util.errors import UserError
 
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Callable, Mapping
 
-from sage_fast.commands.sources import existing
+from sage_fast.run.sources import existing
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.commands.sources import check_folder, load_source
 from sage_fast.data.prompts import Prompt, read_prompts
+from sage_fast.run.sources import check_folder, load_source
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import writing
 

@@ -7,21 +7,14 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from sage_fast.commands.sources import resumed_settings
 from sage_fast.config.loader import load
-from sage_fast.config.rank_checks import check_ranks
-from sage_fast.config.rewards import place_of_reward
-from sage_fast.config.schema import Config
-from sage_fast.config.secrets import from_environment
-from sage_fast.data.prompts import negatives_of, read_prompts
-from sage_fast.run.output import check_output
+from sage_fast.run.folder import RunFolder
 from sage_fast.run.resume import began_here, launcher
+from sage_fast.run.sources import resumed_settings
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
 from sage_fast.util.imports import heavy_imports
-from sage_fast.util.plugins import module_of
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +35,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     else:
         config = load(options.config, overrides)
     _check_gpus(options)
-    ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    preflight(config, ranks)
-    if not options.dry_run and launcher() is None:  # torchrun may be restarting the run that is there
-        check_output(config, resume=options.resume)
     if options.dry_run:
         with heavy_imports("train"):
             from sage_fast.tools.plan import dry_run
 
+        ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
         print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80))))
         return
     with heavy_imports("train"):
@@ -60,7 +50,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         from sage_fast.run.train import train
         from sage_fast.util.console import wrapped
 
-    restarted = not options.resume and _is_restart(Path(config.output), config.timeout_minutes)
+    restarted = not options.resume and _is_restart(RunFolder(config.output), config.timeout_minutes)
     if restarted:
         config, notes = resumed_settings(options.config, overrides)
         log.info(f"restarted by torchrun: resuming the run in {config.output}")
@@ -72,39 +62,17 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
 
 def _check_gpus(options: argparse.Namespace) -> None:
-    if options.gpu_memory is not None:
-        if not 0 < options.gpu_memory < math.inf:
-            raise UserError(f"--gpu-memory {options.gpu_memory:g}: expected GB above 0, such as 80")
-        if not options.dry_run:
-            raise UserError("--gpu-memory goes with --dry-run; a run takes what its GPUs have")
-    if options.gpus is None:
-        return
-    if options.gpus < 1:
-        raise UserError(f"--gpus {options.gpus}: expected at least 1")
-    if not options.dry_run:
-        raise UserError(
-            f"--gpus {options.gpus} goes with --dry-run; to train on {options.gpus} GPUs: "
-            f"torchrun --nproc-per-node {options.gpus} -m sage_fast train {options.config}"
-        )
+    for name, value in (("--gpus", options.gpus), ("--gpu-memory", options.gpu_memory)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} {value:g}: expected {'at least 1' if name == '--gpus' else 'GB above 0'}")
+        if value is not None and not options.dry_run:
+            raise UserError(
+                f"{name} goes with --dry-run; to train on GPUs: "
+                f"torchrun --nproc-per-node {options.gpus or 'N'} -m sage_fast train {options.config}"
+            )
 
 
-def preflight(config: Config, ranks: int) -> None:
-    """Check names of rewards, their `${NAME}`, the prompt files, and that every rank gets a sample.
-
-    Raises:
-        UserError: they are not as expected.
-    """
-    for key, entry in config.named_rewards.items():
-        setting = f"{key} = {entry.name!r}"
-        if not entry.is_address:
-            module_of(place_of_reward(entry.name, setting), setting)
-        from_environment(entry.args, f"{setting}: args")
-    sources = config.data.prompts, config.data.eval_prompts
-    negatives_of(prompt for source in sources for prompt in read_prompts(source))
-    check_ranks(config.train, config.model.sequence_parallel, ranks)
-
-
-def _is_restart(run: Path, timeout_minutes: float) -> bool:
+def _is_restart(run: RunFolder, timeout_minutes: float) -> bool:
     """Whether torchrun has restarted ranks that began the run in this folder. Collective."""
     if launcher() is None:
         return False

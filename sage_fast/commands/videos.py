@@ -14,9 +14,8 @@ from sage_fast.eval.sheets import contact_sheet
 from sage_fast.models.interface import Condition
 from sage_fast.models.model import Model
 from sage_fast.rollout.graphs import StepGraphs
-from sage_fast.run.folder import save_video
 from sage_fast.util.files import atomic_path
-from sage_fast.util.videos import numbered
+from sage_fast.util.videos import numbered, save_video
 
 
 def generate(

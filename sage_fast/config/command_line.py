@@ -16,51 +16,36 @@ from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 
 
-def settings_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into its own words and its settings, each followed by its value.
+def split_settings(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split a command line into its own words and its settings, dotted key -> value as typed; the last one wins.
 
-    A setting is an option with a dot in its name, or one that is named like a setting, such as `--seed`.
-    """
-    own, given, rest = [], [], list(arguments)
-    while rest:
-        word = rest.pop(0)
-        key, assigned, _ = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not ("." in key or key in settings_of(Config)):
-            own.append(word)
-            continue
-        given.append(word)
-        if not assigned and rest and not rest[0].startswith("--"):
-            given.append(rest.pop(0))
-    return own, given
-
-
-def overrides_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Parse `--key.path value` and `--key.path=value` to dotted key -> value as typed; the last one wins.
+    A setting is `--key.path value` or `--key.path=value`: an option with a dot in its name, or one that is named like a
+    setting or a section, such as `--seed`.
 
     Raises:
-        UserError: an argument of another form, or an option without its value.
+        UserError: a setting without its value.
     """
-    settings: dict[str, str] = {}
-    rest = list(arguments)
+    first_names = {name.partition(".")[0] for name in settings_of(Config)}
+    own, settings, rest = [], {}, list(arguments)
     while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--"):
-            raise UserError(f"unexpected argument {argument!r}; settings are given as --key.path value")
-        key, separator, value = argument[2:].partition("=")
-        if not separator:
+        word = rest.pop(0)
+        key, assigned, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not ("." in key or key in first_names):
+            own.append(word)
+            continue
+        if not assigned:
             if not rest or rest[0].startswith("--"):
-                known = key in settings_of(Config) or key.startswith(("reward.weights.", "reward.args."))
-                raise UserError(f"{argument} needs a value" if known else f"unknown option {argument}; see --help")
+                raise UserError(f"{word} needs a value")
             value = rest.pop(0)
         settings[key] = value
-    return settings
+    return own, settings
 
 
 METAVARS = {int: "INTEGER", float: "NUMBER", dict: "{NAME: NUMBER, ...}", list: "[...]"}
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add every setting as an option, for the help and for completion. `overrides_of` parses the arguments."""
+    """Add every setting as an option, for the help and for completion. `split_settings` parses the arguments."""
     for name, section in sections(Config).items():
         meaning = meanings(section)
         group = parser.add_argument_group(f"settings, {name}" if name else "settings", meaning[""])

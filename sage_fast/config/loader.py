@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
-from sage_fast.config.fields import is_unicode, sections, settings_of
+from sage_fast.config.fields import sections, settings_of
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError, first_line
 
 LARGEST = 1_000_000
-"""Most values in a YAML text, with those that aliases stand for."""
+"""Most characters of a YAML text."""
 
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
@@ -67,7 +67,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
     for key in _entries_joined(own).keys() - settings_of(Config).keys():
-        raise UserError(f"config {path}{_line_of(key, path)}: {_unknown(key)}")
+        raise UserError(f"config {path}: {_unknown(key)}")
     if base is None:
         return own
     if not isinstance(base, str) or not base or path.resolve() in above:
@@ -115,34 +115,13 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but 1e-4 is a number, a date is text, and a mapping must not repeat a key.
+    """YAML 1.1, but 1e-4 is a number, a date is text, and a mapping must not repeat a key."""
 
-    libyaml's faster parser would overflow the process's stack on deep nesting; this one raises RecursionError.
-    """
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        names = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
-                raise yaml.MarkedYAMLError(problem="expected a name as key", problem_mark=key.start_mark)
-            if key.value in names:
-                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
-            names.add(key.value)
-        return node
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        if node in self.recursive_objects:
-            raise yaml.MarkedYAMLError(problem="found a value that contains itself", problem_mark=node.start_mark)
-        try:
-            value = super().construct_object(node, deep=True)
-            if isinstance(value, int):
-                str(value)  # raises ValueError if it is too long to print
-        except (ValueError, LookupError, OverflowError) as error:
-            kind, why = node.tag.rpartition(":")[2], str(error).partition(";")[0]
-            problem = f"cannot read {reprlib.repr(node.value)} as {kind}: {why}"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
-        return value
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value) for key, _ in node.value]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise yaml.MarkedYAMLError(problem=f"found duplicate key {repeated[0]}", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -162,28 +141,17 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ValueError: says what is wrong and where, in one line.
     """
+    if len(text) > LARGEST:
+        raise ValueError(f"longer than {LARGEST:,} characters")
     try:
-        value = yaml.load(text, _Loader)
-        _check_size(value)
-        return value
+        return yaml.load(text, _Loader)
     except RecursionError as error:
         raise ValueError("nested too deeply for settings") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise ValueError(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(first_line(error)) from error
-
-
-def _check_size(tree: Any) -> None:
-    """Refuse a few lines of aliases of aliases, which every later copy would write out in full."""
-    nested, count = [tree], 0
-    while nested:
-        value = nested.pop()
-        count += 1
-        if count > LARGEST:
-            raise ValueError(f"aliases that stand for more than {LARGEST:,} values")
-        nested += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    except (yaml.YAMLError, ValueError, LookupError, OverflowError) as error:  # the last three: of a number
+        raise ValueError(f"cannot read a value: {first_line(error)}") from error
 
 
 def build(settings: Mapping[str, Any]) -> Config:
@@ -230,28 +198,16 @@ def _typed(key: str, text: str) -> Any:
     """Parse the value of an override as YAML; the value of a text setting stays as typed, with its line breaks."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
-    if not is_unicode(text):
-        raise UserError(f"--{key} {text!r}: expected text in UTF-8")
     try:
         value = parse_yaml(text)
     except ValueError as error:
-        raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; text with special characters needs "
-                        f"quotes of its own inside those of the shell: --{key} \"'...'\"") from error  # fmt: skip
+        raise UserError(
+            f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; text with special characters needs quotes of "
+            f"its own inside those of the shell: --{key} \"'...'\""
+        ) from error
     setting = settings_of(Config).get(key)
     as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
     return text if setting is not None and setting.is_text and as_typed else value
-
-
-def _line_of(key: str, path: Path) -> str:
-    """Return `, line 3`, where a YAML file sets a dotted key; empty if that cannot be told."""
-    node, line = yaml.compose(path.read_text(encoding="utf-8"), _Loader), ""
-    while isinstance(node, yaml.MappingNode):
-        inside = [pair for pair in node.value if f"{key}.".startswith(f"{pair[0].value}.")]
-        if not inside:
-            break
-        (name, node), line = inside[0], f", line {inside[0][0].start_mark.line + 1}"
-        key = key.removeprefix(name.value).removeprefix(".")
-    return line
 
 
 def _unknown(key: str) -> str:

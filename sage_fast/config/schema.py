@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS, EngineRow
-from sage_fast.config.fields import Section, is_finite, require, within
-from sage_fast.config.secrets import bare_address, refuse_secrets
+from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES
+from sage_fast.config.fields import Section, is_finite, within
+from sage_fast.config.secrets import bare_address
 from sage_fast.util.errors import UserError, nearest
 
 Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "ode"]
@@ -36,11 +36,6 @@ EngineName = Literal["plain", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "all"]
 OnFailure = Literal["drop", "stop"]
 
-assert tuple(OPTIMIZERS) == get_args(Optimizer), "an optimizer is named in Optimizer and has its row in OPTIMIZERS"
-assert tuple(ENGINES) == get_args(EngineName), "an engine is named in EngineName and has its row in ENGINES"
-assert tuple(OFFLOADS) == get_args(Offload), "an offload is named in Offload and has its row in OFFLOADS"
-assert tuple(ADAPTERS) == get_args(Tuning), "a tuning is named in Tuning and has its row in ADAPTERS"
-assert tuple(BYTES) == get_args(DType), "a type is named in DType and has its row in BYTES"
 
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
@@ -162,18 +157,10 @@ class SamplingConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.sde_window <= self.steps,
-            "sampling.sde_window",
-            self.sde_window,
-            f"expected 0 (all steps) to sampling.steps; the nearest is {self.steps}",
-        )
-        require(
-            self.sde_window > 0 or not self.window_per_prompt,
-            "sampling.window_per_prompt",
-            self.window_per_prompt,
-            "there is no window with sampling.sde_window = 0; the nearest choice is false",
-        )
+        all_steps = f"expected 0 (all steps) to sampling.steps; the nearest is {self.steps}"
+        self.require(self.sde_window <= self.steps, "sde_window", all_steps)
+        no_window = "there is no window with sampling.sde_window = 0; the nearest choice is false"
+        self.require(self.sde_window > 0 or not self.window_per_prompt, "window_per_prompt", no_window)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -188,7 +175,7 @@ class RewardEntry(Section):
     serve-reward`. Modules in the current folder are found too."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'. `${NAME}` in one stands for the
-    environment variable NAME; secrets have to be given so."""
+    environment variable NAME: give secrets so."""
     weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
     """Weights of the composite reward R = sum of weight x part. The paper's setting A is 1, 1, 1 and B is 0.5, 0.5, 1.
     Weights given on the command line replace those of the file, which replace the default: '{red: 1}', or
@@ -209,36 +196,17 @@ class RewardEntry(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_secrets(self.args, self._key("args"))
-        if self.is_address and (bare := bare_address(self.name)) != self.name:
-            require(False, self._key("name"), bare, "expected this address alone, without a user or a query")
-        require(
-            all(map(is_finite, self.weights.values())),
-            self._key("weights"),
-            self.weights,
-            "expected finite weights",
-        )
-        for part, values in self.normalisation.items():
-            require(
-                len(values) == 2 and all(map(is_finite, values)) and values[1] > 0,
-                self._key(f"normalisation.{part}"),
-                values,
-                "expected [mean, std], two finite numbers of which the second is above 0, such as [3.68, 2.25]",
-            )
-        require(
-            _is_plain(self.args), self._key("args"), self.args, "expected numbers, text, lists and mappings with names"
-        )
-        if self.device is not None:
-            for device in self.devices:
-                require(
-                    _DEVICE.fullmatch(device) is not None,
-                    self._key("device"),
-                    self.device,
-                    "expected cpu, cuda or cuda:N, or several of them with commas, such as cuda:6,cuda:7",
-                )
-
-    def _key(self, field: str) -> str:
-        return f"reward.{field}" if isinstance(self, RewardConfig) else field
+        if self.is_address and (bare := bare_address(self.name)) != self.name:  # the name itself may hold a secret
+            name = "reward.name" if isinstance(self, RewardConfig) else "name"
+            raise UserError(f"{name} = {bare!r}: expected this address alone, without a user or a query")
+        self.require(all(map(is_finite, self.weights.values())), "weights", "expected finite weights")
+        pairs = "expected [mean, std], two finite numbers of which the second is above 0, such as [3.68, 2.25]"
+        for values in self.normalisation.values():
+            fits = len(values) == 2 and all(map(is_finite, values)) and values[1] > 0
+            self.require(fits, "normalisation", pairs)
+        self.require(_is_plain(self.args), "args", "expected numbers, text, lists and mappings with names")
+        listed = "expected cpu, cuda or cuda:N, or several of them with commas, such as cuda:6,cuda:7"
+        self.require(all(map(_DEVICE.fullmatch, self.devices)), "device", listed)
 
     @property
     def devices(self) -> list[str]:
@@ -286,15 +254,10 @@ class RewardConfig(RewardEntry):
         super().__post_init__()
         if self.several:
             for field in dataclasses.fields(RewardEntry):
-                value, own = getattr(self, field.name), getattr(RewardEntry(), field.name)
-                require(value == own, f"reward.{field.name}", value, "reward.several takes its place; move it there")
-        weights = self.part_weights
-        require(
-            any(weight != 0 for weight in weights.values()),
-            "reward.several" if self.several else "reward.weights",
-            self.several or self.weights,
-            "expected finite weights, at least one of them not zero, such as vq 1, mq 1, ta 1",
-        )
+                unset = getattr(self, field.name) == getattr(RewardEntry(), field.name)
+                self.require(unset, field.name, "reward.several takes its place; move it there")
+        nonzero = "expected finite weights, at least one of them not zero, such as vq 1, mq 1, ta 1"
+        self.require(any(self.part_weights.values()), "several" if self.several else "weights", nonzero)
 
     @property
     def entries(self) -> list[RewardEntry]:
@@ -428,18 +391,9 @@ class KLConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.lambda_min <= self.lambda_max,
-            "kl.lambda_min",
-            self.lambda_min,
-            f"expected at most kl.lambda_max; the nearest is {self.lambda_max}",
-        )
-        require(
-            self.lambda_max <= self.lambda_limit,
-            "kl.lambda_limit",
-            self.lambda_limit,
-            f"expected at least kl.lambda_max; the nearest is {self.lambda_max}",
-        )
+        nearest_valid = f"kl.lambda_max; the nearest is {self.lambda_max}"
+        self.require(self.lambda_min <= self.lambda_max, "lambda_min", f"expected at most {nearest_valid}")
+        self.require(self.lambda_max <= self.lambda_limit, "lambda_limit", f"expected at least {nearest_valid}")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -469,9 +423,6 @@ class TrainConfig(Section):
     offload: Offload = "none"
     """What is kept and updated in host memory. `optimizer`: the optimizer state of `zero1` and `zero2`, their float32
     master, the KL's anchor and the averaged weights. `all`: all that `zero3` shards, anchor and average included."""
-    deepspeed_config: str | None = None
-    """JSON file merged over the DeepSpeed configuration of `zero1` and `zero2`, which follows from the other
-    settings."""
     optimizer: Optimizer = "adamw"
     """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their adapters, and AdamW for the
     rest."""
@@ -512,31 +463,17 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        row = ENGINES[self.engine]
-        require(
-            self.offload in row.offloads,
-            "train.offload",
-            self.offload,
-            f"needs train.engine = {_engines(lambda other: self.offload in other.offloads)}; the nearest choice for "
-            f"{self.engine} is {row.offloads[-1]}",
+        offloads, able = (
+            ENGINES[self.engine].offloads,
+            [n for n, row in ENGINES.items() if self.offload in row.offloads],
         )
-        require(
-            self.deepspeed_config is None or row.settings is not None,
-            "train.deepspeed_config",
-            self.deepspeed_config,
-            f"needs train.engine = {_engines(lambda other: other.settings is not None)}",
-        )
+        expected = f"needs train.engine = {' or '.join(able)}; the nearest choice for {self.engine} is {offloads[-1]}"
+        self.require(self.offload in offloads, "offload", expected)
 
     @property
     def samples(self) -> int:
         """Number of samples per iteration, over all ranks."""
         return self.prompts_per_iteration * self.group_size
-
-
-def _engines(can: Callable[[EngineRow], bool]) -> str:
-    """Return the names of the engines that can do something, as text."""
-    *names, last = (name for name, row in ENGINES.items() if can(row))
-    return f"{', '.join(names)} or {last}" if names else last
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -573,21 +510,6 @@ class TrackingConfig(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
-class ProfilingConfig(Section):
-    """A profile within a run."""
-
-    iterations: list[int] = dataclasses.field(default_factory=list)
-    """First and last iteration to profile, counted from 1 as on the screen, such as [10, 12]. Each rank writes
-    `profile/rank-NNN.json.gz`, a trace, and on a GPU `.pickle`, a memory snapshot."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = self.iterations
-        expected = "expected the first and the last iteration, counted from 1, such as [10, 12]"
-        require(not given or (len(given) == 2 and 1 <= given[0] <= given[1]), "profiling.iterations", given, expected)
-
-
-@dataclasses.dataclass(kw_only=True)
 class Config(Section):
     """The run as a whole."""
 
@@ -607,13 +529,6 @@ class Config(Section):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
-    profiling: ProfilingConfig = dataclasses.field(default_factory=ProfilingConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        window, last = self.profiling.iterations, self.train.iterations
-        fits = not window or window[1] <= last
-        require(fits, "profiling.iterations", window, f"expected no more than train.iterations = {last}")
 
     @property
     def named_rewards(self) -> dict[str, RewardEntry]:

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.config.fields import is_unicode
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.images import check_image
@@ -181,7 +180,7 @@ def _text_of(source: str) -> str:
 
 def _json_fields(line: str, where: str) -> Fields:
     try:
-        fields = json.loads(line, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
@@ -189,17 +188,6 @@ def _json_fields(line: str, where: str) -> Fields:
     if not isinstance(fields, dict):
         raise UserError(f'{where}: expected an object, such as {{"prompt": "a cat"}}')
     return {key: value for key, value in fields.items() if value is not None or key not in KEYS[1:]}
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    keys = [key for key, _ in pairs]
-    if duplicates := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {duplicates[0]!r} appears twice")
-    return dict(pairs)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
 
 
 def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
@@ -223,6 +211,6 @@ def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
 
 def _text(fields: Fields, key: str, where: str) -> str:
     value = fields.get(key, "")
-    if not isinstance(value, str) or not is_unicode(value):
+    if not isinstance(value, str):
         raise UserError(f"{where}: {key} = {repr(value)[:60]}: expected text")
     return value.strip()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import EvalConfig, SamplingConfig
-from sage_fast.eval.scores import read_scores
 from sage_fast.loading import Scoring, Setup
 from sage_fast.models.interface import Condition, pass_lengths
 from sage_fast.models.model import Model
@@ -26,16 +23,14 @@ from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import log_failures
 from sage_fast.util.captions import split_key
 from sage_fast.util.console import Progress
-from sage_fast.util.errors import RewardError, UserError
+from sage_fast.util.errors import RewardError
 from sage_fast.util.files import json_value
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,
-    broadcast_object,
     data_rank,
     data_size,
     fail_together,
-    rank,
     sequence_rank,
     sequence_size,
 )
@@ -70,34 +65,6 @@ class Evaluation:
         reward = [*map(json_value, self.reward)]
         images = {"images": self.images} if self.images else {}
         return {field: getattr(self, field) for field in fields} | images | {"reward": reward, "parts": parts}
-
-
-def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
-    """Read `eval/<name>.json` on rank 0 and broadcast it; None if it is missing or cut off."""
-    scores = None
-    file = run / "eval" / f"{name}.json"
-    if rank() == 0 and file.is_file():
-        with contextlib.suppress(UserError):  # cut off while it was written
-            scores = read_scores(file)
-    return broadcast_object(scores, 0)
-
-
-def check_pairs(setup: Setup, run: Path) -> bool:
-    """Return whether `run` was evaluated before training.
-
-    Raises:
-        UserError: it was, on other prompts, negative prompts or seeds than the current ones.
-    """
-    before = read_evaluation(run, "before")
-    keys, seeds = prompts_and_seeds(setup)
-    held = before and (before["prompts"], before.get("negatives", {}), before["seeds"])
-    if held is not None and held != (keys, negatives_for(setup, keys), seeds.tolist()):
-        raise UserError(
-            f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than those that the run in "
-            f"{str(run)!r} was evaluated on before training; restore the file, or begin another run; nothing was "
-            "changed"
-        )
-    return before is not None
 
 
 @torch.no_grad()
@@ -179,10 +146,11 @@ def evaluate(
 ) -> Evaluation:
     """Sample the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each, and score them.
 
-    Collective; arguments and errors as in `score_videos`.
+    Collective; `save` and errors as in `score_videos`.
 
     Args:
         pause: called after each step; an exception it raises on one rank ends the evaluation on all.
+        scorers: prefix of the parts -> an additional reward.
     """
     config, model = setup.config, setup.model
     keys, seeds = prompts_and_seeds(setup)
@@ -194,30 +162,31 @@ def evaluate(
             config.sampling, config.eval, model, own, setup.embeddings, rows, pause=pause, graphs=graphs
         )
 
+    rewards, kept, collective = (
+        rewards_of(setup, scorers or {}),
+        config.eval.num_videos,
+        model.policy.collective_forwards,
+    )
     with model.policy.at_guidance(config.eval_guidance_scale):
-        found = score_videos(
-            setup,
-            keys,
-            seeds.tolist(),
-            sample,
-            kept=config.eval.num_videos,
-            save=save,
-            scorers=scorers,
-            collective=model.policy.collective_forwards,
-        )
+        found = score_videos(rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=collective)
     images = {key: setup.captions[key].image for key in keys if split_key(key)[1]}
     return dataclasses.replace(found, iteration=iteration, negatives=negatives_for(setup, keys), images=images)
 
 
+def rewards_of(scoring: Scoring, scorers: Mapping[str, CompositeReward]) -> dict[str, CompositeReward]:
+    """Return prefix of the parts -> reward: the trained one, without a prefix, the judge, and further scorers."""
+    judge = {} if scoring.judge is None else {JUDGE_PART: scoring.judge}
+    return {"": scoring.reward, **judge, **scorers}
+
+
 def score_videos(
-    scoring: Scoring,
+    rewards: Mapping[str, CompositeReward],
     prompts: Sequence[str],
     seeds: Sequence[int],
     videos_of: Callable[[range], Chunks],
     *,
     kept: int = 0,
     save: Callable[[int, str, Tensor], object] | None = None,
-    scorers: Mapping[str, CompositeReward] | None = None,
     collective: bool = False,
 ) -> Evaluation:
     """Score one video of each of `prompts`, which the ranks share. Collective.
@@ -226,18 +195,15 @@ def score_videos(
     `reward.on_failure = stop`, or if the share of failures exceeds `reward.max_dropped`.
 
     Args:
+        rewards: as returned by `rewards_of`.
         videos_of: returns the videos with these numbers, indexed from 0 on each rank.
         kept: number of this rank's first videos to return.
         save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
-        scorers: additional rewards; their parts appear in `parts` as `<name>/<part>`.
         collective: whether `videos_of` runs forwards that other ranks wait for; an error of this rank then waits.
     """
     share = share_of(len(prompts), data_size(), data_rank())  # the first rank, which writes files, always has a video
     keys = [prompts[i] for i in share]
-    scored: dict[str, CompositeReward] = {"": scoring.reward}
-    scored |= {JUDGE_PART: scoring.judge} if scoring.judge is not None else {}
-    scored |= {f"{name}/": scorer for name, scorer in (scorers or {}).items()}
-    pending: dict[str, list[Pending]] = {prefix: [] for prefix in scored}
+    pending: dict[str, list[Pending]] = {prefix: [] for prefix in rewards}
     order: list[int] = []
     videos: dict[int, Tensor] = {}
     failure: RewardError | OSError | None = None
@@ -246,7 +212,7 @@ def score_videos(
             if failure is not None:
                 continue
             try:
-                for prefix, reward in reversed(scored.items()):
+                for prefix, reward in [*rewards.items()][::-1]:
                     pending[prefix].append(reward.submit(chunk, [keys[i] for i in indices]))
                 if save is not None and sequence_rank() == 0:
                     for i, video in zip(indices, chunk.cpu()):
@@ -266,22 +232,22 @@ def score_videos(
             prefix: join_scores([scores.result() for scores in chunks]).in_order(back)
             for prefix, chunks in pending.items()
         }
-    merged = _gather(own, scored)
+    merged = _gather(own, rewards)
     return Evaluation(
         prompts=list(prompts),
         seeds=list(seeds),
         reward=merged[""].rewards.tolist(),
         parts={prefix + part: values.tolist() for prefix in merged for part, values in merged[prefix].parts.items()},
-        weights=scoring.config.reward.part_weights,
+        weights=dict(rewards[""].weights),
         videos=[videos[i] for i in sorted(videos)],
     )
 
 
-def _gather(own: Mapping[str, Scores], scored: Mapping[str, CompositeReward]) -> dict[str, Scores]:
-    """Return the scores of all ranks' videos; `scored` says whether too many failed. Collective."""
+def _gather(own: Mapping[str, Scores], rewards: Mapping[str, CompositeReward]) -> dict[str, Scores]:
+    """Return the scores of all ranks' videos; the rewards say whether too many failed. Collective."""
     rows = all_gather_object(own)[:: sequence_size()]  # ranks that share samples have the same
-    merged = {prefix: join_scores([row[prefix] for row in rows]) for prefix in scored}
+    merged = {prefix: join_scores([row[prefix] for row in rows]) for prefix in rewards}
     for prefix, scores in merged.items():
         log_failures(scores)
-        scored[prefix].check_share(scores)
+        rewards[prefix].check_share(scores)
     return merged

@@ -1,41 +1,15 @@
-"""Scored videos of one source: a run folder, or a folder with a `videos.csv`, which any program can write.
-
-`videos.csv` has a header with `file` and `prompt`, then one line per video; `file` is relative to the folder, and so is
-`image`, of a prompt that has one. `sage-fast eval` adds `seed` and the scores. Any other purely numeric column is a
-score too.
-"""
+"""A set of scored videos of one source, such as an evaluation of a run."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import io
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.hacking import Evaluations, hacking
-from sage_fast.eval.scores import (
-    as_float,
-    columns_of,
-    composite,
-    direction,
-    mean_and_margin,
-    paired_row,
-)
-from sage_fast.util.captions import split_key
-from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import VIDEOS, read_json, write_atomic, write_json
-from sage_fast.util.videos import numbered
-
-OWN = ("file", "prompt", "image", "seed")
-"""Columns of a `videos.csv` that are no scores."""
-SCORERS = "scorers.json"
-"""File beside a `videos.csv` of `sage-fast eval`: `VideoSet.scorers`."""
+from sage_fast.eval.scores import as_float, columns_of, composite
 
 Key = tuple[str, int]
 """(prompt, index among the prompt's videos); videos of two sets with the same key are a pair."""
@@ -53,6 +27,7 @@ class VideoSet:
         scorers: name -> what computed the score, as `scorers_of` returns it; a missing name is not known.
         files: one per video; None where the file was not kept.
         images: prompt -> path of its image, where it has one that is known.
+        iteration: iterations the policy was trained for, where that is known.
     """
 
     label: str
@@ -62,6 +37,7 @@ class VideoSet:
     scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     scorers: dict[str, str] = dataclasses.field(default_factory=dict)
     images: dict[str, str] = dataclasses.field(default_factory=dict)
+    iteration: int = 0
 
     @functools.cached_property
     def keys(self) -> list[Key]:
@@ -81,227 +57,36 @@ class VideoSet:
         """Return the finite values of a score by key."""
         return {k: value for k, value in zip(self.keys, self.scores.get(name, ())) if math.isfinite(value)}
 
+    def only(self, indices: Sequence[int]) -> VideoSet:
+        """Return some of the videos."""
+        return dataclasses.replace(
+            self,
+            prompts=[self.prompts[i] for i in indices],
+            files=[self.files[i] for i in indices],
+            seeds=self.seeds and [self.seeds[i] for i in indices],
+            scores={name: [values[i] for i in indices] for name, values in self.scores.items()},
+        )
+
     def scored_alike(self, name: str, other: VideoSet) -> bool:
         """Whether both have this score, and the same scorer computed it, as far as is known."""
         return {name} <= self.scores.keys() & other.scores.keys() and self.scorers.get(name) == other.scorers.get(name)
 
 
-def scorers_of(
-    reward: Mapping[str, Any], watching: Mapping[str, str | None], scores: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return score -> what computed it, as text that is equal for equal scorers: name, arguments and normalisation.
+def from_evaluation(
+    label: str, scores: Mapping[str, Any], files: Mapping[int, Path], weights: Mapping[str, float] | None = None
+) -> VideoSet:
+    """Build a set from an evaluation (`eval/*.json`) and its files by number.
 
     Args:
-        reward: the section `reward` of the settings.
-        watching: prefix of parts, such as that of `eval.judge` -> name of the reward that computed them.
-        scores: the evaluation; its weights, if it holds them, belong to the composite's scorer.
+        weights: of the composite; None takes the composite as it was logged.
     """
-    entries = reward.get("several") or [reward]
-    scorers = [[entry.get(key) or None for key in ("name", "args", "normalisation")] for entry in entries]
-    weighed = [{f"{e.get('prefix') or ''}{part}": w for part, w in (e.get("weights") or {}).items()} for e in entries]
-    found: dict[str, str] = {}
-    for part in scores["parts"]:
-        own = [scorer for scorer, parts in zip(scorers, weighed) if part in parts]
-        watcher = next((name for prefix, name in watching.items() if part.startswith(prefix)), None)
-        found[part] = json.dumps(watcher or (own if len(own) == 1 else scorers), sort_keys=True)
-    weights = scores.get("weights") or {part: weight for parts in weighed for part, weight in parts.items()}
-    composite = {part: [weight, found.get(part)] for part, weight in weights.items() if weight != 0}
-    return found | {"reward": json.dumps(composite, sort_keys=True)}
-
-
-def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) -> VideoSet:
-    """Build a set from an evaluation (`eval/*.json`) and its files by number."""
+    columns = {**columns_of(scores), "reward": composite(scores, weights or {})}
     return VideoSet(
         label=label,
         prompts=list(scores["prompts"]),
         seeds=list(scores["seeds"]),
-        scores={name: [as_float(value) for value in values] for name, values in columns_of(scores).items()},
+        scores={name: [as_float(value) for value in values] for name, values in columns.items()},
         files=[files.get(number) for number in range(len(scores["prompts"]))],
         images=dict(scores.get("images", {})),
+        iteration=scores["iteration"],
     )
-
-
-def of_run(run: Path, evaluations: Evaluations, labels: Mapping[str, str]) -> list[VideoSet]:
-    """Build a set from each of a run's evaluations that `labels` names, with the videos the run kept.
-
-    All composites are under the weights of the last one, since a resume may have changed the weights.
-    """
-    weights = evaluations[[*labels][-1]].get("weights") if labels else None
-    named = {name: {**evaluations[name], "reward": composite(evaluations[name], weights)} for name in labels}
-    return [of_scores(labels[name], scores, numbered(run / "videos" / name)) for name, scores in named.items()]
-
-
-# -- a folder with videos.csv -----------------------------------------------------------------------------------------
-
-
-def read_folder(label: str, folder: Path) -> VideoSet:
-    """Read a folder with a `videos.csv`.
-
-    Raises:
-        UserError: `videos.csv` is not UTF-8, has no rows or the wrong header, or names a missing file.
-    """
-    index = folder / VIDEOS
-    try:
-        rows = list(csv.DictReader(io.StringIO(index.read_text(encoding="utf-8-sig"), newline=""), strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{index}: not a CSV file in UTF-8: {error}") from error
-    columns = [name for name in (rows[0] if rows else {}) if name is not None]
-    if not rows:
-        raise UserError(f"{index}: holds no video; expected a header with file and prompt, then a line for each video")
-    for wanted in ("file", "prompt"):
-        if wanted not in columns:
-            raise UserError(f"{index}: column {wanted!r} is missing; found {nearest(wanted, columns)}")
-    files: list[Path | None] = []
-    images: dict[str, str] = {}
-    for line, row in enumerate(rows, start=1):
-        if None in row or any(value is None for value in row.values()):
-            raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
-        image = row.get("image", "") if split_key(row["prompt"].strip())[1] else ""
-        if not (folder / row["file"]).is_file():
-            raise UserError(f"{index}, video {line}: {row['file']!r}: no such file in {folder}")
-        if not row["prompt"].strip():
-            raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
-        files.append(folder / row["file"])
-        if image:
-            images[row["prompt"].strip()] = os.path.realpath(folder / image)
-    scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in OWN}
-    seeds = [row.get("seed", "") for row in rows]
-    scorers = folder / SCORERS
-    return VideoSet(
-        label=label,
-        prompts=[row["prompt"].strip() for row in rows],
-        files=files,
-        seeds=[int(seed) for seed in seeds] if all(seed.isdecimal() for seed in seeds) else None,
-        scores={name: values for name, values in scores.items() if values is not None},
-        scorers=read_json(scorers) if scorers.is_file() else {},
-        images=images,
-    )
-
-
-def _numbers(texts: Sequence[str]) -> list[float] | None:
-    """Parse a column of numbers, NaN where empty; None if a value is no number or all are empty."""
-    try:
-        values = [float(text) if text.strip() else math.nan for text in texts]
-    except ValueError:
-        return None
-    return values if any(text.strip() for text in texts) else None
-
-
-def write_folder(videos: VideoSet, folder: Path) -> None:
-    """Write `videos.csv` and what computed its scores; every video must have a file."""
-    table = io.StringIO(newline="")
-    writer = csv.writer(table, lineterminator="\n")
-    given = {"image": bool(videos.images), "seed": bool(videos.seeds)}
-    writer.writerow(["file", "prompt", *(name for name, has in given.items() if has), *videos.scores])
-    for i, (file, prompt) in enumerate(zip(videos.files, videos.prompts, strict=True)):
-        assert file is not None
-        numbers = [repr(values[i]) if math.isfinite(values[i]) else "" for values in videos.scores.values()]
-        seed = [videos.seeds[i]] if videos.seeds else []
-        path = videos.images.get(prompt)
-        image = [os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if path else ""]
-        writer.writerow([os.path.relpath(file, folder), prompt, *(image if videos.images else []), *seed, *numbers])
-    if videos.scorers:
-        write_json(videos.scorers, folder / SCORERS)
-    write_atomic(folder / VIDEOS, table.getvalue())
-
-
-def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
-    """Return notes on how the prompts and seeds of two sets differ.
-
-    Raises:
-        UserError: they have no prompt in common.
-    """
-    ours, theirs = set(first.keys), set(other.keys)
-    if not ours & theirs:
-        raise UserError(
-            f"{first.label} and {other.label} hold different prompts, such as {first.prompts[0]!r} and "
-            f"{other.prompts[0]!r}: there is no pair of videos to compare"
-        )
-    notes = []
-    if ours != theirs:
-        both = len(ours & theirs)
-        notes.append(f"{first.label} and {other.label} have {both} videos of the same prompts: gains are over these.")
-    if first.seeds and other.seeds:
-        seeds = dict(zip(first.keys, first.seeds))
-        if any(seeds.get(key, seed) != seed for key, seed in zip(other.keys, other.seeds)):
-            notes.append(f"{first.label} and {other.label} have different seeds: pairs share only the prompt.")
-    if apart := [name for name in other.scores if name in first.scores and not first.scored_alike(name, other)]:
-        notes.append(
-            f"{other.label} and {first.label} have another reward, or other arguments or weights of it, for "
-            f"{', '.join(map(shown_name, apart))}: no gain is shown. compare --scorer NAME scores the videos of both "
-            "alike; sage-fast eval samples them too."
-        )
-    return notes
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SetRow:
-    """One score of one source.
-
-    Attributes:
-        score: name of the score; `reward` for the composite.
-        label: label of the source.
-        mean, margin: mean over the videos and the half-width of its 95 % interval over prompts (None with fewer than
-            `MIN_PROMPTS`).
-        videos, prompts: numbers of videos and prompts with this score.
-        gain, gain_margin: mean paired difference to the first source and its margin; None for the first source.
-        pairs: number of pairs with this score in both sources.
-    """
-
-    score: str
-    label: str
-    mean: float
-    margin: float | None
-    videos: int
-    prompts: int
-    gain: float | None = None
-    gain_margin: float | None = None
-    pairs: int = 0
-
-    @property
-    def direction(self) -> str:
-        """`up` or `down` if the interval of the gain excludes 0, else an empty string."""
-        return "" if self.gain is None else direction(self.gain, self.gain_margin)
-
-
-def table(sets: Sequence[VideoSet]) -> list[SetRow]:
-    """Return all scores of all sets with their paired differences to the first set, grouped by score."""
-    names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
-    names.sort(key=lambda name: name != "reward")  # the composite first, the others in their order
-    return [_row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores]
-
-
-def _row(name: str, videos: VideoSet, first: VideoSet) -> SetRow:
-    values, base = videos.by_key(name), first.by_key(name)
-    prompts = [prompt for prompt, _ in values]
-    mean, margin = mean_and_margin(prompts, list(values.values()))
-    row = SetRow(
-        score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=len(set(prompts))
-    )
-    if videos is first or not first.scored_alike(name, videos):
-        return row
-    paired = paired_row(name, prompts, [base.get(key) for key in values], list(values.values()))
-    return dataclasses.replace(row, gain=paired.difference, gain_margin=paired.margin, pairs=paired.pairs)
-
-
-def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
-    """Return each video's score minus that of its pair in the first set."""
-    base, values = first.by_key(name), videos.by_key(name)
-    return {key: value - base[key] for key, value in values.items() if key in base}
-
-
-def hacked(rows: Sequence[SetRow], judges: Sequence[str]) -> list[str]:
-    """Return a warning for each source whose composite rose while one of `judges` (scores not trained on) fell."""
-    lines = []
-    for label in dict.fromkeys(row.label for row in rows):
-        if found := hacking({row.score: row.direction for row in rows if row.label == label}, judges):
-            lines.append(f"{label}: {found}")
-    return lines
-
-
-def shown_name(score: str) -> str:
-    """Return a score's name in tables: `overall` for the composite, as in the paper."""
-    return "overall" if score == "reward" else score

@@ -15,18 +15,16 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sage_fast.config.schema import Checkpointing
 from sage_fast.models.attention.backends import is_attention
 
 RECOMPUTED: dict[str, tuple[str, ...]] = {"none": (), "attention": ("linear",), "full": ("linear", "attention")}
 """Mode -> what the backward recomputes, from fastest to least memory."""
 MODES = tuple(RECOMPUTED)
-assert {"auto", *MODES} == set(get_args(Checkpointing)), "a mode is named in config.Checkpointing and in RECOMPUTED"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,11 +44,10 @@ def ranks_that_shard(config: TrainConfig, ranks: int) -> int:
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Check all that can be checked before the model is loaded.
+    """Check that the library of the engine is installed.
 
     Raises:
-        UserError: the library of the engine is not installed, or `train.deepspeed_config` cannot be read or sets a key
-            of `settings.OURS`, an unknown key or a value of the wrong type.
+        UserError: the library of the engine is not installed.
     """
     package = ENGINES[config.engine].package
     if package is not None and importlib.util.find_spec(package) is None:
@@ -56,4 +55,3 @@ def check_engine(config: TrainConfig) -> None:
             f"train.engine = {config.engine!r} needs {package}, which is not installed: pip install "
             f"'sage-fast[{package}]'; the nearest choice without it is plain"
         )
-    engine_settings(config, 1)

@@ -11,6 +11,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -19,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from sage_fast.eval.scores import LARGEST
+from sage_fast.run.folder import LARGEST
 from sage_fast.util.profiling import PHASES, WAIT
 
 MetricsRow = Mapping[str, Any]
@@ -31,31 +32,7 @@ COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
 # Placeholders that `themed_svg` replaces with the colours of the page's style sheet.
 _TEXT, _LINE = "#010203", "#040506"
 
-STYLE: Any = {
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": _LINE,
-    "axes.labelcolor": _TEXT,
-    "axes.titlecolor": _TEXT,
-    "text.color": _TEXT,
-    "xtick.color": _LINE,
-    "ytick.color": _LINE,
-    "xtick.labelcolor": _TEXT,
-    "ytick.labelcolor": _TEXT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _LINE,
-    "grid.linewidth": 0.6,
-    "grid.alpha": 0.45,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.5,
-    "svg.fonttype": "none",
-}
+STYLE: Any = matplotlib.rc_params_from_file(Path(__file__).parent / "chart.mplstyle", use_default_template=False)
 
 _ON_WHITE: Any = {
     key: "#22252a" if "color" in key.lower() and "grid" not in key else value for key, value in STYLE.items()
@@ -119,8 +96,8 @@ def themed_svg(figure: Figure, name: str, description: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = text.replace(_TEXT, "var(--ink)").replace(_LINE, "var(--rule)").replace("'DejaVu Sans', ", "")
-    text = re.sub(r'<svg ([^>]*?)width="[^"]*" ', r"<svg \1", text, count=1)
-    text = re.sub(r'<svg ([^>]*?)height="[^"]*" ', r"<svg \1", text, count=1)
+    for side in ("width", "height"):
+        text = re.sub(rf'<svg ([^>]*?){side}="[^"]*" ', r"<svg \1", text, count=1)
     return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
 
 

@@ -1,18 +1,23 @@
-"""Self-contained HTML pages: templates, number formatting and embedded videos."""
+"""Self-contained HTML pages: templates, number formatting, and cards of videos side by side."""
 
 from __future__ import annotations
 
 import base64
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from PIL import Image
 
+from sage_fast.eval.comparison import shown_name
+from sage_fast.eval.gains import gains_of
+from sage_fast.eval.playback import for_browser
 from sage_fast.eval.scores import format_number
-from sage_fast.report.playback import for_browser
+from sage_fast.eval.videoset import Key, VideoSet
+from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 from sage_fast.util.videos import MIN_SIDE
 
@@ -47,15 +52,78 @@ def data_address(file: Path) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def image_address(path: str) -> str:
+def image_address(file: str | Path) -> str:
     """Return an image as a `data:` URL, reduced or enlarged to about the size that videos are shown in.
 
     Raises:
         UserError: the image cannot be read.
     """
-    image, content = read_image(path), io.BytesIO()
+    image, content = read_image(str(file)), io.BytesIO()
     factor = max(1, -(-MIN_SIDE // min(image.size)))
     image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
     image.save(content, "JPEG", quality=90)
     return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+# -- videos -----------------------------------------------------------------------------------------------------------
+
+
+def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
+    """Choose videos that all sets have: a third each of largest gains, medians and largest losses of the first score.
+
+    This way a good run cannot hide what got worse. Of three videos, one is of each kind; a single one is the median.
+    Gains are those of the last set over the first; a single set is ordered by its score. Sets without a video in
+    common show any video.
+
+    Returns:
+        Key -> reason, from the largest gain to the largest loss. The reason is only the gain if some of the videos have
+        no file, and empty for a single set. If no score is known: the first `count` videos, with empty reasons.
+    """
+    first, last = sets[0], sets[-1]
+    kept = [set(videos.shown) for videos in sets]
+    wanted = set.intersection(*kept) or set.union(*kept)
+    available = [key for key in dict.fromkeys(key for videos in sets for key in videos.keys) if key in wanted]
+    score = next((name for name in last.scores if last.scored_alike(name, first)), "")
+    gains = gains_of(score, first, last) if len(sets) > 1 else first.by_key(score)
+    ordered = sorted((key for key in available if key in gains), key=lambda key: -gains[key])
+    if not ordered:
+        return dict.fromkeys(available[:count], "")
+    count = min(count, len(ordered))
+    ends = (count + 1) // 3
+    middle = (len(ordered) - count) // 2 + ends
+    shown = {key: "largest gain " if gains[key] > 0 else "smallest loss " for key in ordered[:ends]}
+    shown |= dict.fromkeys(ordered[middle : middle + count - 2 * ends], "median ")
+    shown |= {key: "largest loss " if gains[key] < 0 else "smallest gain " for key in ordered[len(ordered) - ends :]}
+    if len(sets) == 1:
+        return dict.fromkeys(shown, "")
+    all_kept = wanted >= gains.keys()
+    return {key: f"{why if all_kept else ''}{gains[key]:+.2f}" for key, why in shown.items()}
+
+
+def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the videos to show: prompt, reason, and label, scores and address for its image, if any, and each set.
+
+    A video or an image that cannot be read has no address, and a line in `notes`.
+    """
+    found = []
+    images = {prompt: Path(path) for videos in reversed(sets) for prompt, path in videos.images.items()}
+    for key, why in choose(sets, count).items() if sets else ():
+        shown: list[Any] = [("image", {}, images[key[0]], image_address)] if key[0] in images else []
+        shown += [(side.label, scores_of(side, key), side.shown.get(key), data_address) for side in sets]
+        cells: list[dict[str, Any]] = []
+        for label, scores, file, address_of in shown:
+            cells.append({"label": label, "scores": scores})
+            try:
+                if file is not None:
+                    cells[-1]["address"] = address_of(file)
+            except UserError as error:
+                notes.append(f"left out: {error}")
+        found.append({"prompt": key[0], "why": why, "cells": cells})
+    return found
+
+
+def scores_of(videos: VideoSet, key: Key) -> dict[str, float]:
+    """Return the known scores of one video by their names in tables."""
+    found = {shown_name(name): videos.by_key(name).get(key) for name in videos.scores}
+    return {name: value for name, value in found.items() if value is not None}

@@ -3,118 +3,86 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sage_fast.config.loader import leaves, read_yaml
-from sage_fast.eval.hacking import judge_hacked, verdict
-from sage_fast.eval.scores import (
-    TOO_FEW,
-    PairedRow,
-    columns_of,
-    format_number,
-    mean_and_margin,
-    paired_table,
-    read_evaluations,
-)
-from sage_fast.eval.videoset import VideoSet, of_run
+from sage_fast.eval.gains import Row, hacking_in_run, table
+from sage_fast.eval.scores import TOO_FEW, format_number
+from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
-from sage_fast.report.html import render
-from sage_fast.report.shown import cards
+from sage_fast.report.html import cards, render
+from sage_fast.run.evaluations import from_run
+from sage_fast.run.folder import STEPS, RunFolder
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import read_json, read_metrics, write_atomic
+from sage_fast.util.files import json_value, write_atomic
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
-
-STEPS = ("sigmas", "transition_std", "equalizer")
-"""Lists of `run.json` with a value for each step of a rollout."""
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFiles:
-    """The content of a run folder.
+class Trained:
+    """A run, finished or not.
 
     Attributes:
-        folder: its path.
-        config: resolved settings as YAML text.
-        settings: the same as dotted name -> value.
-        facts: `run.json`: command, commit, versions, device, sampler notes; empty if the file is missing.
-        rows: iterations, from `metrics.jsonl`.
-        evaluations: file stem (`before`, `iteration-000010`, `after`) -> scores.
-        left_out: a note on each damaged file.
+        folder: its folder.
+        settings: dotted name -> value.
+        evaluations: name -> videos of each, as `from_run` returns them.
     """
 
-    folder: Path
-    config: str
+    folder: RunFolder
     settings: dict[str, Any]
-    facts: dict[str, Any]
-    rows: list[dict[str, Any]]
-    evaluations: dict[str, dict[str, Any]]
-    left_out: list[str]
+    evaluations: dict[str, VideoSet]
 
     @property
-    def last(self) -> str | None:
-        """The newest evaluation, to compare with `before`; a continued run may be past its `after`."""
-        later = [(scores["iteration"], name) for name, scores in self.evaluations.items() if name != "before"]
-        return max(later, key=lambda found: (found[0], found[1] == "after"), default=(0, None))[1]
+    def ends(self) -> list[VideoSet]:
+        """The evaluation before training and the last one, of those that exist."""
+        names = dict.fromkeys(["before", *[*self.evaluations][-1:]])
+        return [self.evaluations[name] for name in names if name in self.evaluations]
+
+    @property
+    def hacking(self) -> str | None:
+        return hacking_in_run([*self.evaluations.values()])
+
+    @functools.cached_property
+    def points(self) -> dict[str, dict[int, tuple[float, float]]]:
+        """Score -> iteration -> its mean and the half-width of its 95 % interval (NaN if unknown)."""
+        found: dict[str, dict[int, tuple[float, float]]] = {}
+        for videos in self.evaluations.values():
+            for row in table([videos]):
+                if math.isfinite(row.mean):
+                    margin = math.nan if row.margin is None else row.margin
+                    found.setdefault(row.score, {})[videos.iteration] = (row.mean, margin)
+        return found
 
 
-def read_run(folder: Path) -> RunFiles:
-    """Read a run folder, finished or not. Damaged evaluations are left out.
+def read_run(path: Path) -> Trained:
+    """Read a run folder.
 
     Raises:
-        UserError: the folder is missing, holds no run (names what is missing), or its settings, facts or metrics are
+        UserError: the folder holds no run (names what is missing), or its settings, facts or metrics are
             damaged (names file and line).
     """
-    if not folder.is_dir():
-        raise UserError(f"{str(folder)!r}: no such folder")
-    if not (folder / "config.yaml").is_file():
-        raise UserError(f"{str(folder)!r} is no run folder: config.yaml is missing")
-    if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
-        raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
-    evaluations, left_out = read_evaluations(folder)
-    facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
-    _check_facts(facts, folder / "run.json")
-    return RunFiles(
-        folder=folder,
-        config=(folder / "config.yaml").read_text(encoding="utf-8"),
-        settings=leaves(read_yaml(folder / "config.yaml")),
-        facts=facts,
-        rows=read_metrics(folder / "metrics.jsonl"),
-        evaluations=evaluations,
-        left_out=left_out,
-    )
-
-
-def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
-    """Check the types of what the page reads from `run.json`.
-
-    Raises:
-        UserError: a field does not hold what a run writes.
-    """
-    kinds: dict[str, Any] = {"notes": str, "resumed": dict} | dict.fromkeys(STEPS, int | float)
-    for name, kind in kinds.items():
-        values = facts.get(name) or []
-        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-            raise UserError(f"{file}: {name!r} does not hold what it should")
-    for start in (facts, *(facts.get("resumed") or [])):
-        for name in ("date", "commit", "command", "method"):
-            if not isinstance(start.get(name), str | None):
-                raise UserError(f"{file}: {name!r} does not hold what it should")
+    folder = RunFolder(path)
+    folder.check()
+    if not folder.metrics_file.is_file() and not folder.facts_file.is_file():
+        raise UserError(f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
+    return Trained(folder=folder, settings=leaves(read_yaml(folder.config_file)), evaluations=from_run(folder))
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """A check for reward hacking or a broken run: its name, its result, and whether that is a warning."""
 
     name: str
@@ -122,7 +90,7 @@ class Check:
     warning: bool
 
 
-def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | None = None) -> list[Check]:
+def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None = None) -> list[Check]:
     """Return the checks to read before believing a rising reward; checks without data are skipped.
 
     Shares are means over the last quarter of the run. A part has risen or fallen if the interval of its change excludes
@@ -130,13 +98,13 @@ def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | 
 
     Args:
         rows: iterations.
-        table: the first evaluation against the last.
-        since: `hacking.verdict` over all evaluations.
+        gains: of the last evaluation over the first, the composite first.
+        hacking: `hacking_in_run` of the evaluations.
     """
     found: list[Check] = []
 
     def look(name: str, text: str, warning: bool) -> None:
-        found.append(Check(name=name, found=text, warning=warning))
+        found.append(Check(name, text, warning))
 
     quarter = max(1, len(rows) // 4)
     early, late = (lambda key: _mean(rows[:quarter], key)), (lambda key: _mean(rows[-quarter:], key))
@@ -160,25 +128,26 @@ def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | 
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
         look("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
-    parts = [row for row in table[1:] if row.margin is not None and not row.name.startswith(JUDGE_PART)]
+    judged = [row for row in gains if row.gain_margin is not None]
+    parts = [row for row in judged[1:] if not row.score.startswith(JUDGE_PART)]
     if len(parts) > 1:
-        risen, fallen = ([row.name for row in parts if row.direction == way] for way in ("up", "down"))
+        risen, fallen = ([row.score for row in parts if row.direction == way] for way in ("up", "down"))
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
         look("One part bought with another (held-out)", text, bool(risen and fallen))
-    judged = [row for row in table if row.margin is not None and row.name.startswith(JUDGE_PART)]
-    if judged:
-        hacked = judge_hacked(table) or since
-        change = [
-            f"{row.name.removeprefix(JUDGE_PART)} {format_number(row.difference, 3, sign=True)}" for row in judged
-        ]
-        look("Held-out reward against the judge", hacked or f"judge: {', '.join(change)}", hacked is not None)
+    change = [
+        f"{row.score.removeprefix(JUDGE_PART)} {format_number(row.gain or 0, 3, sign=True)}"
+        for row in judged
+        if row.score.startswith(JUDGE_PART)
+    ]
+    if change:
+        look("Held-out reward against the judge", hacking or f"judge: {', '.join(change)}", hacking is not None)
     start, end = early("reward/mean"), late("reward/mean")
-    if long_enough and table and table[0].margin is not None and start is not None and end is not None:
-        rise, fall = (format_number(change, 3, sign=True) for change in (end - start, table[0].difference))
+    if long_enough and judged and start is not None and end is not None:
+        rise, fall = (format_number(x, 3, sign=True) for x in (end - start, judged[0].gain or 0))
         text = f"training {rise} from first to last quarter, held-out {fall}"
-        look("Training reward against held-out reward", text, end > start and table[0].direction == "down")
+        look("Training reward against held-out reward", text, end > start and judged[0].direction == "down")
     if rows:
-        gaps = sum(1 for row in rows if any(_is_gap(value) for value in row.values()))
+        gaps = sum(1 for row in rows if any(json_value(value) is None for value in row.values()))
         look("Iterations with a value that is not finite", str(gaps), gaps > 0)
     return found
 
@@ -192,14 +161,10 @@ def _percent(share: float) -> str:
     return f"{format_number(100 * share, 0)}%"
 
 
-def _is_gap(value: object) -> bool:
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
-
-
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def write_report(run: Path) -> Path:
+def write_report(folder: Path) -> Path:
     """Write `report.html`, a self-contained page, into the run folder.
 
     Returns:
@@ -208,40 +173,37 @@ def write_report(run: Path) -> Path:
     Raises:
         UserError: as `read_run`.
     """
-    data = read_run(run)
-    count = data.settings.get("eval.num_videos")
-    videos = cards(_sides(data), count if isinstance(count, int) and count > 0 else 6, data.left_out)
-    before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")
-    table = paired_table(before, last) if before and last else []
+    trained = read_run(folder)
+    run, sides, count = trained.folder, trained.ends, trained.settings.get("eval.num_videos")
+    rows, left_out = table(sides) if len(sides) == 2 else [], [*run.evaluations[1]]
     page = render(
         "report.html.j2",
-        name=data.folder.resolve().name,
-        status=_status(data),
-        method=data.facts.get("method"),
-        table=table,
-        last=_label(data, data.last),
-        checks=checks(data.rows, table, verdict(data.evaluations)),
-        charts=_charts(data),
-        steps=_steps(data.facts),
-        videos=videos,
-        left_out=data.left_out,
-        environment=_environment(data.facts),
+        name=folder.resolve().name,
+        status=_status(run.rows, trained.settings.get("train.iterations")),
+        method=run.facts.get("method"),
+        table=[(before, after) for before, after in itertools.pairwise(rows) if after.gain is not None],
+        last=sides[-1].label if sides else "",
+        checks=checks(run.rows, [row for row in rows if row.gain is not None], trained.hacking),
+        charts=_charts(trained),
+        steps=_steps(run.facts),
+        videos=cards(sides, count if isinstance(count, int) and count > 0 else 6, left_out),
+        left_out=left_out,
+        environment=_environment(run.facts),
         too_few=TOO_FEW,
-        notes=data.facts.get("notes") or [],
-        config=data.config,
+        notes=run.facts.get("notes") or [],
+        config=run.config_file.read_text(encoding="utf-8"),
     )
-    path = data.folder / "report.html"
-    write_atomic(path, page)
-    return path
+    write_atomic(run.report_file, page)
+    return run.report_file
 
 
-def _status(data: RunFiles) -> str:
-    planned, done = data.settings.get("train.iterations"), len(data.rows)
+def _status(rows: Sequence[MetricsRow], planned: object) -> str:
+    done = len(rows)
     if not done:
         return "No iteration has been completed yet."
     if isinstance(planned, int) and done < planned:
         return f"Stopped early, or still running: {done} of {planned} iterations."
-    seconds = float(np.nansum(column(data.rows, "time/total")))
+    seconds = float(np.nansum(column(rows, "time/total")))
     return f"{done} iterations" + (f" in {_duration(seconds)} of training." if seconds else ".")
 
 
@@ -277,19 +239,14 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _label(data: RunFiles, name: str | None) -> str:
-    return "after" if name in ("after", None) else f"iteration {data.evaluations[str(name)]['iteration']}"
-
-
-def _charts(data: RunFiles) -> list[str]:
+def _charts(run: Trained) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
-    rows = data.rows
+    rows, points = run.folder.rows, run.points
     parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
-    drawn = [charts.held_out({"reward": points_of(data, "reward")})]
-    for part in sorted({part for scores in data.evaluations.values() for part in scores["parts"]}):
-        if part.startswith(JUDGE_PART):
-            title = f"Held-out judge: {part.removeprefix(JUDGE_PART)}"
-            drawn.append(charts.held_out({part: points_of(data, part)}, title, "mean score"))
+    drawn = [charts.held_out({"reward": points.get("reward", {})})]
+    for part in sorted(part for part in points if part.startswith(JUDGE_PART)):
+        title = f"Held-out judge: {part.removeprefix(JUDGE_PART)}"
+        drawn.append(charts.held_out({part: points[part]}, title, "mean score"))
 
     def metric(key: str) -> str | None:
         title, ylabel, options = charts.METRICS[key]
@@ -304,27 +261,7 @@ def _charts(data: RunFiles) -> list[str]:
         *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
         charts.ratio(rows),
         *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm")),
-        charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
+        charts.gradient_by_sigma(rows, run.folder.facts.get("sigmas")),
         charts.phases(rows),
     ]
     return [chart for chart in drawn if chart is not None]
-
-
-def points_of(data: RunFiles, name: str) -> dict[int, tuple[float, float]]:
-    """Return iteration -> mean of a score and the half-width of its 95 % interval (NaN if unknown)."""
-    points = {}
-    for scores in data.evaluations.values():
-        mean, margin = mean_and_margin(scores["prompts"], columns_of(scores).get(name, []))
-        if math.isfinite(mean):
-            points[int(scores["iteration"])] = (mean, math.nan if margin is None else margin)
-    return points
-
-
-def _sides(data: RunFiles) -> list[VideoSet]:
-    """Return the videos before training and of the last evaluation, of those that exist.
-
-    Only finished evaluations are used: the files of one in progress may be incomplete.
-    """
-    labels = {"before": "before"} if "before" in data.evaluations else {}
-    labels |= {data.last: _label(data, data.last)} if data.last else {}
-    return of_run(data.folder, data.evaluations, labels)

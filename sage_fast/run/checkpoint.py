@@ -20,19 +20,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.scores import composite, mean_and_margin, read_scores
+from sage_fast.eval.scores import composite, mean_and_margin
 from sage_fast.models.policy import State
 from sage_fast.parallel import Engine
-from sage_fast.run.manifest import (
-    MANIFEST,
-    STATE,
-    TRAINING,
-    checkpoints,
-    digest,
-    fault_of,
-    iteration_of,
-    keep_weights,
-)
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.manifest import MANIFEST, STATE, TRAINING, digest, fault_of, iteration_of, keep_weights
 from sage_fast.run.training_state import load_training_state, save_training_state
 from sage_fast.run.weights import save_weights
 from sage_fast.util.console import wrapped
@@ -62,7 +54,7 @@ def save_checkpoint(
         OSError: a file cannot be written; earlier checkpoints are untouched.
         RankError: another rank cannot write its part; earlier checkpoints are untouched.
     """
-    folder = run / "checkpoints" / f"iteration-{iteration:06d}"
+    folder = RunFolder(run).checkpoint(iteration)
     if broadcast_object(folder.is_dir(), 0) and _fault(folder) is None:
         return
     partial = folder.with_name(folder.name + PARTIAL)
@@ -80,7 +72,7 @@ def save_checkpoint(
             if rank() == 0:
                 for inner in [path for path in partial.rglob("*") if path.is_dir()]:
                     sync(inner)
-                for other in [other for other in checkpoints(run) if iteration_of(other) >= iteration]:
+                for other in [other for other in RunFolder(run).checkpoints() if iteration_of(other) >= iteration]:
                     remove_folder(other)
                 partial.replace(folder)
                 sync(folder.parent)
@@ -92,7 +84,7 @@ def save_checkpoint(
 
 def save_final_weights(run: Path, iteration: int, engine: Engine) -> None:
     """Write `weights/` atomically: the weights after the last iteration. Collective."""
-    with atomic_path(run / "weights") if rank() == 0 else contextlib.nullcontext() as made:
+    with atomic_path(RunFolder(run).weights) if rank() == 0 else contextlib.nullcontext() as made:
         partial = broadcast_object(made, 0)
         write_manifest(partial, save_weights(engine.policy, partial, engine.ema), iteration=iteration)
 
@@ -105,7 +97,7 @@ def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None)
     Args:
         weights: weights of the composite in which checkpoints are compared; None does not keep the best one.
     """
-    found = checkpoints(run)
+    found = RunFolder(run).checkpoints()
     rewards = {} if weights is None else _rewards(run, found, weights)
     best = _best_of(rewards)
     for folder in found[:-keep]:
@@ -120,8 +112,10 @@ def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None)
 
 def is_best(run: Path, iteration: int, weights: Mapping[str, float]) -> bool:
     """Whether this iteration's evaluation is better under `weights` than that of every checkpoint. Collective."""
-    folder = run / "checkpoints" / f"iteration-{iteration:06d}"
-    return bool(broadcast_object(_best_of(_rewards(run, [*checkpoints(run), folder], weights)) == folder, 0))
+    folder = RunFolder(run).checkpoint(iteration)
+    return bool(
+        broadcast_object(_best_of(_rewards(run, [*RunFolder(run).checkpoints(), folder], weights)) == folder, 0)
+    )
 
 
 def _rewards(run: Path, folders: Iterable[Path], weights: Mapping[str, float]) -> dict[Path, float]:
@@ -132,10 +126,9 @@ def _rewards(run: Path, folders: Iterable[Path], weights: Mapping[str, float]) -
     rewards = {}
     for folder in folders:
         try:
-            scores = read_scores(run / "eval" / f"{folder.name}.json")
-            rewards[folder] = mean_and_margin(scores["prompts"], composite(scores, weights))[0]
-        except FileNotFoundError:
-            if not (folder / TRAINING).is_dir():  # only weights are left: it was the best one
+            if (scores := RunFolder(run).evaluation(folder.name)) is not None:
+                rewards[folder] = mean_and_margin(scores["prompts"], composite(scores, weights))[0]
+            elif not (folder / TRAINING).is_dir():  # only weights are left: it was the best one
                 rewards[folder] = math.nan
         except (OSError, UserError):
             rewards[folder] = math.nan
@@ -157,7 +150,7 @@ def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], Sta
         UserError: there are checkpoints, but none can be resumed.
     """
     faults = []
-    for folder in reversed(broadcast_object(checkpoints(run), 0)):
+    for folder in reversed(broadcast_object(RunFolder(run).checkpoints(), 0)):
         fault = _fault(folder)
         if fault is None:
             counters = read_json(folder / STATE)

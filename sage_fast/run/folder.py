@@ -1,154 +1,202 @@
-"""The files of a run folder, except metrics and checkpoints.
+"""A run folder, finished or not: where its files are, and what they hold.
 
 <run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/ logs/
-<run>/comparison.png report.html run.lock launchers profile/
+<run>/comparison.png report.html run.lock launchers
+
+Imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import functools
 import logging
-import os
+import math
 import re
-import secrets
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from filelock import FileLock, Timeout
-
-from sage_fast.config.loader import dump, load
+from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
-from sage_fast.run.output import LOCK
-from sage_fast.run.resume import LAUNCHERS, differences, launcher
-from sage_fast.util.console import wrapped
-from sage_fast.util.errors import UserError, reason
-from sage_fast.util.files import PARTIAL, read_json, read_metrics, remove, write_atomic
-from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, rank
-from sage_fast.util.videos import save_mp4
+from sage_fast.run.manifest import MANIFEST, fault_of_weights, iteration_of, iteration_of_weights
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json, read_metrics, write_json
 
 log = logging.getLogger(__name__)
 
+LARGEST = float.fromhex("0x1.fffffep127")
+"""Largest float32: scores are float32."""
+STEPS = ("sigmas", "transition_std", "equalizer")
+"""Lists of `run.json` with a value for each step of a rollout."""
 
-@contextlib.contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Lock the folder against other runs. Rank 0 holds the lock; the kernel releases it if the process dies.
 
-    If no run begins in the block, the folder is restored to its previous state.
+class RunFolder:
+    """The paths and the content of a run folder.
 
-    Args:
-        run: created if missing.
+    `facts`, `rows` and `evaluations` are read once; another `RunFolder` reads them again.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_file, self.facts_file = self.path / "config.yaml", self.path / "run.json"
+        self.metrics_file, self.report_file = self.path / "metrics.jsonl", self.path / "report.html"
+        self.picture = self.path / "comparison.png"
+        self.lock_file, self.launchers_file = self.path / "run.lock", self.path / "launchers"
+        self.weights, self.embeddings = self.path / "weights", self.path / "embeddings"
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> RunFolder | None:
+        """Return the run of a path `<run>/checkpoints/iteration-N`; None for any other path."""
+        inside = path.parent.name == "checkpoints" and re.fullmatch(r"iteration-\d+", path.name)
+        return cls(path.parent.parent) if inside else None
+
+    @property
+    def exists(self) -> bool:
+        return self.config_file.is_file()
+
+    def check(self, otherwise: str = "") -> None:
+        """Check that the folder holds a run.
+
+        Args:
+            otherwise: what else it could have been, for the message.
+
+        Raises:
+            UserError: it does not.
+        """
+        if not self.exists:
+            raise UserError(f"{str(self.path)!r} is no run folder: config.yaml is missing{otherwise}")
+
+    def settings(self, overrides: Mapping[str, str] | None = None) -> Config:
+        """Load `config.yaml` with `overrides`.
+
+        Raises:
+            UserError: the folder holds no run, or as `load`.
+        """
+        self.check()
+        return load(self.config_file, overrides)
+
+    def videos(self, evaluation: str) -> Path:
+        return self.path / "videos" / evaluation
+
+    def log_file(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank:03d}.log"
+
+    # -- run.json and metrics.jsonl -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """The content of `run.json`: command, commit, versions, device, schedule; empty without the file.
+
+        Raises:
+            UserError: a field does not hold what a run writes.
+        """
+        facts = read_json(self.facts_file) if self.facts_file.is_file() else {}
+        kinds: dict[str, Any] = {"notes": str, "resumed": dict} | dict.fromkeys(STEPS, int | float)
+        lists = {name: (facts.get(name) or [], kind) for name, kind in kinds.items()}
+        wrong = [n for n, (values, kind) in lists.items() if not (isinstance(values, list) and _all(values, kind))]
+        for start in (facts, *lists["resumed"][0]) if not wrong else ():
+            wrong += [n for n in ("date", "commit", "command", "method") if not isinstance(start.get(n), str | None)]
+        if wrong:
+            raise UserError(f"{self.facts_file}: {wrong[0]!r} does not hold what it should")
+        return facts
+
+    @functools.cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl`, one per iteration.
+
+        Raises:
+            UserError: as `read_metrics`.
+        """
+        return read_metrics(self.metrics_file)
+
+    # -- evaluations --------------------------------------------------------------------------------------------------
+
+    def evaluation(self, name: str) -> dict[str, Any] | None:
+        """Read the scores of `before`, `iteration-000010` or `after`; None if there are none.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        file = self.path / "eval" / f"{name}.json"
+        return read_scores(file) if file.is_file() else None
+
+    def write_evaluation(self, name: str, scores: Mapping[str, Any]) -> None:
+        write_json(scores, self.path / "eval" / f"{name}.json")
+
+    @functools.cached_property
+    def evaluations(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Name -> scores of all evaluations by iteration, and a note on each file that is damaged and left out.
+
+        A continued run may be past its `after`.
+        """
+        found, notes = {}, []
+        for file in sorted((self.path / "eval").glob("*.json")):
+            try:
+                found[file.stem] = read_scores(file)
+            except UserError as error:
+                notes.append(f"left out, since it is damaged: {error}")
+        return dict(sorted(found.items(), key=lambda item: (item[1]["iteration"], item[0] == "after"))), notes
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, iteration: int) -> Path:
+        return self.path / "checkpoints" / f"iteration-{iteration:06d}"
+
+    def checkpoints(self) -> list[Path]:
+        """Return the folders of complete checkpoints, oldest first."""
+        found = [path for path in (self.path / "checkpoints").glob("iteration-*") if self.of_checkpoint(path)]
+        return sorted(found, key=iteration_of)
+
+    def newest_weights(self) -> tuple[Path, int]:
+        """Return the folder of the newest weights and their iteration.
+
+        This is `weights/`, unless a checkpoint is newer because the run was resumed and stopped again. Both hold the
+        averaged weights if the run averages. Damaged ones are skipped.
+
+        Raises:
+            UserError: the run has no weights yet, or all are damaged.
+        """
+        found: list[tuple[int | None, Path]] = [(iteration_of(folder), folder) for folder in self.checkpoints()]
+        if self.weights.is_dir():
+            found.append((iteration_of_weights(self.weights), self.weights))
+            found.sort(key=lambda entry: math.inf if entry[0] is None else entry[0])
+        if not found:
+            raise UserError(f"run {str(self.path)!r} has neither a checkpoint nor weights yet")
+        faults = []
+        for iteration, folder in reversed(found):
+            fault = fault_of_weights(folder) or (f"{MANIFEST} names no iteration" if iteration is None else None)
+            if fault is None and iteration is not None:
+                return folder, iteration
+            faults.append(f"{folder.name}: {fault}")
+            what = "weights/" if folder == self.weights else f"checkpoint {folder.name}"
+            log.info(f"note: {what} is damaged and is skipped: {fault}")
+        raise UserError(f"run {str(self.path)!r}: no checkpoint can be used ({'; '.join(faults)})")
+
+
+def read_scores(file: Path) -> dict[str, Any]:
+    """Read an evaluation, `eval/*.json`.
 
     Raises:
-        UserError: on all ranks, if another run uses the folder.
+        UserError: the file is cut off or is no evaluation.
     """
-    made = [path for path in (run, *run.parents) if not path.exists()]
-    lock = FileLock(run / LOCK, timeout=0, fallback_to_soft=False)
-    refused, failure = None, None
-    if rank() == 0:
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-            refused = _acquire(lock, run / LOCK)
-        except OSError as error:  # raised only after the broadcast that the other ranks wait for
-            failure, refused = error, f"cannot be locked: {error}"
-    held, refused = rank() == 0 and refused is None, broadcast_object(refused, 0)
-    try:
-        if failure is not None:
-            raise failure
-        if refused is not None:
-            raise UserError(
-                f"output = {str(run)!r}: {refused}; wait for its end, or choose another folder with --output; nothing "
-                "was changed"
-            )
-        yield
-    finally:
-        if held and not (run / "config.yaml").exists():
-            (run / LOCK).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # no longer empty
-                for folder in made:
-                    folder.rmdir()
-        lock.release()
+    scores = read_json(file)
+    prompts, parts, weights = scores.get("prompts"), scores.get("parts"), scores.setdefault("weights", {})
+    if not isinstance(prompts, list) or not isinstance(parts, dict) or not isinstance(weights, dict):
+        raise UserError(f"{file}: expected a list of prompts, and objects of parts and weights")
+    score = float | int | None
+    columns = {"prompts": (prompts, str), "seeds": (scores.get("seeds"), int), "reward": (scores.get("reward"), score)}
+    columns |= {part: (values, score) for part, values in parts.items()}
+    for name, (values, kind) in columns.items():
+        if not isinstance(values, list) or len(values) != len(prompts) or not _all(values, kind):
+            raise UserError(f"{file}: {name!r} does not hold one value for each of {len(prompts)} videos")
+    if not _all(weights.values(), float | int) or not isinstance(scores.get("iteration"), int):
+        raise UserError(f"{file}: 'weights' and 'iteration' do not hold numbers")
+    return scores
 
 
-def _acquire(lock: FileLock, file: Path) -> str | None:
-    """Acquire the lock of a file and write into it who has it; return who has it already, if anyone."""
-    try:
-        lock.acquire()
-    except Timeout:
-        user = file.read_text(encoding="utf-8", errors="replace")[:200].strip() if file.exists() else ""
-        return f"another run is using it ({user or 'it has just begun'})"
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        log.info(
-            f"note: no locks on this file system ({error.strerror}): make sure that only one run uses {file.parent}"
-        )
-    file.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
-    return None
-
-
-def claim_output(run: Path, settings: str) -> None:
-    """Create the folder of a new run and write its settings, as `dump` returns them. Collective.
-
-    Raises:
-        UserError: another run has claimed the folder since `check_output`.
-    """
-    launchers = all_gather_object(launcher())  # also a barrier: every rank has checked before rank 0 writes
-    if rank() == 0:
-        run.mkdir(parents=True, exist_ok=True)
-        if (run / "config.yaml").exists():
-            raise UserError(f"output = {str(run)!r}: another run began there while this one was loading")
-        if named := sorted({name for name in launchers if name is not None}):
-            write_atomic(run / LAUNCHERS, "".join(f"{name}\n" for name in named))
-        write_atomic(run / "config.yaml", settings)
-    barrier()
-
-
-def replace_settings(config: Config) -> None:
-    """Write the settings of a resumed run, report the changes and keep the old file under another name. Collective."""
-    run = Path(config.output)
-    settings = run / "config.yaml"
-    changed = differences(load(settings), config)
-    barrier()  # every rank has read the old settings
-    for line in changed:
-        log.info(line)
-    if rank() == 0 and changed:
-        before = settings.read_text(encoding="utf-8")
-        write_atomic(run / f"config.until-{len(read_metrics(run / 'metrics.jsonl')):06d}.yaml", before)
-        write_atomic(settings, dump(config))
-    barrier()
-
-
-def remove_partials(run: Path) -> None:
-    """Remove the partial files of a killed run. Call with the lock held, before writing anything."""
-    for path in sorted(run.rglob(f"*{PARTIAL}")):
-        try:
-            remove(path)
-        except OSError as error:
-            log.info(wrapped(f"note: a partial file of a killed run cannot be removed: {reason(error)}"))
-
-
-def save_video(video: torch.Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
-    """Write a float `[F, 3, H, W]` video in [0, 1] as MP4, named by number and prompt."""
-    slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
-    path = folder / f"{number:02d}-{slug}.mp4"
-    save_mp4(path, video, fps)
-    return path
-
-
-def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """Return the content of `run.json` for a run that starts or resumes at `iteration`.
-
-    The run id, and the date, commit and command of the first start are kept; those of each resume are listed under
-    `resumed`. All other facts come from the newest start.
-    """
-    start = {key: facts[key] for key in ("date", "commit", "command")}
-    file = run / "run.json"
-    if not file.is_file():
-        return {"run_id": secrets.token_hex(4), **facts}
-    first = read_json(file)
-    kept = {"run_id": secrets.token_hex(4)} | {key: first[key] for key in ("run_id", *start) if key in first}
-    return {**facts, **kept, "resumed": [*first.get("resumed", []), {"iteration": iteration, **start}]}
+def _all(values: Iterable[object], kind: Any) -> bool:
+    """Whether all values are of a type, and the finite numbers among them within float32."""
+    return all(
+        isinstance(value, kind) and not (isinstance(value, int | float) and LARGEST < abs(value) < math.inf)
+        for value in values
+    )

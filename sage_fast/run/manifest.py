@@ -1,4 +1,4 @@
-"""The checkpoints in a run folder, and whether one is whole.
+"""Manifests of checkpoints and final weights: whether one is whole.
 
 Imports nothing heavy.
 """
@@ -6,7 +6,6 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,6 @@ def check_weights(weights: str | None) -> None:
     folder = Path(weights or "")
     if weights is not None and (folder / MANIFEST).is_file() and (fault := fault_of_weights(folder)):
         raise UserError(f"model.weights = {str(folder)!r}: damaged: {fault}; expected what the run wrote, or a copy")
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, oldest first."""
-    found = [path for path in (run / "checkpoints").glob("iteration-*") if re.fullmatch(r"iteration-\d+", path.name)]
-    return sorted(found, key=iteration_of)
 
 
 def iteration_of(folder: Path) -> int:

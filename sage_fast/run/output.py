@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from sage_fast.config.schema import Config
-from sage_fast.run.manifest import checkpoints, iteration_of
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.manifest import iteration_of
 from sage_fast.run.resume import check_kept, check_run
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import PARTIAL, read_metrics
-
-LOCK = "run.lock"
+from sage_fast.util.files import PARTIAL
 
 
 def check_output(config: Config, *, resume: bool) -> None:
@@ -20,11 +19,11 @@ def check_output(config: Config, *, resume: bool) -> None:
         UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds no run, a run that
             began with other values of settings it must keep, a run past `train.iterations`, or one without its metrics.
     """
-    run = Path(config.output)
+    run, path = RunFolder(config.output), Path(config.output)
     if resume:
         check_run(run)
         check_kept(config)
-        saved = [*map(iteration_of, checkpoints(run))] or [0]
+        saved = [*map(iteration_of, run.checkpoints())] or [0]
         done = saved[-1]
         if done > config.train.iterations:
             raise UserError(
@@ -32,32 +31,26 @@ def check_output(config: Config, *, resume: bool) -> None:
                 "nothing was changed"
             )
         check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
-    elif (run.is_symlink() or run.exists()) and not run.is_dir():  # in this order: another rank may just make it
-        found = "a file" if run.exists() else "a link to nothing"
+    elif (path.is_symlink() or path.exists()) and not path.is_dir():  # in this order: another rank may just make it
+        found = "a file" if path.exists() else "a link to nothing"
         raise UserError(f"output = {config.output!r}: {found}; expected a new or empty folder")
-    elif run.is_dir() and any(not _is_trace(path) for path in run.iterdir()):
-        holds_run = (run / "config.yaml").exists()
-        found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
+    elif path.is_dir() and any(file.name != run.lock_file.name and file.suffix != PARTIAL for file in path.iterdir()):
+        found = "a run: continue it with --resume" if run.exists else "other files: it must be new or empty"
         raise UserError(
             f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
             "nothing was changed"
         )
 
 
-def check_metrics(run: Path, done: int) -> None:
+def check_metrics(run: RunFolder, done: int) -> None:
     """Check that `metrics.jsonl` begins with the lines of iterations 0 to `done` - 1.
 
     Raises:
         UserError: one is missing, or not in its place.
     """
-    found = [row["iteration"] for row in read_metrics(run / "metrics.jsonl")]
+    found = [row["iteration"] for row in run.rows]
     if missing := [i for i in range(done) if found[i : i + 1] != [i]]:
         raise UserError(
-            f"{str(run / 'metrics.jsonl')!r}: the line of iteration {missing[0]} is missing; put a copy of the file "
+            f"{str(run.metrics_file)!r}: the line of iteration {missing[0]} is missing; put a copy of the file "
             "there, or start another run with --output and no --resume; nothing was changed"
         )
-
-
-def _is_trace(path: Path) -> bool:
-    """Whether this file is a leftover of a run that was killed during start-up."""
-    return path.name == LOCK or path.suffix == PARTIAL

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config.fields import settings_of
-from sage_fast.config.loader import load
 from sage_fast.config.rewards import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
+from sage_fast.run.folder import RunFolder
 from sage_fast.util.errors import UserError
 
 KEPT = (
@@ -22,20 +22,20 @@ KEPT = (
     "data.eval_prompts",
     *(f"sampling.{name}" for name in ("num_frames", "height", "width", "shift", "guidance_scale")),
     *(f"reward.{name}" for name in ("several", "name", "args", "normalisation", "prefix")),
-    *(f"eval.{name}" for name in ("steps", "sampler", "guidance_scale", "num_prompts", "seeds_per_prompt", "judge")),
+    *(f"eval.{name}" for name in ("steps", "guidance_scale", "num_prompts", "seeds_per_prompt", "judge")),
 )
 """Settings that a resume must not change. Otherwise the checkpoint belongs to another policy, or the evaluations before
 and after training are not paired."""
 
 
-def check_run(run: Path) -> None:
+def check_run(run: RunFolder) -> None:
     """Check that a folder holds a run.
 
     Raises:
         UserError: it does not.
     """
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"output = {str(run)!r}: no run to resume there; leave --resume out to start one")
+    if not run.exists:
+        raise UserError(f"output = {str(run.path)!r}: no run to resume there; leave --resume out to start one")
 
 
 def check_kept(config: Config) -> None:
@@ -44,7 +44,7 @@ def check_kept(config: Config) -> None:
     Raises:
         UserError: the run in `config.output` began with another value of one of them.
     """
-    begun = load(Path(config.output) / "config.yaml")
+    begun = RunFolder(config.output).settings()
     for name in KEPT:
         old, new = value_of(begun, name), value_of(config, name)
         if _kept(begun, name) != _kept(config, name):
@@ -88,9 +88,6 @@ def value_of(config: Config, name: str) -> Any:
 
 # -- restarts by torchrun ---------------------------------------------------------------------------------------------
 
-LAUNCHERS = "launchers"
-"""File in a run folder: the torchrun processes that launched the run's first ranks, one per line."""
-
 
 def launcher() -> str | None:
     """Return an id of this rank's torchrun process, which is stable over restarts; None without torchrun.
@@ -104,7 +101,7 @@ def launcher() -> str | None:
     return f"{socket.gethostname()} {parent} {started}"
 
 
-def began_here(run: Path) -> bool:
+def began_here(run: RunFolder) -> bool:
     """Whether this process is a restart of the run in `run` by the torchrun that began it."""
-    own, file = launcher(), run / LAUNCHERS
+    own, file = launcher(), run.launchers_file
     return own is not None and file.is_file() and own in file.read_text(encoding="utf-8").splitlines()

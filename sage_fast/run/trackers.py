@@ -35,7 +35,7 @@ Values = Mapping[str, Any]
 Sheet = Callable[[], Image]
 """Returns the contact sheet of an evaluation, drawn by the first call."""
 
-CHANCES = 3
+MAX_FAILURES = 3
 """Failed calls after which a tracker is dropped."""
 SECONDS = 60.0
 """How long a call of a tracker may take; then it is dropped at once."""
@@ -57,9 +57,6 @@ class Tracker:
         RunError: it does not start, for example for lack of a login.
     """
 
-    extra = ""
-    """Extra of this package that installs it; empty if the package of its name does."""
-
     def __init__(self, name: str, config: Config, run: Path, run_id: str, iteration: int) -> None:
         PartialState()  # required by the trackers' logger; it joins the process group of `ranks.initialize`
         self.config, self.run, self.run_id, self.iteration = config, run, run_id, iteration
@@ -69,19 +66,6 @@ class Tracker:
             self._store_settings()
         except (Exception, SystemExit) as error:  # each tracker has its own for a missing login or server
             raise RunError(f"tracker {name!r} does not start: {error}") from error
-
-    @classmethod
-    def check(cls, name: str) -> None:
-        """Check that a tracker is installed.
-
-        Raises:
-            UserError: accelerate does not know it, or it is not installed.
-        """
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise UserError(f"tracking.trackers: {name!r}: {nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
-        if name not in {str(installed) for installed in get_available_trackers()}:
-            package = f"'sage-fast[{cls.extra}]'" if cls.extra else name.replace("_", "-")
-            raise UserError(f"tracking.trackers: {name!r} is not installed; install it with: pip install {package}")
 
     def _make(self, kind: Any) -> Any:
         return kind(self.config.tracking.project, *[self.run] * kind.requires_logging_directory)
@@ -95,18 +79,10 @@ class Tracker:
     def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
         """Send the video files if the tracker plays them, and a contact sheet of the videos if it takes images."""
         if hasattr(self.tracker, "log_images"):
-            self.tracker.log_images({"heldout/videos": self._image(sheet())}, step=step)
-
-    def _image(self, sheet: Image) -> Any:
-        return [sheet]
+            self.tracker.log_images({"heldout/videos": [sheet()]}, step=step)
 
     def finish(self) -> None:
         self.tracker.finish()
-
-
-class Aim(Tracker):
-    def _image(self, sheet: Image) -> Any:
-        return sheet
 
 
 class TensorBoard(Tracker):
@@ -124,7 +100,6 @@ class Trackio(Tracker):
     """Plays videos; it identifies a run by its name."""
 
     package = "trackio"
-    extra = "trackers"
 
     def _make(self, kind: Any) -> Any:
         return kind(self.config.tracking.project, name=f"{self.run.name}-{self.run_id}", resume="allow")
@@ -156,7 +131,7 @@ class Wandb(Trackio):
         self.tracker.log({**values, self.STEP: step})
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "aim": Aim}
+TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 """Name in `tracking.trackers` -> its class; `Tracker` is the class of accelerate's other trackers."""
 
 
@@ -167,7 +142,11 @@ def check_trackers(names: Iterable[str]) -> None:
         UserError: accelerate does not know a name, or a tracker is not installed.
     """
     for name in names:
-        TRACKERS.get(name, Tracker).check(name)
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(f"tracking.trackers: {name!r}: {nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
+        if name not in map(str, get_available_trackers()):
+            package = name.replace("_", "-")
+            raise UserError(f"tracking.trackers: {name!r} is not installed; install it with: pip install {package}")
 
 
 class _Thread:
@@ -243,10 +222,10 @@ class Trackers:
             if hangs or self._failures[name] == 1:
                 note = (
                     f"note: tracker {name!r} failed ({in_one_line(error)}); it is left out"
-                    f"{'' if hangs else f' if it fails {CHANCES} times'}, and metrics.jsonl has every row"
+                    f"{'' if hangs else f' if it fails {MAX_FAILURES} times'}, and metrics.jsonl has every row"
                 )
                 log.info(wrapped(note))
-            if hangs or self._failures[name] == CHANCES:
+            if hangs or self._failures[name] == MAX_FAILURES:
                 del self._started[name]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 import logging
+import pkgutil
 import shutil
 import sys
 import time
@@ -18,10 +19,9 @@ from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.eval.evaluation import check_pairs, evaluate, read_evaluation
-from sage_fast.eval.hacking import verdict
-from sage_fast.eval.scores import read_evaluations
-from sage_fast.loading import check_trajectories, load_setup
+from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
+from sage_fast.eval.gains import hacking_in_run
+from sage_fast.loading import Setup, check_trajectories, load_setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
@@ -32,21 +32,22 @@ from sage_fast.run.checkpoint import (
     save_checkpoint,
     save_final_weights,
 )
-from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
-from sage_fast.run.manifest import check_weights, checkpoints, iteration_of
+from sage_fast.run.claim import claim_output, locked, remove_partials, replace_settings, run_facts
+from sage_fast.run.evaluations import from_run
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.manifest import check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, seconds_left
 from sage_fast.run.method import method_of
 from sage_fast.run.output import check_metrics, check_output
-from sage_fast.run.profile import RunProfile
 from sage_fast.run.stop import Stop
-from sage_fast.run.writer import MetricsWriter, check_trackers
+from sage_fast.run.writer import MetricsWriter
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import Round, log_to, wrapped
+from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
-from sage_fast.util.errors import RankError, Stopped, in_one_line
-from sage_fast.util.files import read_json, write_atomic, write_json
-from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
-from sage_fast.util.videos import numbered
+from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line
+from sage_fast.util.files import write_json
+from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, initialize, rank, shutdown, world_size
+from sage_fast.util.videos import numbered, save_video
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def train(config: Config, *, resume: bool = False, report: Report = lambda run, 
     initialize(config.timeout_minutes)
     check_trainable(config)
     check_engine(config.train)
-    check_trackers(config.tracking.trackers)
+    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
     check_output(config, resume=resume)
     if not resume:
         check_weights(config.model.weights)
@@ -115,10 +116,11 @@ class Run:
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(self.folder, dump(config))
-        own_log = self.folder / "logs" / f"rank-{rank():03d}.log"
+        run = RunFolder(self.folder)
+        own_log = run.log_file(rank())
         if world_size() > 1:
             log_to(own_log)
-        setup.encode(self.folder / "embeddings")
+        setup.encode(run.embeddings)
         policy = setup.model.policy
         self.trainer = trainer = Trainer(
             config,
@@ -149,7 +151,7 @@ class Run:
         if (found := load_checkpoint(self.folder, self.trainer.engine)) is not None:
             self.done, counters, anchor = found
             self.trainer.load_state_dict(counters, anchor)
-        check_metrics(self.folder, self.done)
+        check_metrics(RunFolder(self.folder), self.done)
         if rank() == 0:  # only after every check of the new settings
             remove_partials(self.folder)
         replace_settings(self.config)
@@ -167,13 +169,11 @@ class Run:
                 self.evaluate("before", 0, self._start_weights)
             if self._evaluation_is_due and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None:
                 self.evaluate(f"iteration-{self.done:06d}", self.done)
-            began, first, bar = time.monotonic() - sum(self.evaluation_seconds), self.done, Round()
-            profile = RunProfile(config.profiling.iterations, self.folder / "profile")
+            began, first = time.monotonic() - sum(self.evaluation_seconds), self.done
             for index in range(first, config.train.iterations):
                 self.stop.boundary(trainer.device)
                 completed = _Completed(trainer)
-                with profile.over(index), bar.over(f"iteration {index + 1}/{config.train.iterations}"):
-                    row = trainer.iteration(index)
+                row = trainer.iteration(index)
                 self.done, trainer.mid_iteration = index + 1, False  # complete even if the lines below fail
                 row |= throughput(trainer, row)
                 if self.writer is not None:
@@ -211,7 +211,7 @@ class Run:
         """
         log.info(f"evaluate ({name})")
         began = time.monotonic()
-        folder, shown = self.folder / "videos" / name, self.config.eval.num_videos
+        folder, shown = RunFolder(self.folder).videos(name), self.config.eval.num_videos
         # The videos of `comparison.png` are chosen by the final scores, so all candidates are kept until then.
         keep_all = name in ("before", "after") or iteration == self.config.eval.interval
         if self.writer is not None:
@@ -229,11 +229,10 @@ class Run:
         if self.writer is not None:
             scores = result.to_json()
             files = [path for number, path in numbered(folder).items() if number < shown]
-            (self.folder / "eval").mkdir(exist_ok=True)
-            write_atomic(self.folder / "eval" / f"{name}.json", json.dumps(scores))
+            RunFolder(self.folder).write_evaluation(name, scores)
             self.writer.write_evaluation(scores, files, result.videos)
-            evaluations = read_evaluations(self.folder)[0]
-            if found := verdict({name: s for name, s in evaluations.items() if s["iteration"] <= iteration}):
+            evaluations = from_run(RunFolder(self.folder)).values()
+            if found := hacking_in_run([videos for videos in evaluations if videos.iteration <= iteration]):
                 log.warning(wrapped(f"warning: {found}"))
         if name != "after":  # `train` draws the complete run
             self.draw(complete=False)
@@ -262,7 +261,7 @@ class Run:
     def _save_last_complete(self, completed: _Completed | None, reason: BaseException) -> None:
         """Save the last complete iteration of a run that ends early, for `reason`."""
         if self.trainer.mid_iteration and not (completed is not None and completed.restore(self.trainer)):
-            kept = checkpoints(self.folder)
+            kept = RunFolder(self.folder).checkpoints()
             log.info(
                 f"stopped within iteration {self.done + 1}, whose updates are lost; continue with --resume, "
                 + (f"from the checkpoint of {iteration_of(kept[-1])} iterations" if kept else "from the beginning")
@@ -270,7 +269,7 @@ class Run:
             return
         try:
             self.checkpoint()
-            first = "" if isinstance(reason, Stopped) else "mend the cause, then "
+            first = "" if isinstance(reason, Stopped) else "fix the cause, then "
             log.info(f"stopped after {self.done} iterations; {first}continue with --resume")
         except (OSError, RankError) as error:
             log.info(f"stopped after {self.done} iterations, and no checkpoint could be written: {error}")
@@ -310,10 +309,34 @@ class _Completed:
 
 def _attention(configured: AttentionBackend, run: Path, *, resume: bool) -> AttentionBackend:
     """Return the attention backend. A resumed run keeps its own: a new measurement could change the bits."""
-    file = run / "run.json"
-    if configured != "auto" or not resume or not file.is_file():
-        return configured
-    return read_json(file).get("attention", "auto")
+    return RunFolder(run).facts.get("attention", "auto") if configured == "auto" and resume else configured
+
+
+def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
+    """Read an evaluation on rank 0 and broadcast it; None if it is missing or damaged."""
+    scores = None
+    if rank() == 0:
+        with contextlib.suppress(UserError):
+            scores = RunFolder(run).evaluation(name)
+    return broadcast_object(scores, 0)
+
+
+def check_pairs(setup: Setup, run: Path) -> bool:
+    """Return whether `run` was evaluated before training.
+
+    Raises:
+        UserError: it was, on other prompts, negative prompts or seeds than the current ones.
+    """
+    before = read_evaluation(run, "before")
+    keys, seeds = prompts_and_seeds(setup)
+    held = before and (before["prompts"], before.get("negatives", {}), before["seeds"])
+    if held is not None and held != (keys, negatives_for(setup, keys), seeds.tolist()):
+        raise UserError(
+            f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than those that the run in "
+            f"{str(run)!r} was evaluated on before training; restore the file, or begin another run; nothing was "
+            "changed"
+        )
+    return before is not None
 
 
 # -- run.json and throughput ------------------------------------------------------------------------------------------
@@ -344,7 +367,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
     }
     if rank() == 0:
         facts = run_facts(run, facts, iteration)
-        write_json(facts, run / "run.json")
+        write_json(facts, RunFolder(run).facts_file)
     lines = [
         f"{facts['device']} x {world_size()}, {facts['threads']} threads",
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
+import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,11 @@ from torch import Tensor
 
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import columns_of, mean_and_margin
+from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
-from sage_fast.util.files import append_line, json_value, read_metrics, write_atomic
+from sage_fast.util.files import append_line, json_value, write_atomic
 
 log = logging.getLogger(__name__)
-
-TRACKERS = "sage_fast.run.trackers"
-"""Module of the trackers, imported only by a run that has any."""
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Check that the trackers are installed, without starting them.
-
-    Raises:
-        UserError: accelerate does not know a name, or a tracker is not installed.
-    """
-    if names:
-        importlib.import_module(TRACKERS).check_trackers(names)
 
 
 class MetricsWriter:
@@ -50,12 +38,12 @@ class MetricsWriter:
     """
 
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:
-        path = run / "metrics.jsonl"
-        kept = [row for row in read_metrics(path) if row["iteration"] < iteration]
+        folder = RunFolder(run)
+        path = folder.metrics_file
+        kept = [row for row in folder.rows if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._trackers: Any = None
-        if config.tracking.trackers:
-            self._trackers = importlib.import_module(TRACKERS).Trackers(config, run.resolve(), run_id, iteration)
+        trackers = pkgutil.resolve_name("sage_fast.run.trackers:Trackers")
+        self._trackers: Any = trackers(config, run.resolve(), run_id, iteration)
         self._file = path.open("ab", buffering=0)
         self._unwritten: list[str] = []
 
@@ -67,9 +55,8 @@ class MetricsWriter:
         """
         self._unwritten.append(json.dumps({key: json_value(value) for key, value in row.items()}))
         self._append()
-        if self._trackers is not None:
-            numbers = {key: x for key, x in row.items() if isinstance(x, int | float) and key != "iteration"}
-            self._trackers.log(numbers, row["iteration"] + 1)
+        numbers = {key: x for key, x in row.items() if isinstance(x, int | float) and key != "iteration"}
+        self._trackers.log(numbers, row["iteration"] + 1)
 
     def write_evaluation(self, scores: Mapping[str, Any], files: Sequence[Path], videos: Sequence[Tensor]) -> None:
         """Send mean held-out scores and videos to the trackers.
@@ -79,8 +66,6 @@ class MetricsWriter:
             files: videos of the first prompts, for trackers that play them.
             videos: videos of the first prompts, float `[F, 3, H, W]` each, for a contact sheet, drawn once.
         """
-        if self._trackers is None:
-            return
         step = scores["iteration"]
         columns, prompts = columns_of(scores).items(), scores["prompts"]
         means = {f"heldout/{name}": mean_and_margin(prompts, values)[0] for name, values in columns}
@@ -106,8 +91,7 @@ class MetricsWriter:
 
         Rows after the last `sync` may be lost; a resume would drop them anyway.
         """
-        if self._trackers is not None:
-            self._trackers.finish()
+        self._trackers.finish()
         try:
             self._file.close()
         except OSError as error:

@@ -5,8 +5,6 @@ Each row gives a verdict (ok, wrong, missing or slow), what was found, and what 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,16 +14,17 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 import torch
 from packaging.requirements import Requirement
 
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import Save, head_line, save_nothing
+from sage_fast.tools.checks import VERDICTS, Check, tried
+from sage_fast.tools.harness import head_line
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import in_one_line
 from sage_fast.util.files import write_json
@@ -33,12 +32,8 @@ from sage_fast.util.ranks import local_device
 
 log = logging.getLogger(__name__)
 
-Verdict = Literal["ok", "wrong", "missing", "slow"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-
 OPTIONAL = {
     "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton"),
-    "nvtx": ("ranges in Nsight", "pip install nvtx"),
     "flash-attn": ("an attention kernel", ATTENTION["flash"].install),
     "xformers": ("an attention kernel", ATTENTION["xformers"].install),
     "deepspeed": ("train.engine = zero1 and zero2", "pip install 'sage-fast[deepspeed]'"),
@@ -46,50 +41,34 @@ OPTIONAL = {
     "trackio": ("a tracker", "pip install 'sage-fast[trackers]'"),
 }
 """Distribution -> (use, how to get it). All are optional."""
-COMPILED = {"triton": "triton", "nvtx": "nvtx", "flash-attn": "flash_attn", "xformers": "xformers.ops"}
+COMPILED = {"triton": "triton", "flash-attn": "flash_attn", "xformers": "xformers.ops"}
 """Distribution -> module, for those that may be installed but broken: built for another torch or CUDA."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
-    """A row of the table."""
-
-    name: str
-    verdict: Verdict
-    found: str
-    advice: str = ""
-
-
-def tried(name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:
-    """Yield the rows of `checks`. If it raises, yield the error as a row: broken machines are what doctor is for."""
-    try:
-        yield from checks()
-    except Exception as error:  # from a compiler, a driver or a package
-        yield Check(name=name, verdict="wrong", found=f"ended in {in_one_line(error)}")
-
-
-def run(device: torch.device | None = None, save: Save = save_nothing) -> dict[str, Any]:
-    """Run all checks, log each when it is done, and return what `sage-fast doctor` writes as JSON.
+def doctor(file: Path | None = None) -> int:
+    """Run all checks, print each when it is done, and return the exit status: 1 if anything is wrong.
 
     The first compilation of kernels takes minutes, or hangs.
 
     Args:
-        device: where to run; by default a GPU if there is one.
-        save: called with the result after every check.
+        file: JSON, written after every row.
     """
-    start = time.perf_counter()
-    device = device or local_device()
+    start, device = time.perf_counter(), local_device()
     # First: after an illegal memory access the device cannot be queried.
     about = environment(device, implementation(device))
     torch.manual_seed(0)
-    checks: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"environment": about, "seconds": 0.0, "checks": checks}
+    done: list[Check] = []
     for check in itertools.chain(packages(), tools(device), tried("the package", lambda: _selftest(device))):
-        log.info(format_check(check))
-        checks.append(dataclasses.asdict(check))
-        result["seconds"] = time.perf_counter() - start
-        save(result)
-    return result
+        done.append(check)
+        advice = f"\n{'':43}-> {check.advice}" if check.advice else ""
+        log.info(f"{check.verdict:<9}{check.name:<34}{check.found}{advice}")
+        if file is not None:
+            rows = [each._asdict() for each in done]
+            write_json({"environment": about, "seconds": time.perf_counter() - start, "checks": rows}, file)
+    counts = Counter(check.verdict for check in done)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    log.info(f"\n{head_line(about)}\n{summary}, in {time.perf_counter() - start:.0f} s")
+    return int(counts["wrong"] > 0)
 
 
 def _selftest(device: torch.device) -> Iterator[Check]:
@@ -108,12 +87,8 @@ def packages() -> Iterator[Check]:
         requirements = [Requirement(line) for line in importlib.metadata.requires("sage-fast") or []]
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-        yield Check(
-            name="sage-fast",
-            verdict="wrong",
-            found="not installed: runs from a folder",
-            advice="pip install --no-build-isolation -e . in the checkout; without it the Triton kernels are not found",
-        )
+        advice = "pip install --no-build-isolation -e . in the checkout; without it the Triton kernels are not found"
+        yield Check("sage-fast", "wrong", "not installed: runs from a folder", advice)
     for requirement in requirements:
         if requirement.marker is None:
             yield _required(requirement)
@@ -129,92 +104,49 @@ def _version(name: str) -> str | None:
 
 
 def _required(requirement: Requirement) -> Check:
-    name, version = requirement.name, _version(requirement.name)
-    advice = f"pip install '{requirement}'"
+    name, version, advice = requirement.name, _version(requirement.name), f"pip install '{requirement}'"
     if version is None:
-        verdict: Verdict = "missing" if name == "argcomplete" else "wrong"
-        return Check(name=name, verdict=verdict, found="not installed", advice=advice)
+        return Check(name, "missing" if name == "argcomplete" else "wrong", "not installed", advice)
     if not requirement.specifier.contains(version, prereleases=True):
-        return Check(name=name, verdict="wrong", found=f"{version}, expected {requirement.specifier}", advice=advice)
-    return Check(name=name, verdict="ok", found=version)
+        return Check(name, "wrong", f"{version}, expected {requirement.specifier}", advice)
+    return Check(name, "ok", version)
 
 
 def _optional(name: str, use: str, advice: str) -> Check:
     version = _version(name)
     if version is None:
-        return Check(name=name, verdict="missing", found=f"not installed; used for {use}", advice=advice)
+        return Check(name, "missing", f"not installed; used for {use}", advice)
     if name in COMPILED:
         try:
             importlib.import_module(COMPILED[name])
         except Exception as error:  # a broken package may raise anything
-            why = f"{version} is installed and cannot be imported: {in_one_line(error)}"
-            return Check(
-                name=name, verdict="wrong", found=why, advice=f"pip uninstall {name}, or for this torch: {advice}"
-            )
-    return Check(name=name, verdict="ok", found=version)
+            found = f"{version} is installed and cannot be imported: {in_one_line(error)}"
+            return Check(name, "wrong", found, f"pip uninstall {name}, or for this torch: {advice}")
+    return Check(name, "ok", version)
 
 
 def tools(device: torch.device) -> Iterator[Check]:
     """Check the compiler, the implementation of the operators on each device, the Triton kernels and the GPU."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    gpu, compiler = device.type == "cuda", shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        uses = "Triton and the C++ operators" if device.type == "cuda" else "the C++ operators"
-        verdict: Verdict = "wrong" if device.type == "cuda" else "missing"
-        advice = "apt install g++, or set CXX (and CC)"
-        yield Check(name="C++ compiler", verdict=verdict, found=f"none; {uses} need it", advice=advice)
+        found = f"none; {'Triton and ' if gpu else ''}the C++ operators need it"
+        yield Check("C++ compiler", "wrong" if gpu else "missing", found, "apt install g++, or set CXX (and CC)")
     else:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-        yield Check(name="C++ compiler", verdict="ok", found=next(iter(version.splitlines()), compiler))
-    for place, wanted in {torch.device("cpu"): "C++", device: {"cuda": "Triton"}.get(device.type, "C++")}.items():
-        serving = implementation(place)
+        yield Check("C++ compiler", "ok", next(iter(version.splitlines()), compiler))
+    advice = "reinstall the package where torch, triton and a C++ compiler are available; unset SAGE_FAST_OPS"
+    for place, wanted in {torch.device("cpu"): "C++", device: "Triton" if gpu else "C++"}.items():
+        name, serving = f"operators, {place.type}", implementation(place)
         right = serving == wanted
-        advice = (
-            ""
-            if right
-            else "reinstall the package where torch, triton and a C++ compiler are available; unset SAGE_FAST_OPS"
-        )
-        yield Check(
-            name=f"operators, {place.type}",
-            verdict="ok" if right else "missing",
-            found=f"served by {serving}",
-            advice=advice,
-        )
+        yield Check(name, "ok" if right else "missing", f"served by {serving}", "" if right else advice)
     if importlib.util.find_spec("sage_fast.kernels") is None:
         advice = "pip install --no-build-isolation -e . in the checkout"
-        yield Check(name="Triton kernels", verdict="wrong", found="sage_fast.kernels is not found", advice=advice)
-    if device.type == "cuda":
+        yield Check("Triton kernels", "wrong", "sage_fast.kernels is not found", advice)
+    if gpu:
         major, minor = torch.cuda.get_device_capability(device)
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         found = f"compute capability {major}.{minor}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
-        yield Check(name=torch.cuda.get_device_name(device), verdict="ok", found=found)
+        yield Check(torch.cuda.get_device_name(device), "ok", found)
     else:
-        yield Check(
-            name="GPU",
-            verdict="missing",
-            found=f"torch {torch.__version__} sees none",
-            advice="the testbed trains on a CPU; the 8.3 B model needs one",
-        )
-
-
-# -- the report -------------------------------------------------------------------------------------------------------
-
-
-def doctor(json: str | None = None) -> int:
-    """Print the table and write the file `json` after every row. Return the exit status: 1 if anything is wrong."""
-    save: Save = save_nothing if json is None else functools.partial(write_json, path=Path(json))
-    result = run(save=save)
-    log.info(format_summary(result))
-    return int(any(check["verdict"] == "wrong" for check in result["checks"]))
-
-
-def format_check(check: Check) -> str:
-    """Format a row for a terminal, with its advice on the next line."""
-    advice = f"\n{'':43}-> {check.advice}" if check.advice else ""
-    return f"{check.verdict:<9}{check.name:<34}{check.found}{advice}"
-
-
-def format_summary(result: Mapping[str, Any]) -> str:
-    """Format the lines below the rows: the machine, and the count of each verdict."""
-    counts = {verdict: sum(check["verdict"] == verdict for check in result["checks"]) for verdict in VERDICTS}
-    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return "\n".join(["", head_line(result["environment"]), f"{summary}, in {result['seconds']:.0f} s"])
+        advice = "the testbed trains on a CPU; the 8.3 B model needs one"
+        yield Check("GPU", "missing", f"torch {torch.__version__} sees none", advice)

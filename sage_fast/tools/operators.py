@@ -19,6 +19,7 @@ from sage_fast.ops.gated_norm import gated_norm, gated_norm_backward_reference, 
 from sage_fast.ops.gated_sum import gated_sum, gated_sum_backward_reference, gated_sum_reference
 from sage_fast.ops.norm_modulate import norm_modulate, norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_backward_reference, norm_rotate_reference
+from sage_fast.ops.norm_silu import norm_silu_reference
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
 
@@ -178,11 +179,28 @@ def check_adapter_rows(kernels: Kernels, layout: Layout, x: Tensor, down: Tensor
     )  # fmt: skip
 
 
+def check_norm_silu(
+    kernels: Kernels, layout: Layout, x: Tensor, gamma: Tensor, scale: float, _: Tensor
+) -> Iterator[Comparison]:
+    """Compare the operator inside a border, which stays zero."""
+
+    def padded(function: Callable[..., Any]) -> Callable[..., Tensor]:
+        def run(x: Tensor, gamma: Tensor, scale: float) -> Tensor:
+            batch, channels, *sizes = x.shape
+            out = x.new_zeros(batch, *(size + 2 for size in sizes), channels).permute(0, 4, 1, 2, 3)
+            function(x, gamma, scale, out[:, :, 2:, 1:-1, 1:-1])
+            return out
+
+        return run
+
+    yield from compare(["out"], padded(kernels("norm_silu")), padded(norm_silu_reference), x, gamma, scale)
+
+
 class Operator(NamedTuple):
     """An operator.
 
     Attributes:
-        function: what a model calls, on the arguments that `inputs` makes.
+        function: what a model calls, on the arguments that `inputs` makes. `norm_silu` writes to one and returns None.
         check: (implementation, layout of the gradients, *arguments) -> comparisons of every output and gradient.
         example: a small, odd shape.
         production: shape of one sample of a run.
@@ -196,6 +214,7 @@ class Operator(NamedTuple):
 
 LATENTS = (3, 32, 5, 7, 9), (1, 32, 21, 45, 80)
 TOKENS = (2, 75, 128), (1, 8000, 2048)
+PIXELS = (2, 3, 5, 7, 24), (1, 1, 480, 832, 128)
 OPERATORS: dict[str, Operator] = {
     "transition_step": Operator(
         lambda x, v, v_uncond, guidance, coefs, step, seed: transition_step(
@@ -214,6 +233,7 @@ OPERATORS: dict[str, Operator] = {
     "gated_sum": Operator(gated_sum, check_gated_sum, *TOKENS),
     "norm_modulate": Operator(norm_modulate, check_norm_modulate, *TOKENS),
     "norm_rotate": Operator(norm_rotate, check_norm_rotate, (2, 75, 11, 2, 64), (1, 8000, 192, 16, 128)),
+    "norm_silu": Operator(torch.ops.sage_fast.norm_silu, check_norm_silu, *PIXELS),
 }  # fmt: skip
 
 
@@ -253,7 +273,8 @@ def inputs(
     """Make random arguments of an operator.
 
     Args:
-        shape: `[B, ...]` of latents, `[B, S, d]` of tokens, or (B, N, L, H, D) of `norm_rotate`.
+        shape: `[B, ...]` of latents, `[B, S, d]` of tokens, (B, N, L, H, D) of `norm_rotate`, or (B, T, H, W, C), the
+            order in memory, of `norm_silu`.
         dtypes: of the latents and of the velocities: the policy's, the unconditional, the anchor's and the old one; or
             of the tokens and their modulation or weights. The last one serves the rest. One alone is that of a run,
             whose latents are float32.
@@ -292,6 +313,9 @@ def inputs(
         rotary = layout(torch.stack([angles.cos(), angles.sin()], dim=-1))
         joint, text = (random(batch, rows, 3, heads, width) for rows in (tokens + texts, texts))
         return [joint, text, *(random(width, of=1) for _ in range(4)), rotary, 1e-6]
+    if operator == "norm_silu":
+        x = random(*shape).permute(0, 4, 1, 2, 3)
+        return [x, random(shape[4], of=1)[:, None, None, None], shape[4] ** 0.5, torch.empty_like(x)]
     batch, _, width = shape
     if operator == "adapter_rows":
         return [random(*shape), random(min(width, 64), width), True]

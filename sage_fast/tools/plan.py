@@ -42,13 +42,12 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
+from sage_fast.parallel import NODE
 from sage_fast.parallel.engine_memory import held_bytes
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings
 from sage_fast.run.method import method_of
 from sage_fast.tools.harness import H200_BF16_FLOPS
-from sage_fast.tools.links import IN_NODE, NODE, PORT
-from sage_fast.tools.traffic import Traffic, traffic
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
 
@@ -99,14 +98,11 @@ class Plan:
         iterations: iterations of the run.
         samples: trained samples per iteration, over all ranks.
         trained_steps: trained transitions per sample; in the longest window, if windows differ.
-        replayed: share of a GPU's rollout steps that run as a CUDA graph, as `_replayed` counts it.
         forwards: part -> single-sample forwards per iteration, over all ranks; guidance counts twice. Without the
             decode.
         busiest: part -> fraction of its FLOPs that the GPU with the most has.
-        saved: fraction of the rollout's forwards that shared initial noise saves, over all ranks and on the busiest.
         flops: part -> FLOPs per iteration, over all ranks; `forward` is one forward of one sample.
         evaluations: those of the run.
-        traffic: kind -> collectives of an iteration, on the GPU with the most work.
         memory: part -> bytes on each GPU while it trains.
         uncounted: what also takes memory on a GPU, in words.
         other_memory: part -> bytes held at another time, in host memory, or with another checkpointing mode.
@@ -126,13 +122,10 @@ class Plan:
     iterations: int
     samples: int
     trained_steps: int
-    replayed: float
     forwards: dict[str, int]
     busiest: dict[str, float]
-    saved: tuple[float, float]
     flops: dict[str, float]
     evaluations: Evaluations
-    traffic: dict[str, Traffic]
     memory: dict[str, float]
     uncounted: list[str]
     other_memory: dict[str, float]
@@ -150,7 +143,6 @@ def plan(
     ranks: int = 1,
     gpu_memory: float = 80e9,
     chosen: CheckpointPlan | None = None,
-    prompts: int | None = None,
     rewards: Mapping[str, float | None] | None = None,
 ) -> Plan:
     """Compute sizes, FLOPs and memory of one iteration.
@@ -162,7 +154,6 @@ def plan(
             decides which weights and optimizer states are sharded.
         gpu_memory: bytes of a GPU, for which `auto` chooses.
         chosen: what a run recomputes; by default what fits.
-        prompts: number of prompts; by default new ones in every iteration.
         rewards: setting and name of a reward -> its bytes on each GPU, or None if it does not say.
     """
     spec = spec or _published()
@@ -184,8 +175,6 @@ def plan(
     stored, offloaded = ({}, stored) if s.offload_trajectories else (stored, {})
     apart |= stored | ({"CUDA graphs": graphs} if graphs else {})
     busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing}
-    batch = {"rollout": s.batch_size, "training": train.batch_size, "anchor": train.batch_size}
-    batched = {part: n * busiest[part] * sharing / min(batch[part], mine) for part, n in counted.items()}
     of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
     return Plan(
         parameters=base,
@@ -197,13 +186,10 @@ def plan(
         iterations=train.iterations,
         samples=samples,
         trained_steps=len(steps),
-        replayed=_replayed(s, train, mine, prompts) if graphs else 0.0,
         forwards=counted,
         busiest=busiest,
-        saved=(1 - rollout_steps / (samples * s.steps), 1 - longest / (mine * s.steps)),
         flops={"forward": cost.forward, **of_parts},
         evaluations=_evaluations(config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing),
-        traffic=traffic(train, policy, batched, ranks=ranks, passes=s.passes, width=config.model.element_bytes),
         memory={**held.weights, **held.training, **apart, of_activations: checkpointing.mean(cost.activations)},
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         other_memory=_brief_memory(s, config.model.element_bytes, spec, mine)
@@ -271,22 +257,6 @@ def _forwards(objective: Objective, passes: int, trained: int, rollout: int) -> 
     return forwards(objective, passes=passes, rollout=rollout, stored=trained, trained=trained, anchored=anchored)
 
 
-def _replayed(sampling: SamplingConfig, train: TrainConfig, samples: int, prompts: int | None) -> float:
-    """Return the share of rollout steps that a GPU replays from CUDA graphs: all but those of a shape's first rollout.
-
-    Each prompt counts as a text length of its own, which has as many shapes as batches have sizes.
-
-    Args:
-        samples: samples of the GPU in an iteration.
-        prompts: number of prompts; None: new ones in every iteration.
-    """
-    group = min(train.group_size, samples)
-    full, rest = divmod(group, sampling.batch_size)
-    lengths = min(prompts or math.inf, train.iterations * min(samples, train.prompts_per_iteration))
-    rollouts = train.iterations * samples / group * (full + (rest > 0))
-    return max(0.0, 1 - lengths * ((full > 0) + (rest > 0)) / rollouts)
-
-
 def _disk(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
     kept, best = train.keep_checkpoints, train.keep_best
     checkpoints = (kept + 1) * checkpoint_bytes(model, train, strategy, policy)
@@ -301,7 +271,7 @@ def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrateg
 
     The trained weights are in it twice, once as sampling and export read them.
     """
-    train = dataclasses.replace(train, engine="plain", offload="none", deepspeed_config=None)
+    train = dataclasses.replace(train, engine="plain", offload="none")
     held = held_bytes(model, train, strategy, policy)
     kept = ("anchor and EMA", f"state of the optimizer ({train.optimizer})")
     whole = held.weights["trained weights"] + sum(held.training[part] for part in kept)
@@ -329,7 +299,6 @@ def format_plan(plan: Plan) -> str:
         "",
         *_format_work(plan, gpus),
         "",
-        *_format_traffic(plan),
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
         _line("together", format_bytes(together)),
@@ -373,20 +342,17 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         work("one forward of one sample", 0, forward, {"rollout": forward}),
         *(work(part, plan.forwards.get(part, 0), flops, {part: longest[part]}) for part, flops in parts.items()),
         work("together", sum(plan.forwards.values()), together, longest),
-        _line("rollout steps replayed from a CUDA graph", f"{plan.replayed:.0%}"),
         "",
         f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
         work("one evaluation", 0, e.flops, evaluation),
         work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
         _line("GPU-hours", "", "", *hours, width=29),
-        *_format_shared_steps(plan),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
             f"H200), with {plan.prompt_tokens} tokens a prompt. 'on H100s' is at the TFLOP/s that one H100 reached "
             f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. Training holds the "
             "backward and the recomputation with checkpointing. The anchor is free in the iteration after its refresh. "
-            "Times are those of the GPU with the most work. Not counted: rewards. On each GPU the first rollout of a "
-            "text length runs without a CUDA graph; each prompt counts as a length of its own.",
+            "Times are those of the GPU with the most work. Rewards and communication are not counted.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -397,42 +363,6 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
 def _seconds(flops: Mapping[str, float]) -> tuple[float, float]:
     """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates."""
     return sum(flops.values()) / H200_BF16_FLOPS, sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
-
-
-def _format_traffic(plan: Plan) -> list[str]:
-    """Format what a GPU sends in an iteration; nothing if it is alone."""
-    if plan.ranks == 1:
-        return []
-    return [
-        f"sent by each of {plan.ranks} GPUs in an iteration, engine {plan.engine}",
-        _line("", "collectives", "GB", "at most", width=29),
-        *(
-            _line(kind, f"{each.count:,.0f}", _number(each.sent / 1e9), _duration(each.seconds), width=29)
-            for kind, each in plan.traffic.items()
-        ),
-        textwrap.fill(
-            f"'at most': nothing overlaps, at {IN_NODE / 1e9:g} GB/s within a node of {NODE} GPUs and {PORT / 1e9:g} "
-            "GB/s through each GPU's port to other nodes, both assumptions. Not counted: all-to-alls of "
-            "model.sequence_parallel, evaluations.",
-            80,
-            initial_indent="  ",
-            subsequent_indent="  ",
-        ),
-        "",
-    ]
-
-
-def _format_shared_steps(plan: Plan) -> list[str]:
-    """Say what groups save by the steps that their samples share; nothing if they share none."""
-    if not any(plan.saved):
-        return []
-    saved, of_busiest = (f"{fraction:.0%}" for fraction in plan.saved)
-    text = (
-        "With shared initial noise the steps before a window are equal for all samples of a group, and a GPU runs them "
-        f"once for those that it has. This saves {saved} of the rollout's forwards, {of_busiest} on the GPU with the "
-        "most, as a mean over the windows. Groups stay whole or are split, whichever leaves that GPU less."
-    )
-    return [textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="  ")]
 
 
 def _count(count: int) -> str:
@@ -469,7 +399,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
     sizes = reward_sizes(config.named_rewards)
-    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, prompts=len(train), rewards=sizes))
+    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes))
     return f"{wrapped(method_of(Objective.of(config), config.sampling))}\n\n{data}\n\n{costs}"
 
 

@@ -1,4 +1,4 @@
-"""Profile one iteration: time by phase and by kernel family, MFU and HFU, a Chrome trace.
+"""Profile one iteration: time by phase and, on a GPU, by kernel family, MFU and HFU, a Chrome trace.
 
     <folder>/profile.json rank-000.json.gz ...
 
@@ -12,7 +12,6 @@ import bisect
 import contextlib
 import logging
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
-from sage_fast.util.profiling import DOMAIN, PHASES, WAIT, annotate, ranges
+from sage_fast.util.profiling import PHASES, WAIT, annotate, ranges
 from sage_fast.util.ranks import barrier, initialize, rank, world_size
 
 log = logging.getLogger(__name__)
@@ -45,29 +44,22 @@ TRACE = "rank-{:03d}.json.gz"
 PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
 """Phase -> part of the plan, for phases whose FLOPs have a formula."""
 
-PYTHON = "Python between operators"
 FAMILIES = {
     "sage_fast operators": r"sage_fast|^_[a-z_]+_kernel$",
     "attention": r"attention|attn|flash|fmha|softmax",
     "convolution": r"conv(?!ert)|vol2col|fprop|dgrad|wgrad|winograd|nchw|nhwc",
-    "optimizer": r"adam|_foreach|multi_tensor|aten::(lerp|addcdiv)",
-    "matmul": r"gemm|gemv|mm\b|matmul|linear\b|nvjet|cutlass|cublas|splitk",
-    "reductions": r"reduce|vector_norm|aten::(sum|mean|std|amin|amax|max|min|any|all|cumsum)\b",
-    "views and autograd": r"autograd::|backward\d*$|^_|^detach|aten::(as_strided|view|_?reshape|t\b|transpose|permute"
-    r"|expand|empty|slice|select|narrow|unsqueeze|squeeze|split|chunk|unbind|unflatten|flatten|detach|alias|item"
-    r"|resolve_|_local_scalar|result_type|promote_types|new_empty|resize|lift|_unsafe_view|_conj|dropout|contiguous)",
-    "copies": r"copy|memcpy|memset|catarray|replication_pad|aten::(cat\b|to\b|_to_|type_as|clone|stack|fill|zero|ones"
-    r"|new_|pad|index|repeat|scalar_tensor|arange)",
-    "normalisation, elementwise": r"norm|elementwise|triton_|gelu|silu|aten::(add|sub|mul|div|pow|sqrt|rsqrt|exp|log"
-    r"|sin|cos|neg|abs|clamp|reciprocal|square|maximum|minimum|bitwise|logical|__|eq|ne|gt|ge|lt|le|is|where|nonzero"
-    r"|masked|round|floor|rand)",
+    "optimizer": r"adam|multi_tensor",
+    "matmul": r"gemm|gemv|matmul|nvjet|cutlass|cublas|splitk",
+    "reductions": r"reduce|vector_norm",
+    "copies": r"copy|memcpy|memset|catarray|replication_pad",
+    "normalisation, elementwise": r"norm|elementwise|triton_|gelu|silu",
 }
-"""Family -> pattern in the name of a CUDA kernel or an aten operator. The first family that matches counts it."""
+"""Family -> pattern in the name of a CUDA kernel. The first family that matches counts it."""
 _PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in FAMILIES.items()}
 
 
 class Work(NamedTuple):
-    """A GPU kernel, or the self time of a CPU operator; times in microseconds."""
+    """A GPU kernel; times in microseconds."""
 
     name: str
     start: float
@@ -76,7 +68,7 @@ class Work(NamedTuple):
 
 
 def family(name: str) -> str:
-    """Return the family of a kernel or operator, by its name."""
+    """Return the family of a kernel, by its name."""
     return next((family for family, pattern in _PATTERNS.items() if pattern.search(name)), "other")
 
 
@@ -87,7 +79,7 @@ def profile_iteration(
 
     Args:
         config: validated settings.
-        source: the configuration as given on the command line, for the printed commands.
+        source: the configuration as given on the command line.
         settings: the settings given with it.
         folder: folder for profile.json, each rank's trace and the prompt embeddings.
         warmup: iterations before the measured one.
@@ -137,15 +129,15 @@ def profile_iteration(
         "planned_bytes": sum(expected.memory.values()),
         "families": [],
         "trace": None if window_only else str(folder / TRACE.format(rank())),
-        "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2, ranks=world_size()),
     }
     if profiler is not None and rank() == 0:
         write_json(result, folder / "profile.json")  # a million events take minutes to read
-        log.info("reading the trace")
-        work, changes = _read(list(profiler.events() or []), device)
-        busy = busy_seconds(work, changes) if device.type == "cuda" else {}
-        result |= {"phases": phase_table(row, done, useful, ceiling, busy), "families": family_table(work, changes)}
-        write_json(result, folder / "profile.json")
+        if device.type == "cuda":
+            log.info("reading the trace")
+            work, changes = _read(list(profiler.events() or []))
+            busy = busy_seconds(work, changes)
+            result |= {"phases": phase_table(row, done, useful, ceiling, busy), "families": family_table(work, changes)}
+            write_json(result, folder / "profile.json")
     if profiler is not None:
         profiler.export_chrome_trace(str(result["trace"]))
     return result
@@ -215,26 +207,19 @@ def phase_table(
     return table
 
 
-def _read(events: Sequence[Any], device: torch.device) -> tuple[list[Work], list[tuple[float, str]]]:
-    """Return the kernels (CUDA) or operators (CPU) of a profile, and the times at which the phase changes.
+def _read(events: Sequence[Any]) -> tuple[list[Work], list[tuple[float, str]]]:
+    """Return the kernels of a profile, and the times at which the phase changes.
 
     In a profile every phase ends with a synchronisation. So a kernel belongs to the phase in which it began, whatever
     its stream or graph.
     """
-    host = [event for event in events if event.device_type == DeviceType.CPU]
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    work = [Work(e.name, e.time_range.start, e.time_range.elapsed_us(), family(e.name)) for e in kernels]
     spans = [
         (e.time_range.start, e.time_range.end, e.name)
-        for e in host
-        if e.is_user_annotation and e.name in (*PHASES, WAIT)
+        for e in events
+        if e.device_type == DeviceType.CPU and e.is_user_annotation and e.name in (*PHASES, WAIT)
     ]
-    if device.type == "cuda":
-        kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        work = [Work(e.name, e.time_range.start, e.time_range.elapsed_us(), family(e.name)) for e in kernels]
-    else:
-        work = [
-            Work(e.name, e.time_range.start, e.self_cpu_time_total, PYTHON if e.is_user_annotation else family(e.name))
-            for e in host
-        ]
     return work, phase_changes(spans)
 
 
@@ -274,26 +259,8 @@ def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> 
     return busy
 
 
-def nsight_commands(
-    source: str, settings: Mapping[str, str], folder: Path, warmup: int, step: int, *, ranks: int = 1
-) -> dict[str, list[str]]:
-    """Return tool -> command that profiles the same window; `ncu` profiles one denoising step of it, on one rank.
-
-    `ncu` replays kernels, and a replayed kernel of a collective would wait for the other ranks.
-    """
-    window = ["torchrun", "--nproc-per-node", str(ranks), "-m", "sage_fast"] if ranks > 1 else ["sage-fast"]
-    window += ["profile", source, "--folder", str(folder), "--warmup", str(warmup), "--window-only"]
-    window += [part for key, value in settings.items() for part in (f"--{key}", value)]
-    nsys = ["nsys", "profile", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
-    nsys += ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-graph-trace=node", f"--output={folder / 'nsys'}"]
-    # The trailing slash marks a push/pop range.
-    ncu = ["ncu", "--profile-from-start", "off", "--nvtx", "--nvtx-include", f"{DOMAIN}@step {step}/"]
-    ncu += ["--export", str(folder / "ncu")]
-    return {"nsys": nsys + window} | ({"ncu": ncu + window} if ranks == 1 else {})
-
-
 def format_profile(result: Mapping[str, Any]) -> str:
-    """Format the tables for a terminal, and the commands."""
+    """Format the tables for a terminal."""
 
     def cell(value: float | None, form: str, scale: float = 1.0) -> str:
         return "" if value is None else format(value / scale, form)
@@ -327,14 +294,12 @@ def format_profile(result: Mapping[str, Any]) -> str:
         lines.append(f"peak of allocated memory: {found}{share}")
     if result["families"]:
         sums = {name: sum(row.values()) for name, row in result["families"].items()}
-        kind = "kernels, GPU seconds" if gpu else "operators, self seconds"
         columns = [phase for phase in COLUMNS if phase in phases]
-        lines += ["", f"{kind:<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in columns)]
+        lines += ["", f"{'kernels, GPU seconds':<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in columns)]
         for name, row in result["families"].items():
             cells = [f"{row[phase]:>11.4f}" for phase in columns]
             lines.append(f"{name:<28}{sums[name] / sum(sums.values()):>8.1%}" + "".join(cells))
+    if result["trace"] is not None:
         others = f" (of other ranks: {TRACE.format(1)} ...)" if result["ranks"] > 1 else ""
         lines += ["", f"trace, for chrome://tracing or ui.perfetto.dev: {result['trace']}{others}"]
-    step = ", and one denoising step of it under Nsight Compute" if result["ranks"] == 1 else ""
-    lines += ["", f"the same window under Nsight Systems{step}:"]
-    return "\n".join([*(line.rstrip() for line in lines), *(f"  {shlex.join(c)}" for c in result["commands"].values())])
+    return "\n".join(line.rstrip() for line in lines)

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import functools
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
+from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION, usable
-from sage_fast.models.attention.trial import fastest, measure_attention, try_attention
+from sage_fast.models.attention.trial import fastest, try_attention
 from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import random_module
-from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec
 from sage_fast.rollout.graphs import Recorder, StepGraphs
+from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
-from sage_fast.tools.doctor import Check, tried
-from sage_fast.tools.harness import host_timer, matmul_ceiling, of_limit, usual_dtype
+from sage_fast.testbed.model import LATENT_SHAPE
+from sage_fast.tools.checks import Check, tried
+from sage_fast.tools.harness import matmul_ceiling, of_limit, usual_dtype
 from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong
-from sage_fast.tools.replays import replay_problem
 from sage_fast.util.captions import Caption
 from sage_fast.util.console import quiet
 from sage_fast.util.errors import in_one_line
+from sage_fast.util.seeding import sample_seeds
 
 PROMPT = "a red circle moves left quickly"
 TESTBED = "random:testbed"
-LEAST_SHARE = {"operator": 0.8, "adapter_rows": 0.2, "attention": 0.4, "transformer": 0.5}
-"""Threshold below which a GPU row is slow: share of a copy's bandwidth, or of a matrix product's ceiling. An H100 that
-ran alone reached 0.81 to 0.99, with `adapter_rows` 0.25, which multiplies too; 0.73; and 0.64. The files are
-`2026-11-25-h100-doctor.json` in benchmarks/results, and `2026-11-25-h100-operators.json` for the transitions."""
+LEAST_SHARE = 0.4
+"""Share of a matrix product's ceiling below which attention on a GPU is slow. An H100 that ran alone reached 0.73:
+`2026-11-25-h100-doctor.json` in benchmarks/results."""
 NO_CEILING = "the matrix product above was slowed down, as by other programs, or its library is slow on this device"
 
 
@@ -45,12 +43,8 @@ def checks(device: torch.device) -> Iterator[Check]:
     if device.type != "cpu":
         yield from tried("operators, cpu", lambda: operators(torch.device("cpu")))
     ceiling = matmul_ceiling(device, usual_dtype(device))
-    yield Check(name="matrix product", verdict="ok", found=f"{ceiling / 1e12:.3g} TFLOP/s in {usual_dtype(device)}")
-    bandwidth = copy_bandwidth(device)
-    yield Check(name="copy", verdict="ok", found=f"{bandwidth / 1e9:,.0f} GB/s, read and written")
-    yield from tried("operators, speed", lambda: speeds(device, bandwidth))
+    yield Check("matrix product", "ok", f"{ceiling / 1e12:.3g} TFLOP/s in {usual_dtype(device)}")
     yield from tried("attention", lambda: attention(device, ceiling))
-    yield from tried("transformer", lambda: [transformer(device, ceiling)])
     yield from tried("CUDA graph", lambda: [graphs(device)])
 
 
@@ -72,65 +66,16 @@ def operator_check(operator: str, kernels: Kernels, device: torch.device, dtype:
         compared = list(check(operator, kernels, inputs(operator, OPERATORS[operator].example, dtype, device)))
     except Exception as error:  # this check looks for kernels that cannot be compiled or launched
         found = f"it does not run: {in_one_line(error)}"
-        return Check(name=name, verdict="wrong", found=found, advice=advice)
+        return Check(name, "wrong", found, advice)
     if found := wrong(compared):
-        return Check(name=name, verdict="wrong", found=found, advice=advice)
+        return Check(name, "wrong", found, advice)
     worst = max(error / max(largest, 1e-30) for error, _, largest in (each.errors() for each in compared))
     names = dict.fromkeys(comparison.name for comparison in compared)
     found = f"{', '.join(names)}: largest error {worst:.0e} of the largest value"
-    return Check(name=name, verdict="ok", found=found)
+    return Check(name, "ok", found)
 
 
-# -- speed ------------------------------------------------------------------------------------------------------------
-
-
-def _seconds(function: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """Return the seconds of one call: the median of five runs of `calls`, after one that compiles and allocates."""
-    timer = host_timer(lambda: [function() for _ in range(calls)], device)
-    timer()
-    return statistics.median(timer() for _ in range(5)) / calls
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second, read plus written, of a copy larger than any cache."""
-    size = 2**30 if device.type == "cuda" else 2**26
-    source = torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / _seconds(lambda: target.copy_(source), device, 5 if device.type == "cuda" else 2)
-
-
-def large_inputs(operator: str, device: torch.device) -> list[Any]:
-    """Make the arguments of an operator in the usual dtype, so large that only memory limits a copy.
-
-    24 samples of a transition took an H100 less time than its host took for the launches.
-    """
-    gpu = device.type == "cuda"
-    batch = (96 if gpu else 2) if operator.startswith("transition") else (4 if gpu else 1)
-    shape = (batch, *OPERATORS[operator].production[1:])
-    return inputs(operator, shape, usual_dtype(device), device, optional=False)
-
-
-def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
-    """Check the speed of each operator's forward at a production size, as a share of a copy of the same bytes."""
-    for operator, (function, *_) in OPERATORS.items():
-        arguments = large_inputs(operator, device)
-        out = function(*arguments)
-        outputs, given = [out] if isinstance(out, Tensor) else out, [a for a in arguments if isinstance(a, Tensor)]
-        # An output that is a view of an argument is neither read nor written.
-        places = {a.untyped_storage().data_ptr() for a in given}
-        moved = sum(a.nbytes for a in given)
-        moved += sum(-o.nbytes if o.untyped_storage().data_ptr() in places else o.nbytes for o in outputs)
-        call = functools.partial(function, *arguments)
-        share = moved / _seconds(call, device, 10 if device.type == "cuda" else 1) / bandwidth
-        beyond = "its data lie in cache, or it reads more than it writes"
-        found = f"forward of {moved / 1e6:,.0f} MB at {of_limit(share, 'the bandwidth of a copy', beyond)}"
-        yield _speed(f"{operator}, speed", share, operator if operator in LEAST_SHARE else "operator", found, device)
-
-
-def _speed(name: str, share: float, kind: str, found: str, device: torch.device) -> Check:
-    slow = device.type == "cuda" and share < LEAST_SHARE[kind]
-    advice = f"expected {LEAST_SHARE[kind]:.0%}: is the GPU shared or throttled? sage-fast bench says more"
-    return Check(name=name, verdict="slow" if slow else "ok", found=found, advice=advice if slow else "")
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
@@ -147,32 +92,76 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
         row = f"attention {name}"
         if name not in trials:
             advice = ATTENTION[name].install if gpu else ""
-            yield Check(name=row, verdict="missing", found=f"not for {dtype} on this {device.type}", advice=advice)
+            yield Check(row, "missing", f"not for {dtype} on this {device.type}", advice)
             continue
         trial = trials[name]
         if trial.problem:
             advice = "; ".join(filter(None, ("model.attention = auto skips it", ATTENTION[name].install)))
-            yield Check(name=row, verdict="wrong", found=trial.problem, advice=advice)
+            yield Check(row, "wrong", trial.problem, advice)
             continue
         share = 1e3 * flops / trial.milliseconds / ceiling
         limit = of_limit(share, "the ceiling", NO_CEILING)
         found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward, {limit}"
         if not trial.agrees:
             found += "; rounds differently under no_grad, so model.attention = auto skips it for clip and kl_mask"
-        if name == best:
-            yield _speed(row, share, "attention", found, device)
-        else:
-            yield Check(name=row, verdict="ok", found=found)
+        slow = gpu and name == best and share < LEAST_SHARE
+        advice = f"expected {LEAST_SHARE:.0%}: is the GPU shared or throttled? sage-fast bench says more"
+        yield Check(row, "slow" if slow else "ok", found, advice if slow else "")
 
 
-# -- the model --------------------------------------------------------------------------------------------------------
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+TABLE = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
 
 
-def shallow(path: str) -> Spec:
-    """Return the spec of a random model with two blocks in each network."""
-    spec = find_spec(path)
-    layouts = {part: {**spec.meta(part).config, "num_layers": 2} for part in spec.networks}
-    return type(spec)(path, layouts)
+def roll(
+    policy: Policy,
+    embeddings: Mapping[Any, Any],
+    prompts: Sequence[str],
+    index: int = 0,
+    graphs: StepGraphs | None = None,
+    table: TransitionTable = TABLE,
+) -> list[Tensor]:
+    """Roll out a testbed sample per prompt; return the last latents and all tensors of every step.
+
+    Args:
+        policy: a policy of the testbed's latents.
+        embeddings: prompt -> embedding.
+        prompts: prompt of each sample.
+        index: iteration, which seeds the noise.
+        graphs: recorded steps to replay; None runs each step one kernel at a time.
+        table: transitions of the rollout.
+    """
+    seeds = sample_seeds(0, index, 0, range(len(prompts)))
+    recorded: list[Tensor] = []
+    last = rollout(
+        policy,
+        table,
+        table.coefficients().to(policy.device),
+        policy.conditioning_table(table.sigmas[:-1], embeddings),
+        prompts,
+        seeds,
+        initial_latents(seeds, LATENT_SHAPE, policy.device),
+        record=lambda step, x, x_next, log_prob, v: recorded.extend(t.clone() for t in (x, x_next, log_prob, v())),
+        graphs=graphs,
+    )
+    return [last, *recorded]
+
+
+def replay_problem(
+    graphs: StepGraphs, embeddings: Mapping[Any, Any], batches: Sequence[Sequence[str]], table: TransitionTable = TABLE
+) -> str:
+    """Say how rollouts with `graphs` differ from plain ones in any bit, or return an empty text.
+
+    A shape is recorded at its second batch and replayed with other values at its third.
+    """
+    for index, prompts in enumerate(batches):
+        ours, plain = (roll(graphs.policy, embeddings, prompts, index, on, table) for on in (graphs, None))
+        for mine, expected in zip(ours, plain, strict=True):
+            if not torch.equal(mine, expected):
+                error = (mine.float() - expected.float()).abs().max().item()
+                return f"rollout {index + 1} differs from the one without by {error:.1e}"
+    return ""
 
 
 def random_policy(spec: Spec, device: torch.device) -> Policy:
@@ -188,36 +177,6 @@ def conditions(spec: Spec, policy: Policy) -> dict[str, Condition]:
     return {"": condition, PROMPT: condition}
 
 
-def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int]:
-    """Return a forward of two blocks and its tokens: of the default model at 480p on a GPU, the testbed's on a CPU."""
-    if device.type == "cuda":
-        spec, sampling = shallow(default_family().randoms[0]), SamplingConfig(num_frames=17, batch_size=1)
-    else:
-        spec, sampling = shallow(TESTBED), SamplingConfig(num_frames=17, height=32, width=32)
-    policy, count = random_policy(spec, device), sampling.batch_size
-    known = conditions(spec, policy)
-    x = torch.randn(count, *spec.latent_shape(sampling), device=device)
-    tokens = spec.tokens(x.shape[1:]) + known[PROMPT].tokens
-    if (shape := spec.attention_shape(sampling)) is not None:
-        policy.set_attention(ATTENTION[fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))])
-    with torch.no_grad():
-        table = policy.conditioning_table(torch.tensor([0.7]), known)
-        inputs = table.of([PROMPT] * count).at(torch.zeros(1, dtype=torch.int64, device=device))
-    return torch.no_grad()(lambda: policy.velocity(x, inputs)), count * tokens
-
-
-def transformer(device: torch.device, ceiling: float) -> Check:
-    """Check the speed of a forward, as a share of the ceiling."""
-    run, tokens = transformer_forward(device)
-    with FlopCounterMode(display=False) as counter:
-        run()
-    seconds = _seconds(run, device, 3 if device.type == "cuda" else 1)
-    share = counter.get_total_flops() / seconds / ceiling
-    limit = of_limit(share, "the ceiling", NO_CEILING)
-    found = f"two blocks forward in {1e3 * seconds:.3g} ms, {tokens:,} tokens, {limit}"
-    return _speed("transformer, speed", share, "transformer", found, device)
-
-
 @quiet()
 def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder) -> Check:
     """Check that a rollout replayed from a CUDA graph equals the one without a graph bit for bit.
@@ -228,12 +187,12 @@ def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder
     """
     name = "CUDA graph"
     if device.type != "cuda" and recorder is CudaRecorder:
-        return Check(name=name, verdict="missing", found="needs a GPU; steps run one kernel at a time")
+        return Check(name, "missing", "needs a GPU; steps run one kernel at a time")
     spec = find_spec(TESTBED)
     policy = random_policy(spec, device)
     replayed = StepGraphs(policy, recorder(), 2**30)
     problem = replay_problem(replayed, conditions(spec, policy), [[PROMPT] * 2] * 3)
     if problem or replayed.refused or not len(replayed):
         found = problem or "; ".join(replayed.refused.values()) or "nothing was recorded"
-        return Check(name=name, verdict="wrong", found=found, advice="sampling.cuda_graphs = false runs without")
-    return Check(name=name, verdict="ok", found="replays give the same bits as a rollout without")
+        return Check(name, "wrong", found, "sampling.cuda_graphs = false runs without")
+    return Check(name, "ok", "replays give the same bits as a rollout without")

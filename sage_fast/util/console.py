@@ -19,7 +19,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.auto import tqdm
@@ -120,44 +120,6 @@ def log_to(path: Path) -> None:
     faulthandler.enable(handler.stream)
 
 
-class Round:
-    """A bar over one round of repeated work, such as an iteration, in a terminal or a notebook.
-
-    Every `Progress` within moves it, in place of a bar of its own, by its share of the time of the round before.
-    """
-
-    current: ClassVar[Round | None] = None
-
-    def __init__(self) -> None:
-        self._expected: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def over(self, title: str) -> Iterator[None]:
-        """Draw the bar within the block, which is one round."""
-        if not (shows() and _draws()):
-            yield
-            return
-        self._spent: dict[str, float] = {}
-        shape = "{desc}: {percentage:3.0f}%|{bar}|{postfix} [{elapsed}]"
-        Round.current = self
-        try:
-            with tqdm(
-                total=1.0, desc=title, miniters=0, leave=False, dynamic_ncols=True, bar_format=shape
-            ) as self._bar:
-                yield
-        finally:
-            Round.current = None
-        self._expected = self._spent
-
-    def move(self, part: Progress, seconds: float) -> None:
-        """Show how far a part has come in `seconds`."""
-        self._spent[part.what] = seconds
-        ahead = self._expected | {part.what: self._expected.get(part.what, 0.0) * part.done / part.total}
-        at = sum(ahead.get(what, 0.0) for what in self._spent) / (sum(self._expected.values()) or 1.0)
-        self._bar.set_postfix_str(f"{part.what} {part.done}/{part.total}", refresh=False)
-        self._bar.update(max(0.0, at - self._bar.n))
-
-
 def _draws() -> bool:
     return IN_NOTEBOOK or sys.stderr.isatty()
 
@@ -178,11 +140,10 @@ class Progress:
         self.what, self.total, self.unit, self.pause = what, total, unit, pause
         self.done = 0
         self._bar: Any = None
-        self._round = Round.current
         self._prints = shows() and not _draws()
         self._start = time.monotonic()
         self._next_line = self._start + SECONDS_BETWEEN_LINES
-        if shows() and _draws() and total and self._round is None:
+        if shows() and _draws() and total:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True)
 
     def __enter__(self) -> Progress:
@@ -197,8 +158,6 @@ class Progress:
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
-        elif self._round is not None:
-            self._round.move(self, time.monotonic() - self._start)
         elif self._prints and time.monotonic() >= self._next_line and self.done < self.total:
             log.info(f"{self.what}: {self.done} of {self.total} {self.unit}s")
             now = time.monotonic()

@@ -10,7 +10,6 @@ Ranges open and close on the host. They surround the replay of a CUDA graph; the
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,8 +21,6 @@ PHASES = ("rollout", "decode", "reward", "anchor", "train", "optimizer")
 """Phases of an iteration in order, as the trainer's Stopwatch times them."""
 WAIT = "wait"
 """Phase of waiting for the slowest rank, nested in other phases; only with several ranks."""
-DOMAIN = "sage_fast"
-"""NVTX domain of all ranges."""
 SWITCH = "SAGE_FAST_NVTX"
 """Environment variable that switches NVTX ranges on for any command."""
 
@@ -51,7 +48,7 @@ def ranges(*tools: str) -> Iterator[None]:
     """Switch ranges on within a block, for the tools `nvtx`, `torch` (torch.profiler) or both.
 
     Raises:
-        UserError: `nvtx` is requested but not installed.
+        UserError: `nvtx` is requested of a PyTorch without CUDA.
     """
     global _tools
     before = _tools
@@ -82,28 +79,12 @@ def _range(name: str) -> Iterator[None]:
         yield
 
 
-class _NvtxRange:
-    """NVTX range on the calling thread; its name is registered once."""
-
-    def __init__(self, domain: Any, name: str) -> None:
-        self.domain = domain
-        self.attributes = domain.get_event_attributes(message=name)
-
-    def __enter__(self) -> None:
-        self.domain.push_range(self.attributes)
-
-    def __exit__(self, *error: object) -> None:
-        self.domain.pop_range()
-
-
 def _nvtx() -> Open:
-    try:
-        import nvtx
-    except ImportError:
-        raise UserError(
-            "NVTX ranges need the nvtx package, which is not installed: pip install nvtx (or sage-fast[profile])"
-        ) from None
-    return functools.cache(functools.partial(_NvtxRange, nvtx.get_domain(DOMAIN)))
+    import torch
+
+    if torch.version.cuda is None:
+        raise UserError("NVTX ranges need PyTorch for CUDA, and this one is for the CPU")
+    return torch.cuda.nvtx.range
 
 
 def _torch() -> Open:

@@ -68,6 +68,14 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
             raise OSError(errno.EIO, f"ffmpeg cannot write it: {why[0]}", str(path))
 
 
+def save_video(video: Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
+    """Write a video as `save_mp4` does, to a file of `folder` named by number and prompt."""
+    slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
+    path = folder / f"{number:02d}-{slug}.mp4"
+    save_mp4(path, video, fps)
+    return path
+
+
 def numbered(folder: Path) -> dict[int, Path]:
     """Return number -> file for the videos of an evaluation; empty if the folder does not exist."""
     found = {path: re.match(r"(\d+)-", path.name) for path in folder.glob("*.mp4")}

@@ -162,6 +162,16 @@ def test_rows_of_an_adapter_are_loaded_ahead(rows):
     assert not waiting, "\n" + format_table(waiting)
 
 
+def test_gelu_is_evaluated_once_an_element(rows):
+    """An exponential and a reciprocal, forward and backward, however many layouts need it."""
+    adapters = [row for row in rows if "adapter" in row.kernel and "bf16" in row.specialisation]
+    assert len(adapters) == 4 * len(SHIPPED)
+    for row in adapters:
+        once = 2 if "GELU" in row.specialisation or "bwd" in row.kernel else 0
+        assert row.special == once, "\n" + format_table([row])
+        assert row.asynchronous >= 4, "\n" + format_table([row])
+
+
 def test_aligned_samples_use_shared_memory_for_the_final_sum_alone(rows):
     """A change of layout between load, noise and store would go through shared memory: one float a warp is the sum."""
     moved = [row for row in rows if row.shared_bytes > 16 and "transition" in row.kernel]
@@ -181,10 +191,11 @@ def test_registers_leave_room_for_a_third_of_the_threads(rows):
 
 
 def test_normalisations_move_16_bytes_a_thread(rows):
-    """All that LayerNorm reads and writes; rotation reads its table and the weights beside."""
+    """All that LayerNorm reads and writes; rotation reads a table and weights beside, the decoder's norm weights."""
     norms = [row for row in rows if "norm" in row.kernel]
     narrow = [row for row in norms if min(row.loads[0], row.stores[0]) < 16]
-    narrow += [row for row in norms if "rotate" not in row.kernel and {*row.loads, *row.stores} != {16}]
+    layer_norms = [row for row in norms if "rotate" not in row.kernel and "silu" not in row.kernel]
+    narrow += [row for row in layer_norms if {*row.loads, *row.stores} != {16}]
     assert not narrow, "\n" + format_table(narrow)
     assert any("norm_rotate_bwd" in row.kernel for row in rows)
 

@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.transitions import SAMPLERS, Reduction, sigma_schedule, transition_table
+from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, sigma_schedule, transition_table
 from sage_fast.ops import implementation
 from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
@@ -62,6 +62,15 @@ OF_LATENTS = [(FP32, BF16), (FP32,), (FP32, FP32, FP16, BF16), (BF16, BF16, BF16
 """Types of the latents and of the velocities."""
 OF_TOKENS = [(FP32,), (BF16,), (FP16,), (BF16, FP32)]
 """Types of the tokens, and of their modulation or weights."""
+PIXELS = {  # B, T, H, W, C
+    "testbed": (2, 3, 2, 4, 16),
+    "odd": (2, 3, 2, 5, 7),
+    "one value": (1, 1, 1, 1, 1),
+    "wide": (1, 1, 2, 3, 1024),
+    "long rows": (1, 1, 1, 300, 24),
+    "no frames": (2, 0, 3, 2, 8),
+    "no samples": (0, 1, 3, 2, 8),
+}
 CASES = {
     "transition_step": (LATENTS, OF_LATENTS),
     "transition_score": (LATENTS, OF_LATENTS),
@@ -70,6 +79,7 @@ CASES = {
     "gated_sum": (TOKENS, OF_TOKENS),
     "norm_modulate": (TOKENS, OF_TOKENS),
     "norm_rotate": (HEADS, OF_TOKENS),
+    "norm_silu": (PIXELS, OF_TOKENS),
 }
 ODD = {operator: shapes["odd"] for operator, (shapes, _) in CASES.items()}
 
@@ -122,7 +132,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x[:1].expand(x.shape),
     "offset": offset,
 }
-SHAPES = dict.fromkeys(OPERATORS, (3, 16, 10)) | {"norm_rotate": (2, 5, 3, 2, 16)}
+SHAPES = dict.fromkeys(OPERATORS, (3, 16, 10)) | {"norm_rotate": (2, 5, 3, 2, 16), "norm_silu": (2, 2, 3, 5, 16)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -147,7 +157,8 @@ def test_outputs_are_those_of_the_fake(operator: str, dtype: torch.dtype, layout
     list(check(operator, recorded, arguments, LAYOUTS[layout]))
     if operator == "norm_modulate":
         calls.append((operator, (*arguments, 2, 1)))  # with padding
-    assert {name for name, _ in calls} >= {operator} | {f"{operator}_backward"} - {"transition_step_backward"}
+    backward = {f"{operator}_backward"} - {"transition_step_backward", "norm_silu_backward"}
+    assert {name for name, _ in calls} >= {operator} | backward
     for name, given in calls:
         torch.library.opcheck(registered(name), given, test_utils=("test_schema", "test_faketensor"))
 
@@ -180,7 +191,7 @@ def test_schemas(operator: str) -> None:
 # -- the transitions' rows and optional inputs ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", get_args(Reduction))
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_and_reduction(sampler: str, reduction: str, kernels: tuple[Kernels, torch.device]) -> None:
     """All rows of every table, those with c = 0 among them."""

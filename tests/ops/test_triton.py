@@ -7,9 +7,14 @@ one the same tests run the compiled kernels. Either way the launchers are called
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -18,12 +23,13 @@ from sage_fast.kernels import adapter_rows, common  # noqa: E402
 from sage_fast.kernels.common import _noise  # noqa: E402
 from sage_fast.kernels.transition_score import transition_score, transition_score_backward  # noqa: E402
 from sage_fast.kernels.transition_step import transition_step  # noqa: E402
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table  # noqa: E402
 from sage_fast.ops import _dispatch  # noqa: E402
 from sage_fast.ops.philox import philox4x32  # noqa: E402
 from sage_fast.ops.transition_step import transition_step_reference  # noqa: E402
-from sage_fast.tools.operators import UNIT, check, inputs  # noqa: E402
+from sage_fast.tools.operators import UNIT, Comparison, check, inputs  # noqa: E402
 from tests.ops.accuracy import assert_accurate, launcher  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,6 +79,71 @@ def test_rows_beside_an_adapter_of_any_rank(rank):
     """Over several tiles of rows and columns, with ranks that differ; above MAX_RANK the reference serves."""
     x, _, _ = inputs("adapter_rows", (2, 70, 130), (BF16,), DEVICE)
     assert_accurate(check("adapter_rows", launcher, [x, torch.randn(rank, 130, device=DEVICE).to(BF16), True]))
+
+
+PTX = {"ex2": np.exp2, "rcp": np.reciprocal, "add": np.add, "mul": np.multiply, "min": np.fmin}
+
+
+class _Assembly:
+    """Run the PTX of an elementwise assembly block in the interpreter: float32, denormal numbers flushed to zero."""
+
+    @staticmethod
+    def flushed(x: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x).astype(np.float32)
+
+    def __init__(self, asm: str, values: Sequence[Any], types: Sequence[Any]) -> None:
+        self.types = types
+        self.registers = {f"${len(types) + i}": self.flushed(value.data) for i, value in enumerate(values)}
+        for name, target, sources in re.findall(r"(\w+)(?:\.approx)?\.ftz\.f32 (\S+), (.*);", asm):
+            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                result = PTX[name](*map(self.value, sources.split(", ")))
+            self.registers[target] = self.flushed(result)
+
+    def value(self, operand: str) -> np.ndarray:
+        if operand.startswith("0f"):
+            return np.frombuffer(bytes.fromhex(operand[2:]), ">f4").astype(np.float32)
+        return self.registers[operand]
+
+    def get_result(self, index: int) -> Any:
+        return TensorHandle(self.registers[f"${index}"], self.types[index].scalar)
+
+
+@pytest.fixture
+def assembly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels take their assembly, which a GPU runs as it is; returns what the interpreter was given."""
+    seen: list[str] = []
+
+    def create_inline_asm(self, asm, constraints, values, types, is_pure, pack):
+        assert (is_pure, pack) == (False, 1)
+        seen.append(asm)
+        return _Assembly(asm, values, types)
+
+    monkeypatch.setattr(adapter_rows, "ASSEMBLY", tl.constexpr(True))
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("shape", [(2, 75, 130), (3, 3, 65), (2, 3, 1), (0, 4, 8), (2, 0, 8)])
+def test_gelu_in_assembly(shape, dtype, assembly):
+    assert_accurate(check("adapter_rows", launcher, inputs("adapter_rows", shape, (dtype,), DEVICE)))
+    if DEVICE.type == "cpu":
+        assert bool(assembly) == (dtype != FP32 and 0 not in shape)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gelu_in_assembly_far_from_zero(dtype, assembly):
+    """Where e^(-2 u) is 0 or infinite, GELU is x or 0 and its slope 1 or 0; in between it has no jump."""
+    x = torch.cat([torch.tensor([1e4, 300.0, 40.0]), torch.linspace(0, 12, 122)]).to(dtype)
+    x = torch.cat([x, -x]).to(DEVICE)[None]
+    out = adapter_rows.adapter_rows(x[None], x[:0], True)
+    assert_accurate([Comparison("gelu", out[0], gelu(x, approximate="tanh"), gelu(x.double(), approximate="tanh"))])
+    grad, none = torch.ones_like(x), x[:, :0]
+    adapter_rows.adapter_rows_backward(grad, none, x, x, none)
+    exact, plain = (torch.ops.aten.gelu_backward(torch.ones_like(v), v, approximate="tanh") for v in (x.double(), x))
+    assert_accurate([Comparison("slope", grad, plain, exact)])
+    assert grad[0, :3].tolist() == [1, 1, 1]
+    assert not grad[0, 125:128].any()
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -14,9 +14,9 @@ from sage_fast.cli import main
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.eval.scores import paired_table, read_scores
 from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec
+from sage_fast.run.folder import read_scores
 from sage_fast.testbed import BASE, BASE_I2V
 from sage_fast.testbed.model import TestbedTransformer, load_image_encoder, load_vae
 from sage_fast.testbed.rewards_i2v import TestbedImageReward
@@ -27,6 +27,7 @@ from sage_fast.util.images import read_image
 from studies.testbed.images import FOLDER, SETS, draw
 from studies.testbed.pretrain import picture, velocity
 from studies.testbed.render import render
+from tests.test_scores import gains
 
 PROMPTS = heldout_prompts()
 REWARD = TestbedImageReward()
@@ -229,6 +230,6 @@ def test_the_base_often_loses_what_the_image_shows() -> None:
 def test_the_demo_raises_its_held_out_reward(tmp_path: Path) -> None:
     assert main(["train", str(FOLDER.parents[1] / "demo-i2v.yaml"), "--output", str(tmp_path), "--seed", "0"]) == 0
     before, after = (read_scores(tmp_path / "eval" / f"{name}.json") for name in ("before", "after"))
-    rows = {row.name: row for row in paired_table(before, after)}
+    rows = {row.score: row for row in gains(before, after)}
     for part in ("reward", "color", "shape"):
-        assert rows[part].difference > (rows[part].margin or 1), part
+        assert (rows[part].gain or 0) > (rows[part].gain_margin or 1), part

@@ -2,8 +2,9 @@
 
 The weights are those of the stock modules, and the values agree up to rounding. The differences:
 
-- Norm, SiLU and padding write straight into the padded input of the next convolution. There is no copy for padding, no
-  float32 copy for the norm, and at most three activations of a stage are alive at a time.
+- Norm and SiLU are one operator, `norm_silu`, which writes straight into the padded input of the next convolution.
+  There is no copy for padding, no float32 copy for the norm, and at most three activations of a stage are alive at a
+  time.
 - Attention runs frame by frame over the frames so far: no [S, S] mask, half the products, any batch size.
 - Everything after the attention is causal in time, so it can run on a few latent frames at a time if each convolution
   keeps its last two input frames. The values do not change; memory falls by the same factor.
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from sage_fast.ops.norm_silu import normalize
 
 History = dict[nn.Module, Tensor]
 """Convolution -> its last two padded input frames `[B, C, 2, H + 2, W + 2]`."""
@@ -106,17 +109,6 @@ def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
 
 
-def _normalize(norm: Any, x: Tensor, out: Tensor) -> Tensor:
-    """Compute x sqrt(C) gamma / max(|x|, 1e-12) over the channels, the norm in float32 (no float32 copy of x on a GPU).
-
-    On the CPU this reduction is fast only in channels-last layout: over any but the innermost dimension, its kernel is
-    slower than a convolution.
-    """
-    length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    torch.mul(x, length.clamp_(min=1e-12).reciprocal_().mul_(norm.scale), out=out)
-    return out.mul_(norm.gamma)
-
-
 def _padded(x: Tensor, norm: Any = None) -> Tensor:
     """Return `x`, or SiLU(norm(x)), inside a border `[B, C, T + 2, H + 2, W + 2]` that `_conv` fills."""
     batch, channels, t, h, w = x.shape
@@ -125,7 +117,7 @@ def _padded(x: Tensor, norm: Any = None) -> Tensor:
     if norm is None:
         inside.copy_(x)
     else:
-        F.silu(_normalize(norm, x, inside), inplace=True)
+        torch.ops.sage_fast.norm_silu(x, norm.gamma, norm.scale, inside)
     return padded
 
 
@@ -153,7 +145,7 @@ def _resnet(block: Any, x: Tensor, history: History | None = None) -> Tensor:
 def _attend(block: Any, x: Tensor) -> Tensor:
     """Attend from each frame to itself and all earlier ones."""
     batch, channels, frames, height, width = x.shape
-    y = _normalize(block.norm, x, torch.empty_like(x))
+    y = normalize(x, block.norm.gamma, block.norm.scale, torch.empty_like(x))
     # [B, 1, S, C]: a copy unless the channels are innermost already.
     q, k, v = (
         project(y).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()

@@ -1,4 +1,4 @@
-"""Measure how much each `objective.ratio` is clipped, in bfloat16 and float32: `python -m benchmarks.bench_ratio FILE`.
+"""Measure how much each `objective.ratio` is clipped, in bfloat16 and float32: `python -m studies.ratio FILE`.
 
 Runs the testbed of configs/recipes/paper.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5.
 Each iteration makes two updates on the same rollouts; only the second can be clipped.

@@ -21,13 +21,12 @@ _PLAYED = ("h264", "vp8", "vp9", "av1")
 """Codecs that browsers play in 4:2:0."""
 
 
-def _frames(path: Path, about: dict[str, Any] | None = None) -> Iterator[np.ndarray]:
+def _frames(path: Path, about: dict[str, Any]) -> Iterator[np.ndarray]:
     """Yield frames, uint8 `[H, W, 3]`; put what ffmpeg says of the file into `about`.
 
     Raises:
         UserError: the file cannot be read, or ends earlier than its header says.
     """
-    about = {} if about is None else about
     try:
         if path.suffix.lower() in ANIMATIONS:
             with Image.open(path) as animation:
@@ -58,7 +57,7 @@ def read_video(path: Path, num_frames: int | None = None) -> Tensor:
     Raises:
         UserError: the file cannot be read, or is cut off.
     """
-    frames = list(_frames(path))
+    frames = list(_frames(path, {}))
     frames = [frames[i] for i in evenly_spaced(len(frames), num_frames or len(frames))]
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) / 255
 

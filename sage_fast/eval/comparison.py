@@ -1,0 +1,121 @@
+"""Compare sets of scored videos: the table, notes and warnings, for a terminal, a log and a model card."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sage_fast.eval.gains import Row, hacking, table
+from sage_fast.eval.scores import TOO_FEW, format_number
+from sage_fast.eval.videoset import VideoSet
+from sage_fast.util.errors import UserError
+from sage_fast.util.metrics import JUDGE_PART
+
+
+class Comparison(NamedTuple):
+    """A comparison of sets: the table, notes on what differs between them, and warnings of reward hacking."""
+
+    sets: Sequence[VideoSet]
+    rows: Sequence[Row]
+    notes: list[str]
+    warnings: list[str]
+
+    @property
+    def text(self) -> str:
+        """The table, notes and warnings, as Markdown for a terminal of 80 columns."""
+        lines = [textwrap.fill(line, 80, break_on_hyphens=False) for line in (*self.notes, *self.warnings)]
+        return "\n".join([format_table(self.rows), *lines] if self.rows else lines)
+
+
+def compare(sets: Sequence[VideoSet], watched: tuple[str, ...] = (JUDGE_PART,)) -> Comparison:
+    """Compare sets with the first one.
+
+    Args:
+        watched: prefixes of the scores that nothing trains on.
+
+    Raises:
+        UserError: a set has no prompt in common with the first.
+    """
+    notes = [note for other in sets[1:] for note in check_prompts(sets[0], other)]
+    found = {other.label: hacking(sets[0], other, watched) for other in sets[1:]}
+    warnings = [f"{label}: {text}" for label, text in found.items() if text]
+    return Comparison(sets, table(sets) if sets else [], notes, warnings)
+
+
+def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
+    """Return notes on how the prompts, seeds and scorers of two sets differ.
+
+    Raises:
+        UserError: they have no prompt in common.
+    """
+    ours, theirs, names = set(first.keys), set(other.keys), f"{first.label} and {other.label}"
+    if not ours & theirs:
+        raise UserError(
+            f"{names} hold different prompts, such as {first.prompts[0]!r} and {other.prompts[0]!r}: there is no pair "
+            "of videos to compare"
+        )
+    notes = []
+    if ours != theirs:
+        notes.append(f"{names} have {len(ours & theirs)} videos of the same prompts: gains are over these.")
+    if first.seeds and other.seeds:
+        seeds = dict(zip(first.keys, first.seeds))
+        if any(seeds.get(key, seed) != seed for key, seed in zip(other.keys, other.seeds)):
+            notes.append(f"{names} have different seeds: pairs share only the prompt.")
+    if apart := [name for name in other.scores if name in first.scores and not first.scored_alike(name, other)]:
+        notes.append(
+            f"{other.label} and {first.label} have another reward, or other arguments or weights of it, for "
+            f"{', '.join(map(shown_name, apart))}: no gain is shown. sage-fast eval scores both alike."
+        )
+    return notes
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Format scores as aligned Markdown: a row per score and a column per set, then the same of the gains."""
+    labels, scores = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("label", "score"))
+    means = {(row.score, row.label): _with_margin(row.mean, row.margin) for row in rows}
+    gains = {
+        (row.score, row.label): _with_margin(row.gain, row.gain_margin, sign=True)
+        for row in rows
+        if row.gain is not None
+    }
+    text = []
+    for title, cells, shown in (("mean", means, labels), (f"gain over {labels[0]}", gains, labels[1:])):
+        if cells:
+            body = [[shown_name(score), *(cells.get((score, label), "-") for label in shown)] for score in scores]
+            text += [*_grid([[title, *shown], *body]), ""]
+    return "\n".join([*text, summary(rows)])
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Describe the numbers of the table in one line."""
+    counts = {(row.videos, row.prompts) for row in rows}
+    videos, prompts = max(counts)
+    fewer = "" if len(counts) < 2 else "up to "
+    intervals = "± is a 95 % interval" if any(row.margin is not None for row in rows) else TOO_FEW
+    return f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} each; {intervals}"
+
+
+def shown_name(score: str) -> str:
+    """Return a score's name in tables: `overall` for the composite, as in the paper."""
+    return "overall" if score == "reward" else score
+
+
+def _with_margin(value: float, margin: float | None, *, sign: bool = False) -> str:
+    if math.isnan(value):
+        return "-"
+    return format_number(value, 4, sign=sign) + (f" ± {format_number(margin, 4)}" if margin is not None else "")
+
+
+def _grid(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out cells as an aligned Markdown table; the first line is the header."""
+    cells = [[_escaped(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    first, *others = widths
+    cells.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
+    return [f"| {' | '.join([line[0].ljust(first), *map(str.rjust, line[1:], others)])} |" for line in cells]
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "\\<")

@@ -1,0 +1,109 @@
+"""Scores of sets of videos: means, paired differences to the first set, and the sign of reward hacking."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from sage_fast.eval.scores import mean_and_margin
+from sage_fast.eval.videoset import Key, VideoSet
+from sage_fast.util.metrics import JUDGE_PART
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One score of one set.
+
+    Attributes:
+        score: name of the score; `reward` for the composite.
+        label: label of the set.
+        mean, margin: mean over the videos and the half-width of its 95 % interval over prompts (None with fewer than
+            `MIN_PROMPTS`).
+        videos, prompts: numbers of videos and prompts with this score.
+        gain, gain_margin: mean paired difference to the first set and its margin; None for the first set, and where
+            another reward computed the score.
+        pairs: number of pairs with this score in both sets.
+    """
+
+    score: str
+    label: str
+    mean: float
+    margin: float | None
+    videos: int
+    prompts: int
+    gain: float | None = None
+    gain_margin: float | None = None
+    pairs: int = 0
+
+    @property
+    def direction(self) -> str:
+        """`up` or `down` if the interval of the gain excludes 0, else an empty string."""
+        if self.gain is None or self.gain_margin is None or not abs(self.gain) > self.gain_margin:
+            return ""
+        return "up" if self.gain > 0 else "down"
+
+
+def table(sets: Sequence[VideoSet]) -> list[Row]:
+    """Return all scores of all sets with their paired differences to the first set, grouped by score."""
+    names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
+    names.sort(key=lambda name: name != "reward")  # the composite first, the others in their order
+    return [_row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores]
+
+
+def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
+    mean, margin, prompts = _mean(values := videos.by_key(name))
+    row = Row(score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=prompts)
+    if videos is first or not first.scored_alike(name, videos):
+        return row
+    gain, gain_margin, _ = _mean(gains := gains_of(name, first, videos))
+    return dataclasses.replace(row, gain=gain, gain_margin=gain_margin, pairs=len(gains))
+
+
+def _mean(values: Mapping[Key, float]) -> tuple[float, float | None, int]:
+    """Return the mean, its margin, and the number of prompts."""
+    prompts = [prompt for prompt, _ in values]
+    return *mean_and_margin(prompts, list(values.values())), len(set(prompts))
+
+
+def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
+    """Return each video's score minus that of its pair in the first set."""
+    base, values = first.by_key(name), videos.by_key(name)
+    return {key: value - base[key] for key, value in values.items() if key in base}
+
+
+# -- reward hacking ---------------------------------------------------------------------------------------------------
+
+
+def hacking(first: VideoSet, last: VideoSet, watched: tuple[str, ...] = (JUDGE_PART,)) -> str | None:
+    """Return a warning if the composite rose and a score that nothing trains on fell, both beyond their intervals.
+
+    Args:
+        watched: prefixes of the scores that nothing trains on.
+    """
+    directions = {row.score: row.direction for row in table([first, last])}
+    fallen = [name for name, way in directions.items() if name.startswith(watched) and way == "down"]
+    if directions.get("reward") != "up" or not fallen:
+        return None
+    return f"reward rose while {', '.join(fallen)} fell: look at the videos (reward hacking)"
+
+
+def hacking_in_run(evaluations: Sequence[VideoSet]) -> str | None:
+    """Return a warning if a run hacks its reward: since its first evaluation, or since a part of the judge was best.
+
+    A judge that rises first and falls later is also over-optimisation.
+
+    Args:
+        evaluations: of one run, in the order of iterations.
+    """
+    if len(evaluations) < 2:
+        return None
+    first, *_, last = evaluations
+    if found := hacking(first, last):
+        return found
+    for part in sorted(name for name in last.scores if name.startswith(JUDGE_PART)):
+        best = max(evaluations[:-1], key=lambda videos: statistics.fmean(videos.by_key(part).values() or [-math.inf]))
+        if found := hacking(best, last):
+            return f"since iteration {best.iteration}: {found}"
+    return None

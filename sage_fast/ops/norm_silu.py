@@ -1,0 +1,42 @@
+"""RMSNorm over the channels of a video, then SiLU, in one pass: what stands before each convolution of a VAE's decoder.
+
+    out = SiLU(x scale gamma / max(|x|, 1e-12))
+
+It writes into a given tensor, such as the inside of a padded one, and has no gradient. On a GPU it computes in float32
+and rounds once; the reference, which the CPU runs (there is no C++), rounds after each of its three steps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_fast.ops._common import LIBRARY
+from sage_fast.ops._dispatch import register
+
+LIBRARY.define("norm_silu(Tensor x, Tensor gamma, float scale, Tensor(a!) out) -> ()")
+
+
+def normalize(x: Tensor, gamma: Tensor, scale: float, out: Tensor) -> Tensor:
+    """Compute x scale gamma / max(|x|, 1e-12) over the channels, the norm in float32 (no float32 copy of x on a GPU).
+
+    On the CPU this reduction is fast only in channels-last layout: over any but the innermost dimension, its kernel is
+    slower than a convolution.
+    """
+    length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    torch.mul(x, length.clamp_(min=1e-12).reciprocal_().mul_(scale), out=out)
+    return out.mul_(gamma)
+
+
+def norm_silu_reference(x: Tensor, gamma: Tensor, scale: float, out: Tensor) -> None:
+    """Specification: x and out `[B, C, T, H, W]` of one dtype with any strides, gamma `[C, 1, 1, 1]`."""
+    F.silu(normalize(x, gamma, scale, out), inplace=True)
+
+
+register("norm_silu", norm_silu_reference, cpp=False)
+
+
+@torch.library.register_fake("sage_fast::norm_silu", lib=LIBRARY)
+def _fake(x, gamma, scale, out):  # type: ignore[no-untyped-def]
+    return None

@@ -1,0 +1,136 @@
+"""Take a run folder for this process: its lock, its settings and its facts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from sage_fast.config.loader import dump
+from sage_fast.config.schema import Config
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.resume import differences, launcher
+from sage_fast.util.console import wrapped
+from sage_fast.util.errors import UserError, reason
+from sage_fast.util.files import PARTIAL, remove, write_atomic
+from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, rank
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder against other runs. Rank 0 holds the lock; the kernel releases it if the process dies.
+
+    If no run begins in the block, the folder is restored to its previous state.
+
+    Args:
+        folder: created if missing.
+
+    Raises:
+        UserError: on all ranks, if another run uses the folder.
+    """
+    run, made = RunFolder(folder), [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = FileLock(run.lock_file, timeout=0, fallback_to_soft=False)
+    refused, failure = None, None
+    if rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            refused = _acquire(lock, run.lock_file)
+        except OSError as error:  # raised only after the broadcast that the other ranks wait for
+            failure, refused = error, f"cannot be locked: {error}"
+    held, refused = rank() == 0 and refused is None, broadcast_object(refused, 0)
+    try:
+        if failure is not None:
+            raise failure
+        if refused is not None:
+            raise UserError(
+                f"output = {str(folder)!r}: {refused}; wait for its end, or choose another folder with --output; "
+                "nothing was changed"
+            )
+        yield
+    finally:
+        if held and not run.exists:
+            run.lock_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # no longer empty
+                for path in made:
+                    path.rmdir()
+        lock.release()
+
+
+def _acquire(lock: FileLock, file: Path) -> str | None:
+    """Acquire the lock of a file and write into it who has it; return who has it already, if anyone."""
+    try:
+        lock.acquire()
+    except Timeout:
+        user = file.read_text(encoding="utf-8", errors="replace")[:200].strip() if file.exists() else ""
+        return f"another run is using it ({user or 'it has just begun'})"
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        log.info(
+            f"note: no locks on this file system ({error.strerror}): make sure that only one run uses {file.parent}"
+        )
+    file.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+    return None
+
+
+def claim_output(folder: Path, settings: str) -> None:
+    """Create the folder of a new run and write its settings, as `dump` returns them. Collective.
+
+    Raises:
+        UserError: another run has claimed the folder since `check_output`.
+    """
+    run = RunFolder(folder)
+    launchers = all_gather_object(launcher())  # also a barrier: every rank has checked before rank 0 writes
+    if rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if run.exists:
+            raise UserError(f"output = {str(folder)!r}: another run began there while this one was loading")
+        if named := sorted({name for name in launchers if name is not None}):
+            write_atomic(run.launchers_file, "".join(f"{name}\n" for name in named))
+        write_atomic(run.config_file, settings)
+    barrier()
+
+
+def replace_settings(config: Config) -> None:
+    """Write the settings of a resumed run, report the changes and keep the old file under another name. Collective."""
+    run = RunFolder(config.output)
+    changed = differences(run.settings(), config)
+    barrier()  # every rank has read the old settings
+    for line in changed:
+        log.info(line)
+    if rank() == 0 and changed:
+        write_atomic(run.path / f"config.until-{len(run.rows):06d}.yaml", run.config_file.read_bytes())
+        write_atomic(run.config_file, dump(config))
+    barrier()
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove the partial files of a killed run. Call with the lock held, before writing anything."""
+    for path in sorted(folder.rglob(f"*{PARTIAL}")):
+        try:
+            remove(path)
+        except OSError as error:
+            log.info(wrapped(f"note: a partial file of a killed run cannot be removed: {reason(error)}"))
+
+
+def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """Return the content of `run.json` for a run that starts or resumes at `iteration`.
+
+    The run id, and the date, commit and command of the first start are kept; those of each resume are listed under
+    `resumed`. All other facts come from the newest start.
+    """
+    start = {key: facts[key] for key in ("date", "commit", "command")}
+    if not (first := RunFolder(run).facts):
+        return {"run_id": secrets.token_hex(4), **facts}
+    kept = {"run_id": secrets.token_hex(4)} | {key: first[key] for key in ("run_id", *start) if key in first}
+    return {**facts, **kept, "resumed": [*first.get("resumed", []), {"iteration": iteration, **start}]}

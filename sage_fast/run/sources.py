@@ -1,0 +1,142 @@
+"""What the argument of a command names: settings, a run, a checkpoint, or a folder of videos. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sage_fast.config.loader import keys_of, load
+from sage_fast.config.schema import Config
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.manifest import check_weights, fault_of_weights, iteration_of
+from sage_fast.run.resume import check_run, value_of
+from sage_fast.util.errors import UserError
+from sage_fast.util.imports import heavy_imports
+
+log = logging.getLogger(__name__)
+
+
+def labelled(arguments: Sequence[str]) -> dict[str, str]:
+    """Parse `SOURCE` and `LABEL=SOURCE` arguments into label -> source.
+
+    The default label of a path is its last part.
+
+    Raises:
+        UserError: two sources have the same label, or a source is given twice.
+    """
+    labels: dict[str, str] = {}
+    for argument in arguments:
+        label, _, source = argument.partition("=")
+        if not label or not source or "/" in label or Path(argument).exists():
+            label, source = Path(argument).name or argument, argument
+        if label in labels:
+            raise UserError(f"two sources are called {label!r}; name them, as in before={source}")
+        labels[label] = source
+    return labels
+
+
+def existing(source: str, expected: str = "a YAML file or a run folder") -> Path:
+    """Return the path of a source.
+
+    Raises:
+        UserError: there is none; names a run beside it, or in `runs`, with a similar name.
+    """
+    path = Path(source)
+    if not path.exists():
+        runs = [str(file.parent) for folder in (path.parent, Path("runs")) for file in folder.glob("*/config.yaml")]
+        close = difflib.get_close_matches(source, runs, n=1)
+        question = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"{source!r}: no such file or folder; expected {expected}{question}")
+    return path
+
+
+def run_and_weights(path: Path) -> tuple[RunFolder, Path, int]:
+    """Return the run of a path, the weights that the path stands for, and their iteration.
+
+    A run folder stands for its newest weights, a checkpoint in one for itself.
+
+    Raises:
+        UserError: the path is no run and no checkpoint, the run has no weights yet, or they are damaged.
+    """
+    if (run := RunFolder.of_checkpoint(path)) is None:
+        run = RunFolder(path)
+        run.check()
+        return run, *run.newest_weights()
+    run.check()
+    if fault := fault_of_weights(path):
+        raise UserError(f"{str(path)!r}: damaged: {fault}")
+    return run, path, iteration_of(path)
+
+
+def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | None]:
+    """Load settings from a YAML file, a run folder or a checkpoint in one, with its weights.
+
+    `model.weights` in `overrides` replaces the weights of a run.
+
+    Returns:
+        The settings, and the iteration of the run's weights; None for a YAML file or overridden weights.
+
+    Raises:
+        UserError: as `load` and `run_and_weights`, or the named weights are damaged.
+    """
+    path = existing(source)
+    if path.is_dir() and "model.weights" not in overrides:
+        run, weights, iteration = run_and_weights(path)
+        return run.settings({"model.weights": str(weights), **overrides}), iteration
+    config = RunFolder(path).settings(overrides) if path.is_dir() else load(path, overrides)
+    check_weights(config.model.weights)
+    return config, None
+
+
+def load_source(command: str, source: str, overrides: Mapping[str, str]) -> Config:
+    """Load the settings of a command's source, and import PyTorch; announce both."""
+    config, iteration = load_run(source, overrides)
+    if iteration is not None:
+        log.info(f"weights of iteration {iteration}: {config.model.weights}")
+    with heavy_imports(command):
+        import sage_fast.models.load  # noqa: F401  # most of what the commands import
+    return config
+
+
+def check_folder(folder: Path) -> None:
+    """Check a command's --folder.
+
+    Raises:
+        UserError: it is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing")
+
+
+def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
+    """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
+
+    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder: it
+    may have changed since, and it lacks the options of the start.
+
+    Returns:
+        The settings, and one line for each setting of the file that is ignored.
+
+    Raises:
+        UserError: there is no run, or as `load`.
+    """
+    path = existing(source)
+    own = RunFolder(path if path.is_dir() else path.parent)
+    is_run = path.is_dir() or (path == own.config_file and own.facts_file.is_file())
+    file = own.config_file if is_run else path
+    run = own if is_run and "output" not in overrides else RunFolder(load(file, overrides).output)
+    check_run(run)
+    config = dataclasses.replace(run.settings(overrides), output=str(run.path))  # the folder may have moved
+    if file.resolve() == run.config_file.resolve():
+        return config, []
+    given, lines = load(file), []
+    for name in keys_of(file):
+        value, ignored = value_of(config, name), value_of(given, name)
+        if value != ignored and name != "output" and not any(f"{key}.".startswith(f"{name}.") for key in overrides):
+            lines.append(
+                f"{name} stays {value!r} as in the run, not {ignored!r} as in {file}; --{name} would change it"
+            )
+    return config, lines
