@@ -359,8 +359,9 @@ command_of() {
             printf '%s\n' engines_part configs/recipes/paper_full.yaml "${size[@]}"
             ;;
         operators)
-            size=(--size "720p batch 4" --size large --size "480p batch 4" --size "480p batch 1" --size "8192 tokens")
-            $tiny && size=(--size tiny --repetitions 1)
+            size=(--size "720p batch 4" --size large --size "480p batch 4" --size "480p batch 1" --size "8192 tokens"
+                --size "480p frame")
+            $tiny && size=(--size tiny --size "tiny tokens" --size "tiny pixels" --repetitions 1)
             printf '%s\n' "${sage[@]}" bench "${size[@]}" --json "$out/operators.json"
             ;;
         rollout | rollout-9x30x52)

@@ -17,12 +17,13 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-from sage_fast.benchmarks import limits, rung
+from sage_fast.benchmarks import limits, operators, rung
 
 from sage_fast import cli
 from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import load
 from sage_fast.rewards.backends import load_reward
+from sage_fast.tools.operators import OPERATORS
 from sage_fast.util.files import read_metrics
 from scripts.pack_wheels import pack
 
@@ -290,6 +291,8 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
             assert {*options.path} <= {*rung.PATHS}
         if overrides:
             load_reward(load(REPOSITORY / options.config, overrides).reward)
+    for operator in OPERATORS:
+        assert operators.sizes_of(operator).keys() & {*commands["operators"]}, operator
     _, config, *arguments = commands["engines"]
     assert load(REPOSITORY / config, split_settings(arguments)[1]).model.tuning == "full"
     assert commands["racecheck"] == ["sanitizer_part", "racecheck"]

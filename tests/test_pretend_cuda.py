@@ -329,7 +329,7 @@ def bench(file: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.usefixtures("uncompiled")
 def test_operator_benchmark(tmp_path: Path) -> None:
     with PretendCuda() as device:
-        rows = bench(tmp_path / "operators.json", "--size", "tiny tokens")["rows"]
+        rows = bench(tmp_path / "operators.json", "--size", "tiny tokens", "--size", "tiny pixels")["rows"]
     assert {row["operator"] for row in rows} == {*OPERATORS}
     assert device.captures >= sum(len(row["seconds"]) for row in rows)  # every contender is timed by a graph
 
