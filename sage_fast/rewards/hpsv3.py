@@ -62,20 +62,17 @@ class HPSv3Reward(Qwen2VLReward):
         self.min_frame_pixels = self.max_frame_pixels = PIXELS
         width = self.config.text_config.hidden_size
         with torch.device("meta"):
-            self.head = nn.Sequential(
+            head = nn.Sequential(
                 nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
             )
-        shapes = {key: value.shape for key, value in self.head.state_dict().items()}
-        self.network, weights = build_network("HPSv3", self.config, read_weights(path), shapes, self.dtype, attention)
-        self.head.load_state_dict(weights, strict=True, assign=True)
-        self.head.eval().requires_grad_(False)
+        self.network = build_network("HPSv3", self.config, head, read_weights(path), self.dtype, attention)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return the part, float32 `[B]`."""
         scores = []
         for frames, prompt in zip(videos, prompts):
             read = self.read([frame.expand(2, -1, -1, -1) for frame in frames], [prompt] * len(frames))
-            scores.append(self.head.to(read.device)(read[:, 0])[:, 0].mean())
+            scores.append(self.network.rm_head(read[:, 0])[:, 0].mean())
         return {"hpsv3": torch.stack(scores)}
 
 
