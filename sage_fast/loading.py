@@ -27,7 +27,7 @@ from sage_fast.config.schema import (
 )
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, captions_of, metadata_of, negatives_of, read_prompts
-from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
+from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
 from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
@@ -264,7 +264,7 @@ iterations on an H100, training allocated 93 to 98 % of the plan: `benchmarks/re
 `-full`, `-nft` and `-nft-zero3`. What was reserved, and ranks that hold NCCL's buffers, were not measured."""
 
 
-def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, float]:
+def choose_checkpointing(config: Config, model: Model) -> tuple[CheckpointPlan, float]:
     """Resolve `model.gradient_checkpointing`. Collective.
 
     Return what is recomputed, and the bytes that are left for CUDA graphs: 0 if steps run without.
@@ -287,8 +287,8 @@ def fit_training(
     policy: Policy,
     cost: Cost,
     room: float,
-    chosen: Recomputation | None = None,
-) -> tuple[Recomputation, float]:
+    chosen: CheckpointPlan | None = None,
+) -> tuple[CheckpointPlan, float]:
     """Fit activations and CUDA graphs into `room` bytes, for a run and for its plan.
 
     Return what is recomputed, `chosen` or for `auto` as little as fits, and the most bytes that CUDA graphs keep.
@@ -298,7 +298,7 @@ def fit_training(
     least = cost.activations[MODES[-1] if asked == "auto" else asked]
     room -= cost.graphs_within(room - least, graphs)  # nothing if none fits: recomputing for none would be in vain
     if chosen or asked != "auto":
-        return chosen or Recomputation(asked), graphs
+        return chosen or CheckpointPlan(asked), graphs
     return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
 
 

@@ -26,7 +26,7 @@ from sage_fast.loading import load_setup
 from sage_fast.models.attention.backends import ATTENTION, Attention, Backend, check_attention, usable
 from sage_fast.models.attention.flash4 import _package
 from sage_fast.models.attention.trial import LARGEST_ERROR, measure_attention, try_attention
-from sage_fast.models.checkpointing import Recomputation, set_checkpointing
+from sage_fast.models.checkpointing import CheckpointPlan, set_checkpointing
 from sage_fast.models.load import choose_attention
 from sage_fast.tools import selftest
 from sage_fast.util.errors import UserError
@@ -205,7 +205,7 @@ def test_flash4_is_deterministic_where_pytorch_is_to_be(flash4: Flash4) -> None:
 def test_checkpointing_keeps_what_flash4_gave(flash4: Flash4, mode: str, again: int) -> None:
     model = tiny_model(settings())
     model.policy.set_attention(ATTENTION["flash4"])
-    model.set_checkpointing(Recomputation(mode))
+    model.set_checkpointing(CheckpointPlan(mode))
     x, sigma, text = model_inputs(PROMPTS[:1])
     v = model.policy.velocity(x, model.policy.condition(sigma, text))
     v.backward(torch.randn_like(v))

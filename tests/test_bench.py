@@ -34,7 +34,7 @@ from sage_fast.cli import main
 from sage_fast.config.loader import dump
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.lora.linear import Projection
+from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.tools.operators import OPERATORS, registered
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings
@@ -235,9 +235,9 @@ def test_compiled_blocks_never_fall_back_to_eager() -> None:
 def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock paths and ours take turns without joining the weights again, which would copy all of them."""
     rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
-    joined: list[Projection] = []
-    join = Projection._join
-    monkeypatch.setattr(Projection, "_join", lambda self, *a: joined.append(self) or join(self, *a))
+    joined: list[FusedLinear] = []
+    join = FusedLinear._join
+    monkeypatch.setattr(FusedLinear, "_join", lambda self, *a: joined.append(self) or join(self, *a))
     assert rung.check("forward") == {}
     first = len(joined)
     assert 0 < first == len(set(map(id, joined)))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from sage_fast import loading as setup
 from sage_fast.config.loader import load
 from sage_fast.models.attention.backends import ATTENTION, Backend, is_attention
-from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
+from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
@@ -45,7 +45,7 @@ class Attentions(TorchDispatchMode):
 @pytest.mark.parametrize(("mode", "again"), [("none", 0), ("attention", 0), ("full", 1)])
 def test_attention_runs_once(mode: str, again: int) -> None:
     model = tiny_model(settings())
-    model.set_checkpointing(Recomputation(mode))
+    model.set_checkpointing(CheckpointPlan(mode))
     x, sigma, text = inputs(PROMPTS)
     conditioning = model.policy.condition(sigma, text)
     layers = len(model.policy.forward.blocks)
@@ -89,7 +89,7 @@ def test_recomputation_skips_what_nothing_reads(mode: str, trains_gates: bool) -
             for block in model.policy.transformer.transformer_blocks:
                 block.norm1.requires_grad_(True)
                 block.norm1_context.requires_grad_(True)
-        model.set_checkpointing(Recomputation(chosen))
+        model.set_checkpointing(CheckpointPlan(chosen))
         v = model.policy.velocity(x, model.policy.condition(sigma, text))
         with Matmuls() as backward:
             v.backward(upstream)
@@ -110,7 +110,7 @@ def test_blocks_may_differ_in_mode(mode: str, count: int) -> None:
     """The first ones recompute more. The gradients are those without checkpointing, to the bit."""
     x, sigma, text = inputs(PROMPTS)
     upstream, found = torch.randn(x.shape), []
-    for chosen in (Recomputation("none"), Recomputation(mode, count, 3)):
+    for chosen in (CheckpointPlan("none"), CheckpointPlan(mode, count, 3)):
         model = tiny_model(settings(model__tuning="full"))
         assert len(model.policy.block_list()) == 3
         model.set_checkpointing(chosen)
@@ -134,7 +134,7 @@ def test_each_of_several_networks_recomputes_its_share() -> None:
     first, second = (model.policy for model in models)
     first.networks["second"] = second.transformer
     assert len(first.block_list()) == 6
-    models[0].set_checkpointing(Recomputation("attention", 3, 6))
+    models[0].set_checkpointing(CheckpointPlan("attention", 3, 6))
     for model in models:
         again = Blocks(model)
         v = model.policy.velocity(x, model.policy.condition(sigma, text))
@@ -175,9 +175,9 @@ class Blocks:
 def test_as_few_blocks_recompute_as_memory_needs(room: int, mode: str, count: int, text: str) -> None:
     needed = {"none": 100.0, "attention": 20.0, "full": 10.0}
     chosen = fastest_that_fits(needed, room, 10)
-    assert (chosen, str(chosen)) == (Recomputation(mode, count, 10), text)
+    assert (chosen, str(chosen)) == (CheckpointPlan(mode, count, 10), text)
     assert chosen.mean(needed) <= max(room, 10)
-    assert chosen.count == 1 or Recomputation(mode, count - 1, 10).mean(needed) > room or count == 10
+    assert chosen.count == 1 or CheckpointPlan(mode, count - 1, 10).mean(needed) > room or count == 10
 
 
 @pytest.mark.parametrize(
@@ -225,14 +225,14 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
     for mode, need in zip(MODES, needs):
         slower = MODES[min(MODES.index(mode) + 1, 2)]
         for spare, expected in (
-            (1, Recomputation(mode, 3, 3)),
-            (-1, Recomputation(slower, 1 if slower != mode else 3, 3)),
+            (1, CheckpointPlan(mode, 3, 3)),
+            (-1, CheckpointPlan(slower, 1 if slower != mode else 3, 3)),
         ):
             free = (need + coming + spare) / setup.MEMORY_SHARE
             monkeypatch.setattr(setup, "free_bytes", lambda device, free=free: free)
             assert setup.choose_checkpointing(config, model) == (expected, 0)
     asked = settings(model__gradient_checkpointing="attention")
-    assert setup.choose_checkpointing(asked, model)[0] == Recomputation("attention")
+    assert setup.choose_checkpointing(asked, model)[0] == CheckpointPlan("attention")
 
 
 def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +245,10 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
     chosen, left = setup.choose_checkpointing(config, model)
-    assert chosen == Recomputation("attention", 1, 3)
+    assert chosen == CheckpointPlan("attention", 1, 3)
     assert left >= graphs
     config.sampling.cuda_graphs = False
-    assert setup.choose_checkpointing(config, model) == (Recomputation("none", 3, 3), 0)
+    assert setup.choose_checkpointing(config, model) == (CheckpointPlan("none", 3, 3), 0)
 
 
 def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.
     monkeypatch.setattr(setup, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
     chosen, left = setup.choose_checkpointing(config, model)
-    assert chosen == Recomputation("none", 3, 3)
+    assert chosen == CheckpointPlan("none", 3, 3)
     assert left < cost.step
     weights = sum(p.nbytes for _, p in model.policy.named_parameters()) + 4.0 * cost.decoder_weights
     memory = plan(config, model.spec, gpu_memory=free + weights).memory

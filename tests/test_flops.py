@@ -12,7 +12,7 @@ from torch import Tensor
 from sage_fast.algorithm.flops import flops, training_flops
 from sage_fast.cli import main
 from sage_fast.config.loader import dump
-from sage_fast.models.checkpointing import Recomputation
+from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.spec import Cost
 from sage_fast.run import train
 from sage_fast.run.train import throughput
@@ -96,7 +96,7 @@ def test_throughput_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = trainer.model.spec.cost(trainer.config)
     training = cost.forward * 2 + cost.attention  # a frozen base: 2 forwards of the linear layers, 3 of attention
     expected = (6 * 5 * cost.forward + 6 * 5 * training + 6 * cost.decode) / (2.0 * 4 * 1e9)
-    trainer.model.checkpointing = Recomputation("full")
+    trainer.model.checkpointing = CheckpointPlan("full")
     found = throughput(trainer, row)
     assert found["throughput/mfu"] == pytest.approx(expected, rel=1e-12)
     more = cost.forward - cost.block_ends + 0.5 * cost.attention  # recomputed; attention's backward is 2.5 forwards

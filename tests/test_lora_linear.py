@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.load import make_trainable
-from sage_fast.models.lora.linear import Projection, feed_forward
+from sage_fast.models.lora.linear import FusedLinear, feed_forward
 from sage_fast.testbed.model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda
@@ -33,8 +33,8 @@ def layers(up: float, dtype: torch.dtype, outs: tuple[int, ...] = (24, 17, 24), 
     return model
 
 
-def projected(model: nn.Sequential, x: Tensor) -> tuple[Projection, tuple[Tensor, ...]]:
-    projection = Projection(model, *model._modules)
+def projected(model: nn.Sequential, x: Tensor) -> tuple[FusedLinear, tuple[Tensor, ...]]:
+    projection = FusedLinear(model, *model._modules)
     projection.refresh(x.dtype)
     return projection, split(model, projection(F.pad(x, (0, projection.pad))))
 
@@ -79,7 +79,7 @@ def test_values_and_gradients(dtype: torch.dtype, up: float, shape: tuple[int, .
 def test_rows_of_16_bits_stay_whole_vectors(dtype: torch.dtype, rank: int, pad: int) -> None:
     """Two adapters; what is left of the padding is zeros, whatever stood there, and has no gradient."""
     model = layers(0.1, dtype, rank=rank)
-    projection = Projection(model, *model._modules)
+    projection = FusedLinear(model, *model._modules)
     projection.refresh(dtype)
     assert projection.pad == pad
     x = torch.full((5, 33 + pad), torch.nan, dtype=dtype)
@@ -136,7 +136,7 @@ def test_the_weight_is_a_view_and_the_layer_keeps_its_own_forward() -> None:
 
 def test_it_follows_the_layers() -> None:
     model, x = layers(0.1, torch.float32), torch.randn(3, 33)
-    projection = Projection(model, *model._modules)
+    projection = FusedLinear(model, *model._modules)
 
     def check() -> None:
         projection.refresh(torch.float32)
@@ -229,7 +229,7 @@ def test_trained_layers_keep_their_own_gradient() -> None:
 def test_trained_layers_of_the_same_rows_are_one_matmul(dtype: torch.dtype) -> None:
     """Values and gradients of their own forwards, under autocast too; a layer of another class is left to them."""
     model = nn.Sequential(*(nn.Linear(33, out) for out in (24, 17, 24)))
-    projection = Projection(model, *model._modules)
+    projection = FusedLinear(model, *model._modules)
     x = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
     wanted = [x, *model.parameters()]
 
@@ -252,7 +252,7 @@ def test_trained_layers_of_the_same_rows_are_one_matmul(dtype: torch.dtype) -> N
 def test_full_tuning_has_no_room() -> None:
     policy = tiny_model(settings(model__tuning="full")).policy
     policy.forward.refresh()
-    assert not any(projection.pad for projection in policy.forward.projections)
+    assert not any(projection.pad for projection in policy.forward.fused_linears)
 
 
 def test_states_are_swapped_between_two_forwards() -> None:
@@ -290,7 +290,7 @@ def test_feed_forward(dtype: torch.dtype, adapted: str) -> None:
     exact = copy.deepcopy(model).double()
     x = torch.randn(2, 5, 33).to(dtype).requires_grad_()
     ideal = x.detach().double().requires_grad_()
-    up, down = (Projection(model, name) for name in ("0", "1"))
+    up, down = (FusedLinear(model, name) for name in ("0", "1"))
     for projection in (up, down):
         projection.refresh(dtype)
     stream, gate = (torch.randn(*size).to(dtype).requires_grad_() for size in ((2, 5, 33), (2, 33)))
@@ -317,7 +317,7 @@ def test_feed_forward(dtype: torch.dtype, adapted: str) -> None:
 def test_rows_without_padding(shape: tuple[int, ...]) -> None:
     """Parts of longer samples, as attention's output is: the values and gradients of padded rows."""
     model = layers(0.1, torch.float32)
-    projection = Projection(model, *model._modules)
+    projection = FusedLinear(model, *model._modules)
     projection.refresh(torch.float32)
     x = torch.randn(shape[0], shape[1] + 3, 33)[:, : shape[1]].requires_grad_()
     ys = projection.unpadded(x), projection(F.pad(x, (0, projection.pad)))

@@ -396,7 +396,7 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
         policy.forward.refresh()
         for p in policy.parameters().values():
             p.grad = torch.zeros_like(p)  # as in every micro-batch but the first
-        weights = [p._buffer for p in policy.forward.projections]
+        weights = [p._buffer for p in policy.forward.fused_linears]
         gradients = [p.grad for p in policy.parameters().values()]
         with Live(x, *transformer.parameters(), *weights, *gradients, policy.forward._rotary_of(x)) as live:
             if tuning == "full":
@@ -436,7 +436,7 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     x, step = torch.randn(batch, 32, 8, 16, 16), torch.zeros(1, dtype=torch.int64)
     coefs, seeds = table.coefficients(), torch.zeros(batch, dtype=torch.int64)
     denoise(policy, coefs, conditions.at(step), seeds, x, step)  # makes the rotary table
-    weights = [p._buffer for p in policy.forward.projections]
+    weights = [p._buffer for p in policy.forward.fused_linears]
     with Live(x, *transformer.parameters(), *weights) as live:
         denoise(policy, coefs, conditions.at(step), seeds, x, step)
     tokens, passes = 8 * 16 * 16 + text + image, 1 if guidance == 1 else 2

@@ -20,7 +20,7 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached, fill_cache
 from sage_fast.models.attention.backends import ATTENTION
-from sage_fast.models.checkpointing import Recomputation
+from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
@@ -564,7 +564,7 @@ def test_gradient_checkpointing_changes_no_bit(
     results = []
     for mode in ("none", "full", "attention"):
         model = load(checkpoint, tuning=tuning, dtype=dtype)
-        model.set_checkpointing(Recomputation(mode))
+        model.set_checkpointing(CheckpointPlan(mode))
         policy = model.policy
         assert policy.transformer.gradient_checkpointing is (mode != "none")
         perturb_adapter(policy)

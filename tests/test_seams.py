@@ -43,7 +43,7 @@ def test_families_are_found_by_the_class_of_their_transformer() -> None:
     for class_name, name in SHIPPED.items():
         assert {cls.__name__ for cls in family(name).networks.values()} == {class_name}
     spec = find_spec("testbed")
-    assert spec.layouts["transformer"]["_class_name"] == "TestbedTransformer"
+    assert spec.configs["transformer"]["_class_name"] == "TestbedTransformer"
     assert type(find_spec(f"sage_fast.testbed.model:Testbed:{spec.path}")) is type(spec)
 
 

@@ -118,7 +118,7 @@ class Wan(Spec):
 
     @property
     def patch(self) -> int:
-        return math.prod(self.layouts["denoiser"]["patch_size"])
+        return math.prod(self.configs["denoiser"]["patch_size"])
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         return 16, (sampling.num_frames - 1) // 4 + 1, sampling.height // 8, sampling.width // 8

@@ -19,7 +19,7 @@ from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.config.loader import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
 from sage_fast.loading import load_setup
-from sage_fast.models.checkpointing import Recomputation
+from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
@@ -115,7 +115,7 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=config.sampling.guidance_scale)
     decoder = VideoDecoder(vae)
     model = Model(spec=tiny_spec(policy), policy=policy, decoder=decoder)
-    model.set_checkpointing(Recomputation(config.model.gradient_checkpointing))
+    model.set_checkpointing(CheckpointPlan(config.model.gradient_checkpointing))
     return model
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.models.checkpointing import MODES, RECOMPUTED, Recomputation
+from sage_fast.models.checkpointing import MODES, RECOMPUTED, CheckpointPlan
 from sage_fast.models.spec import Cost
 
 
@@ -30,7 +30,7 @@ def forwards(
 
 
 def flops(
-    cost: Cost, counts: Mapping[str, int], videos: int, *, checkpointing: Recomputation | None, frozen_base: bool
+    cost: Cost, counts: Mapping[str, int], videos: int, *, checkpointing: CheckpointPlan | None, frozen_base: bool
 ) -> dict[str, float]:
     """Return part -> FLOPs of an iteration, all ranks together.
 
@@ -41,13 +41,13 @@ def flops(
         checkpointing: what the backward recomputes; None: model FLOPs.
         frozen_base: as for `training_flops`.
     """
-    of_mode = functools.partial(
+    per_transition = functools.partial(
         training_flops, cost.forward, cost.attention, frozen_base=frozen_base, block_ends=cost.block_ends
     )
     if checkpointing is None:
-        per_training = of_mode(checkpointing=None)
+        per_training = per_transition(checkpointing=None)
     else:
-        per_training = checkpointing.mean({mode: of_mode(checkpointing=mode) for mode in MODES})
+        per_training = checkpointing.mean({mode: per_transition(checkpointing=mode) for mode in MODES})
     per_forward = {"training": per_training}
     parts = {part: count * per_forward.get(part, cost.forward) for part, count in counts.items()}
     return parts | {"decode": videos * cost.decode}

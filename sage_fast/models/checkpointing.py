@@ -28,7 +28,7 @@ MODES = tuple(RECOMPUTED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Recomputation:
+class CheckpointPlan:
     """What the backward recomputes: `mode` in the first `count` of the blocks, the next faster mode in the others.
 
     By default all blocks have the mode. The last blocks keep more, since the backward begins with them: what they keep
@@ -44,30 +44,30 @@ class Recomputation:
         """Mode of the other blocks."""
         return MODES[max(MODES.index(self.mode) - 1, 0)]
 
-    def mean(self, of_mode: Mapping[str, float]) -> float:
+    def mean(self, by_mode: Mapping[str, float]) -> float:
         """Return the mean over the blocks of a value that each mode has."""
         rest = self.blocks - self.count
-        return (self.count * of_mode[self.mode] + rest * of_mode[self.faster]) / self.blocks
+        return (self.count * by_mode[self.mode] + rest * by_mode[self.faster]) / self.blocks
 
     def __str__(self) -> str:
         return self.mode if self.count == self.blocks else f"{self.mode} in {self.count} of {self.blocks} blocks"
 
 
-NOTHING = Recomputation(MODES[0])
+NO_RECOMPUTE = CheckpointPlan(MODES[0])
 
 
-def fastest_that_fits(needed: Mapping[str, float], room: float, blocks: int) -> Recomputation:
+def fastest_that_fits(needed: Mapping[str, float], room: float, blocks: int) -> CheckpointPlan:
     """Return what to recompute in `blocks` so that activations, of `needed` bytes in each mode, fit into `room` bytes.
 
     If they fit in no mode, everything is recomputed.
     """
     if needed[MODES[0]] <= room:
-        return Recomputation(MODES[0], blocks, blocks)
+        return CheckpointPlan(MODES[0], blocks, blocks)
     for faster, mode in itertools.pairwise(MODES):
         if needed[mode] <= room:
             share = (needed[faster] - room) / (needed[faster] - needed[mode])
-            return Recomputation(mode, math.ceil(share * blocks), blocks)
-    return Recomputation(MODES[-1], blocks, blocks)
+            return CheckpointPlan(mode, math.ceil(share * blocks), blocks)
+    return CheckpointPlan(MODES[-1], blocks, blocks)
 
 
 def set_checkpointing(

@@ -29,13 +29,13 @@ from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
 
-class _Layout(ConfigMixin):
+class _ConfigReader(ConfigMixin):
     """Reader for the config.json of any part."""
 
     config_name = "config.json"
 
 
-def read_layout(setting: str, source: str, part: str) -> dict[str, Any]:
+def read_config(setting: str, source: str, part: str) -> dict[str, Any]:
     """Read the config.json of a part, from a folder or the hub.
 
     Raises:
@@ -44,7 +44,7 @@ def read_layout(setting: str, source: str, part: str) -> dict[str, Any]:
     if Path(source).is_dir() and not (Path(source) / part / "config.json").is_file():
         raise UserError(f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is missing")
     try:
-        return _Layout.load_config(source, subfolder=part)
+        return _ConfigReader.load_config(source, subfolder=part)
     except OSError as error:
         raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {error}") from error
 
@@ -78,7 +78,7 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     source = reachable(path)
     cls = named or _family_in(given, source)
     parts = (*cls.networks, "vae")
-    spec = cls(path, {part: read_layout("model.path", cls.source(part, source), part) for part in parts})
+    spec = cls(path, {part: read_config("model.path", cls.source(part, source), part) for part in parts})
     spec.check()
     return spec
 
@@ -89,7 +89,7 @@ def _family_in(path: str, source: str) -> type[Spec]:
     for class_name, name in families().items():
         cls = family(name)
         try:
-            held.append(read_layout("model.path", source, cls.main_network()).get("_class_name"))
+            held.append(read_config("model.path", source, cls.main_network()).get("_class_name"))
         except UserError as error:
             problems.append(error)
         if class_name in held:
@@ -235,7 +235,7 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
     model.policy.set_attention(ATTENTION[asked])
 
 
-def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:
+def _check_same(source: str, part: str, config: Mapping[str, Any]) -> None:
     """Check that `source` holds weights for a network with this configuration, which spells out its defaults.
 
     Raises:
@@ -243,9 +243,9 @@ def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:
     """
     if not (Path(source) / part / "config.json").is_file():
         raise UserError(f"model.weights = {source!r}: expected a folder that holds {part}/config.json")
-    for key, value in read_layout("model.weights", source, part).items():
-        if key not in ("_diffusers_version", "_name_or_path") and layout.get(key, value) != value:
+    for key, value in read_config("model.weights", source, part).items():
+        if key not in ("_diffusers_version", "_name_or_path") and config.get(key, value) != value:
             raise UserError(
                 f"model.weights = {source!r} was made for another model: "
-                f"{key} is {value!r}, model.path has {layout[key]!r}"
+                f"{key} is {value!r}, model.path has {config[key]!r}"
             )

@@ -6,7 +6,7 @@ import dataclasses
 
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import REFERENCE
-from sage_fast.models.checkpointing import NOTHING, Recomputation, set_checkpointing
+from sage_fast.models.checkpointing import NO_RECOMPUTE, CheckpointPlan, set_checkpointing
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.interface import Encoder
 from sage_fast.models.policy import Policy
@@ -33,9 +33,9 @@ class Model:
     attention: str = REFERENCE
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
-    checkpointing: Recomputation = NOTHING
+    checkpointing: CheckpointPlan = NO_RECOMPUTE
 
-    def set_checkpointing(self, chosen: Recomputation) -> None:
+    def set_checkpointing(self, chosen: CheckpointPlan) -> None:
         """Set what the backward recomputes."""
         self.checkpointing = chosen
         others = chosen.faster if chosen.count < chosen.blocks else None

@@ -62,20 +62,20 @@ class Distillation:
     mean_velocity: bool = False
 
 
-class Place(NamedTuple):
-    """The place of a layer in another layout of the checkpoint.
+class ExportTarget(NamedTuple):
+    """Where a layer is in another layout of the checkpoint.
 
     Attributes:
         layer: its name there; that layer may fuse several of ours.
-        part: its index among them, in the order of their rows.
-        parts: number of fused layers.
-        swapped: whether the two halves of the rows are swapped.
+        position: its index among the fused layers, in the order of their rows.
+        fused: number of fused layers.
+        swaps_halves: whether the two halves of the rows are swapped.
     """
 
     layer: str
-    part: int = 0
-    parts: int = 1
-    swapped: bool = False
+    position: int = 0
+    fused: int = 1
+    swaps_halves: bool = False
 
 
 class Spec:
@@ -83,7 +83,7 @@ class Spec:
 
     Args:
         path: folder, hub id, or one of `randoms`.
-        layouts: part -> its config.json; missing parts have the published sizes.
+        configs: part -> its config.json; missing parts have the published sizes.
 
     Attributes:
         title: name of the family, for messages.
@@ -112,13 +112,13 @@ class Spec:
     fps: ClassVar[int] = 24
     text_tokens: ClassVar[int] = 200
     prompt_sets: ClassVar[tuple[str, ...]] = ()
-    lora_layouts: ClassVar[Mapping[str, Callable[[str], Place]]] = {}
+    lora_layouts: ClassVar[Mapping[str, Callable[[str], ExportTarget]]] = {}
     set_guidance: ClassVar[str] = ""
     license: ClassVar[tuple[str, str] | None] = None
 
-    def __init__(self, path: str = "", layouts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, path: str = "", configs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.path = path
-        self.layouts = layouts or {}
+        self.configs = configs or {}
 
     @classmethod
     def main_network(cls) -> str:
@@ -132,7 +132,7 @@ class Spec:
 
     def meta(self, part: str) -> Any:
         """Return a part on the meta device: no memory, no weights."""
-        settings = {key: value for key, value in self.layouts.get(part, {}).items() if not key.startswith("_")}
+        settings = {key: value for key, value in self.configs.get(part, {}).items() if not key.startswith("_")}
         with torch.device("meta"):
             return {**self.networks, "vae": self.autoencoder}[part](**settings)
 

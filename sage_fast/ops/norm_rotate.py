@@ -71,10 +71,10 @@ def norm_rotate(
     for name, tensor in {"text": text, **weights, "rotary": rotary}.items():
         if tensor.device != joint.device:
             raise ValueError(f"{name}: is on {tensor.device}, joint is on {joint.device}")
-    return _Joined.apply(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
+    return _JointNormRotate.apply(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
 
 
-class _Joined(torch.autograd.Function):
+class _JointNormRotate(torch.autograd.Function):
     """`norm_rotate` as an autograd function: an operator may not return a view of its argument."""
 
     @staticmethod

@@ -136,7 +136,7 @@ class Testbed(HunyuanVideo15):
         return str(BASE) if part == "vae" and checkpoint == str(BASE_I2V) else checkpoint
 
     def meta(self, part: str) -> Any:
-        if part == "vae" and not self.layouts.get(part):
+        if part == "vae" and not self.configs.get(part):
             with torch.device("meta"):
                 return allow_batches(tiny_vae())
         return Spec.meta(self, part)

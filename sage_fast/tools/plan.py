@@ -36,7 +36,7 @@ from sage_fast.loading import (
     stored_rollouts,
     training_room,
 )
-from sage_fast.models.checkpointing import Recomputation
+from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random
@@ -142,7 +142,7 @@ def plan(
     *,
     ranks: int = 1,
     gpu_memory: float = 80e9,
-    chosen: Recomputation | None = None,
+    chosen: CheckpointPlan | None = None,
     rewards: Mapping[str, float | None] | None = None,
 ) -> Plan:
     """Compute sizes, FLOPs and memory of one iteration.

@@ -10,6 +10,7 @@ Ranges open and close on the host. They surround the replay of a CUDA graph; the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -48,7 +49,7 @@ def ranges(*tools: str) -> Iterator[None]:
     """Switch ranges on within a block, for the tools `nvtx`, `torch` (torch.profiler) or both.
 
     Raises:
-        UserError: `nvtx` is requested of a PyTorch without CUDA.
+        UserError: `nvtx` is requested but not installed.
     """
     global _tools
     before = _tools
@@ -80,11 +81,11 @@ def _range(name: str) -> Iterator[None]:
 
 
 def _nvtx() -> Open:
-    import torch
-
-    if torch.version.cuda is None:
-        raise UserError("NVTX ranges need PyTorch for CUDA, and this one is for the CPU")
-    return torch.cuda.nvtx.range
+    try:
+        import nvtx
+    except ImportError:
+        raise UserError("NVTX ranges need the nvtx package: pip install nvtx, or the extra profile") from None
+    return functools.partial(nvtx.annotate, domain="sage_fast")
 
 
 def _torch() -> Open:

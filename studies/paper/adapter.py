@@ -67,7 +67,7 @@ def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: 
     conditioning = policy.condition(torch.full((len(x),), 0.6), text)
     if not own_forward:
         return policy.velocity(x, conditioning).double()
-    for projection in policy.forward.projections:
+    for projection in policy.forward.fused_linears:
         projection.pad, projection._adapters = 0, []
     return policy.forward(x.to(policy.dtype), conditioning).double()
 

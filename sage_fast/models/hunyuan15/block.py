@@ -20,14 +20,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from sage_fast.models.attention.backends import Attention
-from sage_fast.models.lora.linear import Projection, feed_forward
+from sage_fast.models.lora.linear import FusedLinear, feed_forward
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
 
 
 class TextToVideoBlock(nn.Module):
-    """A stock HunyuanVideo15TransformerBlock with its linear layers as projections.
+    """A stock HunyuanVideo15TransformerBlock with its linear layers fused.
 
     It is a module so that hooks (FSDP2, profilers) can attach to it. AdaLN's layers are not in it.
     """
@@ -35,9 +35,9 @@ class TextToVideoBlock(nn.Module):
     def __init__(self, block: Any) -> None:
         super().__init__()
         self.attn: Any = block.attn
-        self.video_qkv = Projection(self.attn, "to_q", "to_k", "to_v")
-        self.text_qkv = Projection(self.attn, "add_q_proj", "add_k_proj", "add_v_proj")
-        self.video_out, self.text_out = Projection(self.attn.to_out, "0"), Projection(self.attn, "to_add_out")
+        self.video_qkv = FusedLinear(self.attn, "to_q", "to_k", "to_v")
+        self.text_qkv = FusedLinear(self.attn, "add_q_proj", "add_k_proj", "add_v_proj")
+        self.video_out, self.text_out = FusedLinear(self.attn.to_out, "0"), FusedLinear(self.attn, "to_add_out")
         self.video_ff, self.text_ff = FeedForward(block.ff), FeedForward(block.ff_context)
 
     def forward(
@@ -103,7 +103,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, ff: Any) -> None:
         super().__init__()
-        self.up, self.down = Projection(ff.net[0], "proj"), Projection(ff.net, "2")
+        self.up, self.down = FusedLinear(ff.net[0], "proj"), FusedLinear(ff.net, "2")
 
     def forward(self, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
         """Add the result for x `[B, S, d + up.pad]` to the stream `[B, S, d]`, times the gate `[B, d]`."""

@@ -29,7 +29,7 @@ before and after GELU (8)."""
 
 def activation_bytes(
     mode: str,
-    architecture: Mapping[str, Any],
+    config: Mapping[str, Any],
     tokens: int,
     bytes_per_value: int,
     *,
@@ -41,16 +41,16 @@ def activation_bytes(
 
     Args:
         mode: one of `MODES`.
-        architecture: the transformer's config.
+        config: the transformer's config.
         tokens: tokens of the video and of its prompt.
         bytes_per_value: bytes per activation value.
         rank: rank of the adapter; 0 if all weights are trained.
         batch_size: transitions per micro-batch.
         passes: 2 with guidance; the activations of both passes are kept, and their backwards run one after the other.
     """
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    d = config["num_attention_heads"] * config["attention_head_dim"]
     stream = bytes_per_value * d  # a block's input, or its output, which is recomputed too
-    attention = attention_output_bytes(architecture, bytes_per_value)
+    attention = attention_output_bytes(config, bytes_per_value)
     pad, padding_of_three = (padding_for(adapters * rank, bytes_per_value) for adapters in (1, 3))
     inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + padding_of_three + 3 * pad)
     kept, recomputed = {
@@ -59,25 +59,25 @@ def activation_bytes(
         "full": (stream, attention + inner + stream),
     }[mode]
     gradients = bytes_per_value * (GRADIENTS * d + pad)
-    return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + recomputed + gradients))
+    return float(batch_size * tokens * (passes * config["num_layers"] * kept + recomputed + gradients))
 
 
 def step_bytes(
-    architecture: Mapping[str, Any], tokens: int, bytes_per_value: int, *, rank: int, batch_size: int, casts: bool
+    config: Mapping[str, Any], tokens: int, bytes_per_value: int, *, rank: int, batch_size: int, casts: bool
 ) -> float:
     """Return the peak bytes of a denoising step; arguments as in `activation_bytes`.
 
     If it `casts` float32 weights, autocast keeps copies of the blocks' matrices in 16 bits, but for those of queries,
     keys and values, which are joined for each use.
     """
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    d = config["num_attention_heads"] * config["attention_head_dim"]
     padding = sum(padding_for(adapters * rank, bytes_per_value) for adapters in (1, 1, 3))
-    copies = 2 * architecture["num_layers"] * 18 * d**2 * casts
+    copies = 2 * config["num_layers"] * 18 * d**2 * casts
     return float(batch_size * tokens * bytes_per_value * (KEPT_BY_STEP * d + padding) + copies)
 
 
 def condition_bytes(
-    architecture: Mapping[str, Any],
+    config: Mapping[str, Any],
     text_tokens: int,
     image_tokens: int,
     bytes_per_value: int,
@@ -94,15 +94,15 @@ def condition_bytes(
     Args:
         frame: (H, W) of the latents of an image.
     """
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    d = config["num_attention_heads"] * config["attention_head_dim"]
     text = float(bytes_per_value * steps * text_tokens * d)
-    modulation = bytes_per_value * steps * (12 * architecture["num_layers"] + 2) * d
-    latents = architecture["out_channels"] * math.prod(frame) if image_tokens else 0
+    modulation = bytes_per_value * steps * (12 * config["num_layers"] + 2) * d
+    latents = config["out_channels"] * math.prod(frame) if image_tokens else 0
     image = bytes_per_value * (image_tokens * d + latents)
     return passes * (modulation + image) + (passes - 1) * text, text
 
 
-def attention_output_bytes(architecture: Mapping[str, Any], bytes_per_value: int) -> int:
+def attention_output_bytes(config: Mapping[str, Any], bytes_per_value: int) -> int:
     """Return the bytes of attention's output per token and block: the values, and a float32 log-sum-exp per head."""
-    heads = architecture["num_attention_heads"]
-    return heads * (architecture["attention_head_dim"] * bytes_per_value + 4)
+    heads = config["num_attention_heads"]
+    return heads * (config["attention_head_dim"] * bytes_per_value + 4)

@@ -24,7 +24,7 @@ from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.hunyuan15.block import TextToVideoBlock
 from sage_fast.models.hunyuan15.conditioning import Images, Inputs
 from sage_fast.models.hunyuan15.text import TextBatch
-from sage_fast.models.lora.linear import Projection
+from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.ops.norm_modulate import norm_modulate
 
 ADALN_UNITS = 6
@@ -67,12 +67,12 @@ class TextToVideoForward(nn.Module):
         norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm1_context)]
         size = -(-len(norms) // ADALN_UNITS)
         self.adaln = nn.ModuleList(AdaLN(norms[i : i + size]) for i in range(0, len(norms), size))
-        self.out = Projection(transformer, "proj_out")
-        self.projections = [module for module in self.modules() if isinstance(module, Projection)]
+        self.out = FusedLinear(transformer, "proj_out")
+        self.fused_linears = [module for module in self.modules() if isinstance(module, FusedLinear)]
 
     def refresh(self) -> None:
         """Pick up changed adapters. Call before a forward and before replaying a recorded one."""
-        for projection in self.projections:
+        for projection in self.fused_linears:
             projection.refresh(self.dtype)
 
     def forward(self, x: Tensor, conditioning: Inputs) -> Tensor:

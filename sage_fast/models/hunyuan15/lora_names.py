@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from sage_fast.models.spec import Place
+from sage_fast.models.spec import ExportTarget
 from sage_fast.util.errors import UserError
 
 PREFIX = "diffusion_model."
@@ -69,31 +69,31 @@ COMFYUI = (
 """What ComfyUI replaces in a name, one rule for each."""
 
 
-def original(layer: str) -> Place:
-    """Place of a diffusers layer in the checkpoint as Tencent published it.
+def original(layer: str) -> ExportTarget:
+    """Target of a diffusers layer in the checkpoint as Tencent published it.
 
     Raises:
         UserError: there is no such layer.
     """
-    return _place(layer, fused="self")
+    return _target(layer, fused="self")
 
 
-def comfyui(layer: str) -> Place:
-    """Place of a diffusers layer in ComfyUI and diffusion-pipe.
+def comfyui(layer: str) -> ExportTarget:
+    """Target of a diffusers layer in ComfyUI and diffusion-pipe.
 
     Raises:
         UserError: there is no such layer.
     """
-    place = _place(layer, fused="self|img|txt")
-    name = place.layer
+    target = _target(layer, fused="self|img|txt")
+    name = target.layer
     for pattern, replacement in COMFYUI:
         name, count = re.subn(pattern, replacement, name)
         if count:
             break
-    return place._replace(layer=name)
+    return target._replace(layer=name)
 
 
-def _place(layer: str, *, fused: str) -> Place:
+def _target(layer: str, *, fused: str) -> ExportTarget:
     names, prefix, rest = REST, PREFIX, layer
     found = re.fullmatch(r"(.*?)\.(\d+)\.(.+)", layer)
     if found and found[1] in LISTS:
@@ -103,5 +103,5 @@ def _place(layer: str, *, fused: str) -> Place:
         raise UserError(f"{layer!r}: HunyuanVideo 1.5 has no layer of this name outside diffusers")
     name = prefix + names[rest]
     if qkv := re.fullmatch(rf"(.*\.(?:{fused})_attn_)([qkv])", name):
-        return Place(qkv[1] + "qkv", "qkv".index(qkv[2]), 3)
-    return Place(name, swapped=layer == SWAPPED)
+        return ExportTarget(qkv[1] + "qkv", "qkv".index(qkv[2]), 3)
+    return ExportTarget(name, swaps_halves=layer == SWAPPED)

@@ -129,8 +129,8 @@ class HunyuanVideo15Policy(Policy):
         return torch.cat([starts[1:], starts.new_zeros(1)]) if self.forward.has_mean_velocity else None
 
 
-def places_of_a_token(architecture: Any) -> int:
-    return architecture["patch_size_t"] * architecture["patch_size"] ** 2
+def places_of_a_token(config: Any) -> int:
+    return config["patch_size_t"] * config["patch_size"] ** 2
 
 
 def freeze_dead_ends(transformer: Any, *, takes_images: bool = False) -> None:

@@ -36,7 +36,7 @@ from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Cost, Distillation, Spec
 from sage_fast.util.errors import UserError
 
-Architecture = Mapping[str, Any]
+TransformerConfig = Mapping[str, Any]
 """The transformer's config."""
 
 FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
@@ -88,7 +88,7 @@ class HunyuanVideo15(Spec):
         Without one of `PIPELINES`, its `task_type` is. diffusers' converter gives "i2v" to 480p text-to-video too.
         """
         pipeline = None
-        if self.layouts:
+        if self.configs:
             with contextlib.suppress(OSError, UserError, AttributeError):  # the last: no mapping
                 pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path)).get("_class_name")
         return PIPELINES.get(str(pipeline), self.transformer_config.task_type) == "i2v"
@@ -112,7 +112,7 @@ class HunyuanVideo15(Spec):
         if self.transformer_config.use_meanflow:
             return Distillation(steps=(8, 12), mean_velocity=True)  # README: recommended
         distilled = self.path.endswith(DISTILLED)
-        if not distilled and self.layouts:
+        if not distilled and self.configs:
             with contextlib.suppress(OSError, UserError):
                 distilled = self._guider_scale() == 1
         return Distillation(steps=(50,)) if distilled else None  # README: "must use 50 steps"
@@ -122,7 +122,7 @@ class HunyuanVideo15(Spec):
         return places_of_a_token(self.transformer_config)
 
     def meta(self, part: str) -> Any:
-        if part == "transformer" and not self.layouts.get(part):  # otherwise as published
+        if part == "transformer" and not self.configs.get(part):  # otherwise as published
             settings: dict[str, Any] = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
             settings |= {"use_meanflow": True} if self.path.endswith(STEP_DISTILLED) else {}
             task = "i2v" if "i2v" in self.path else "t2v"  # published checkpoints are named by it
@@ -136,8 +136,7 @@ class HunyuanVideo15(Spec):
         Raises:
             UserError: the checkpoint would load but be sampled wrongly.
         """
-        layout = self.layouts.get("transformer", {})
-        task = layout.get("task_type", "t2v")
+        task = self.configs.get("transformer", {}).get("task_type", "t2v")
         if task not in ("t2v", "i2v"):
             raise UserError(
                 f"model.path = {self.path!r}: its transformer has task_type = {task!r}; expected 't2v' or 'i2v', as "
@@ -189,18 +188,18 @@ class HunyuanVideo15(Spec):
         return joint, self.heads, self.transformer_config.attention_head_dim
 
     def cost(self, config: Config) -> Cost:
-        architecture, model, sampling = self.transformer_config, config.model, config.sampling
+        transformer, model, sampling = self.transformer_config, config.model, config.sampling
         latents = self.latent_shape(sampling)
         tokens = self.tokens(latents)
         lengths = tokens, self.text_tokens, self.prompt_tokens - self.text_tokens
         rank = model.lora_rank if model.trains_adapter else 0
         own = -(-sum(lengths) // model.sequence_parallel)
-        float32_dq = 4 * config.train.batch_size * own * self.heads * architecture["attention_head_dim"]
+        float32_dq = 4 * config.train.batch_size * own * self.heads * transformer["attention_head_dim"]
         float32_dq *= model.attention in ATTENTION and ATTENTION[model.attention].sums_dq_in_float32
         activations = {
             mode: activation_bytes(
                 mode,
-                architecture,
+                transformer,
                 own,
                 model.element_bytes,
                 rank=rank,
@@ -213,16 +212,16 @@ class HunyuanVideo15(Spec):
         batch, width = sampling.batch_size, model.element_bytes
         casts = not model.trains_adapter and width < ENGINES[config.train.engine].stored_bytes(width)
         shared, context = condition_bytes(
-            architecture, *lengths[1:], width, steps=sampling.steps, passes=sampling.passes, frame=latents[2:]
+            transformer, *lengths[1:], width, steps=sampling.steps, passes=sampling.passes, frame=latents[2:]
         )
         return Cost(
-            forward=forward_flops(architecture, *lengths),
-            attention=attention_flops(architecture, *lengths),
-            block_ends=block_end_flops(architecture, tokens),
+            forward=forward_flops(transformer, *lengths),
+            attention=attention_flops(transformer, *lengths),
+            block_ends=block_end_flops(transformer, tokens),
             decode=decode_flops(self.vae.decoder, latents),
             decoder_weights=sum(p.numel() for p in self.vae.parameters()),
             activations=activations,
-            step=shared + step_bytes(architecture, sum(lengths), width, rank=rank, batch_size=batch, casts=casts),
+            step=shared + step_bytes(transformer, sum(lengths), width, rank=rank, batch_size=batch, casts=casts),
             context=context,
         )
 
@@ -250,7 +249,7 @@ class HunyuanVideo15(Spec):
         return "" if is_random(self.path) else encoder.encoder_version(self.path, parts)
 
 
-def forward_flops(architecture: Architecture, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
+def forward_flops(config: TransformerConfig, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
     """Return the FLOPs of one forward of one sample, with d = heads x head_dim:
 
         layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner  +  image
@@ -259,32 +258,32 @@ def forward_flops(architecture: Architecture, tokens: int, text_tokens: int, ima
     of both streams. The refiner has the same two terms over the text tokens; image tokens go through two layers. Not
     counted: time and text embedders, normalisation, element-wise work.
     """
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    linear = (8 + 4 * architecture["mlp_ratio"]) * d**2
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    linear = (8 + 4 * config["mlp_ratio"]) * d**2
     joint = tokens + text_tokens + image_tokens
-    blocks = architecture["num_layers"] * (linear * (joint + 1) + 4 * joint**2 * d)
-    refiner = architecture["num_refiner_layers"] * (linear * text_tokens + 4 * text_tokens**2 * d)
-    patch = architecture["patch_size_t"] * architecture["patch_size"] ** 2
-    embed = 2 * tokens * d * patch * (architecture["in_channels"] + architecture["out_channels"])
-    project = 2 * text_tokens * d * architecture["text_embed_dim"]
-    image = 2 * image_tokens * (seen := architecture["image_embed_dim"]) * (seen + d) if image_tokens else 0
+    blocks = config["num_layers"] * (linear * (joint + 1) + 4 * joint**2 * d)
+    refiner = config["num_refiner_layers"] * (linear * text_tokens + 4 * text_tokens**2 * d)
+    patch = config["patch_size_t"] * config["patch_size"] ** 2
+    embed = 2 * tokens * d * patch * (config["in_channels"] + config["out_channels"])
+    project = 2 * text_tokens * d * config["text_embed_dim"]
+    image = 2 * image_tokens * (seen := config["image_embed_dim"]) * (seen + d) if image_tokens else 0
     return float(blocks + refiner + embed + project + image)
 
 
-def attention_flops(architecture: Architecture, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
+def attention_flops(config: TransformerConfig, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
     """Return the part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d per layer."""
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    blocks = architecture["num_layers"] * (tokens + text_tokens + image_tokens) ** 2
-    return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    blocks = config["num_layers"] * (tokens + text_tokens + image_tokens) ** 2
+    return float(4 * d * (blocks + config["num_refiner_layers"] * text_tokens**2))
 
 
-def block_end_flops(architecture: Architecture, tokens: int) -> float:
+def block_end_flops(config: TransformerConfig, tokens: int) -> float:
     """Return the part of `forward_flops` that is the second layer of the video tokens' feed-forwards: 2 r d^2 a token.
 
     The text's has no adapter by default, so that its recomputation is not skipped.
     """
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    return float(architecture["num_layers"] * 2 * architecture["mlp_ratio"] * d**2 * tokens)
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    return float(config["num_layers"] * 2 * config["mlp_ratio"] * d**2 * tokens)
 
 
 def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sage_fast.models.spec import Place
+from sage_fast.models.spec import ExportTarget
 from sage_fast.util.errors import UserError, first_line
 
 
@@ -35,7 +35,9 @@ def read_lora(file: Path) -> tuple[dict[str, Tensor], LoraConfig]:
         raise UserError(f"{file}: not a LoRA as a run saves it: {first_line(error)}") from error
 
 
-def converted(tensors: Mapping[str, Tensor], config: LoraConfig, place: Callable[[str], Place]) -> dict[str, Tensor]:
+def converted(
+    tensors: Mapping[str, Tensor], config: LoraConfig, target_of: Callable[[str], ExportTarget]
+) -> dict[str, Tensor]:
     """Return the adapter in another layout of the checkpoint, with its scale in B, so that no reader needs alpha.
 
     A layer that fuses several gets an adapter of the sum of their ranks: A is stacked, B is block-diagonal. The rows of
@@ -43,25 +45,25 @@ def converted(tensors: Mapping[str, Tensor], config: LoraConfig, place: Callable
 
     Args:
         tensors, config: as `read_lora` returns them.
-        place: where a layer is in the other layout.
+        target_of: where a layer is in the other layout.
     """
     fused: dict[str, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
-    parts: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for key, a in tensors.items():
         layer = key.removesuffix(".lora_A.weight")
         if layer == key:
             continue
-        target = place(layer)
+        target = target_of(layer)
         alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), layer), config.lora_alpha)
         b = tensors[f"{layer}.lora_B.weight"].float() * (alpha / (math.sqrt(len(a)) if config.use_rslora else len(a)))
-        fused[target.layer][target.part] = a.float(), torch.cat(b.chunk(2)[::-1]) if target.swapped else b
-        parts[target.layer] = target.parts
+        fused[target.layer][target.position] = a.float(), torch.cat(b.chunk(2)[::-1]) if target.swaps_halves else b
+        counts[target.layer] = target.fused
     factors: dict[str, Tensor] = {}
     for layer, own in fused.items():
         a, b = next(iter(own.values()))
-        if parts[layer] > 1:
-            a = torch.cat([own[part][0] for part in sorted(own)])
+        if counts[layer] > 1:
+            a = torch.cat([own[index][0] for index in sorted(own)])
             empty = b[:, :0]
-            b = torch.block_diag(*(own[part][1] if part in own else empty for part in range(parts[layer])))
+            b = torch.block_diag(*(own[index][1] if index in own else empty for index in range(counts[layer])))
         factors |= {f"{layer}.lora_A.weight": a.contiguous(), f"{layer}.lora_B.weight": b.contiguous()}
     return factors

@@ -49,7 +49,7 @@ class _Adapter:
         return len(self.down)
 
 
-class Projection(nn.Module):
+class FusedLinear(nn.Module):
     """Linear layers that read the same rows, run as one matmul.
 
     The layers' own forwards run instead if an adapter is of another kind (DoRA, dropout, several at once), if a layer
@@ -146,7 +146,7 @@ class Projection(nn.Module):
         """Map `[..., d_in + pad]` to the layers' outputs side by side, `[..., d_out]`; overwrites the padding in x."""
         if not self.pad:
             return self._plain(x)
-        return self._one_sum(x, has_product=False)
+        return self._fused(x, has_product=False)
 
     def _plain(self, x: Tensor) -> Tensor:
         """Run layers that have no adapter, as one matmul if all of their weights can be read here."""
@@ -164,15 +164,15 @@ class Projection(nn.Module):
         """Map `[B, S, d_in]` like `forward`, without padding in x."""
         if not self.pad:
             return self(x)
-        return self._one_sum(_Padded.apply(x, _views(self._buffer, self.pad)[1]), has_product=True)
+        return self._fused(_Padded.apply(x, _views(self._buffer, self.pad)[1]), has_product=True)
 
     @property
     def factors(self) -> list[Tensor]:
         """A and B of each adapter."""
         return [factor for a in self._adapters if a is not None for factor in (a.down, a.up)]
 
-    def _one_sum(self, x: Tensor, has_product: bool) -> Tensor:
-        return _OneSum.apply(x, self._buffer, self._bias, self._columns, has_product, *self.factors)
+    def _fused(self, x: Tensor, has_product: bool) -> Tensor:
+        return _FusedLoraLinear.apply(x, self._buffer, self._bias, self._columns, has_product, *self.factors)
 
 
 def _signature(layer: Any) -> tuple[object, ...]:
@@ -208,7 +208,7 @@ def _adapter(layer: nn.Module) -> _Adapter | None:
 
 
 def _views(buffer: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    """Return [W | s B] and A, views of a projection's buffer."""
+    """Return [W | s B] and A, views of a fused linear's buffer."""
     height, width = (size - pad for size in buffer.shape)
     return buffer[:height], buffer[height:, :width]
 
@@ -240,7 +240,7 @@ def _input_gradients(
     return dx, ddown
 
 
-class _OneSum(torch.autograd.Function):
+class _FusedLoraLinear(torch.autograd.Function):
     """Computes y = [x | x A^T] [W | s B]^T + bias, for x with padding columns on its right."""
 
     @staticmethod
@@ -288,7 +288,7 @@ class _Padded(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """Computes stream + gate down(gelu(up(x))), each layer as in `_OneSum`; `adapter_rows` lies between them."""
+    """Computes stream + gate down(gelu(up(x))), each as in `_FusedLoraLinear`; `adapter_rows` lies between them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor, gate: Tensor, *rest: Any) -> Tensor:
@@ -330,7 +330,7 @@ class _FeedForward(torch.autograd.Function):
         return None if dx is None else dx.view(shape), grad, dgate, *[None] * 7, *factors
 
 
-class _GeluOfTrained(torch.autograd.Function):
+class _GeluBiasGrad(torch.autograd.Function):
     """GELU (tanh) of x = rows W^T + bias; its backward, which holds dx, also sums it to the gradient of the bias."""
 
     @staticmethod
@@ -350,7 +350,7 @@ class _GeluOfTrained(torch.autograd.Function):
         return dx, sums[:, 0].to(ctx.dtype)
 
 
-def feed_forward(up: Projection, down: Projection, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
+def feed_forward(up: FusedLinear, down: FusedLinear, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
     """Return stream + gate down(gelu(up(x))), with tanh GELU: the end of a block.
 
     In a recomputation (`is_recomputing`) the result is another tensor, of another shape: nothing may read it.
@@ -368,7 +368,7 @@ def feed_forward(up: Projection, down: Projection, x: Tensor, stream: Tensor, ga
         )  # fmt: skip
     (layer,) = up.layers
     if _is_at_hand(layer) and layer.bias.requires_grad:
-        hidden = _GeluOfTrained.apply(F.linear(x, layer.weight, layer.bias.detach()), layer.bias)
+        hidden = _GeluBiasGrad.apply(F.linear(x, layer.weight, layer.bias.detach()), layer.bias)
     else:
         hidden = F.gelu(up(x), approximate="tanh")
     return gated_sum(stream, down.unpadded(hidden), gate)
