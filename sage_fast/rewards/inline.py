@@ -59,6 +59,3 @@ class InProcess:
         if error is not None:  # even KeyboardInterrupt: Ctrl-C never reaches this thread, so the reward raised it
             raise RewardFailure(failure(error)) from error
         return future.result()
-
-    def close(self) -> None:
-        pass

@@ -17,7 +17,7 @@ from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLModel
+from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from sage_fast.rewards.frames import FrameReward, levels, resize
@@ -77,21 +77,16 @@ class Qwen2VLReward(FrameReward):
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
         self.dtype = getattr(torch, dtype)
-        self.tokenizer, self.config = self._read_base(base)
-        self.token_ids = self.tokenizer.convert_tokens_to_ids(list(self.special_tokens))
-
-    def _read_base(self, base: str) -> tuple[PreTrainedTokenizerBase, Qwen2VLConfig]:
-        """Return the tokenizer with the special tokens, and the configuration with a matching vocabulary size."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(base)
-            config = Qwen2VLConfig.from_pretrained(base)
+            self.tokenizer = AutoTokenizer.from_pretrained(base)
+            self.config = Qwen2VLConfig.from_pretrained(base)
         except (OSError, ValueError) as error:
             raise UserError(f"base = {base!r}: expected a folder or hub id of {self.base_model}: {error}") from error
-        if tokenizer.convert_tokens_to_ids("<|video_pad|>") != config.video_token_id:
+        if self.tokenizer.convert_tokens_to_ids("<|video_pad|>") != self.config.video_token_id:
             raise UserError(f"base = {base!r}: its tokenizer does not know <|video_pad|>; expected {self.base_model}")
-        tokenizer.add_tokens(list(self.special_tokens), special_tokens=True)
-        config.text_config.vocab_size = len(tokenizer)
-        return tokenizer, config
+        self.tokenizer.add_tokens(list(self.special_tokens), special_tokens=True)
+        self.config.text_config.vocab_size = len(self.tokenizer)
+        self.token_ids = self.tokenizer.convert_tokens_to_ids(list(self.special_tokens))
 
     def patches(self, frames: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
         """Prepare an image or a video for the vision tower.
@@ -192,7 +187,8 @@ def build_network(
         lora: its rank, and the scale in weight = base + scale x B A.
 
     Raises:
-        UserError: keys are missing, unknown or of the wrong shape (all are listed), or `attention` is not installed.
+        UserError: keys are missing, unknown or of the wrong shape (all are listed).
+        ImportError, ValueError: `attention` is not installed, or unknown.
     """
     with init_empty_weights(include_buffers=False):
         network = Qwen2VLModel(config)
@@ -212,10 +208,7 @@ def build_network(
     for buffer_name, buffer in network.named_buffers():
         if buffer_name.endswith("inv_freq"):
             buffer.copy_(buffer.bfloat16())
-    try:
-        network.set_attn_implementation(attention)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"attention = {attention!r}: {error}") from error
+    network.set_attn_implementation(attention)
     return network.eval().requires_grad_(False)
 
 
