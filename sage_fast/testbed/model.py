@@ -57,8 +57,9 @@ class TestbedTransformer(HunyuanVideo15Transformer3DModel):
 
     __test__ = False  # the name begins with Test: keep pytest from collecting it
 
-    @functools.wraps(HunyuanVideo15Transformer3DModel.__init__)  # from_pretrained reads the names of the arguments
-    def __init__(self, **config: Any) -> None:  # type: ignore[misc]
+    # from_pretrained reads the names of the arguments.
+    @functools.wraps(HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]
+    def __init__(self, **config: Any) -> None:
         super().__init__(**TINY | config)
         width, inner = self.config.text_embed_2_dim, self.config.num_attention_heads * self.config.attention_head_dim
         self.context_embedder_2 = HunyuanVideo15ByT5TextProjection(width, width, inner)
