@@ -49,7 +49,8 @@ def _norm_silu_fwd_kernel(
     x = tl.load(x_ptr + pixel * x_pixel_stride + channel * x_channel_stride, mask=mask, other=0.0).to(tl.float32)
     gamma = tl.load(gamma_ptr + channel * gamma_stride, mask=channel < channels, other=0.0).to(tl.float32)
     length = tl.sqrt(tl.sum(x * x, axis=1))[:, None]
-    y = x * (scale / tl.maximum(length, 1e-12)) * gamma
+    length = tl.maximum(length, 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    y = x * (scale / length) * gamma
     out_ptr += sample * out_batch_stride + frame * out_frame_stride + row * out_row_stride
     out = (y / (1.0 + tl.exp(-y))).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pixel * out_pixel_stride + channel * out_channel_stride, out, mask=mask)

@@ -90,7 +90,8 @@ def write_wheel(folder: Path, objects: dict[str, Path], facts: dict[str, Any], r
     rows = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
     files[f"{stem}.dist-info/RECORD"] = "\n".join([*rows, f"{stem}.dist-info/RECORD,,", ""]).encode()
     wheel = folder / f"{stem}-{tag}.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed:
+    # pip reads LZMA, by which NVIDIA's library is 13 MB and not 18.
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_LZMA) as packed:
         for name, content in files.items():
             packed.writestr(name, content)
     return wheel

@@ -253,29 +253,34 @@ no_prefetch_part() {
     launch --no-python "$py" -c "$NO_PREFETCH_CODE" train "$@" --output "$run" && tail -n 1 "$run/metrics.jsonl"
 }
 
+# Continue run $1 up to iteration $2; fails if it finds no checkpoint and begins anew.
+continued() {
+    (set -o pipefail; launch -m sage_fast train "$1" --resume --train.iterations "$2" 2>&1 | tee "$1/continued.log") || return
+    grep -q '^resumed after' "$1/continued.log"
+}
+
 # Stop after an iteration, and continue from its checkpoint.
 resume_part() {
     local run=$GPU_VENV/$1
     shift
     launch -m sage_fast train "$@" --output "$run" --train.iterations 1 || return
-    launch -m sage_fast train "$run" --resume --train.iterations 2 || return
-    [[ $(wc -l < "$run/metrics.jsonl") == 2 ]] && echo "resumed after one of two iterations"
+    continued "$run" 2 && [[ $(wc -l < "$run/metrics.jsonl") == 2 ]] && echo "resumed after one of two iterations"
 }
 
-# Kill a rank after the first iteration: all others must end, and a resume must go on.
+# Kill a rank after the second iteration, when the first has its checkpoint: all others must end, and a resume go on.
 killed_part() {
     local run=$GPU_VENV/$1 job ranks
     shift
     launch -m sage_fast train "$@" --output "$run" --train.iterations 50 &
     job=$!
-    until [[ -s $run/metrics.jsonl ]]; do
-        kill -0 "$job" 2> /dev/null || { echo "the run ended before its first iteration"; return 1; }
+    until (($(wc -l 2> /dev/null < "$run/metrics.jsonl" || echo 0) > 1)); do
+        kill -0 "$job" 2> /dev/null || { echo "the run ended before its second iteration"; return 1; }
         sleep 1
     done
     mapfile -t ranks < <(pgrep -P "$(pgrep -P "$job")")  # of torchrun, which is the child of a shell
     kill -KILL "${ranks[-1]}"
     wait "$job" && { echo "the run ended well without one of its ranks"; return 1; }
-    launch -m sage_fast train "$run" --resume --train.iterations 2 && echo "resumed after a killed rank"
+    continued "$run" $(($(wc -l < "$run/metrics.jsonl") + 1)) && echo "resumed after a killed rank"
 }
 
 # Two groups of half the GPUs each, as two nodes: ZeRO-3 within each, gradients between them.
@@ -456,7 +461,7 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 wheels out py ENGINES_CODE LENGTHS_CO
     COLLECTIVES_CODE NO_PREFETCH_CODE GPUS=$gpus
 if $tiny; then export TINY=1; fi
 export -f install_part engines_part ncu_part sanitizer_part kernels_part variables_part installed launch collectives_part train_part \
-    alone_part no_prefetch_part resume_part killed_part hybrid_part
+    alone_part no_prefetch_part continued resume_part killed_part hybrid_part
 limit_of() { for i in "${!PARTS[@]}"; do if [[ ${PARTS[i]} == "$1" ]]; then echo "${LIMITS[i]}"; fi; done; }
 
 for part in "${chosen[@]}"; do

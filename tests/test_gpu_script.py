@@ -24,6 +24,7 @@ from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import load
 from sage_fast.rewards.backends import load_reward
 from sage_fast.util.files import read_metrics
+from scripts.pack_wheels import pack
 
 REPOSITORY = Path(__file__).parent.parent
 PARTS = ["install", "tests", "ceiling", "attention", "adapter-rows", "doctor", "rollout", "rollout-480p", "decode-480p"]
@@ -71,6 +72,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "rehearsed-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr("rehearsed-1.0.dist-info/RECORD", "")
+    pack(folder / "wheels" / "rehearsed-1.0-py3-none-any.whl")
     for name, text in {"c++": CACHED_COMPILER, "bin/compute-sanitizer": PRETEND_SANITIZER}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

@@ -217,8 +217,13 @@ def test_schedules_by_hand() -> None:
     assert rates("linear", warmup=20)[-1] == pytest.approx(1.2)
 
 
-def test_all_gradients_cross_the_ranks_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("calls", [1, 2])
+def test_gradients_cross_the_ranks_in_as_few_calls_as_memory_allows(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Averaged over two equal ranks, they stay as they are; a weight without one on any rank keeps none."""
+    if calls == 2:
+        monkeypatch.setattr("sage_fast.parallel.plain.FLAT_BYTES", 8)
     engine = PlainEngine(tiny_model(settings()).policy, settings().train)
     first, second, third = engine.parameters[:3]
     given = [torch.randn_like(first), torch.randn_like(third)]
@@ -234,7 +239,8 @@ def test_all_gradients_cross_the_ranks_in_one_call(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sage_fast.parallel.plain.all_reduce", of_two_ranks)
     monkeypatch.setattr("sage_fast.parallel.plain.world_size", lambda: 2)
     engine._reduce_gradients()
-    assert sent == [len(engine.parameters), first.numel() + third.numel()]
+    crossed = [first.numel(), third.numel()]
+    assert sent == [len(engine.parameters), *(crossed if calls == 2 else [sum(crossed)])]
     assert torch.equal(first.grad, given[0])
     assert torch.equal(third.grad, given[1])
     assert second.grad is None

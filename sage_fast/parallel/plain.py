@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
+from torch._utils import _take_tensors
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sage_fast.config.schema import TrainConfig
@@ -20,6 +21,9 @@ from sage_fast.parallel.optimizers import ema_decay, learning_rate, make_optimiz
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import all_reduce, data_size, world_size
+
+FLAT_BYTES = 2**30
+"""Gradients that are copied side by side to cross in one call; all weights together would be a second copy of them."""
 
 
 class PlainEngine(Engine):
@@ -94,7 +98,7 @@ class PlainEngine(Engine):
         self._average(self.parameters)
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over the ranks, in one call: an adapter has more than a thousand small ones.
+        """Average gradients over the ranks, in few calls: an adapter has more than a thousand small ones.
 
         A weight that has a gradient on no rank keeps none (and is not decayed).
         """
@@ -107,9 +111,9 @@ class PlainEngine(Engine):
             if used:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 gradients.append(p.grad)
-        if gradients:
-            flat = all_reduce(torch.cat([grad.flatten() for grad in gradients])).div_(world_size())
-            for grad, mean in zip(gradients, flat.split([grad.numel() for grad in gradients])):
+        for batch in _take_tensors(gradients, FLAT_BYTES):
+            flat = all_reduce(torch.cat([grad.flatten() for grad in batch])).div_(world_size())
+            for grad, mean in zip(batch, flat.split([grad.numel() for grad in batch])):
                 grad.copy_(mean.view_as(grad))
 
     def _forget_zero_gradients(self) -> None:

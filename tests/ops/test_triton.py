@@ -21,6 +21,7 @@ tl = pytest.importorskip("triton.language")
 
 from sage_fast.kernels import adapter_rows, common  # noqa: E402
 from sage_fast.kernels.common import _noise  # noqa: E402
+from sage_fast.kernels.norm_silu import norm_silu  # noqa: E402
 from sage_fast.kernels.transition_score import transition_score, transition_score_backward  # noqa: E402
 from sage_fast.kernels.transition_step import transition_step  # noqa: E402
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
@@ -162,6 +163,16 @@ def test_a_long_float32_sum_of_an_adapter_errs_by_its_last_bits(backward, monkey
     for ours, expected in sums:
         error = ((ours.double() - expected).abs() / expected).max()
         assert error <= UNIT, error / UNIT
+
+
+def test_a_pixel_with_nan_is_nan_in_all_channels_of_the_decoder():
+    """As in the reference, whose norm is NaN: a maximum with the smallest length would give finite channels."""
+    x = torch.ones(1, 16, 1, 1, 4, device=DEVICE)
+    x[0, 3, 0, 0, 1] = float("nan")
+    out = torch.empty_like(x)
+    norm_silu(x, x.new_ones(16, 1, 1, 1), 4.0, out)
+    assert out.isnan().all(1).flatten().tolist() == [False, True, False, False]
+    assert out.isnan().sum() == 16
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(32_760, 1), (32_960, 1), (75_600, 1), (32_760, 2), (200, 1), (1, 500)])
