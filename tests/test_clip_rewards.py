@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
-from sage_fast.rewards import SHIPPED
+from sage_fast.config.schema import RewardConfig
+from sage_fast.rewards import SHIPPED, load_reward
 from sage_fast.rewards.clip import CLIPScoreReward, PickScoreReward
 from sage_fast.rewards.frames import FrameReward
 from sage_fast.util.errors import UserError
@@ -132,5 +133,6 @@ def test_arguments_that_are_refused(tiny: Path, tmp_path: Path) -> None:
         CLIPScoreReward(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"processor = .*nowhere.*: expected that of a CLIP model"):
         PickScoreReward(str(tiny), processor=str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="device = 'gpu': expected a device of torch"):
-        CLIPScoreReward(str(tiny), device="gpu")
+    entry = RewardConfig(name="clipscore", args={"path": str(tiny), "device": "gpu"})
+    with pytest.raises(UserError, match=r"CLIPScoreReward\(\) failed: .*Expected one of cpu, cuda.*: gpu"):
+        load_reward(entry)

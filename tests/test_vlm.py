@@ -182,32 +182,31 @@ def test_answers_that_are_no_scores(answer: str, why: str, vlm: VLM) -> None:
     ({"template": "NOTES"}, r"expected \{prompt\} and one 'Name Score \(1-5\): X' per part, got \[\]"),
     ({"template": "TWICE"}, r"per part, got \['motion', 'motion'\]"),
     ({"num_frames": 0}, "num_frames = 0: expected at least 1"), ({"url": "localhost:8000"}, "expected an address such"),
-    ({"api_key": "${JUDGE_KEY}", "model": "other"}, "api_key: expected printable ASCII"),
     ({"modle": "a"}, "VLMReward takes no 'modle'; expected one of .*did you mean 'model'"),
 ])  # fmt: skip
 def test_settings_are_checked_by_a_dry_run_too(
     args: dict[str, Any], why: str, vlm: VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "sk-7\n")
     (tmp_path / "NOTES").write_text("Rate {prompt} as you like.")
     (tmp_path / "TWICE").write_text("{prompt}\nMotion Score (1-5): X \nmotion Score (1-9): Y")
     monkeypatch.chdir(tmp_path)
     for check in (CompositeReward.of, dry_run_reward):
-        with pytest.raises(UserError, match=why) as error:
+        with pytest.raises(UserError, match=why):
             check(config(vlm, args=args))
-        assert "sk-7" not in str(error.value)
     assert not vlm.requests
 
 
 def test_a_wrong_key_or_model_ends_the_run_before_it_begins(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The key comes from the environment alone, and no message shows it."""
-    with pytest.raises(ValueError, match=r"args.api_key: the run folder would keep a secret"):
-        config(vlm, args={"api_key": "sk-123456"})
     vlm.key, sampling = "sk-123456", SamplingConfig(num_frames=5, height=32, width=32)
     key = {"api_key": "${JUDGE_KEY}"}
     monkeypatch.setenv("JUDGE_KEY", "sk-wrong")
     with pytest.raises(UserError, match=r"status 401: Incorrect API key provided: \$\{JUDGE_KEY\}"):
         CompositeReward.of(config(vlm, args=key)).check(sampling, ["a cat"])
+    monkeypatch.setenv("JUDGE_KEY", "sk-\nsecret")
+    with pytest.raises(UserError, match="the token is no text that HTTP can send") as error:
+        CompositeReward.of(config(vlm, args=key)).check(sampling, ["a cat"])
+    assert "secret" not in str(error.value)
     monkeypatch.setenv("JUDGE_KEY", vlm.key)
     with pytest.raises(UserError, match="status 404: The model `other` does not exist"):
         CompositeReward.of(config(vlm, args=key | {"model": "other"})).check(sampling, ["a cat"])

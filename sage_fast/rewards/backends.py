@@ -145,16 +145,10 @@ def called(reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metad
         RewardFailure: it did not return parts. Whatever the reward raises passes through.
     """
     score = score_of(reward)
-    known = {"metadata": [dict(of_one) for of_one in metadata]} if takes_metadata(score) else {}
+    takes_metadata = "metadata" in inspect.signature(score).parameters
+    known = {"metadata": [dict(of_one) for of_one in metadata]} if takes_metadata else {}
     with torch.no_grad():
         return checked(score(videos, list(prompts), **known), len(prompts))
-
-
-def takes_metadata(score: Callable[..., object]) -> bool:
-    try:
-        return "metadata" in inspect.signature(score).parameters
-    except ValueError:  # a builtin without a signature
-        return False
 
 
 def checked(returned: object, count: int) -> dict[str, Tensor]:

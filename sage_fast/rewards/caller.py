@@ -46,21 +46,20 @@ class RewardCaller:
 
     def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> Future[Outcome]:
         """Schedule the scoring of a batch by the failure policy; block while every thread has a job in the queue."""
-        rest = (self.needed, self._config, prompts, metadata)
-        return self._submit(lambda backend, given: score_or_drop(backend, given, *rest), videos)
+        return self._submit(score_or_drop, videos, self.needed, self._config, prompts, metadata)
 
     def call(self, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> Future[dict[str, Tensor]]:
         """Schedule a single call, whose failure is raised; block as `score` does."""
         rest = (prompts, metadata, self._config.timeout_seconds)
-        return self._submit(lambda backend, given: backend.score(given, *rest), videos)
+        return self._submit(lambda backend, *given: backend.score(*given), videos, *rest)
 
-    def _submit(self, function: Callable[[Backend, Tensor], Result], videos: Tensor) -> Future[Result]:
+    def _submit(self, function: Callable[..., Result], videos: Tensor, *rest: Any) -> Future[Result]:
         future: Future[Result] = Future()
         if self.in_background:
             given = videos.cpu()
-            self._jobs.put((future, lambda backend: function(backend, given)))
+            self._jobs.put((future, lambda backend: function(backend, given, *rest)))
         else:
-            future.set_result(function(self._backends[0], videos))
+            future.set_result(function(self._backends[0], videos, *rest))
         return future
 
 

@@ -22,8 +22,8 @@ from sage_fast.rewards.frames import FrameReward, levels
 from sage_fast.util.errors import UserError
 
 
-class CLIPReward(FrameReward):
-    """Base class of both rewards.
+class CLIPScoreReward(FrameReward):
+    """Scores `clip_cosine` and `clipscore`.
 
     Args:
         path: folder or hub id of a `CLIPModel`.
@@ -35,8 +35,16 @@ class CLIPReward(FrameReward):
     """
 
     files: ClassVar = {"path": ("config.json",), "processor": ("preprocessor_config.json",)}
+    gpu_bytes = 4.0 * 151_277_313
 
-    def __init__(self, path: str, processor: str | None, num_frames: int, device: str | None) -> None:
+    def __init__(
+        self,
+        path: str = "openai/clip-vit-base-patch32",
+        *,
+        processor: str | None = None,
+        num_frames: int = 8,
+        device: str | None = None,
+    ) -> None:
         super().__init__(device, num_frames)
         try:
             self.network, loaded = CLIPModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
@@ -68,22 +76,6 @@ class CLIPReward(FrameReward):
         each = F.normalize(images.float(), dim=-1).split([len(frames) for frames in videos])
         return [frames @ text for frames, text in zip(each, F.normalize(texts.float(), dim=-1))]
 
-
-class CLIPScoreReward(CLIPReward):
-    """Scores `clip_cosine` and `clipscore`; arguments as for `CLIPReward`."""
-
-    gpu_bytes = 4.0 * 151_277_313
-
-    def __init__(
-        self,
-        path: str = "openai/clip-vit-base-patch32",
-        *,
-        processor: str | None = None,
-        num_frames: int = 8,
-        device: str | None = None,
-    ) -> None:
-        super().__init__(path, processor, num_frames, device)
-
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`."""
         cosines = self.cosines(videos, prompts)
@@ -93,8 +85,8 @@ class CLIPScoreReward(CLIPReward):
         }
 
 
-class PickScoreReward(CLIPReward):
-    """Scores `pickscore`; arguments as for `CLIPReward`."""
+class PickScoreReward(CLIPScoreReward):
+    """Scores `pickscore`; arguments as for `CLIPScoreReward`."""
 
     gpu_bytes = 4.0 * 986_109_441
 
@@ -106,7 +98,7 @@ class PickScoreReward(CLIPReward):
         num_frames: int = 8,
         device: str | None = None,
     ) -> None:
-        super().__init__(path, processor, num_frames, device)
+        super().__init__(path, processor=processor, num_frames=num_frames, device=device)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return the part, float32 `[B]`."""

@@ -50,15 +50,10 @@ def failure(error: BaseException) -> str:
     """Format an error: file, line, type and message first; then the reward's own frames, as in a traceback."""
     if isinstance(error, RewardFailure):
         return str(error)
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
-    frames = list(traceback.extract_tb(error.__traceback__))
-    own = frames[next((i for i, frame in enumerate(frames) if not _is_ours(frame.filename)), len(frames)) :]
-    what = names_for_values(f"{type(error).__name__}: {error}").strip().splitlines()
-    if not own:  # raised by the call itself, such as a wrong number of arguments
-        return what[0]
-    first = f"{own[-1].filename}:{own[-1].lineno}: {what[0]}"
-    return "\n".join([first, *"".join(traceback.format_list(own[-FRAMES:])).splitlines(), *what[1:]])
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)][-FRAMES:]
+    where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""  # none: such as a wrong number of arguments
+    first, *rest = names_for_values(f"{where}{type(error).__name__}: {error}").strip().splitlines()
+    return "\n".join([first, *"".join(traceback.format_list(own)).splitlines(), *rest])
 
 
 def fulfil(future: Future[Result], function: Callable[..., Result], *arguments: Any) -> None:

@@ -45,7 +45,8 @@ class Backend(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what runs outside this process, if it does."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -57,10 +57,7 @@ class FrameReward:
     def __init__(self, device: str | None, num_frames: int) -> None:
         if num_frames < 1:
             raise UserError(f"num_frames = {num_frames}: expected at least 1")
-        try:
-            self.device = None if device is None else torch.device(device)
-        except RuntimeError as error:
-            raise UserError(f"device = {device!r}: expected a device of torch, such as 'cuda:1' or 'cpu'") from error
+        self.device = None if device is None else torch.device(device)
         self.num_frames = num_frames
 
     def choose(self, total: int) -> list[int]:
@@ -86,11 +83,10 @@ class FrameReward:
         Raises:
             ValueError: the shape is wrong, there are too few frames, or a prompt cannot be scored.
         """
-        if videos.ndim != 5 or videos.shape[2] != 3 or not videos.is_floating_point():
-            raise ValueError(f"expected float videos [B, F, 3, H, W], got {videos.dtype} {list(videos.shape)}")
+        if videos.ndim != 5 or videos.shape[2] != 3 or not videos.is_floating_point() or len(videos) != len(prompts):
+            found = f"{videos.dtype} {list(videos.shape)} and {len(prompts)} prompts"
+            raise ValueError(f"expected float videos [B, F, 3, H, W] and B prompts, got {found}")
         chosen = videos[:, self.choose(videos.shape[1])]
-        if len(videos) != len(prompts) or not prompts:
-            raise ValueError(f"expected a prompt for each video, got {len(videos)} videos and {len(prompts)} prompts")
         if self.device is None:
             self.device = videos.device
         self.network.to(self.device)

@@ -60,29 +60,22 @@ class HPSv3Reward(Qwen2VLReward):
     ) -> None:
         super().__init__(base, device, dtype, attention, num_frames)
         self.min_frame_pixels = self.max_frame_pixels = PIXELS
+        file = local_folder(path, "MizzenAI/HPSv3", self.files["path"]) / "HPSv3.safetensors"
+        try:
+            weights = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"path = {path!r}: expected a folder with {file.name}: {error}") from error
         width = self.config.text_config.hidden_size
         with torch.device("meta"):
-            self.head = nn.Sequential(
+            head = nn.Sequential(
                 nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
             )
-        shapes = {key: value.shape for key, value in self.head.state_dict().items()}
-        self.network, weights = build_network("HPSv3", self.config, read_weights(path), shapes, self.dtype, attention)
-        self.head.load_state_dict(weights, strict=True, assign=True)
-        self.head.eval().requires_grad_(False)
+        self.network = build_network("HPSv3", self.config, head, weights, self.dtype, attention)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return the part, float32 `[B]`."""
         scores = []
         for frames, prompt in zip(videos, prompts):
             read = self.read([frame.expand(2, -1, -1, -1) for frame in frames], [prompt] * len(frames))
-            scores.append(self.head.to(read.device)(read[:, 0])[:, 0].mean())
+            scores.append(self.network.rm_head(read[:, 0])[:, 0].mean())
         return {"hpsv3": torch.stack(scores)}
-
-
-def read_weights(path: str) -> dict[str, Tensor]:
-    """Return the tensors in the published file."""
-    file = local_folder(path, "MizzenAI/HPSv3", HPSv3Reward.files["path"]) / "HPSv3.safetensors"
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"path = {path!r}: expected a folder with {file.name}: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +20,7 @@ class InProcess:
     """Calls a reward on a thread of its own, so that the wait can end at the time limit.
 
     Nothing else ends the wait for code that swallows exceptions or never returns from C. The thread itself cannot be
-    killed. Without a limit, the reward runs on the caller's thread.
+    killed.
 
     Args:
         name: name of the reward, for messages.
@@ -46,19 +45,11 @@ class InProcess:
                 raise RewardFailure("changes the videos in place; it has to work on a copy, videos.clone()")
             return parts
 
-        try:
-            return self._within(seconds, call, prompts) if seconds else call()
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise RewardFailure(failure(error)) from error
-
-    def _within(self, seconds: float, call: Callable[[], dict[str, Tensor]], prompts: list[str]) -> dict[str, Tensor]:
         future: Future[dict[str, Tensor]] = Future()
-        given = (future, contextvars.copy_context().run, call)
-        threading.Thread(target=fulfil, args=given, daemon=True).start()
+        work = (future, contextvars.copy_context().run, call)
+        threading.Thread(target=fulfil, args=work, daemon=True).start()
         try:
-            error = future.exception(seconds)
+            error = future.exception(seconds or None)
         except TimeoutError as overdue:
             raise RewardError(
                 f"reward {self.name!r} gave no answer within reward.timeout_seconds = {seconds:g} for {len(prompts)} "
@@ -68,6 +59,3 @@ class InProcess:
         if error is not None:  # even KeyboardInterrupt: Ctrl-C never reaches this thread, so the reward raised it
             raise RewardFailure(failure(error)) from error
         return future.result()
-
-    def close(self) -> None:
-        pass

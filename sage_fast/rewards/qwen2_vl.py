@@ -7,8 +7,8 @@ which VideoAlign and HPSv3 were published, and whose names of weights their file
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -17,7 +17,8 @@ from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLModel
+from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from sage_fast.rewards.frames import FrameReward, levels, resize
 from sage_fast.util.errors import UserError, nearest
@@ -76,32 +77,16 @@ class Qwen2VLReward(FrameReward):
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
         self.dtype = getattr(torch, dtype)
-        self.tokenizer, self.config = self._read_base(base)
-        self.token_ids = self.tokenizer.convert_tokens_to_ids(list(self.special_tokens))
-
-    def _read_base(self, base: str) -> tuple[PreTrainedTokenizerBase, Qwen2VLConfig]:
-        """Return the tokenizer with the special tokens, and the configuration with a matching vocabulary size."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(base)
-            config = Qwen2VLConfig.from_pretrained(base)
+            self.tokenizer = AutoTokenizer.from_pretrained(base)
+            self.config = Qwen2VLConfig.from_pretrained(base)
         except (OSError, ValueError) as error:
             raise UserError(f"base = {base!r}: expected a folder or hub id of {self.base_model}: {error}") from error
-        if tokenizer.convert_tokens_to_ids("<|video_pad|>") != config.video_token_id:
+        if self.tokenizer.convert_tokens_to_ids("<|video_pad|>") != self.config.video_token_id:
             raise UserError(f"base = {base!r}: its tokenizer does not know <|video_pad|>; expected {self.base_model}")
-        tokenizer.add_tokens(list(self.special_tokens), special_tokens=True)
-        config.text_config.vocab_size = len(tokenizer)
-        return tokenizer, config
-
-    def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return multiples of 28 near `height x width` that keep the aspect ratio and respect the pixel limits."""
-        nearest_height, nearest_width = (max(CELL, round(side / CELL) * CELL) for side in (height, width))
-        if nearest_height * nearest_width > self.max_frame_pixels:
-            shrink = math.sqrt(height * width / self.max_frame_pixels)
-            return _down(height / shrink), _down(width / shrink)
-        if nearest_height * nearest_width < self.min_frame_pixels:
-            grow = math.sqrt(self.min_frame_pixels / (height * width))
-            return math.ceil(height * grow / CELL) * CELL, math.ceil(width * grow / CELL) * CELL
-        return nearest_height, nearest_width
+        self.tokenizer.add_tokens(list(self.special_tokens), special_tokens=True)
+        self.config.text_config.vocab_size = len(self.tokenizer)
+        self.token_ids = self.tokenizer.convert_tokens_to_ids(list(self.special_tokens))
 
     def patches(self, frames: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
         """Prepare an image or a video for the vision tower.
@@ -112,7 +97,8 @@ class Qwen2VLReward(FrameReward):
         Returns:
             Patches, float32 `[t h w, 3 * 2 * 14 * 14]`, and their grid (t, h, w). The patches of a token are adjacent.
         """
-        pixels = resize(levels(frames), *self.size(*frames.shape[-2:]))
+        size = smart_resize(*frames.shape[-2:], CELL, self.min_frame_pixels, self.max_frame_pixels)
+        pixels = resize(levels(frames), *size)
         pixels = (pixels / 255 - pixels.new_tensor(MEAN)[:, None, None]) / pixels.new_tensor(STD)[:, None, None]
         t, h, w = len(frames) // FRAMES_TOGETHER, pixels.shape[2] // PATCH, pixels.shape[3] // PATCH
         split = pixels.reshape(t, FRAMES_TOGETHER, 3, h // MERGED, MERGED, PATCH, w // MERGED, MERGED, PATCH)
@@ -160,22 +146,7 @@ class Qwen2VLReward(FrameReward):
         return found
 
 
-def _down(side: float) -> int:
-    return max(CELL, math.floor(side / CELL) * CELL)
-
-
 # -- weights ----------------------------------------------------------------------------------------------------------
-
-PREFIXES = {"visual.": "visual.", "model.": "language_model.", "rm_head.": "rm_head.", "lm_head.": "lm_head."}
-"""Key prefix in transformers 4.45 -> in transformers 5; see github.com/KlingAIResearch/VideoAlign, issue 15."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """LoRA settings: weight = base + scale x B A."""
-
-    rank: int
-    scale: float
 
 
 def local_folder(path: str, hub: str, files: Sequence[str]) -> Path:
@@ -198,81 +169,57 @@ def local_folder(path: str, hub: str, files: Sequence[str]) -> Path:
 def build_network(
     name: str,
     config: Qwen2VLConfig,
+    head: nn.Module,
     published: Mapping[str, Tensor],
-    head: Mapping[str, Sequence[int]],
     dtype: torch.dtype,
     attention: str,
     *,
     prefix: str = "",
-    lora: Lora | None = None,
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return the frozen network on the CPU with its LoRA merged, and the head's weights, float32.
+    lora: tuple[int, float] | None = None,
+) -> nn.Module:
+    """Return the frozen network on the CPU, with its LoRA merged and a float32 head as `rm_head`.
 
     Args:
         name: of the reward, for messages.
+        head: on the meta device.
         published: weights by their published names.
-        head: name within `rm_head` -> shape.
         prefix: what all published names begin with.
+        lora: its rank, and the scale in weight = base + scale x B A.
 
     Raises:
-        UserError: keys are missing, unknown or of the wrong shape (all are listed), or `attention` is not installed.
+        UserError: keys are missing, unknown or of the wrong shape (all are listed).
+        ImportError, ValueError: `attention` is not installed, or unknown.
     """
     with init_empty_weights(include_buffers=False):
         network = Qwen2VLModel(config)
-    shapes = {key: list(p.shape) for key, p in network.named_parameters()}
-    shapes |= {f"rm_head.{key}": list(shape) for key, shape in head.items()}
-    left, unknown = _by_new_names(published, prefix)
-    left.pop("lm_head.weight", None)  # predicts the next token: not needed
-    missing, misshaped = [], []
-
-    def take(key: str, shape: list[int]) -> Tensor:
-        value = left.pop(key, None)
-        if value is None:
-            missing.append(key)
-        elif list(value.shape) != shape:
-            misshaped.append(f"{key} {list(value.shape)} instead of {shape}")
-        else:
-            return value
-        return torch.zeros(shape)  # never used: an error follows
-
-    merged = {}
-    for key, shape in shapes.items():
-        module, _, kind = key.rpartition(".")
-        adapted = f"{module}.base_layer.{kind}"
-        if lora is None or adapted not in left:
-            value = take(key, shape)
-        elif kind == "weight":
-            a = take(f"{module}.lora_A.default.weight", [lora.rank, shape[1]])
-            b = take(f"{module}.lora_B.default.weight", [shape[0], lora.rank])
-            value = take(adapted, shape).float() + lora.scale * (b.float() @ a.float())
-        else:
-            value = take(adapted, shape)
-        merged[key] = value.to(torch.float32 if key.startswith("rm_head.") else dtype)
-    problems = {"missing": missing, "not known": [*unknown, *left], "of another shape": misshaped}
-    if any(problems.values()):
-        listed = "".join(f"\n{len(keys)} {what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
-        raise UserError(f"the {name} checkpoint does not fit the base model; its keys by their new names:{listed}")
-    weights = {key: merged.pop(f"rm_head.{key}") for key in head}
-    network.load_state_dict(merged, strict=True, assign=True)
+    network.rm_head = head
+    # Of transformers 4.45's names, 5 renames the language model's: github.com/KlingAIResearch/VideoAlign, issue 15.
+    weights = {re.sub("^model[.]", "language_model.", key.removeprefix(prefix)): published[key] for key in published}
+    weights.pop("lm_head.weight", None)  # predicts the next token: not needed
+    if lora is not None:
+        _merge(weights, *lora)
+    weights = {key: value.to(torch.float32 if "rm_head." in key else dtype) for key, value in weights.items()}
+    try:
+        network.load_state_dict(weights, strict=True, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"the {name} checkpoint does not fit the base model: {error}") from error
     # The authors train and score with `model.to(torch.bfloat16)`, which also rounds the rotary frequencies. Over the
     # prompt's 1000 tokens, that rotates the fast ones by a radian and more.
     for buffer_name, buffer in network.named_buffers():
         if buffer_name.endswith("inv_freq"):
             buffer.copy_(buffer.bfloat16())
-    try:
-        network.set_attn_implementation(attention)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"attention = {attention!r}: {error}") from error
-    return network.eval().requires_grad_(False), weights
+    network.set_attn_implementation(attention)
+    return network.eval().requires_grad_(False)
 
 
-def _by_new_names(published: Mapping[str, Tensor], prefix: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Return weights by their names in transformers 5, and the keys that have none."""
-    renamed, unknown = {}, []
-    for key, value in published.items():
-        old = next((old for old in PREFIXES if key.startswith(prefix + old)), None)
-        if old is None:
-            unknown.append(key)
-        else:
-            renamed[PREFIXES[old] + key.removeprefix(prefix + old)] = value
-    return renamed, unknown
+def _merge(weights: dict[str, Tensor], rank: int, scale: float) -> None:
+    """Replace adapted layers by base + scale x B A. Those without a LoRA of this shape keep their names."""
+    for key in [key for key in weights if ".base_layer." in key]:
+        module, kind = key.split(".base_layer.")
+        base, (a, b) = weights[key], (weights.get(f"{module}.lora_{x}.default.weight", torch.empty(0)) for x in "AB")
+        if kind == "bias":
+            weights[f"{module}.bias"] = weights.pop(key)
+        elif (a.shape, b.shape) == ((rank, base.shape[-1]), (len(base), rank)):
+            for name in ("base_layer", "lora_A.default", "lora_B.default"):
+                del weights[f"{module}.{name}.weight"]
+            weights[f"{module}.weight"] = base.float() + scale * (b.float() @ a.float())

@@ -20,19 +20,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.rewards.qwen2_vl import (
     CELL,
     FRAMES_TOGETHER,
     Attention,
-    Lora,
     Precision,
     Qwen2VLReward,
     build_network,
     local_folder,
 )
-from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.errors import UserError, first_line, in_one_line
 from sage_fast.util.frames import evenly_spaced
 
 PARTS = ("vq", "mq", "ta")
@@ -95,17 +94,10 @@ class VideoAlignReward(Qwen2VLReward):
                 f"min_frame_pixels = {min_frame_pixels}, max_frame_pixels = {self.max_frame_pixels}: expected "
                 f"{CELL * CELL} <= min_frame_pixels <= max_frame_pixels"
             )
-        self.network, head = build_network(
-            "VideoAlign",
-            self.config,
-            read_weights(folder),
-            {"weight": [1, self.config.text_config.hidden_size]},
-            self.dtype,
-            attention,
-            prefix=PEFT,
-            lora=settings.lora,
-        )
-        self.head, self.mean, self.std = head["weight"], settings.mean, settings.std
+        head = nn.Linear(self.config.text_config.hidden_size, 1, bias=False, device="meta")
+        given = (self.config, head, read_weights(folder), self.dtype, attention)
+        self.network = build_network("VideoAlign", *given, prefix=PEFT, lora=settings.lora)
+        self.mean, self.std = settings.mean, settings.std
 
     def choose(self, total: int) -> list[int]:
         """Return an even number of evenly spaced indices from first to last; at least 4 if the video has them.
@@ -121,7 +113,7 @@ class VideoAlignReward(Qwen2VLReward):
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`."""
         read = self.read(videos, prompts)
-        raw = (read @ self.head.to(read.device).T)[..., 0]
+        raw = (read @ self.network.rm_head.weight.T)[..., 0]
         scores = (raw - raw.new_tensor(self.mean)) / raw.new_tensor(self.std)
         return {part: scores[:, i] for i, part in enumerate(PARTS)} | {
             f"{part}_raw": raw[:, i] for i, part in enumerate(PARTS)
@@ -136,13 +128,13 @@ PEFT = "base_model.model."
 
 @dataclass(frozen=True)
 class Settings:
-    """The needed fields of `model_config.json`; `mean` and `std` are those of raw VQ, MQ and TA."""
+    """The needed fields of `model_config.json`; `mean` and `std` are of raw VQ, MQ and TA, `lora` is rank and scale."""
 
     fps: float
     max_frame_pixels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    lora: Lora
+    lora: tuple[int, float]
 
 
 def read_settings(folder: Path) -> Settings:
@@ -157,32 +149,27 @@ def read_settings(folder: Path) -> Settings:
         data, model, lora, scale = (
             config[name] for name in ("data_config", "model_config", "peft_lora_config", "inference_config")
         )
-        expected = [
+        for name, value, wanted in (
             ("data_config.prompt_template_type", data["prompt_template_type"], "detailed_special"),
             ("data_config.num_frames", data["num_frames"], None),
             ("data_config.sample_type", data["sample_type"], "uniform"),
             ("model_config.use_special_tokens", model["use_special_tokens"], True),
             ("model_config.output_dim", model["output_dim"], 1),
-        ]
-        for name, value, wanted in expected:
+        ):
             if value != wanted:
-                raise UserError(f"{file}: {name} = {value!r}: expected {wanted!r}, as in KwaiVGI/VideoReward")
+                raise ValueError(f"{name} = {value!r}: expected {wanted!r}")
         rank = int(lora["lora_r"])
         return Settings(
             fps=float(data["fps"]),
             max_frame_pixels=int(data["max_frame_pixels"]),
             mean=tuple(float(scale[f"{part}_mean"]) for part in ("VQ", "MQ", "TA")),
             std=tuple(float(scale[f"{part}_std"]) for part in ("VQ", "MQ", "TA")),
-            lora=Lora(rank, lora["lora_alpha"] / (math.sqrt(rank) if lora["use_rslora"] else rank)),
+            lora=(rank, lora["lora_alpha"] / (math.sqrt(rank) if lora["use_rslora"] else rank)),
         )
     except OSError as error:
         raise UserError(f"path = {str(folder)!r}: expected the VideoAlign checkpoint, with {file.name}") from error
-    except KeyError as error:
-        raise UserError(f"{file}: {error.args[0]!r} is missing") from error
-    except UserError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{file}: not the settings of VideoAlign: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: not the settings of KwaiVGI/VideoReward: {in_one_line(error)}") from error
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -60,8 +60,6 @@ class VLMReward(Client):
         super().__init__(url, "/chat/completions")
         if num_frames < 1:
             raise UserError(f"num_frames = {num_frames}: expected at least 1")
-        if not (api_key.isascii() and api_key.isprintable()):
-            raise UserError("api_key: expected printable ASCII characters")
         self.template = _read_template(template)
         self.parts = [_part(name) for name, _, _ in _LINE.findall(self.template)]
         if not self.parts or len({*self.parts}) < len(self.parts) or "{prompt}" not in self.template:

@@ -1,12 +1,12 @@
 """Tiny instances of the real HunyuanVideo 1.5 classes, small enough to be trained on a laptop core."""
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
-from diffusers.configuration_utils import register_to_config
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
 from PIL import Image
@@ -33,61 +33,36 @@ LATENT_WIDTH = 4
 LATENT_SHAPE = (LATENT_CHANNELS, LATENT_FRAMES, LATENT_HEIGHT, LATENT_WIDTH)
 
 
+TINY: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "num_layers": 3,
+    "num_refiner_layers": 1,
+    "text_embed_dim": TEXT_EMBED_DIM,
+    "text_embed_2_dim": 8,
+    "image_embed_dim": 8,
+    "rope_axes_dim": (4, 6, 6),
+    "target_size": 32,
+    "task_type": "t2v",
+}
+"""Default arguments of `TestbedTransformer` that differ from the stock class's."""
+
+
 class TestbedTransformer(HunyuanVideo15Transformer3DModel):
-    """The stock transformer with a second text projection of any width.
+    """The stock transformer with `TINY` defaults and a second text projection whose hidden width is `text_embed_2_dim`.
 
     The stock class hard-codes a hidden width of 2048 there (7 M parameters, fifteen times the rest of this model).
-    Nothing else differs, forward included; the arguments are those of the stock class.
+    Nothing else differs, forward included.
     """
 
     __test__ = False  # the name begins with Test: keep pytest from collecting it
 
-    @register_to_config
-    def __init__(
-        self,
-        in_channels: int = 2 * LATENT_CHANNELS + 1,
-        out_channels: int = LATENT_CHANNELS,
-        num_attention_heads: int = 4,
-        attention_head_dim: int = 16,
-        num_layers: int = 3,
-        num_refiner_layers: int = 1,
-        mlp_ratio: float = 4.0,
-        patch_size: int = 1,
-        patch_size_t: int = 1,
-        qk_norm: str = "rms_norm",
-        text_embed_dim: int = TEXT_EMBED_DIM,
-        text_embed_2_dim: int = 8,
-        image_embed_dim: int = 8,
-        rope_theta: float = 256.0,
-        rope_axes_dim: tuple[int, ...] = (4, 6, 6),
-        target_size: int = 32,
-        task_type: str = "t2v",
-        use_meanflow: bool = False,
-        text_embed_2_hidden_dim: int = 8,
-    ) -> None:
-        super().__init__(
-            in_channels=in_channels,
-            out_channels=out_channels,
-            num_attention_heads=num_attention_heads,
-            attention_head_dim=attention_head_dim,
-            num_layers=num_layers,
-            num_refiner_layers=num_refiner_layers,
-            mlp_ratio=mlp_ratio,
-            patch_size=patch_size,
-            patch_size_t=patch_size_t,
-            qk_norm=qk_norm,
-            text_embed_dim=text_embed_dim,
-            text_embed_2_dim=text_embed_2_dim,
-            image_embed_dim=image_embed_dim,
-            rope_theta=rope_theta,
-            rope_axes_dim=rope_axes_dim,
-            target_size=target_size,
-            task_type=task_type,
-            use_meanflow=use_meanflow,
-        )
-        self.context_embedder_2 = HunyuanVideo15ByT5TextProjection(
-            text_embed_2_dim, text_embed_2_hidden_dim, num_attention_heads * attention_head_dim
-        )
+    # from_pretrained reads the names of the arguments.
+    @functools.wraps(HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**TINY | config)
+        width, inner = self.config.text_embed_2_dim, self.config.num_attention_heads * self.config.attention_head_dim
+        self.context_embedder_2 = HunyuanVideo15ByT5TextProjection(width, width, inner)
 
 
 def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:

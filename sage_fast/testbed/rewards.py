@@ -50,8 +50,6 @@ class TestbedReward:
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         """Return "vq", "mq" and "ta", float32 [B]; NaN for a video with a NaN pixel, which is no video."""
-        if videos.ndim != 5 or videos.shape[2] != 3 or videos.shape[1] < 2 or len(prompts) != len(videos):
-            raise ValueError(f"expected {len(prompts)} videos [F >= 2, 3, H, W], got {list(videos.shape)}")
         seen = measure(videos)
         return {"vq": visual_quality(seen), "mq": motion_quality(seen), "ta": text_alignment(seen, prompts)}
 

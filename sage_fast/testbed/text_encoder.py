@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES, SPEEDS, nearest_word
-from sage_fast.util.errors import UserError
+from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES, SPEEDS
+from sage_fast.util.errors import UserError, nearest
 
 TEXT_EMBED_DIM = 32
 BEGIN = "<begin>"  # starts every prompt; the empty prompt is this token alone
@@ -32,8 +32,7 @@ def embed(prompt: str) -> Tensor:
     for word in prompt.split():
         if word not in WORDS:
             raise UserError(
-                f'the testbed does not know the word "{word}" in prompt "{prompt}". '
-                f'Did you mean "{nearest_word(word, WORDS[1:])}"? It knows: {", ".join(WORDS[1:])}.'
+                f'the testbed does not know the word "{word}" in prompt "{prompt}": {nearest(word, WORDS[1:])}'
             )
         rows.append(WORDS.index(word))
     return _table()[rows].clone()

@@ -5,11 +5,11 @@ the shape starts. Coordinates are in pixels, x to the right and y down; pixel `i
 Imports nothing heavy.
 """
 
-import difflib
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+from sage_fast.util.errors import nearest
 
 FRAMES = 17
 HEIGHT = 32
@@ -56,12 +56,6 @@ class Scene:
     direction: str
     speed: str
 
-    def __post_init__(self) -> None:
-        _check_word(self.shape, SHAPES, "a shape")
-        _check_word(self.color, COLORS, "a colour")
-        _check_word(self.direction, DIRECTIONS, "a direction")
-        _check_word(self.speed, SPEEDS, "a speed")
-
     @property
     def caption(self) -> str:
         return f"a {self.color} {self.shape} moves {self.direction} {self.speed}"
@@ -84,29 +78,10 @@ def parse(caption: str) -> Scene:
         raise ValueError(
             f'caption "{caption}" has {len(words)} words; expected 6, such as "a red circle moves left quickly"'
         )
-    article, color, shape, verb, direction, speed = words
-    _check_word(article, ("a",), "the word", caption)
-    _check_word(color, COLORS, "a colour", caption)
-    _check_word(shape, SHAPES, "a shape", caption)
-    _check_word(verb, ("moves",), "the word", caption)
-    _check_word(direction, DIRECTIONS, "a direction", caption)
-    _check_word(speed, SPEEDS, "a speed", caption)
-    return Scene(shape=shape, color=color, direction=direction, speed=speed)
-
-
-def nearest_word(word: str, choices: Iterable[str]) -> str:
-    """Return the choice whose spelling is closest to `word`."""
-    return difflib.get_close_matches(word.lower(), list(choices), n=1, cutoff=0.0)[0]
-
-
-def _check_word(word: str, choices: Iterable[str], what: str, caption: str = "") -> None:
-    choices = list(choices)
-    if word not in choices:
-        where = f' in caption "{caption}"' if caption else ""
-        raise ValueError(
-            f'unknown word "{word}"{where}; expected {what} out of {", ".join(choices)}. '
-            f'Did you mean "{nearest_word(word, choices)}"?'
-        )
+    for word, choices in zip(words, (["a"], COLORS, SHAPES, ["moves"], DIRECTIONS, SPEEDS)):
+        if word not in choices:
+            raise ValueError(f'unknown word "{word}" in caption "{caption}": {nearest(word, choices)}')
+    return Scene(color=words[1], shape=words[2], direction=words[4], speed=words[5])
 
 
 def all_scenes() -> list[Scene]:

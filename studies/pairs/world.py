@@ -7,6 +7,7 @@ autoencoder serves here too.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.testbed.render import coverage
-from sage_fast.testbed.world import BACKGROUND, COLORS, DIRECTIONS, SHAPES, nearest_word
+from sage_fast.testbed.world import BACKGROUND, COLORS, DIRECTIONS, SHAPES
 from sage_fast.util.errors import UserError
 
 FOLDER = Path(__file__).parent
@@ -74,7 +75,8 @@ def parse(text: str) -> Scene:
         UserError: it is no caption of this world; names the nearest.
     """
     if text not in scenes():
-        raise UserError(f"prompt {text!r}: expected a caption of two things, such as {nearest_word(text, scenes())!r}")
+        close = difflib.get_close_matches(text, scenes(), n=1, cutoff=0.0)[0]
+        raise UserError(f"prompt {text!r}: expected a caption of two things, such as {close!r}")
     return scenes()[text]
 
 
