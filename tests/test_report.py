@@ -361,7 +361,7 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
     (empty / "config.yaml").write_text("seed: 0")
     with pytest.raises(ValueError, match=r"run\.json and metrics\.jsonl are missing"):
         write_report(empty)
-    for text, why in (("seed: !!bool x", "cannot read 'x' as bool"), ("a: " + "[" * 50_000, "nested too deeply")):
+    for text, why in (("seed: !!bool x", "cannot read a value: 'x'"), ("a: " + "[" * 50_000, "nested too deeply")):
         (empty / "config.yaml").write_text(text)
         (empty / "run.json").write_text("{}")
         with pytest.raises(UserError, match=rf"config\.yaml: not valid YAML: .*{why}"):

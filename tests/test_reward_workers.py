@@ -518,8 +518,8 @@ def test_what_a_server_says_cannot_steer_the_terminal(answer: bytes) -> None:
     assert str(error.value).replace("\n", "").isprintable()
 
 
-def test_a_slow_client_keeps_no_place(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than may wait."""
+def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than may wait: a body that drips keeps no place."""
     monkeypatch.setattr("sage_fast.rewards.server.SECONDS_OF_GRACE", 0.5)
     head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     slow = [socket.create_connection(server.socket.getsockname()) for _ in range(20)]
@@ -560,7 +560,7 @@ def is_closed(connection: socket.socket, within: float, drip: bytes = b"") -> bo
     return True
 
 
-@pytest.mark.parametrize("start", [b"", b"POST /score HTTP/1.1\r\nA: "], ids=["silent", "headers"])
+@pytest.mark.parametrize("start", [b"", b"POST /score HTTP/1.1\r\nA: ", BEGUN], ids=["silent", "headers", "body"])
 def test_258_clients_that_drip_keep_no_other_out(
     start: bytes, server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +574,17 @@ def test_258_clients_that_drip_keep_no_other_out(
         assert HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)["print"].isfinite().all()
         assert time.monotonic() - begun < 4
         assert all(is_closed(connection, 20, b"x" if start else b"") for connection in dripping)
+
+
+def test_the_oldest_of_too_many_connections_without_a_request_is_closed(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sage_fast.rewards.server.MAX_CONNECTIONS", 24)
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(server.socket.getsockname())) for _ in range(20)]
+        assert HttpReward(server.address).score(VIDEOS[:1], ["a"], [{}], 20)["print"].isfinite().all()
+        assert all(is_closed(connection, 5) for connection in idle[:8])
+        assert not any(is_closed(connection, 0.1) for connection in idle[9:])
 
 
 def test_many_clients_at_once_are_all_accepted(server: RewardServer) -> None:

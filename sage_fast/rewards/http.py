@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import math
 import os
@@ -35,6 +34,7 @@ from sage_fast.util.files import json_value
 SCHEMA = "sage-fast-reward/1"
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
 """Environment variable with the password that a server expects and a run sends, so that no file holds it."""
+MAX_ANSWER_BYTES = 64 * 2**20
 SECONDS_TO_FIND = 20.0
 """How long a server that has never answered is tried, so that a wrong address fails early in a run."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
@@ -84,25 +84,34 @@ class Client:
             RewardFailure: no answer in time, or the server answered with an error; its own words.
         """
         begun, wait, last = time.monotonic(), FIRST_WAIT, "no whole answer"
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(seconds or None):
-                while self._answered or time.monotonic() < begun + SECONDS_TO_FIND:
+                while True:
                     try:
                         return await self._attempt(body, key)
                     except NoAnswer as error:
                         last = str(error)
+                    if not self._answered and time.monotonic() > begun + SECONDS_TO_FIND:
+                        break
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # ranks fail together
                     wait = min(2 * wait, LONGEST_WAIT)
+        except TimeoutError:
+            pass
         raise RewardFailure(f"{self.url}: no scores within {time.monotonic() - begun:.0f} s; last: {last}")
 
     async def _attempt(self, body: bytes, key: str) -> Any:
         headers = [(b"Content-Type", b"application/json"), (b"Accept-Encoding", b"identity")]
         headers += [(b"Authorization", f"Bearer {key}".encode())] if key else []
-        text = b""
+        text = bytearray()
         try:
-            async with httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client:
-                response = await client.post(self.address, content=body, headers=headers)
-            text = response.content
+            async with (
+                httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,
+                client.stream("POST", self.address, content=body, headers=headers) as response,
+            ):
+                async for piece in response.aiter_raw():
+                    text += piece
+                    if len(text) > MAX_ANSWER_BYTES:
+                        raise NoAnswer(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
             if response.status_code == 200:
                 return json.loads(text)
         except httpx.LocalProtocolError:  # its text quotes the header
@@ -110,8 +119,8 @@ class Client:
         except httpx.HTTPError as error:
             raise NoAnswer(f"{type(error).__name__}: {printable(str(error))}") from error
         except (ValueError, RecursionError) as error:
-            raise NoAnswer(f"an answer that is no JSON: {text[:80]!r}") from error
-        why = names_for_values(f"status {response.status_code}: {_error_of(text)}")
+            raise NoAnswer(f"an answer that is no JSON: {bytes(text[:80])!r}") from error
+        why = names_for_values(f"status {response.status_code}: {_error_of(bytes(text))}")
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise NoAnswer(why)
         self._answered = True

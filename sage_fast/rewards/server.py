@@ -8,9 +8,11 @@ import hmac
 import json
 import logging
 import re
+import resource
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,10 +37,15 @@ MAX_REQUEST_BYTES = 2**30
 """4 videos of 480p and 81 frames in float16."""
 MAX_WAITING = 8
 """Number of requests that may wait in memory while others are scored."""
+MAX_CONNECTIONS = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+"""Half of the open files that the process may have. Beyond it requests get status 503; of more than half as many
+connections without the head of a request, the oldest is closed."""
 SECONDS_TO_BEGIN = 10.0
 """How long a connection may take for the head of its request."""
+FIRST_BYTES = 2**18
+"""How much of a body has to come before it takes one of the places for requests in memory."""
 MIN_BYTES_PER_S, SECONDS_OF_GRACE = 4e6, 5.0
-"""Slowest rate of a body, and what its time limit adds to it: a client that has gone keeps no place in memory."""
+"""Rate at which a body has to arrive, and how far it may fall behind; then it is refused and gives up its place."""
 SECONDS_TO_DRAIN = 2.0
 """How long the rest of a refused request is read and discarded: closing with unread bytes would lose the answer."""
 SECONDS_TO_END = 5
@@ -80,6 +87,7 @@ class RewardServer(uvicorn.Server):
                 log_level="error",
                 proxy_headers=False,
                 headers=[("Connection", "close")],
+                limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=SECONDS_TO_END,
             )
         )
@@ -95,12 +103,10 @@ class RewardServer(uvicorn.Server):
 
     async def _score(self, request: Request) -> Response:
         length = self._check(request)
+        stream, body = request.stream(), bytearray()
+        await _extend(body, stream, min(length, FIRST_BYTES))
         async with self.places:
-            try:
-                async with asyncio.timeout(SECONDS_OF_GRACE + length / MIN_BYTES_PER_S):
-                    body = await request.body()
-            except TimeoutError as error:
-                raise HTTPException(408, f"{length} bytes came slower than {MIN_BYTES_PER_S / 1e6:g} MB/s") from error
+            await _extend(body, stream, length)
             async with self.turns:
                 done: Future[tuple[int, dict[str, Any]]] = Future()
                 done.set_running_or_notify_cancel()
@@ -127,10 +133,10 @@ class RewardServer(uvicorn.Server):
             raise HTTPException(413, f"{length} bytes; at most {self.largest} are taken")
         return int(length)
 
-    def _answer(self, body: bytes, client: str) -> tuple[int, dict[str, Any]]:
+    def _answer(self, body: bytearray, client: str) -> tuple[int, dict[str, Any]]:
         """Score a request; return the status and content of the answer."""
         try:
-            name, videos, prompts, metadata = read_request(body)
+            name, videos, prompts, metadata = read_request(bytes(body))
         except ValueError as error:
             return 400, _refused(client, str(error))
         start = time.monotonic()
@@ -146,15 +152,43 @@ class RewardServer(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, and what it lacks: a time limit for the head of a request."""
+    """uvicorn's, and what it lacks: a time limit for the head of a request, and a bound on connections without one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.begun = self.loop.time()
         self.loop.call_later(SECONDS_TO_BEGIN, self._abort_if_it_waits)
+        waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.waits]
+        if len(waiting) > MAX_CONNECTIONS // 2:
+            min(waiting, key=lambda each: each.begun).transport.abort()
+
+    @property
+    def waits(self) -> bool:
+        return self.cycle is None and not self.transport.is_closing()
 
     def _abort_if_it_waits(self) -> None:
-        if self.cycle is None:
+        if self.waits:
             self.transport.abort()
+
+
+async def _extend(body: bytearray, stream: AsyncIterator[bytes], length: int) -> None:
+    """Read a body until it has `length` bytes.
+
+    Raises:
+        HTTPException: it arrives too slowly.
+    """
+    now = asyncio.get_running_loop().time
+    end = now() + SECONDS_OF_GRACE - len(body) / MIN_BYTES_PER_S
+    try:
+        async with asyncio.timeout_at(now() + SECONDS_OF_GRACE) as limit:
+            async for piece in stream:
+                body += piece
+                if len(body) >= length:
+                    break
+                limit.reschedule(end + len(body) / MIN_BYTES_PER_S)
+    except TimeoutError as error:
+        why = f"its body fell {SECONDS_OF_GRACE:g} s behind {MIN_BYTES_PER_S / 1e6:g} MB/s"
+        raise HTTPException(408, why) from error
 
 
 async def _refuse(request: Request, error: HTTPException | ClientDisconnect) -> Response:
