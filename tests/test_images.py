@@ -422,7 +422,7 @@ def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
     status, out = call("eval", str(home), "--reward.name", "noted:seen", "--reward.weights", "{red: 1}", *words)
     assert status == 0, out
     assert read_json(folder / "saved.json")["parts"]["red"] == [1, 0]
-    status, out = call("compare", "run", f"saved={home}", "--folder", "compared", "--scorer", "noted:seen")
+    status, out = call("compare", "run", f"saved={home}", "--folder", "compared")
     assert status == 0, out
     page = (folder / "compared" / "comparison.html").read_text()
     assert page.count('<img alt="image: ') == 2

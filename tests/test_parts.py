@@ -22,7 +22,6 @@ from sage_fast.models.hunyuan15.policy import freeze_dead_ends
 from sage_fast.models.load import _load
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, make_engine
-from sage_fast.run import checkpoint as checkpoint_module
 from sage_fast.run import shards as parts
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.folder import RunFolder
@@ -242,7 +241,7 @@ def full_disk(folder: Path, engine: Engine) -> None:
     """The disk of one rank is full: both ranks say so, and the checkpoint before stays."""
     save_checkpoint(folder / "disk", 1, engine, {}, None)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
-    for number, place, name in ((1, parts, "save_tensors"), (0, Path, "mkdir"), (0, checkpoint_module, "checkpoints")):
+    for number, place, name in ((1, parts, "save_tensors"), (0, Path, "mkdir"), (0, RunFolder, "checkpoints")):
         failing = mock.patch.object(place, name, side_effect=full) if rank() == number else contextlib.nullcontext()
         with failing, pytest.raises((OSError, RankError), match="No space left on device"):
             save_checkpoint(folder / "disk", 2, engine, {}, None)

@@ -148,11 +148,12 @@ def where(videos: torch.Tensor, prompts: list[str]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("seconds", [0, 60])
-def test_a_call_has_a_thread_of_its_own(seconds: float) -> None:
-    """No gradients there either, and the reward's own exceptions, TimeoutError too."""
+def test_a_call_with_a_time_limit_has_a_thread_of_its_own(seconds: float) -> None:
+    """No gradients on either, and the reward's own exceptions, TimeoutError too."""
     backend, videos = InProcess("my:reward", where), torch.zeros(1, 5, 3, 8, 8)
     found = backend.score(videos, ["a"], [{}], seconds)
-    assert found["thread"] != torch.tensor([threading.get_native_id()], dtype=torch.float32)
+    here = torch.tensor([threading.get_native_id()], dtype=torch.float32)
+    assert bool(found["thread"] == here) == (seconds == 0)
     assert found["gradients"] == 0
     with pytest.raises(RewardFailure, match=r"test_rewards.py:\d+: TimeoutError: the server's"):
         backend.score(videos, ["late"], [{}], seconds)

@@ -131,7 +131,7 @@ def _next_commands(folder: Path, heldout: str, *, on_testbed: bool) -> str:
     rows = [
         (f"cd {shlex.quote(str(folder))}", ""),
         (f"sage-fast train config.yaml --dry-run{'' if on_testbed else ' --gpus 8'}", "sizes, memory, time"),
-        (f"{LAUNCH[on_testbed]} train config.yaml", "--resume continues"),
+        (f"{LAUNCH[on_testbed]} train config.yaml", "or --resume"),
         (f"sage-fast sample runs/first {f'--prompts {heldout}' if heldout.endswith('.jsonl') else prompt}", ""),
         ("sage-fast eval runs/first", f"scores on {heldout}"),
     ]

@@ -17,7 +17,7 @@ from sage_fast.util.errors import RewardError
 
 
 class InProcess:
-    """Calls a reward on a thread of its own, so that the wait can end at the time limit.
+    """Calls a reward, with a time limit on a thread of its own, so that the wait can end.
 
     Nothing else ends the wait for code that swallows exceptions or never returns from C. The thread itself cannot be
     killed.
@@ -45,11 +45,16 @@ class InProcess:
                 raise RewardFailure("changes the videos in place; it has to work on a copy, videos.clone()")
             return parts
 
+        if not seconds:
+            try:
+                return call()
+            except (Exception, SystemExit) as error:
+                raise RewardFailure(failure(error)) from error
         future: Future[dict[str, Tensor]] = Future()
         work = (future, contextvars.copy_context().run, call)
         threading.Thread(target=fulfil, args=work, daemon=True).start()
         try:
-            error = future.exception(seconds or None)
+            error = future.exception(seconds)
         except TimeoutError as overdue:
             raise RewardError(
                 f"reward {self.name!r} gave no answer within reward.timeout_seconds = {seconds:g} for {len(prompts)} "
