@@ -48,8 +48,8 @@ class InProcess:
         if not seconds:
             try:
                 return call()
-            except (Exception, SystemExit) as error:
-                raise RewardFailure(failure(error)) from error
+            except (Exception, SystemExit) as raised:
+                raise RewardFailure(failure(raised)) from raised
         future: Future[dict[str, Tensor]] = Future()
         work = (future, contextvars.copy_context().run, call)
         threading.Thread(target=fulfil, args=work, daemon=True).start()

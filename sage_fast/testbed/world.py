@@ -7,6 +7,7 @@ Imports nothing heavy.
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sage_fast.util.errors import nearest
@@ -78,7 +79,8 @@ def parse(caption: str) -> Scene:
         raise ValueError(
             f'caption "{caption}" has {len(words)} words; expected 6, such as "a red circle moves left quickly"'
         )
-    for word, choices in zip(words, (["a"], COLORS, SHAPES, ["moves"], DIRECTIONS, SPEEDS)):
+    known: list[Iterable[str]] = [["a"], COLORS, SHAPES, ["moves"], DIRECTIONS, SPEEDS]
+    for word, choices in zip(words, map(list, known)):
         if word not in choices:
             raise ValueError(f'unknown word "{word}" in caption "{caption}": {nearest(word, choices)}')
     return Scene(color=words[1], shape=words[2], direction=words[4], speed=words[5])
