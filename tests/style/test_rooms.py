@@ -19,20 +19,13 @@ from sage_fast.parallel import optimizers
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
-READING_PATHS = {"sage_fast.trainer": 4034, "sage_fast.run.train": 7883}
-"""Module -> lines of code that a reader holds to understand it. Raising one takes a sentence of reason. Of the trainer:
-steps that a group shares, ranks that torchrun starts again on several nodes, secrets
-found in JSON, base64. Of a run: these, memory that is fitted by block and by graph, metadata of prompts through every
-reward, a profile of some iterations, failures of single videos, checkpoints that every rank writes and any number of
-ranks reads, checks of damaged or hostile input, signals that a library hides, and the nearest choice in more messages.
-Of both: shards in a node, backwards that ranks make together, prompts with images, distilled checkpoints."""
-RAISE = "remove as much code as you add, or raise this limit in tests/style/test_rooms.py with a reason"
+READING_PATHS = {"sage_fast.trainer": 3728, "sage_fast.run.train": 7443}
+"""Module -> lines of code that a reader holds to understand it. The goals are 3,500 and 6,500, and limits are lowered,
+never raised: a feature enters when one leaves."""
+RAISE = "remove as much code as you add: limits are lowered, never raised"
 LONGEST_CHAIN = 11
-PACKAGE_LINES = 15994
-"""As the reading paths, and: commands in files of their own, a plan of disk, evaluations and rewards, flash-attn 4, the
-operators of a feed-forward with an adapter, a vision-language model as a judge, HPSv3, links between GPUs, scores
-of `compare` by a common scorer, a profile of several ranks, FSDP2, a float32 master beside bfloat16 weights,
-image-to-video, distilled checkpoints."""
+PACKAGE_LINES = 14464
+"""The goal is 13,500."""
 LONGEST_FUNCTION = 60
 TAKES_ALL_SETTINGS = 35
 """Functions with a parameter of the type `Config`; the others take the sections or values that they read."""
