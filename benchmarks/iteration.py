@@ -19,6 +19,7 @@ from sage_fast.benchmarks.timing import Save, save_nothing
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
 from sage_fast.ops import implementation
+from sage_fast.parallel.muon import Muon
 from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.tools.harness import head_line
 from sage_fast.trainer import Trainer
@@ -75,7 +76,19 @@ def _trainer(config: Config, name: str) -> Trainer:
     with quiet():
         setup.encode()
     graphs = None if name in STOCK else setup.graphs  # the stock forward synchronises with the host
-    return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=graphs)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=graphs)
+    if name in STOCK:
+        trainer.engine.optimizers = [_stock_optimizer(optimizer) for optimizer in trainer.engine.optimizers]
+    return trainer
+
+
+def _stock_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return PyTorch's Muon in place of ours, with the same updates, and any other optimizer as it is."""
+    if not isinstance(optimizer, Muon):
+        return optimizer
+    (group,) = optimizer.param_groups
+    settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    return torch.optim.Muon(group["params"], adjust_lr_fn="match_rms_adamw", **settings)
 
 
 def _result(config: Config, device: torch.device, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

@@ -177,7 +177,13 @@ class StockPolicy(HunyuanVideo15Policy):
 
 
 class StockDecoder(VideoDecoder):
-    """diffusers' own decode. With `batches`, it patches the autoencoder; otherwise it decodes one video at a time."""
+    """diffusers' own decode. With `batches`, it patches the autoencoder, and decodes `BATCH` videos at once.
+
+    Otherwise it decodes one video at a time.
+    """
+
+    BATCH = 8
+    """On a CPU a batch of 64 takes half as long again, most of it in pages of memory that are new to the process."""
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, batches: bool) -> None:
         super().__init__(vae, channels_last=False)
@@ -189,8 +195,8 @@ class StockDecoder(VideoDecoder):
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
         latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
-        video = self.vae.decode(latents, return_dict=False)[0]
-        return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
+        batches = [self.vae.decode(batch, return_dict=False)[0] for batch in latents.split(self.BATCH)]
+        return (torch.cat(batches).float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
 def _match_weight_dtype(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
