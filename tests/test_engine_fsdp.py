@@ -20,7 +20,7 @@ from benchmarks.scaling import count_gathers
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import Engine, fsdp, make_engine, ranks_that_shard
-from sage_fast.run.training_state import load_training_state, save_training_state
+from sage_fast.run.checkpoint import load_training_state, save_training_state
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests import zero_runs

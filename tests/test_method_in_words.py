@@ -9,7 +9,7 @@ from sage_fast.algorithm.objective import SURROGATES, Objective
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.cli import main
 from sage_fast.config.loader import from_overrides, load
-from sage_fast.run.method import method_of
+from sage_fast.run.messages import method_of
 from sage_fast.util.files import read_json
 from tests.tiny import FEW_STEPS, arguments
 

@@ -23,11 +23,10 @@ from sage_fast.models.load import _load
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.run import shards as parts
-from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint, save_training_state
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.manifest import iteration_of
 from sage_fast.run.shards import Layout, SavedParts
-from sage_fast.run.training_state import save_training_state
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.testbed.model import Testbed, TestbedTransformer
 from sage_fast.util.errors import RankError, UserError

@@ -22,7 +22,7 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.rollout.samples import SampleRollouts
-from sage_fast.run.training_state import load_training_state, save_training_state
+from sage_fast.run.checkpoint import load_training_state, save_training_state
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.metrics import Stopwatch
 from sage_fast.util.ranks import initialize, rank, shutdown

@@ -27,8 +27,7 @@ from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, deepspeed_config, make_engine
 from sage_fast.rewards import CompositeReward
-from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.training_state import load_training_state, save_training_state
+from sage_fast.run.checkpoint import load_checkpoint, load_training_state, save_checkpoint, save_training_state
 from sage_fast.run.weights import save_weights
 from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.testbed.world import train_prompts

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         from sage_fast.algorithm.objective import Objective
         from sage_fast.report.finish import report_run
         from sage_fast.run.fail_fast import fail_fast
-        from sage_fast.run.method import method_of
+        from sage_fast.run.messages import method_of
         from sage_fast.run.train import train
         from sage_fast.util.console import wrapped
 

@@ -16,7 +16,7 @@ OptimizerState = Mapping[str, Mapping[str, Any]]
 
 
 class Engine(Protocol):
-    """The optimizer side of training: backward, reduction, step, averaged weights. run/training_state.py saves it.
+    """The optimizer side of training: backward, reduction, step, averaged weights. run/checkpoint.py saves it.
 
     Every method is collective. An engine is built with (policy, settings of training, ema_warms_up).
 

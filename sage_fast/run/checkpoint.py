@@ -1,7 +1,9 @@
 """Checkpoints and final weights of a run. No RNG state: seeds are derived.
 
 <run>/checkpoints/iteration-N/           manifest.json and the weights, as sampling and export read them
-<run>/checkpoints/iteration-N/training/  what only a resume reads: state.json, and the parts that each rank writes
+<run>/checkpoints/iteration-N/training/  what only a resume reads: state.json with the trainer's counters;
+                                         optimizer.json with the optimizer's name and the steps of each weight;
+                                         trainable-*, ema-*, anchor-*, optimizer-<moment>-*, as run/shards.py has them
 
 A checkpoint is the state between two iterations, never within one. It is written to a temporary folder, which is
 renamed once every file is on disk. The manifest holds each file's size and SHA-256; loading verifies them. Of the best
@@ -20,12 +22,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sage_fast.eval.scores import composite, mean_and_margin
-from sage_fast.models.policy import State
+from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.manifest import MANIFEST, STATE, TRAINING, digest, fault_of, iteration_of, keep_weights
-from sage_fast.run.training_state import load_training_state, save_training_state
+from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.weights import save_weights
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
@@ -33,6 +37,9 @@ from sage_fast.util.files import PARTIAL, atomic_path, read_json, remove_folder,
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
 log = logging.getLogger(__name__)
+
+MOMENT = "optimizer-"
+OPTIMIZER = "optimizer.json"
 
 
 def save_checkpoint(
@@ -164,6 +171,64 @@ def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], Sta
             "there, or start another run with --output and no --resume; nothing was changed"
         )
     return None
+
+
+# -- the state of an engine, which any number of ranks and any other engine can read ----------------------------------
+
+
+def save_training_state(folder: Path, engine: Engine, anchor: State | None = None) -> list[Path]:
+    """Write this rank's parts into an existing folder, and return its files. Collective.
+
+    All engines write the same files, so a run can resume with another engine.
+    """
+    states = {"trainable": engine.policy.parts()}
+    states |= {kind: state for kind, state in (("ema", engine.ema), ("anchor", anchor)) if state is not None}
+    steps = {}
+    for name, values in engine.optimizer_state.items():
+        for key, value in values.items():
+            if key == "step":
+                steps[name] = int(value)
+            else:
+                states.setdefault(MOMENT + key, {})[name] = value
+    layout = Layout(engine.policy)
+    with fail_together():
+        written = [layout.write(folder, kind, state) for kind, state in states.items()]
+        if rank() == 0:
+            write_json({"optimizer": engine.config.optimizer, "steps": steps}, folder / OPTIMIZER)
+            written.append(folder / OPTIMIZER)
+    return written
+
+
+def load_training_state(folder: Path, engine: Engine, steps: int) -> State | None:
+    """Restore what was saved at optimizer step `steps`, and return the anchor, if there is one. Collective.
+
+    Raises:
+        UserError: `train.ema_decay` has been switched on since, `train.optimizer` is another one, or the files do not
+            hold these weights.
+    """
+    saved, optimizer, config = SavedParts(folder), read_json(folder / OPTIMIZER), engine.config
+    if engine.ema is not None and "ema" not in saved.kinds:
+        raise UserError(
+            f"train.ema_decay = {config.ema_decay}: the checkpoint holds no average to continue; resume with 0 (and "
+            "sampling.averaged_weights = false), or start another run with --model.weights"
+        )
+    if optimizer["optimizer"] != config.optimizer:
+        raise UserError(
+            f"train.optimizer = {config.optimizer!r}: the checkpoint is of {optimizer['optimizer']!r}; resume with "
+            "that, or start another run with --model.weights"
+        )
+    layout, parts = Layout(engine.policy), engine.policy.parts()
+    check_names(parts, saved.kinds.get("trainable", {}))
+    state = {name: {"step": torch.tensor(float(step))} for name, step in optimizer["steps"].items()}
+    for kind, slices in saved.kinds.items():
+        if kind.startswith(MOMENT):
+            moments = saved.read(kind, {name: engine.optimized[name] for name in slices}, layout)
+            for name, moment in moments.items():
+                state.setdefault(name, {})[kind.removeprefix(MOMENT)] = moment
+    if engine.ema is not None:
+        engine.ema = saved.read("ema", parts, layout)
+    engine.restore(saved.read("trainable", parts, layout), state, steps)
+    return saved.read("anchor", parts, layout) if "anchor" in saved.kinds else None
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------

@@ -32,13 +32,19 @@ from sage_fast.run.checkpoint import (
     save_checkpoint,
     save_final_weights,
 )
-from sage_fast.run.claim import claim_output, locked, remove_partials, replace_settings, run_facts
+from sage_fast.run.claim import (
+    check_metrics,
+    check_output,
+    claim_output,
+    locked,
+    remove_partials,
+    replace_settings,
+    run_facts,
+)
 from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.manifest import check_weights, iteration_of
-from sage_fast.run.messages import config_warnings, format_row, grace_warning, seconds_left
-from sage_fast.run.method import method_of
-from sage_fast.run.output import check_metrics, check_output
+from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of, seconds_left
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter
 from sage_fast.trainer import Trainer

@@ -45,8 +45,7 @@ from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel import NODE
 from sage_fast.parallel.engine_memory import held_bytes
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
-from sage_fast.run.messages import config_warnings
-from sage_fast.run.method import method_of
+from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
