@@ -32,23 +32,26 @@ BOUNDS = {
     "most": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "a value"}
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "null",
+    list[str]: "a list of text, such as [one, two]",
+    list[float]: "a list of numbers, such as [0, 1]",
+    list[dict[str, Any]]: "a list of mappings, such as [{name: one}, {name: two}]",
+    dict[str, Any]: "a mapping of names to values, such as {name: 1}",
+    dict[str, float]: "a mapping of names to numbers, such as {name: 1}",
+    dict[str, list[float]]: "a mapping of names to lists of numbers, such as {name: [0, 1]}",
+}
+"""Type of a setting, or of what it holds -> the type in words."""
 _PYTHON: dict[Any, Any] = {bool: bool, int: int, float: int | float, str: str}
 
 
-def within(
-    default: float | None,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    every: int | None = None,
-) -> Any:
-    """Declare a number with bounds; `above` and `below` exclude the bound itself, `every` counts from `least`."""
-    bounds = {"least": least, "above": above, "most": most, "below": below, "every": every}
-    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
-    return dataclasses.field(default=default, metadata=metadata)
+def within(default: float | None, **bounds: float) -> Any:
+    """Declare a number with `BOUNDS`; `above` and `below` exclude the bound itself, `every` counts from `least`."""
+    return dataclasses.field(default=default, metadata=bounds)
 
 
 def require(condition: bool, name: str, value: object, expected: str) -> None:
@@ -158,18 +161,7 @@ def kind(hint: Any) -> str:
     """Describe a type in words."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
-    if get_origin(hint) is dict:
-        inside = get_args(hint)[1]
-        if get_origin(inside) is list:
-            return "a mapping of names to lists of numbers, such as {name: [0, 1]}"
-        return f"a mapping of names to {kind(inside).removeprefix('a ')}s, such as {{name: 1}}"
-    if get_origin(hint) is list:
-        inside = get_args(hint)[0]
-        if get_origin(inside) is dict:
-            return "a list of mappings, such as [{name: one}, {name: two}]"
-        numbers = inside in (int, float)
-        return "a list of numbers, such as [0, 1]" if numbers else f"a list of {kind(inside)}, such as [one, two]"
-    return " or ".join("null" if member is types.NoneType else KINDS[member] for member in _members(hint) or (hint,))
+    return " or ".join(KINDS[member] for member in _members(hint) or (hint,))
 
 
 def _convert(hint: Any, value: Any) -> Any:
@@ -188,18 +180,14 @@ def _convert(hint: Any, value: Any) -> Any:
             return value
         off = value is False or value == "off"  # YAML reads off as False
         raise ValueError(nearest("none" if off else str(value), inside))
-    if origin is dict:
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise ValueError(f"expected {kind(hint)}")
+    if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _convert(inside[1], item) for key, item in value.items()}
-    if origin is list:
-        if not isinstance(value, list):
-            raise ValueError(f"expected {kind(hint)}")
+    if origin is list and isinstance(value, list):
         return [_convert(inside[0], item) for item in value]
     if value is None and types.NoneType in _members(hint):
         return None
     wanted = next(member for member in (*_members(hint), hint) if member is not types.NoneType)
-    if not isinstance(value, _PYTHON[wanted]) or (isinstance(value, bool) and wanted is not bool):
+    if not isinstance(value, _PYTHON.get(wanted, ())) or (isinstance(value, bool) and wanted is not bool):
         quoted = f", such as {str(value)!r}" if wanted is str and not isinstance(value, list | dict) else ""
         raise ValueError(f"expected {kind(hint)}{quoted}")
     if wanted is float:
