@@ -76,11 +76,7 @@ COMMANDS = {
         "commands.export",
     ),
     "bench": Command("time the operators, the rollout or whole iterations against stock code", "benchmarks.command"),
-    "profile": Command(
-        "time one iteration by phase and by kernel",
-        "commands.profile",
-        "CONFIG",
-    ),
+    "profile": Command("time one iteration by phase and by kernel", "commands.profile", "CONFIG"),
     "doctor": Command("check what is installed, whether it works and gives the right numbers", "commands.doctor"),
 }
 """Commands by name, in the order the help lists them."""

@@ -250,21 +250,12 @@ def settings_of(tree: type) -> dict[str, Setting]:
 def meanings(section: type) -> dict[str, str]:
     """Return field -> the docstring after it in the source, and `""` -> the section's own docstring."""
     found: dict[str, str] = {}
-    for base in section.__mro__:
-        if dataclasses.is_dataclass(base):
-            found = _meanings(base) | found
-    return found
-
-
-def _meanings(section: type) -> dict[str, str]:
-    """Return the meanings of the fields that a class declares itself, without those of its bases."""
-    tree = ast.parse(inspect.getsource(sys.modules[section.__module__]))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
-    found: dict[str, str] = {}
-    name = ""
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            found.setdefault(name, inspect.cleandoc(node.value.value))
+    for base in filter(dataclasses.is_dataclass, section.__mro__):  # its own fields first, then those of its bases
+        tree, name = ast.parse(inspect.getsource(sys.modules[base.__module__])), ""
+        body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == base.__name__)
+        for node in body:
+            if isinstance(node, ast.AnnAssign):
+                name = ast.unparse(node.target)
+            elif isinstance(node, ast.Expr):
+                found.setdefault(name, inspect.cleandoc(ast.literal_eval(node.value)))
     return found

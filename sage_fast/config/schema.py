@@ -463,10 +463,8 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        offloads, able = (
-            ENGINES[self.engine].offloads,
-            [n for n, row in ENGINES.items() if self.offload in row.offloads],
-        )
+        offloads = ENGINES[self.engine].offloads
+        able = [name for name, row in ENGINES.items() if self.offload in row.offloads]
         expected = f"needs train.engine = {' or '.join(able)}; the nearest choice for {self.engine} is {offloads[-1]}"
         self.require(self.offload in offloads, "offload", expected)
 

@@ -22,7 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from PIL.Image import Image
 from torch import Tensor
 
-from sage_fast.config.loader import dump
+from sage_fast.config.loader import dump, leaves
 from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.rewards.errors import fulfil
@@ -71,7 +71,10 @@ class Tracker:
         return kind(self.config.tracking.project, *[self.run] * kind.requires_logging_directory)
 
     def _store_settings(self) -> None:
-        self.tracker.store_init_configuration(dict(_flat(dataclasses.asdict(self.config))))
+        settings = leaves(dataclasses.asdict(self.config))
+        plain = (bool, int, float, str, type(None))  # what trackers accept
+        stored = {key: value if isinstance(value, plain) else str(value) for key, value in settings.items()}
+        self.tracker.store_init_configuration(stored)
 
     def log(self, values: Values, step: int) -> None:
         self.tracker.log(values, step=step)
@@ -227,12 +230,3 @@ class Trackers:
                 log.info(wrapped(note))
             if hangs or self._failures[name] == MAX_FAILURES:
                 del self._started[name]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, bool | int | float | str | None]]:
-    """Yield dotted keys and the plain values that trackers accept."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -18,20 +18,14 @@ import torch
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.config.loader import dump
-from sage_fast.config.schema import AttentionBackend, Config
+from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
 from sage_fast.eval.gains import hacking_in_run
 from sage_fast.loading import Setup, check_trajectories, load_setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
-from sage_fast.run.checkpoint import (
-    is_best,
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-    save_final_weights,
-)
+from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
 from sage_fast.run.claim import (
     check_metrics,
     check_output,
@@ -115,29 +109,24 @@ class Run:
         self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
         self.report = report
         self.evaluation_seconds: list[float] = []
-        self.setup = setup = load_setup(
-            config, attention=_attention(config.model.attention, self.folder, resume=resume)
-        )
+        run = RunFolder(self.folder)
+        attention = config.model.attention
+        if resume and attention == "auto":  # a new measurement could change the bits
+            attention = run.facts.get("attention", attention)
+        self.setup = setup = load_setup(config, attention=attention)
         trajectories = check_trajectories(config, setup.model)
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(self.folder, dump(config))
-        run = RunFolder(self.folder)
         own_log = run.log_file(rank())
         if world_size() > 1:
             log_to(own_log)
         setup.encode(run.embeddings)
         policy = setup.model.policy
-        self.trainer = trainer = Trainer(
-            config,
-            setup.model,
-            setup.reward,
-            setup.prompts,
-            setup.embeddings,
-            graphs=setup.graphs,
-            pause=(lambda: None) if policy.collective_forwards else stop.pause,
-            before_update=functools.partial(stop.before_update, policy.device),
-        )
+        pause = (lambda: None) if policy.collective_forwards else stop.pause
+        check = functools.partial(stop.before_update, policy.device)
+        about = setup.model, setup.reward, setup.prompts, setup.embeddings
+        self.trainer = trainer = Trainer(config, *about, graphs=setup.graphs, pause=pause, before_update=check)
         self._start_weights = trainer.policy.snapshot() if lacks_before else None
         if resume:
             self._resume()
@@ -185,8 +174,8 @@ class Run:
                 if self.writer is not None:
                     self.writer.write(row)
                 seconds = (time.monotonic() - began - sum(self.evaluation_seconds)) / (self.done - first)
-                count, interval = config.train.iterations, config.eval.interval
-                left = seconds_left(self.done, count, interval, seconds, self.evaluation_seconds)
+                count = config.train.iterations
+                left = seconds_left(self.done, count, config.eval.interval, seconds, self.evaluation_seconds)
                 log.info(format_row(row, count, left))
                 if index == first and (
                     warning := grace_warning(row, config.train, collective=trainer.policy.collective_forwards)
@@ -311,11 +300,6 @@ class _Completed:
             trainer.load_state_dict(self.counters, self.anchor)
             trainer.mid_iteration = False
         return self.held
-
-
-def _attention(configured: AttentionBackend, run: Path, *, resume: bool) -> AttentionBackend:
-    """Return the attention backend. A resumed run keeps its own: a new measurement could change the bits."""
-    return RunFolder(run).facts.get("attention", "auto") if configured == "auto" and resume else configured
 
 
 def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:

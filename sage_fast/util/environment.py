@@ -69,17 +69,13 @@ def commit() -> str | None:
 
     Without git or `.git`, return the environment variable COMMIT, or None.
     """
+    # Only this checkout, not a repository around it; and its hash, whatever tags there are.
+    describe = ["git", "--git-dir=.git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     folder = Path(__file__).resolve().parents[2]
-    git = ["git", "--git-dir=.git"]  # only this checkout, not a repository around it
-    commands = ([*git, "rev-parse", "HEAD"], [*git, "status", "--porcelain", "--untracked-files=no"])
     try:
-        head, changes = (
-            subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
-            for command in commands
-        )
+        return subprocess.run(describe, capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no `.git`
         return os.environ.get("COMMIT") or None
-    return head + "+changes" * bool(changes)
 
 
 def device_name(device: torch.device) -> str:

@@ -24,8 +24,7 @@ class Metrics:
     """Per-sample values keyed by name. Nothing synchronises with the device before `reduce`."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
-        self._by_step: dict[int, list[Tensor]] = defaultdict(list)
+        self._values: dict[tuple[str | int, str], list[Tensor]] = defaultdict(list)
         self._fixed: dict[str, float] = {}
 
     def set(self, name: str, value: float) -> None:
@@ -42,37 +41,36 @@ class Metrics:
     def add_by_step(self, steps: Sequence[int], values: Tensor) -> None:
         """Collect `values [N]`, one for each of N transition steps."""
         for step, value in zip(steps, values.detach()):
-            self._by_step[step].append(value)
+            self._values[step, "mean"].append(value)
 
     def reduce(self) -> dict[str, float]:
         """Return the numbers by name, the same on every rank. Collective; ranks may have collected different names."""
+        return self._fixed | self._over_ranks(str)
+
+    def by_step(self, steps: int) -> list[float | None]:
+        """Return the mean over ranks for each of `steps` transitions, None where nothing was collected. Collective."""
+        found = self._over_ranks(int)
+        return [found.get(step) for step in range(steps)]
+
+    def _over_ranks(self, kind: type) -> dict[Any, float]:
+        """Return what was collected under names of a type, reduced over the ranks."""
         operators: dict[str, Callable[..., float]] = {"mean": sum, "min": min, "max": max}
-        merged: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+        merged: dict[tuple[Any, str], list[tuple[float, int]]] = defaultdict(list)
         local = {}
         for (name, op), chunks in self._values.items():
+            if not isinstance(name, kind):
+                continue
             values = torch.cat([chunk.flatten().double() for chunk in chunks])
             reduced = {"mean": values.sum(), "min": values.amin(), "max": values.amax()}[op]
             local[name, op] = (float(reduced), len(values))
         for part in all_gather_object(local):
             for key, value in part.items():
                 merged[key].append(value)
-        row = dict(self._fixed)
+        row = {}
         for (name, op), reduced_values in sorted(merged.items()):
             result = operators[op](value for value, _ in reduced_values)
             row[name] = result / sum(count for _, count in reduced_values) if op == "mean" else result
         return row
-
-    def by_step(self, steps: int) -> list[float | None]:
-        """Return the mean over ranks for each of `steps` transitions, None where nothing was collected. Collective."""
-        local = {
-            step: (float(torch.stack(values).double().sum()), len(values)) for step, values in self._by_step.items()
-        }
-        sums, counts = [0.0] * steps, [0] * steps
-        for part in all_gather_object(local):
-            for step, (total, count) in part.items():
-                sums[step] += total
-                counts[step] += count
-        return [total / count if count else None for total, count in zip(sums, counts)]
 
 
 class Stopwatch:

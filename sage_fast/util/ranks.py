@@ -165,20 +165,18 @@ def data_sum(tensor: Tensor) -> Tensor:
     return all_reduce(tensor).div_(sequence_size())
 
 
-def all_gather_object(value: Any) -> list[Any]:
-    """Return the values of all ranks in rank order; for small picklable objects."""
-    return _gather_objects(value, world_size(), None) if dist.is_initialized() else [value]
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, or of those of a group, in rank order; for small picklable objects."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def gather_objects_of_sequence(value: Any) -> list[Any]:
     """Return the values of the ranks of this sequence group, as `all_gather_object` does."""
-    return _gather_objects(value, sequence_size(), _sequence_group) if _sequence_group is not None else [value]
-
-
-def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
-    values: list[Any] = [None] * size
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return all_gather_object(value, _sequence_group) if _sequence_group is not None else [value]
 
 
 def broadcast_object(value: Any, source: int) -> Any:
