@@ -8,9 +8,9 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from sage_fast.run.sources import heavy_imports
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import make_folder_of, write_json
-from sage_fast.util.imports import heavy_imports
 
 ONLY = {
     "config": ("iteration",),

@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from sage_fast.models.lora.adapter import LORA_FILE
-from sage_fast.run import manifest
+from sage_fast.run import folder as run_folder
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.claim import locked, remove_partials
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import STATE, TRAINING, fault_of_weights, iteration_of
+from sage_fast.run.folder import STATE, TRAINING, RunFolder, fault_of_weights, iteration_of
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -211,7 +210,7 @@ def test_of_the_best_checkpoint_only_the_weights_stay(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "remove", killed)
+        patch.setattr(run_folder, "remove", killed)
         with pytest.raises(KeyboardInterrupt):
             prune_checkpoints(tmp_path, 1, {})
     assert (best / STATE).is_file()

@@ -19,8 +19,7 @@ from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.checkpoint import write_manifest
 from sage_fast.run.claim import claim_output
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import MANIFEST
+from sage_fast.run.folder import MANIFEST, RunFolder
 from sage_fast.run.messages import seconds_left, time_left
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer

@@ -27,8 +27,7 @@ from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.lora.export import converted, read_lora
 from sage_fast.models.model import Model
 from sage_fast.run.checkpoint import write_manifest
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import MANIFEST, STATE, TRAINING, keep_weights
+from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder, keep_weights
 from sage_fast.run.weights import save_weights
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.testbed.model import TestbedTransformer

@@ -16,8 +16,7 @@ from sage_fast.config.loader import build, dump, load
 from sage_fast.config.schema import Config
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import STATE, digest
+from sage_fast.run.folder import STATE, RunFolder, digest
 from sage_fast.run.resume import KEPT, check_kept, value_of
 from sage_fast.run.sources import resumed_settings
 from sage_fast.run.train import train as train_run

@@ -17,8 +17,7 @@ import pytest
 
 from sage_fast.report.finish import report_run
 from sage_fast.run import writer as writer_module
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import STATE
+from sage_fast.run.folder import STATE, RunFolder
 from sage_fast.run.messages import grace_warning
 from sage_fast.run.stop import DEBOUNCE, Stop
 from sage_fast.run.train import train

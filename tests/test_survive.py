@@ -25,8 +25,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from sage_fast.models.lora.adapter import LORA_FILE
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import STATE, iteration_of
+from sage_fast.run.folder import STATE, RunFolder, iteration_of
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.files import read_json, read_metrics
 from tests.fork_server import Fault, ForkServer

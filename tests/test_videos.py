@@ -2,6 +2,7 @@
 
 import json
 import resource
+from pathlib import Path
 
 import imageio.v3 as iio
 import numpy as np
@@ -41,6 +42,19 @@ def test_mp4_keeps_frames_and_size(tmp_path, size, written):
     assert meta["codec"] == "h264"
     assert meta["pix_fmt"].startswith("yuv420p")
     assert meta["fps"] == 8
+
+
+@pytest.mark.parametrize(
+    "folder", ["2026-11-26T12:30", "-", "-version", "pipe:1", "concat:a|b", "data:,", "http:", "%02d", "a b'\"$HOME"]
+)
+def test_any_folder_name_is_a_folder(tmp_path, monkeypatch, folder):
+    """ffmpeg takes `NAME:` for a protocol and a dash for an option."""
+    monkeypatch.chdir(tmp_path)
+    path = Path(folder) / "a.mp4"
+    path.parent.mkdir()
+    save_mp4(path, ramp(5), fps=8)
+    assert read_video(path).shape == (5, 3, 128, 128)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / folder, tmp_path / path]
 
 
 def test_enlarging_is_nearest_neighbour(tmp_path):

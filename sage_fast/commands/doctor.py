@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sage_fast.run.sources import heavy_imports
 from sage_fast.util.files import make_folder_of
-from sage_fast.util.imports import heavy_imports
 
 
 def add_arguments(add: Callable[..., object]) -> None:

@@ -12,10 +12,9 @@ from sage_fast.config.loader import from_overrides
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.run.folder import RunFolder
-from sage_fast.run.sources import labelled, load_run
+from sage_fast.run.sources import heavy_imports, labelled, load_run
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, make_folder_of
-from sage_fast.util.imports import heavy_imports
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.run.sources import existing
-from sage_fast.util.imports import heavy_imports
+from sage_fast.run.sources import existing, heavy_imports
 
 
 def add_arguments(add: Callable[..., object]) -> None:

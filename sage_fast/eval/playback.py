@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_fast.util.errors import UserError
 from sage_fast.util.frames import evenly_spaced
-from sage_fast.util.videos import save_mp4
+from sage_fast.util.videos import for_ffmpeg, save_mp4
 
 ANIMATIONS = (".webp", ".gif", ".png")
 _PLAYED = ("h264", "vp8", "vp9", "av1")
@@ -34,7 +34,7 @@ def _frames(path: Path, about: dict[str, Any]) -> Iterator[np.ndarray]:
             return
         import imageio_ffmpeg
 
-        reader = imageio_ffmpeg.read_frames(str(path))
+        reader = imageio_ffmpeg.read_frames(for_ffmpeg(path))
         about |= next(reader)
         width, height = about["size"]
         count = 0

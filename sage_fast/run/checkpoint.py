@@ -27,8 +27,7 @@ import torch
 from sage_fast.eval.scores import composite, mean_and_margin
 from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import MANIFEST, STATE, TRAINING, digest, fault_of, iteration_of, keep_weights
+from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder, digest, fault_of, iteration_of, keep_weights
 from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.weights import save_weights
 from sage_fast.util.console import wrapped

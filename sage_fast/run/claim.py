@@ -16,8 +16,7 @@ from filelock import FileLock, Timeout
 
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import iteration_of
+from sage_fast.run.folder import RunFolder, iteration_of
 from sage_fast.run.resume import check_kept, check_run, differences, launcher
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason

@@ -36,8 +36,7 @@ from sage_fast.run.claim import (
     run_facts,
 )
 from sage_fast.run.evaluations import from_run
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.manifest import check_weights, iteration_of
+from sage_fast.run.folder import RunFolder, check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of, seconds_left
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter

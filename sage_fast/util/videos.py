@@ -35,6 +35,11 @@ def pixels(video: Tensor) -> np.ndarray:
     return (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
 
+def for_ffmpeg(file: Path) -> str:
+    """Return a file as an argument of ffmpeg, which would take `a:b` for a protocol and `-b` for an option."""
+    return f"file:{file.absolute()}"
+
+
 def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     """Write H.264 in yuv420p, which every browser plays.
 
@@ -59,10 +64,10 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     # faststart: playback can begin before the download ends. bitexact: deterministic bytes.
     coded = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "18", "-movflags", "+faststart"]
     exact = ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact]
     with atomic_path(Path(path)) as file:
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact, str(file)]
         # Own process group: Ctrl-C must not reach ffmpeg.
-        done = subprocess.run(command, input=frames.tobytes(), capture_output=True, process_group=0)
+        done = subprocess.run([*command, for_ffmpeg(file)], input=frames.tobytes(), capture_output=True, process_group=0)
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip().splitlines()[:1] or [f"status {done.returncode}"]
             raise OSError(errno.EIO, f"ffmpeg cannot write it: {why[0]}", str(path))
