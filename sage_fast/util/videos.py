@@ -64,10 +64,10 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     # faststart: playback can begin before the download ends. bitexact: deterministic bytes.
     coded = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "18", "-movflags", "+faststart"]
     exact = ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact]
+    ffmpeg = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact]
     with atomic_path(Path(path)) as file:
         # Own process group: Ctrl-C must not reach ffmpeg.
-        done = subprocess.run([*command, for_ffmpeg(file)], input=frames.tobytes(), capture_output=True, process_group=0)
+        done = subprocess.run([*ffmpeg, for_ffmpeg(file)], input=frames.tobytes(), capture_output=True, process_group=0)
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip().splitlines()[:1] or [f"status {done.returncode}"]
             raise OSError(errno.EIO, f"ffmpeg cannot write it: {why[0]}", str(path))
