@@ -1,7 +1,7 @@
 """Draw README's picture from a finished run of the demo: three prompts before and after, beside the held-out reward.
 
     sage-fast train configs/demo.yaml --output runs/demo
-    python scripts/readme_picture.py runs/demo docs/images/demo.png
+    python -m scripts.readme_picture runs/demo docs/images/demo.png
 
 The prompts are the one with the largest gain and the two medians of the six whose videos the run keeps.
 """
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.eval.playback import read_video
-from sage_fast.report.charts import BLUE, picture
+from sage_fast.report.charts import BLUE
 from sage_fast.report.html import choose
 from sage_fast.report.page import read_run
+from studies.drawn import picture
 
 FRAMES = 3
 """Frames of a video: the first, the last, and those between at equal distances."""

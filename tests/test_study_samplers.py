@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sage_fast.algorithm.transitions import sigma_schedule
-from sage_fast.report.charts import picture
+from studies.drawn import picture
 from studies.finding import Claim, Material
 from studies.paper import adapter, gradients, printed, samplers
 from tests.tiny import paper_trainer

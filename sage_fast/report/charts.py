@@ -21,10 +21,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from sage_fast.run.folder import LARGEST
+from sage_fast.util.metrics import REWARD_PART
 from sage_fast.util.profiling import PHASES, WAIT
 
 MetricsRow = Mapping[str, Any]
-Draw = Callable[[Figure], None]
+Lines = Mapping[str, tuple[Sequence[MetricsRow], np.ndarray]]
+"""Label -> rows, and one value per row."""
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
 TEAL, RED, GREY, YELLOW = "#2aa3ad", "#dc5252", "#8a8f98", "#d3b53c"
@@ -33,10 +35,6 @@ COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
 _TEXT, _LINE = "#010203", "#040506"
 
 STYLE: Any = matplotlib.rc_params_from_file(Path(__file__).parent / "chart.mplstyle", use_default_template=False)
-
-_ON_WHITE: Any = {
-    key: "#22252a" if "color" in key.lower() and "grid" not in key else value for key, value in STYLE.items()
-} | {"grid.color": "#b9bcc0", "axes.edgecolor": "#8a8f98", "xtick.color": "#8a8f98", "ytick.color": "#8a8f98"}
 
 _CHART: Any = {
     "figure.facecolor": "none",
@@ -59,7 +57,7 @@ METRICS: dict[str, tuple[str, str, dict[str, bool]]] = {
     "grad_norm": ("Gradient norm (before clipping)", "norm", {"log": True}),
     "time/total": ("Time of an iteration", "seconds", {}),
 }
-"""Metric -> title, axis label and options for `lines`."""
+"""Metric -> title, axis label and options of `lines`."""
 
 
 def column(rows: Sequence[MetricsRow], key: str) -> np.ndarray:
@@ -101,34 +99,6 @@ def themed_svg(figure: Figure, name: str, description: str) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
 
 
-def picture(draw: Draw, size: tuple[float, float], kind: str, name: str) -> bytes:
-    """Render a figure on white as `svg` or `png`. Deterministic.
-
-    Args:
-        draw: draws into an empty figure whose colours and fonts are set.
-        size: in inches.
-        kind: `svg` or `png`.
-        name: salt for the SVG's ids.
-    """
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({**_ON_WHITE, "svg.hashsalt": name, "savefig.facecolor": "white"}):
-        metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-        _drawn(draw, size).savefig(buffer, format=kind, dpi=160, metadata=metadata)
-    return buffer.getvalue()
-
-
-def inline_picture(draw: Draw, size: tuple[float, float], name: str, title: str) -> str:
-    """Render the same figure as an `<svg>` element in the colours of its page."""
-    with matplotlib.rc_context(STYLE):
-        return themed_svg(_drawn(draw, size), name, html.escape(title))
-
-
-def _drawn(draw: Draw, size: tuple[float, float]) -> Figure:
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
-    return figure
-
-
 def _chart(draw: Callable[[Axes], object], name: str, title: str, ylabel: str, xlabel: str = "iteration") -> str:
     """Render what `draw` puts on the axes, with a legend if it labels several things; `name` is unique on the page."""
     with matplotlib.rc_context({**STYLE, **_CHART}):
@@ -158,19 +128,11 @@ def spans_decades(values: np.ndarray) -> bool:
     return len(positive) > 0 and bool(positive.max() > 20 * positive.min())
 
 
-def lines(
-    data: Mapping[str, tuple[Sequence[MetricsRow], np.ndarray]],
-    *,
-    name: str,
-    title: str,
-    ylabel: str,
-    log: bool = False,
-    smoothed: bool = True,
-) -> str | None:
+def lines(data: Lines, *, name: str, title: str, ylabel: str, log: bool = False, smoothed: bool = True) -> str | None:
     """Draw lines over iterations, with a running mean over a fifteenth of the run on top.
 
     Args:
-        data: label -> rows and one value per row; labels without any value are skipped.
+        data: labels without any value are skipped.
         name: unique on the page.
         title: heading.
         ylabel: axis label with the unit.
@@ -192,6 +154,13 @@ def lines(
             axes.plot(x, smooth(values, window), color=color, label=label, **_marker(rows))
 
     return _chart(draw, name, title, ylabel)
+
+
+def metric(key: str, runs: Mapping[str, Sequence[MetricsRow]]) -> str | None:
+    """Draw one of `METRICS` or a part of the reward, of the runs in which it acts; `runs` are rows by label."""
+    title, ylabel, options = METRICS.get(key, (key.removeprefix(REWARD_PART), "mean over the batch", {}))
+    data = {label: (rows, column(rows, key)) for label, rows in runs.items() if is_on(rows, key)}
+    return lines(data, name=key, title=title, ylabel=ylabel, **options)
 
 
 def _marker(rows: Sequence[MetricsRow]) -> dict[str, Any]:

@@ -174,12 +174,8 @@ def _charts(runs: Mapping[str, Trained]) -> list[str]:
         drawn.append(charts.held_out(shown, f"Held-out {shown_name(score)}", "mean score", least=1))
     rows = {label: run.folder.rows for label, run in runs.items() if run.folder.rows}
     parts = sorted({key for each in rows.values() for row in each for key in row if key.startswith(REWARD_PART)})
-    mean = {"reward/mean": charts.METRICS["reward/mean"]}
-    metrics = mean | {key: (key.removeprefix(REWARD_PART), "mean over the batch", {}) for key in parts} | charts.METRICS
-    for key, (title, ylabel, options) in metrics.items():
+    for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS]):
         score = "reward" if key.startswith("reward/") else key.removeprefix(REWARD_PART)
         of_score = alike(score) if key.startswith(("reward/", REWARD_PART)) else rows
-        on = [label for label in of_score if label in rows and charts.is_on(rows[label], key)]
-        data = {label: (rows[label], charts.column(rows[label], key)) for label in on}
-        drawn.append(charts.lines(data, name=key, title=title, ylabel=ylabel, **options))
+        drawn.append(charts.metric(key, {label: rows[label] for label in of_score if label in rows}))
     return [chart for chart in drawn if chart is not None]

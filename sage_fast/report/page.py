@@ -249,10 +249,7 @@ def _charts(run: Trained) -> list[str]:
         drawn.append(charts.held_out({part: points[part]}, title, "mean score"))
 
     def metric(key: str) -> str | None:
-        title, ylabel, options = charts.METRICS[key]
-        if not charts.is_on(rows, key):
-            return None
-        return charts.lines({title: (rows, column(rows, key))}, name=key, title=title, ylabel=ylabel, **options)
+        return charts.metric(key, {key: rows})
 
     part_lines = {label: (rows, column(rows, key)) for key, label in parts.items()}
     drawn += [

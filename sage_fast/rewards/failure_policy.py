@@ -46,7 +46,8 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """End what runs outside this process, if it does."""
+        """End what runs outside this process; nothing by default."""
+        return
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -27,6 +27,7 @@ from sage_fast.config.fields import is_unicode
 from sage_fast.config.secrets import bare_address, names_for_values
 from sage_fast.rewards.backends import checked
 from sage_fast.rewards.errors import RewardFailure
+from sage_fast.rewards.failure_policy import Backend
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import json_value
@@ -47,7 +48,7 @@ class NoAnswer(RewardFailure):
     """A request had no answer, or not all of one, or the server cannot answer now: it is sent again."""
 
 
-class Client:
+class Client(Backend):
     """A server that answers JSON with JSON. No connection stays open between requests.
 
     Args:
@@ -69,9 +70,6 @@ class Client:
             raise UserError(f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000")
         self.url, self.address, self._answered = url, url.rstrip("/") + path, False
         self._tls = ssl.create_default_context()  # the system's certificates
-
-    def close(self) -> None:
-        pass
 
     async def post(self, body: bytes, seconds: float, key: str) -> Any:
         """Send a request, again while it has no answer; return the JSON of an answer with status 200.

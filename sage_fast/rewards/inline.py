@@ -12,11 +12,12 @@ from torch import Tensor
 
 from sage_fast.rewards.backends import called
 from sage_fast.rewards.errors import RewardFailure, failure, fulfil
+from sage_fast.rewards.failure_policy import Backend
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import RewardError
 
 
-class InProcess:
+class InProcess(Backend):
     """Calls a reward, with a time limit on a thread of its own, so that the wait can end.
 
     Nothing else ends the wait for code that swallows exceptions or never returns from C. The thread itself cannot be
