@@ -241,13 +241,13 @@ def train_one(config: Config, file: Path) -> float:
     setup = load_setup(config)
     setup.encode()
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
-    evaluations = [evaluate(setup, iteration=0).to_json()]
+    evaluations = [evaluate(setup, iteration=0)[0]]
     rows = []
     for index in range(config.train.iterations):
         rows.append(trainer.iteration(index))
         if (index + 1) % config.eval.interval == 0 or index + 1 == config.train.iterations:
             with trainer.engine.averaged_weights():
-                evaluations.append(evaluate(setup, iteration=index + 1).to_json())
+                evaluations.append(evaluate(setup, iteration=index + 1)[0])
     scores = [statistics.fmean(scores_of(evaluation, "reward")) for evaluation in evaluations]
     write_json({"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows}, file)
     return scores[-1]

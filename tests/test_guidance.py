@@ -34,7 +34,7 @@ def setup_of(trainer: Trainer) -> Setup:
 def scores(**overrides: Any) -> list[float]:
     trainer = tiny_trainer(settings(**overrides))
     before = trainer.policy.guidance_scale
-    found = evaluate(setup_of(trainer), iteration=0).reward
+    found = evaluate(setup_of(trainer), iteration=0)[0]["reward"]
     assert trainer.policy.guidance_scale == before
     return found
 

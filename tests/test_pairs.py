@@ -83,8 +83,8 @@ def test_a_run_of_the_race_trains_in_this_world() -> None:
     assert isinstance(find_spec(config.model.path), Pairs)
     setup = load_setup(config)
     setup.encode()
-    before = evaluate(setup, iteration=0)
-    assert 0.3 < sum(before.reward) / len(before.reward) < 1.5  # it follows prompts, and much is left to learn
+    before = evaluate(setup, iteration=0)[0]["reward"]
+    assert 0.3 < sum(before) / len(before) < 1.5  # it follows prompts, and much is left to learn
     row = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings).iteration(0)
     assert setup.model.policy.uses_guidance
     assert row["reward/mean"] > 0.2

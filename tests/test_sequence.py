@@ -206,7 +206,7 @@ def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torc
     setup.encode(folder)
     trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     rows = [trainer.iteration(index) for index in range(2)]
-    return [*rows, evaluate(setup, iteration=2).to_json()], trainer.policy.snapshot()
+    return [*rows, evaluate(setup, iteration=2)[0]], trainer.policy.snapshot()
 
 
 @pytest.fixture(scope="module")

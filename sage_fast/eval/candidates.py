@@ -147,7 +147,7 @@ class _Evaluator:
             if home is not None:
                 save_video(video, prompt, home, number, self.setup.model.spec.fps)
 
-        result = evaluate(self.setup, iteration=candidate.iteration, save=save, scorers=self.scorers).to_json()
+        result, _ = evaluate(self.setup, iteration=candidate.iteration, save=save, scorers=self.scorers)
         return result, from_evaluation(candidate.label, result, numbered(home) if home is not None else {})
 
     def _load(self, candidate: Candidate) -> None:
@@ -190,7 +190,7 @@ class _Evaluator:
         def read(share: range) -> Chunks:
             return _batches(found.files[share.start : share.stop], size)
 
-        result = score_videos(rewards, found.prompts, seeds, read).to_json()
+        result, _ = score_videos(rewards, found.prompts, seeds, read)
         return result, dataclasses.replace(found, scores=from_evaluation("", result, {}).scores)
 
 

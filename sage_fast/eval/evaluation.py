@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,33 +37,12 @@ from sage_fast.util.seeding import sample_seeds
 
 Chunks = Iterator[tuple[list[int], Tensor]]
 """Batches of videos: their indices, and the videos `[B, F, 3, H, W]` in [0, 1]."""
+Evaluation = dict[str, Any]
+"""Scores of N videos, identical on every rank, as in `eval/*.json`; null where a reward failed.
 
-
-@dataclasses.dataclass(kw_only=True)
-class Evaluation:
-    """Scores of N videos, identical on every rank, and this rank's first videos, float32 `[F, 3, H, W]`.
-
-    `parts` includes those of `eval.judge` as `judge/<part>`. `negatives` and `images` map prompts to their negative
-    prompts and to the paths of their images.
-    """
-
-    prompts: list[str]
-    seeds: list[int]
-    reward: list[float]
-    parts: dict[str, list[float]]
-    weights: dict[str, float]
-    videos: list[Tensor]
-    iteration: int = 0
-    negatives: dict[str, str] = dataclasses.field(default_factory=dict)
-    images: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the scores as JSON; null where a reward failed."""
-        fields = ("iteration", "prompts", "negatives", "seeds", "weights")
-        parts = {part: [*map(json_value, values)] for part, values in self.parts.items()}
-        reward = [*map(json_value, self.reward)]
-        images = {"images": self.images} if self.images else {}
-        return {field: getattr(self, field) for field in fields} | images | {"reward": reward, "parts": parts}
+`parts` includes those of `eval.judge` as `judge/<part>`. `negatives` and `images` map prompts to their negative prompts
+and to the paths of their images.
+"""
 
 
 @torch.no_grad()
@@ -143,10 +121,10 @@ def evaluate(
     save: Callable[[int, str, Tensor], object] | None = None,
     pause: Callable[[], object] = lambda: None,
     scorers: Mapping[str, CompositeReward] | None = None,
-) -> Evaluation:
+) -> tuple[Evaluation, list[Tensor]]:
     """Sample the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each, and score them.
 
-    Collective; `save` and errors as in `score_videos`.
+    Collective; `save`, result and errors as in `score_videos`.
 
     Args:
         pause: called after each step; an exception it raises on one rank ends the evaluation on all.
@@ -162,15 +140,13 @@ def evaluate(
             config.sampling, config.eval, model, own, setup.embeddings, rows, pause=pause, graphs=graphs
         )
 
-    rewards, kept, collective = (
-        rewards_of(setup, scorers or {}),
-        config.eval.num_videos,
-        model.policy.collective_forwards,
-    )
+    rewards, waits = rewards_of(setup, scorers or {}), model.policy.collective_forwards
+    kept = config.eval.num_videos
     with model.policy.at_guidance(config.eval_guidance_scale):
-        found = score_videos(rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=collective)
+        scores, videos = score_videos(rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=waits)
     images = {key: setup.captions[key].image for key in keys if split_key(key)[1]}
-    return dataclasses.replace(found, iteration=iteration, negatives=negatives_for(setup, keys), images=images)
+    about = {"iteration": iteration, "negatives": negatives_for(setup, keys)} | ({"images": images} if images else {})
+    return scores | about, videos
 
 
 def rewards_of(scoring: Scoring, scorers: Mapping[str, CompositeReward]) -> dict[str, CompositeReward]:
@@ -188,7 +164,7 @@ def score_videos(
     kept: int = 0,
     save: Callable[[int, str, Tensor], object] | None = None,
     collective: bool = False,
-) -> Evaluation:
+) -> tuple[Evaluation, list[Tensor]]:
     """Score one video of each of `prompts`, which the ranks share. Collective.
 
     A video whose reward fails has no scores and is left out of means and pairs. It is an error with
@@ -197,7 +173,7 @@ def score_videos(
     Args:
         rewards: as returned by `rewards_of`.
         videos_of: returns the videos with these numbers, indexed from 0 on each rank.
-        kept: number of this rank's first videos to return.
+        kept: number of this rank's first videos to return, float32 `[F, 3, H, W]`.
         save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
         collective: whether `videos_of` runs forwards that other ranks wait for; an error of this rank then waits.
     """
@@ -233,14 +209,20 @@ def score_videos(
             for prefix, chunks in pending.items()
         }
     merged = _gather(own, rewards)
-    return Evaluation(
-        prompts=list(prompts),
-        seeds=list(seeds),
-        reward=merged[""].rewards.tolist(),
-        parts={prefix + part: values.tolist() for prefix in merged for part, values in merged[prefix].parts.items()},
-        weights=dict(rewards[""].weights),
-        videos=[videos[i] for i in sorted(videos)],
-    )
+    scores = {
+        "iteration": 0,
+        "prompts": list(prompts),
+        "negatives": {},
+        "seeds": list(seeds),
+        "weights": dict(rewards[""].weights),
+        "reward": _numbers(merged[""].rewards),
+        "parts": {prefix + part: _numbers(x) for prefix in merged for part, x in merged[prefix].parts.items()},
+    }
+    return scores, [videos[i] for i in sorted(videos)]
+
+
+def _numbers(scores: Tensor) -> list[float | None]:
+    return [json_value(score) for score in scores.tolist()]
 
 
 def _gather(own: Mapping[str, Scores], rewards: Mapping[str, CompositeReward]) -> dict[str, Scores]:

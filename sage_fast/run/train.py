@@ -219,12 +219,11 @@ class Run:
 
         trainer = self.trainer
         with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
-            result = evaluate(self.setup, iteration=iteration, save=save, pause=trainer.pause)
+            scores, videos = evaluate(self.setup, iteration=iteration, save=save, pause=trainer.pause)
         if self.writer is not None:
-            scores = result.to_json()
             files = [path for number, path in numbered(folder).items() if number < shown]
             RunFolder(self.folder).write_evaluation(name, scores)
-            self.writer.write_evaluation(scores, files, result.videos)
+            self.writer.write_evaluation(scores, files, videos)
             evaluations = from_run(RunFolder(self.folder)).values()
             if found := hacking_in_run([videos for videos in evaluations if videos.iteration <= iteration]):
                 log.warning(wrapped(f"warning: {found}"))
