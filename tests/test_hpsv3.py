@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sage_fast.rewards import hpsv3
 from sage_fast.rewards.hpsv3 import TEMPLATE, HPSv3Reward
-from sage_fast.rewards.qwen2_vl import build_network
 from sage_fast.util.errors import UserError
 from tests.test_videoalign import Reference, size, videos
 from tests.tiny_rewards import hpsv3_shapes, published_config, published_weights, write_qwen2_vl
@@ -93,7 +92,7 @@ def test_weights_are_loaded_strictly(
     """No part of the head is ever random."""
     base, weights = tiny
     wrong = {name: tensor for name, tensor in weights.items() if name != key} | ({} if value is None else {key: value})
-    with pytest.raises(UserError, match=f"the HPSv3 checkpoint does not fit .*\n.*{why}"):
+    with pytest.raises(UserError, match=f"the checkpoint does not fit .*\n.*{why}"):
         HPSv3Reward(str(write_hpsv3(tmp_path / "HPSv3", wrong)), base=str(base))
 
 
@@ -121,6 +120,8 @@ def test_the_published_file_is_loaded_whole() -> None:
     reward = nn.Sequential(
         nn.Linear(3584, 1024), nn.ReLU(), nn.Dropout(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     ).to("meta")
-    network = build_network("HPSv3", config, reward, weights, torch.bfloat16, "sdpa")
+    loader = object.__new__(HPSv3Reward)
+    loader.config, loader.dtype, loader.attention = config, torch.bfloat16, "sdpa"
+    network = loader.build(reward, weights)
     assert 2 * sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16) == HPSv3Reward.gpu_bytes
     assert {p.dtype for p in network.rm_head.parameters()} == {torch.float32}

@@ -410,13 +410,12 @@ def test_a_profile_with_a_gpu_counts_kernels_alone() -> None:
 
 def test_the_window_is_the_capture_range(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    names = ("cudaProfilerStart", "cudaProfilerStop")
-    cudart = SimpleNamespace(**{name: lambda name=name: calls.append(name) for name in names})
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("wait"))
     trainer = SimpleNamespace(device=torch.device("cuda"), iteration=lambda index: calls.append(f"iteration {index}"))
     _window(trainer, 3)
-    assert calls == ["wait", "cudaProfilerStart", "iteration 3", "wait", "cudaProfilerStop"]
+    assert calls == ["wait", "start", "iteration 3", "wait", "stop"]
 
 
 def test_ceiling_is_a_rate_that_a_product_reaches() -> None:

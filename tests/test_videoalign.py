@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
 from sage_fast.rewards.frames import levels, resize
-from sage_fast.rewards.qwen2_vl import Qwen2VLReward, build_network
+from sage_fast.rewards.qwen2_vl import Qwen2VLReward
 from sage_fast.rewards.videoalign import PEFT, TEMPLATE, VideoAlignReward
 from sage_fast.util.errors import UserError
 from tests.tiny_rewards import (
@@ -339,7 +339,7 @@ def test_every_key_that_does_not_fit_is_named_at_once(
     wrong["base_model.model.model.embed_tokens.weight"] = torch.zeros(700, 32)
     wrong[f"{LAYER}self_attn.k_proj.lora_A.default.weight"] = torch.zeros(RANK + 1, 32)
     wrong["model.language_model.layers.0.extra"] = torch.zeros(1)
-    with pytest.raises(UserError, match="the VideoAlign checkpoint does not fit the base model") as error:
+    with pytest.raises(UserError, match="the checkpoint does not fit Qwen2-VL-2B-Instruct") as error:
         VideoAlignReward(str(write_video_reward(tmp_path / "wrong", wrong)), base=str(base))
     listed = str(error.value)
     missing, rest = listed.split("Missing key(s)")[1].split("Unexpected key(s)")
@@ -367,8 +367,9 @@ def test_the_published_file_has_the_keys_and_the_size_that_are_loaded() -> None:
     config.text_config.vocab_size += 3
     weights = {key: torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in shapes.items()}
     head = torch.nn.Linear(1536, 1, bias=False, device="meta")
-    given = (config, head, weights, torch.bfloat16, "sdpa")  # strict: each key has a place of its own
-    network = build_network("VideoAlign", *given, prefix=PEFT, lora=(64, 2.0))
+    loader = object.__new__(VideoAlignReward)
+    loader.config, loader.dtype, loader.attention = config, torch.bfloat16, "sdpa"
+    network = loader.build(head, weights, prefix=PEFT, lora=(64, 2.0))  # strict: each key has a place of its own
     assert 2 * sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16) == VideoAlignReward.gpu_bytes
     assert {p.dtype for p in network.rm_head.parameters()} == {torch.float32}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -188,22 +189,15 @@ class _Evaluator:
         rewards, size = rewards_of(self.scoring, self.scorers), self.config.sampling.batch_size
 
         def read(share: range) -> Chunks:
-            return _batches(found.files[share.start : share.stop], size)
+            return _batches([*found.shown.values()][share.start : share.stop], size)
 
         result, _ = score_videos(rewards, found.prompts, seeds, read)
         return result, dataclasses.replace(found, scores=from_evaluation("", result, {}).scores)
 
 
-def _batches(files: Sequence[Path | None], size: int) -> Chunks:
+def _batches(files: Sequence[Path], size: int) -> Chunks:
     """Yield videos of one shape, at most `size` at a time, with their indices in `files`."""
-    device, indices, batch = local_device(), list[int](), list[Tensor]()
-    for i, file in enumerate(files):
-        assert file is not None
-        video = read_video(file)
-        if batch and (len(batch) == size or video.shape != batch[0].shape):
-            yield indices, torch.stack(batch).to(device)
-            indices, batch = [], []
-        indices.append(i)
-        batch.append(video)
-    if batch:
-        yield indices, torch.stack(batch).to(device)
+    videos = ((i, read_video(file)) for i, file in enumerate(files))
+    for _, alike in itertools.groupby(videos, key=lambda video: video[1].shape):
+        while batch := dict(itertools.islice(alike, size)):
+            yield [*batch], torch.stack([*batch.values()]).to(local_device())

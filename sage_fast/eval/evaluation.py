@@ -16,23 +16,15 @@ from sage_fast.models.interface import Condition, pass_lengths
 from sage_fast.models.model import Model
 from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
-from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
-from sage_fast.rollout.scoring import log_failures
+from sage_fast.rollout.scoring import gather_checked
 from sage_fast.util.captions import split_key
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError
 from sage_fast.util.files import json_value
 from sage_fast.util.metrics import JUDGE_PART
-from sage_fast.util.ranks import (
-    all_gather_object,
-    data_rank,
-    data_size,
-    fail_together,
-    sequence_rank,
-    sequence_size,
-)
+from sage_fast.util.ranks import data_rank, data_size, fail_together, sequence_rank
 from sage_fast.util.seeding import sample_seeds
 
 Chunks = Iterator[tuple[list[int], Tensor]]
@@ -203,12 +195,9 @@ def score_videos(
             videos.update((i, video.to("cpu", copy=True)) for i, video in zip(indices, chunk) if i < kept)
         if failure is not None:
             raise failure
-        back = torch.tensor(order, dtype=torch.int64).argsort()
-        own = {
-            prefix: join_scores([scores.result() for scores in chunks]).in_order(back)
-            for prefix, chunks in pending.items()
-        }
-    merged = _gather(own, rewards)
+        own = {prefix: join_scores([scores.result() for scores in chunks]) for prefix, chunks in pending.items()}
+    numbers = [share[i] for i in order]
+    merged = {prefix: gather_checked(rewards[prefix], numbers, scores) for prefix, scores in own.items()}
     scores = {
         "iteration": 0,
         "prompts": list(prompts),
@@ -223,13 +212,3 @@ def score_videos(
 
 def _numbers(scores: Tensor) -> list[float | None]:
     return [json_value(score) for score in scores.tolist()]
-
-
-def _gather(own: Mapping[str, Scores], rewards: Mapping[str, CompositeReward]) -> dict[str, Scores]:
-    """Return the scores of all ranks' videos; the rewards say whether too many failed. Collective."""
-    rows = all_gather_object(own)[:: sequence_size()]  # ranks that share samples have the same
-    merged = {prefix: join_scores([row[prefix] for row in rows]) for prefix in rewards}
-    for prefix, scores in merged.items():
-        log_failures(scores)
-        rewards[prefix].check_share(scores)
-    return merged

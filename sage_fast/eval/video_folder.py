@@ -106,16 +106,18 @@ def _numbers(texts: Sequence[str]) -> list[float] | None:
 def write_folder(videos: VideoSet, folder: Path) -> None:
     """Write `videos.csv` and what computed its scores; every video must have a file."""
     table = io.StringIO(newline="")
-    writer = csv.writer(table, lineterminator="\n")
     given = {"image": bool(videos.images), "seed": bool(videos.seeds)}
-    writer.writerow(["file", "prompt", *(name for name, has in given.items() if has), *videos.scores])
+    columns = ["file", "prompt", *(name for name, has in given.items() if has), *videos.scores]
+    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     for i, (file, prompt) in enumerate(zip(videos.files, videos.prompts, strict=True)):
         assert file is not None
-        numbers = [repr(values[i]) if math.isfinite(values[i]) else "" for values in videos.scores.values()]
-        seed = [videos.seeds[i]] if videos.seeds else []
-        path = videos.images.get(prompt)
-        image = [os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if path else ""]
-        writer.writerow([os.path.relpath(file, folder), prompt, *(image if videos.images else []), *seed, *numbers])
+        path, seed = videos.images.get(prompt), videos.seeds and videos.seeds[i]
+        image = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if path else ""
+        numbers = {name: repr(values[i]) if math.isfinite(values[i]) else "" for name, values in videos.scores.items()}
+        writer.writerow(
+            numbers | {"file": os.path.relpath(file, folder), "prompt": prompt, "image": image, "seed": seed}
+        )
     if videos.scorers:
         write_json(videos.scorers, folder / SCORERS)
     write_atomic(folder / VIDEOS, table.getvalue())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -208,14 +209,9 @@ def phases(rows: Sequence[MetricsRow]) -> str | None:
 
 def step_gradients(rows: Sequence[MetricsRow]) -> np.ndarray | None:
     """Return `velocity_grad_norm` as float64 `[rows, T]`, NaN for untrained steps; None if no row has it."""
-    lists = [row.get("velocity_grad_norm") for row in rows]
-    length = max((len(values) for values in lists if isinstance(values, list)), default=0)
-    if not length:
-        return None
-    grid = np.full((len(rows), length), np.nan)
-    for i, values in enumerate(lists):
-        if isinstance(values, list):
-            grid[i, : len(values)] = [_number(value) for value in values]
+    lists = [values if isinstance(values := row.get("velocity_grad_norm"), list) else [] for row in rows]
+    steps = itertools.zip_longest(*(map(_number, values) for values in lists), fillvalue=math.nan)
+    grid = np.array([*steps], dtype=np.float64).T
     return None if np.isnan(grid).all() else grid
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sage_fast.rewards.qwen2_vl import CELL, Attention, Precision, Qwen2VLReward, build_network, local_folder
+from sage_fast.rewards.qwen2_vl import CELL, Attention, Precision, Qwen2VLReward, local_folder
 from sage_fast.util.errors import UserError
 
 TEMPLATE = (Path(__file__).parent / "hpsv3_prompt.txt").read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ class HPSv3Reward(Qwen2VLReward):
             head = nn.Sequential(
                 nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
             )
-        self.network = build_network("HPSv3", self.config, head, weights, self.dtype, attention)
+        self.network = self.build(head, weights)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return the part, float32 `[B]`."""

@@ -76,7 +76,7 @@ class Qwen2VLReward(FrameReward):
             dtype = "bfloat16" if on_cuda else "float32"
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
-        self.dtype = getattr(torch, dtype)
+        self.dtype, self.attention = getattr(torch, dtype), attention
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(base)
             self.config = Qwen2VLConfig.from_pretrained(base)
@@ -87,6 +87,44 @@ class Qwen2VLReward(FrameReward):
         self.tokenizer.add_tokens(list(self.special_tokens), special_tokens=True)
         self.config.text_config.vocab_size = len(self.tokenizer)
         self.token_ids = self.tokenizer.convert_tokens_to_ids(list(self.special_tokens))
+
+    def build(
+        self, head: nn.Module, published: Mapping[str, Tensor], prefix: str = "", lora: tuple[int, float] | None = None
+    ) -> nn.Module:
+        """Return the frozen network on the CPU, with its LoRA merged and a float32 head as `rm_head`.
+
+        Args:
+            head: on the meta device.
+            published: weights by their published names.
+            prefix: what all published names begin with.
+            lora: its rank, and the scale in weight = base + scale x B A.
+
+        Raises:
+            UserError: keys are missing, unknown or of the wrong shape (all are listed).
+            ImportError, ValueError: `attention` is not installed, or unknown.
+        """
+        with init_empty_weights(include_buffers=False):
+            network = Qwen2VLModel(self.config)
+        network.rm_head = head
+        # Of transformers 4.45's names, 5 renames the language model's: github.com/KlingAIResearch/VideoAlign, issue 15.
+        weights = {
+            re.sub("^model[.]", "language_model.", key.removeprefix(prefix)): published[key] for key in published
+        }
+        weights.pop("lm_head.weight", None)  # predicts the next token: not needed
+        if lora is not None:
+            _merge(weights, *lora)
+        weights = {key: value.to(torch.float32 if "rm_head." in key else self.dtype) for key, value in weights.items()}
+        try:
+            network.load_state_dict(weights, strict=True, assign=True)
+        except RuntimeError as error:
+            raise UserError(f"the checkpoint does not fit {self.base_model}: {error}") from error
+        # The authors train and score with `model.to(torch.bfloat16)`, which also rounds the rotary frequencies. Over
+        # the prompt's 1000 tokens, that rotates the fast ones by a radian and more.
+        for buffer_name, buffer in network.named_buffers():
+            if buffer_name.endswith("inv_freq"):
+                buffer.copy_(buffer.bfloat16())
+        network.set_attn_implementation(self.attention)
+        return network.eval().requires_grad_(False)
 
     def patches(self, frames: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
         """Prepare an image or a video for the vision tower.
@@ -164,52 +202,6 @@ def local_folder(path: str, hub: str, files: Sequence[str]) -> Path:
             f"path = {path!r}: no such folder, and not found on the hub or in its cache; expected the published "
             f"checkpoint: hf download {hub} --local-dir {hub.partition('/')[2]}"
         ) from error
-
-
-def build_network(
-    name: str,
-    config: Qwen2VLConfig,
-    head: nn.Module,
-    published: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    attention: str,
-    *,
-    prefix: str = "",
-    lora: tuple[int, float] | None = None,
-) -> nn.Module:
-    """Return the frozen network on the CPU, with its LoRA merged and a float32 head as `rm_head`.
-
-    Args:
-        name: of the reward, for messages.
-        head: on the meta device.
-        published: weights by their published names.
-        prefix: what all published names begin with.
-        lora: its rank, and the scale in weight = base + scale x B A.
-
-    Raises:
-        UserError: keys are missing, unknown or of the wrong shape (all are listed).
-        ImportError, ValueError: `attention` is not installed, or unknown.
-    """
-    with init_empty_weights(include_buffers=False):
-        network = Qwen2VLModel(config)
-    network.rm_head = head
-    # Of transformers 4.45's names, 5 renames the language model's: github.com/KlingAIResearch/VideoAlign, issue 15.
-    weights = {re.sub("^model[.]", "language_model.", key.removeprefix(prefix)): published[key] for key in published}
-    weights.pop("lm_head.weight", None)  # predicts the next token: not needed
-    if lora is not None:
-        _merge(weights, *lora)
-    weights = {key: value.to(torch.float32 if "rm_head." in key else dtype) for key, value in weights.items()}
-    try:
-        network.load_state_dict(weights, strict=True, assign=True)
-    except RuntimeError as error:
-        raise UserError(f"the {name} checkpoint does not fit the base model: {error}") from error
-    # The authors train and score with `model.to(torch.bfloat16)`, which also rounds the rotary frequencies. Over the
-    # prompt's 1000 tokens, that rotates the fast ones by a radian and more.
-    for buffer_name, buffer in network.named_buffers():
-        if buffer_name.endswith("inv_freq"):
-            buffer.copy_(buffer.bfloat16())
-    network.set_attn_implementation(attention)
-    return network.eval().requires_grad_(False)
 
 
 def _merge(weights: dict[str, Tensor], rank: int, scale: float) -> None:

@@ -15,22 +15,13 @@ import json
 import math
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from sage_fast.rewards.qwen2_vl import (
-    CELL,
-    FRAMES_TOGETHER,
-    Attention,
-    Precision,
-    Qwen2VLReward,
-    build_network,
-    local_folder,
-)
+from sage_fast.rewards.qwen2_vl import CELL, FRAMES_TOGETHER, Attention, Precision, Qwen2VLReward, local_folder
 from sage_fast.util.errors import UserError, first_line, in_one_line
 from sage_fast.util.frames import evenly_spaced
 
@@ -83,21 +74,20 @@ class VideoAlignReward(Qwen2VLReward):
         super().__init__(base, device, dtype, attention, num_frames=MOST_FRAMES)
         folder = local_folder(path, "KwaiVGI/VideoReward", self.files["path"])
         settings = read_settings(folder)
-        self.fps, self.video_fps = settings.fps if fps is None else fps, video_fps
+        self.fps, self.video_fps = settings["fps"] if fps is None else fps, video_fps
         for name, rate, usual in (("fps", self.fps, 2), ("video_fps", video_fps, 24)):
             if not (math.isfinite(rate) and rate > 0):
                 raise UserError(f"{name} = {rate}: expected frames per second above 0, such as {usual}")
         self.min_frame_pixels = min_frame_pixels
-        self.max_frame_pixels = settings.max_frame_pixels if max_frame_pixels is None else max_frame_pixels
+        self.max_frame_pixels = settings["max_frame_pixels"] if max_frame_pixels is None else max_frame_pixels
         if not CELL * CELL <= min_frame_pixels <= self.max_frame_pixels:
             raise UserError(
                 f"min_frame_pixels = {min_frame_pixels}, max_frame_pixels = {self.max_frame_pixels}: expected "
                 f"{CELL * CELL} <= min_frame_pixels <= max_frame_pixels"
             )
         head = nn.Linear(self.config.text_config.hidden_size, 1, bias=False, device="meta")
-        given = (self.config, head, read_weights(folder), self.dtype, attention)
-        self.network = build_network("VideoAlign", *given, prefix=PEFT, lora=settings.lora)
-        self.mean, self.std = settings.mean, settings.std
+        self.network = self.build(head, read_weights(folder), prefix=PEFT, lora=settings["lora"])
+        self.mean, self.std = settings["mean"], settings["std"]
 
     def choose(self, total: int) -> list[int]:
         """Return an even number of evenly spaced indices from first to last; at least 4 if the video has them.
@@ -126,19 +116,11 @@ PEFT = "base_model.model."
 """Prefix that peft gives to the names of all weights."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The needed fields of `model_config.json`; `mean` and `std` are of raw VQ, MQ and TA, `lora` is rank and scale."""
-
-    fps: float
-    max_frame_pixels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    lora: tuple[int, float]
-
-
-def read_settings(folder: Path) -> Settings:
+def read_settings(folder: Path) -> dict[str, Any]:
     """Read the needed fields of `model_config.json`.
+
+    Returns:
+        `fps` and `max_frame_pixels`; `mean` and `std` of raw VQ, MQ and TA; `lora`, its rank and scale.
 
     Raises:
         UserError: the file is missing, lacks a field, or describes another kind of reward model.
@@ -159,13 +141,12 @@ def read_settings(folder: Path) -> Settings:
             if value != wanted:
                 raise ValueError(f"{name} = {value!r}: expected {wanted!r}")
         rank = int(lora["lora_r"])
-        return Settings(
-            fps=float(data["fps"]),
-            max_frame_pixels=int(data["max_frame_pixels"]),
-            mean=tuple(float(scale[f"{part}_mean"]) for part in ("VQ", "MQ", "TA")),
-            std=tuple(float(scale[f"{part}_std"]) for part in ("VQ", "MQ", "TA")),
-            lora=(rank, lora["lora_alpha"] / (math.sqrt(rank) if lora["use_rslora"] else rank)),
-        )
+        normal = {name: [float(scale[f"{part.upper()}_{name}"]) for part in PARTS] for name in ("mean", "std")}
+        return normal | {
+            "fps": float(data["fps"]),
+            "max_frame_pixels": int(data["max_frame_pixels"]),
+            "lora": (rank, lora["lora_alpha"] / (math.sqrt(rank) if lora["use_rslora"] else rank)),
+        }
     except OSError as error:
         raise UserError(f"path = {str(folder)!r}: expected the VideoAlign checkpoint, with {file.name}") from error
     except (KeyError, TypeError, ValueError) as error:

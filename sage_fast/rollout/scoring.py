@@ -37,6 +37,18 @@ def log_failures(scores: Scores) -> None:
         log.info(f"and {len(lines) - MOST_NOTES} more such lines; {scores.dropped} samples dropped in total")
 
 
+def gather_checked(reward: Scorer, numbers: Sequence[int], scores: Scores) -> Scores:
+    """Return the scores of all ranks, as `gather_scores` does, and report those that failed. Collective.
+
+    Raises:
+        RewardError: on all ranks, if more than a share `reward.max_dropped` of the samples failed.
+    """
+    scores = gather_scores(numbers, scores)
+    log_failures(scores)
+    reward.check_share(scores)
+    return scores
+
+
 class VideoScorer:
     """Decoder and scorer of one iteration's latents.
 
@@ -107,16 +119,9 @@ class VideoScorer:
         return self._finished
 
     def gather(self, numbers: Sequence[int]) -> Scores:
-        """Return the scores of all ranks, as `gather_scores` does. Call it after `finish`. Collective.
-
-        Raises:
-            RewardError: on all ranks, if more than a share `reward.max_dropped` of the samples failed.
-        """
+        """Call `gather_checked` on what `finish` returned. Collective."""
         assert self._finished is not None
-        scores = gather_scores(numbers, self._finished)
-        log_failures(scores)
-        self.reward.check_share(scores)
-        return scores
+        return gather_checked(self.reward, numbers, self._finished)
 
     def _score_pending(self) -> None:
         if self._pending is None:

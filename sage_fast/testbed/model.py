@@ -26,11 +26,8 @@ from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM, embed
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 
-LATENT_CHANNELS = 32  # as the real model's
-LATENT_FRAMES = 5  # 17 video frames: the first one alone, then four to a latent frame
-LATENT_HEIGHT = 4
-LATENT_WIDTH = 4
-LATENT_SHAPE = (LATENT_CHANNELS, LATENT_FRAMES, LATENT_HEIGHT, LATENT_WIDTH)
+LATENT_SHAPE = (32, 5, 4, 4)
+"""As many channels as in the real model; of 17 frames, the first one alone, then four to a latent frame."""
 
 
 TINY: dict[str, Any] = {
@@ -68,7 +65,7 @@ class TestbedTransformer(HunyuanVideo15Transformer3DModel):
 def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:
     """A stock video autoencoder with random weights: video [B, 3, 17, 32, 32] in [-1, 1] <-> [B, *LATENT_SHAPE]."""
     return AutoencoderKLHunyuanVideo15(
-        latent_channels=LATENT_CHANNELS,
+        latent_channels=LATENT_SHAPE[0],
         block_out_channels=(8, 16, 32, 64),
         layers_per_block=1,
         spatial_compression_ratio=8,

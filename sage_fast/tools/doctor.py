@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import logging
 import os
+import pkgutil
 import shutil
 import subprocess
 import time
@@ -33,16 +34,14 @@ from sage_fast.util.ranks import local_device
 log = logging.getLogger(__name__)
 
 OPTIONAL = {
-    "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton"),
-    "flash-attn": ("an attention kernel", ATTENTION["flash"].install),
-    "xformers": ("an attention kernel", ATTENTION["xformers"].install),
-    "deepspeed": ("train.engine = zero1 and zero2", "pip install 'sage-fast[deepspeed]'"),
-    "wandb": ("a tracker", "pip install 'sage-fast[trackers]'"),
-    "trackio": ("a tracker", "pip install 'sage-fast[trackers]'"),
+    "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton", "triton"),
+    "flash-attn": ("an attention kernel", ATTENTION["flash"].install, "flash_attn"),
+    "xformers": ("an attention kernel", ATTENTION["xformers"].install, "xformers.ops"),
+    "deepspeed": ("train.engine = zero1 and zero2", "pip install 'sage-fast[deepspeed]'", ""),
+    "wandb": ("a tracker", "pip install 'sage-fast[trackers]'", ""),
+    "trackio": ("a tracker", "pip install 'sage-fast[trackers]'", ""),
 }
-"""Distribution -> (use, how to get it). All are optional."""
-COMPILED = {"triton": "triton", "flash-attn": "flash_attn", "xformers": "xformers.ops"}
-"""Distribution -> module, for those that may be installed but broken: built for another torch or CUDA."""
+"""Distribution -> use, how to get it, and the module to import of one that may be built for another torch or CUDA."""
 
 
 def doctor(file: Path | None = None) -> int:
@@ -58,7 +57,9 @@ def doctor(file: Path | None = None) -> int:
     about = environment(device, implementation(device))
     torch.manual_seed(0)
     done: list[Check] = []
-    for check in itertools.chain(packages(), tools(device), tried("the package", lambda: _selftest(device))):
+    # The late import keeps the earlier rows if, say, diffusers is missing.
+    selftest = tried("the package", lambda: pkgutil.resolve_name("sage_fast.tools.selftest:checks")(device))
+    for check in itertools.chain(packages(), tools(device), selftest):
         done.append(check)
         advice = f"\n{'':43}-> {check.advice}" if check.advice else ""
         log.info(f"{check.verdict:<9}{check.name:<34}{check.found}{advice}")
@@ -69,13 +70,6 @@ def doctor(file: Path | None = None) -> int:
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     log.info(f"\n{head_line(about)}\n{summary}, in {time.perf_counter() - start:.0f} s")
     return int(counts["wrong"] > 0)
-
-
-def _selftest(device: torch.device) -> Iterator[Check]:
-    """Run the self-test. The late import keeps the earlier rows if, say, diffusers is missing."""
-    from sage_fast.tools import selftest
-
-    yield from selftest.checks(device)
 
 
 # -- installed packages and tools -------------------------------------------------------------------------------------
@@ -92,8 +86,8 @@ def packages() -> Iterator[Check]:
     for requirement in requirements:
         if requirement.marker is None:
             yield _required(requirement)
-    for name, (use, advice) in OPTIONAL.items():
-        yield _optional(name, use, advice)
+    for name, row in OPTIONAL.items():
+        yield _optional(name, *row)
 
 
 def _version(name: str) -> str | None:
@@ -112,13 +106,13 @@ def _required(requirement: Requirement) -> Check:
     return Check(name, "ok", version)
 
 
-def _optional(name: str, use: str, advice: str) -> Check:
+def _optional(name: str, use: str, advice: str, module: str) -> Check:
     version = _version(name)
     if version is None:
         return Check(name, "missing", f"not installed; used for {use}", advice)
-    if name in COMPILED:
+    if module:
         try:
-            importlib.import_module(COMPILED[name])
+            importlib.import_module(module)
         except Exception as error:  # a broken package may raise anything
             found = f"{version} is installed and cannot be imported: {in_one_line(error)}"
             return Check(name, "wrong", found, f"pip uninstall {name}, or for this torch: {advice}")

@@ -29,7 +29,7 @@ from sage_fast.tools.harness import head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import progress, quiet
-from sage_fast.util.environment import environment, format_bytes
+from sage_fast.util.environment import environment, format_bytes, synchronize
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
 from sage_fast.util.profiling import PHASES, WAIT, annotate, ranges
@@ -37,6 +37,7 @@ from sage_fast.util.ranks import barrier, initialize, rank, world_size
 
 log = logging.getLogger(__name__)
 
+ByPhase = Mapping[str, float]
 COLUMNS = (*PHASES, WAIT, "other")
 """The phases, and `other` for the rest of an iteration. `wait` is shown with several ranks only."""
 TRACE = "rank-{:03d}.json.gz"
@@ -145,15 +146,11 @@ def profile_iteration(
 
 def _window(trainer: Trainer, index: int) -> dict[str, Any]:
     """Run the measured iteration; on CUDA it is the capture range of nsys and ncu."""
-    cuda = torch.cuda.cudart() if trainer.device.type == "cuda" else None
-    if cuda is not None:
-        torch.cuda.synchronize()
-        cuda.cudaProfilerStart()
-    with quiet(), annotate("iteration", index):
-        row = trainer.iteration(index)
-    if cuda is not None:
-        torch.cuda.synchronize()
-        cuda.cudaProfilerStop()
+    synchronize(trainer.device)
+    with torch.cuda.profiler.profile() if trainer.device.type == "cuda" else contextlib.nullcontext():
+        with quiet(), annotate("iteration", index):
+            row = trainer.iteration(index)
+        synchronize(trainer.device)
     return row
 
 
@@ -176,11 +173,7 @@ def _flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], 
 
 
 def phase_table(
-    row: Mapping[str, Any],
-    flops: Mapping[str, float],
-    model_flops: Mapping[str, float],
-    ceiling: float,
-    busy: Mapping[str, float],
+    row: Mapping[str, Any], flops: ByPhase, model_flops: ByPhase, ceiling: float, busy: ByPhase
 ) -> dict[str, dict[str, float | None]]:
     """Return phase or `total` -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s, MFU and HFU.
 
