@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -63,12 +64,7 @@ def cache_key(spec: Spec, dtype: str, cache: Path | None, sampling: SamplingConf
     return f"{model} {broadcast_object(version, 0)}{size}"
 
 
-def fill_cache(
-    captions: Mapping[str, Caption],
-    encoder_factory: Callable[[], Encoder],
-    cache: Path,
-    model: str,
-) -> int:
+def fill_cache(captions: Mapping[str, Caption], encoder_factory: Callable[[], Encoder], cache: Path, model: str) -> int:
     """Encode the prompts missing from `cache`, each rank its share, without keeping them in memory. Collective.
 
     After a kill every file is complete, so the next call encodes the rest.
@@ -83,10 +79,9 @@ def fill_cache(
     missing = {key: file for key, file in _files(cache, model, share).items() if _read(file) is None}
     _note_unsound(missing.values())
     with fail_together(), Progress("encode", len(missing), "prompt") as bar:
-        encode = encoder_factory() if missing else None
+        encoder = functools.cache(encoder_factory)
         for key, file in missing.items():
-            assert encode is not None
-            _write(encode(captions[key]), file)
+            _write(encoder()(captions[key]), file)
             bar.update()
     return sum(all_gather_object(len(missing)))
 
@@ -120,14 +115,13 @@ def encode_cached(
     for key, *holds in zip(captions, *held, strict=True):
         if not all(holds):
             sources[key] = holds.index(True) if any(holds) else next(turns)
-    encode: Encoder | None = None
+    encoder = functools.cache(encoder_factory)
     with Progress("encode", len(sources), "prompt") as bar:
         for first in range(0, len(sources), world_size()):
             block = list(itertools.islice(sources, first, first + world_size()))
             for key in block:
                 if sources[key] == rank() and key not in known:
-                    encode = encode or encoder_factory()
-                    known[key] = encode(captions[key])
+                    known[key] = encoder()(captions[key])
                     if key in files:
                         _write(known[key], files[key])
             for key in block:

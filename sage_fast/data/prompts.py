@@ -44,7 +44,7 @@ class Prompt:
     text: str
     negative: str = ""
     image: str = ""
-    folder: str = ""
+    folder: str = dataclasses.field(default="", compare=False)
     seed: int | None = None
     metadata: Fields = dataclasses.field(default_factory=dict)
     where: str = dataclasses.field(default="", compare=False)
@@ -203,10 +203,9 @@ def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
     seed = fields.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise UserError(f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1")
-    given = {"image": image, "folder": folder} if image else {}
-    prompt = Prompt(text=text, negative=negative, seed=seed, metadata=metadata, where=where, **given)
-    prompt.check()
-    return prompt
+    found = Prompt(text=text, negative=negative, image=image, folder=folder, seed=seed, metadata=metadata, where=where)
+    found.check()
+    return found
 
 
 def _text(fields: Fields, key: str, where: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,8 +25,17 @@ from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin
 
-HTTP = "sage_fast.rewards.http:HttpReward"
-"""The reward behind an address."""
+BACKENDS = {
+    "inline": "sage_fast.rewards.inline:InProcess",
+    "process": "sage_fast.rewards.process:ChildProcess",
+    "http": "sage_fast.rewards.http:HttpReward",
+}
+"""Backend classes by kind; strings, so that importing a reward's interface imports none of them."""
+
+
+def backend_class(kind: str) -> Any:
+    """Import the class of a backend."""
+    return pkgutil.resolve_name(BACKENDS[kind])
 
 
 def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
@@ -37,17 +47,14 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
     Raises:
         UserError: as `load_reward`; in a separate process, its first call fails instead.
     """
-    from sage_fast.rewards.inline import InProcess  # late: importing a reward's interface imports no backend
-    from sage_fast.rewards.process import ChildProcess
-
     if entry.is_address or entry.name in CLIENTS:
         return [load_reward(entry, key, device) for _ in range(max(1, entry.workers))]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if entry.workers:
         places = range(rank * entry.workers, (rank + 1) * entry.workers)
-        return [ChildProcess(entry, key, device_of(entry, device, place)) for place in places]
+        return [backend_class("process")(entry, key, device_of(entry, device, place)) for place in places]
     own = device_of(entry, device, rank)
-    return [InProcess(entry.name, load_reward(entry, key, own), own if entry.devices else None)]
+    return [backend_class("inline")(entry.name, load_reward(entry, key, own), own if entry.devices else None)]
 
 
 def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu") -> Any:
@@ -84,7 +91,7 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
     args = from_environment(entry.args, f"{setting}: args")
     if entry.is_address:
         require(not args, f"{setting}: args", entry.args, "the address of a server takes no arguments")
-        return import_plugin(HTTP, setting), {"url": entry.name}
+        return backend_class("http"), {"url": entry.name}
     place = place_of_reward(entry.name, setting)
     try:
         reward = import_plugin(place, setting)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.rewards.backends import connect
+from sage_fast.rewards.backends import backend_class, connect
 from sage_fast.rewards.caller import RewardCaller
 from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.failure_policy import Outcome
@@ -39,9 +39,8 @@ class CompositeReward:
         metadata: Mapping[str, Metadata] | None = None,
     ) -> None:
         if not isinstance(reward, Sequence):
-            from sage_fast.rewards.inline import InProcess
-
-            reward = [RewardCaller(config, "reward.name", [InProcess(config.name, reward)], config, config.needed)]
+            inline = backend_class("inline")(config.name, reward)
+            reward = [RewardCaller(config, "reward.name", [inline], config, config.needed)]
         self.callers = list(reward)
         self.config, self.metadata = config, metadata or {}
         self.weights: Mapping[str, float] = config.part_weights

@@ -56,7 +56,6 @@ FAMILIES = {
     "normalisation, elementwise": r"norm|elementwise|triton_|gelu|silu",
 }
 """Family -> pattern in the name of a CUDA kernel. The first family that matches counts it."""
-_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in FAMILIES.items()}
 
 
 class Work(NamedTuple):
@@ -70,7 +69,7 @@ class Work(NamedTuple):
 
 def family(name: str) -> str:
     """Return the family of a kernel, by its name."""
-    return next((family for family, pattern in _PATTERNS.items() if pattern.search(name)), "other")
+    return next((known for known, pattern in FAMILIES.items() if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def profile_iteration(

@@ -219,8 +219,8 @@ def test_the_policy_sees_what_the_base_was_trained_on() -> None:
 def test_the_base_often_loses_what_the_image_shows() -> None:
     setup = load_setup(config(eval__seeds_per_prompt="1", eval__num_prompts="24"))
     setup.encode()
-    found = evaluate(setup, iteration=0)
-    means = {part: sum(values) / len(values) for part, values in found.parts.items()}
+    found, _ = evaluate(setup, iteration=0)
+    means = {part: sum(values) / len(values) for part, values in found["parts"].items()}
     assert means["place"] > 0.85  # the first frame is copied
     assert 0.4 < means["color"] < 0.75
     assert 0.2 < means["motion"] < 0.5
