@@ -550,8 +550,8 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
     counts = []
     for number in (0, 1):
         monkeypatch.setattr("sage_fast.eval.evaluation.data_rank", lambda number=number: number)
-        result = evaluate(setup, iteration=0)
-        counts.append((len(result.videos), len(result.reward), sorted(result.parts)))
+        scores, videos = evaluate(setup, iteration=0)
+        counts.append((len(videos), len(scores["reward"]), sorted(scores["parts"])))
     assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]
 
 
@@ -561,14 +561,14 @@ def test_a_part_that_one_rank_lacks_has_no_score_there(monkeypatch: pytest.Monke
     theirs = Scores(rewards=torch.ones(1), parts={"vq": torch.full((1,), 0.5)})
 
     def gathered(own: Any) -> list[Any]:
-        return [own, {"": theirs}, {"": join_scores([])}]
+        return [own, ([1], theirs), ([], join_scores([]))]
 
     monkeypatch.setattr("sage_fast.eval.evaluation.data_size", lambda: 3)
-    monkeypatch.setattr("sage_fast.eval.evaluation.all_gather_object", gathered)
-    result = evaluate(setup, iteration=0)
-    assert result.parts["vq"][1] == 0.5
-    assert math.isnan(result.parts["mq"][1])
-    for values in (result.prompts, result.seeds, result.reward, *result.parts.values()):
+    monkeypatch.setattr("sage_fast.rollout.scoring.all_gather_object", gathered)
+    result, _ = evaluate(setup, iteration=0)
+    assert result["parts"]["vq"][1] == 0.5
+    assert result["parts"]["mq"][1] is None
+    for values in (result["prompts"], result["seeds"], result["reward"], *result["parts"].values()):
         assert len(values) == 2
 
 
