@@ -5,14 +5,7 @@ device of its inputs, and callers never choose the implementation. The plain PyT
 specification. This module re-exports the transition operators; a model imports the files of the others that it runs.
 """
 
-from sage_fast.ops._common import Row
-from sage_fast.ops._dispatch import implementation
-from sage_fast.ops.transition_score import transition_score
-from sage_fast.ops.transition_step import transition_step
-
-__all__ = [
-    "Row",
-    "implementation",
-    "transition_score",
-    "transition_step",
-]
+from sage_fast.ops._common import Row as Row
+from sage_fast.ops._dispatch import implementation as implementation
+from sage_fast.ops.transition_score import transition_score as transition_score
+from sage_fast.ops.transition_step import transition_step as transition_step

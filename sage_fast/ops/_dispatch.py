@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,18 @@ def _choose() -> dict[str, Callable[[str], Callable[[], Callable[..., Any]]]]:
 _FUSED = _choose()
 
 
-def register(name: str, reference: Callable[..., Any], *, cpp: bool = True) -> None:
-    """Register an operator of LIBRARY: the reference for every device, and fused implementations where installed.
+def register(reference: Callable[..., Any], *, mutates: Sequence[str] = (), cpp: bool = True) -> None:
+    """Define the operator of LIBRARY that `reference`, called `<operator>_reference`, specifies.
+
+    The reference gives its schema, runs for every device, and tells the shapes of meta and fake tensors. Fused
+    implementations replace it where they are installed.
 
     Args:
+        mutates: arguments that it writes to.
         cpp: whether the C++ extension has it; if not, the CPU runs the reference.
     """
+    name = reference.__name__.removesuffix("_reference")
+    LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     for device, fused in _FUSED.items():
         if cpp or fused is not _cpp:

@@ -16,13 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._common import compute_dtype
 from sage_fast.ops._dispatch import register
-
-LIBRARY.define("adapter_rows(Tensor x, Tensor down, bool gelu, Tensor? gate=None) -> Tensor")
-LIBRARY.define(
-    "adapter_rows_backward(Tensor(a!) grad, Tensor inner, Tensor x, Tensor out, Tensor up) -> (Tensor, Tensor)"
-)
 
 
 def adapter_rows_reference(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
@@ -74,16 +69,5 @@ def mm_in_float32(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
 
 
-register("adapter_rows", adapter_rows_reference, cpp=False)
-register("adapter_rows_backward", adapter_rows_backward_reference, cpp=False)
-
-
-@torch.library.register_fake("sage_fast::adapter_rows", lib=LIBRARY)
-def _fake(x, down, gelu, gate=None):  # type: ignore[no-untyped-def]
-    return x.new_empty(*x.shape[:-1], x.shape[-1] + len(down))
-
-
-@torch.library.register_fake("sage_fast::adapter_rows_backward", lib=LIBRARY)
-def _fake_backward(grad, inner, x, out, up):  # type: ignore[no-untyped-def]
-    sizes = (inner.shape[1], x.shape[1]), (x.shape[1], up.shape[1])
-    return tuple(x.new_empty(size, dtype=compute_dtype(x)) for size in sizes)
+register(adapter_rows_reference, cpp=False)
+register(adapter_rows_backward_reference, mutates=("grad",), cpp=False)

@@ -19,14 +19,6 @@ from sage_fast.ops._common import LIBRARY, compute_dtype
 from sage_fast.ops._dispatch import register
 from sage_fast.ops.norm_modulate import check_rows, norm_modulate_backward_reference, norm_modulate_reference
 
-LIBRARY.define(
-    "gated_norm(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps, int pad=0) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "gated_norm_backward(Tensor grad_sum, Tensor grad, Tensor sum, Tensor gate, Tensor scale, Tensor? y, float eps)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
 
 def gated_norm(
     x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, pad: int = 0
@@ -89,21 +81,8 @@ def gated_norm_backward_reference(
     return dx.to(total.dtype), dy.to(total.dtype).contiguous(), dgate, dscale, dshift
 
 
-register("gated_norm", gated_norm_reference)
-register("gated_norm_backward", gated_norm_backward_reference)
-
-
-@torch.library.register_fake("sage_fast::gated_norm", lib=LIBRARY)
-def _fake(x, y, gate, scale, shift, eps, pad=0):  # type: ignore[no-untyped-def]
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return total, x.new_empty(x.shape[0], x.shape[1], x.shape[2] + pad)
-
-
-@torch.library.register_fake("sage_fast::gated_norm_backward", lib=LIBRARY)
-def _fake_backward(grad_sum, grad, sum, gate, scale, y, eps):  # type: ignore[no-untyped-def]
-    rows = 0 if y is None else sum.shape[0]
-    gradients = (torch.empty_like(sum, memory_format=torch.contiguous_format) for _ in range(2))
-    return *gradients, *(sum.new_empty(rows, sum.shape[2], dtype=compute_dtype(sum)) for _ in range(3))
+register(gated_norm_reference)
+register(gated_norm_backward_reference)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -15,9 +15,6 @@ from sage_fast.ops._common import LIBRARY, compute_dtype
 from sage_fast.ops._dispatch import register
 from sage_fast.ops.gated_norm import check_branch
 
-LIBRARY.define("gated_sum(Tensor x, Tensor y, Tensor gate) -> Tensor")
-LIBRARY.define("gated_sum_backward(Tensor grad, Tensor gate, Tensor? y) -> (Tensor, Tensor)")
-
 
 def gated_sum(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     """Add the last branch of a transformer block to the residual stream.
@@ -49,19 +46,8 @@ def gated_sum_backward_reference(grad: Tensor, gate: Tensor, y: Tensor | None) -
     return (gate[:, None] * grad).to(grad.dtype).contiguous(), dgate
 
 
-register("gated_sum", gated_sum_reference, cpp=False)
-register("gated_sum_backward", gated_sum_backward_reference, cpp=False)
-
-
-@torch.library.register_fake("sage_fast::gated_sum", lib=LIBRARY)
-def _fake(x, y, gate):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("sage_fast::gated_sum_backward", lib=LIBRARY)
-def _fake_backward(grad, gate, y):  # type: ignore[no-untyped-def]
-    dgate = grad.new_empty(0 if y is None else len(grad), grad.shape[2], dtype=compute_dtype(grad))
-    return torch.empty_like(grad, memory_format=torch.contiguous_format), dgate
+register(gated_sum_reference, cpp=False)
+register(gated_sum_backward_reference, cpp=False)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

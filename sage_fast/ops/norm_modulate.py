@@ -19,12 +19,6 @@ from torch import Tensor
 from sage_fast.ops._common import LIBRARY, compute_dtype
 from sage_fast.ops._dispatch import register
 
-LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int pad=0, int pad_rows=0) -> Tensor")
-LIBRARY.define(
-    "norm_modulate_backward(Tensor grad, Tensor x, Tensor scale, float eps, bool modulation,"
-    " Tensor? residual=None) -> (Tensor, Tensor, Tensor)"
-)
-
 
 def norm_modulate(
     x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, pad: int = 0, pad_rows: int = 0
@@ -114,20 +108,8 @@ def norm_modulate_backward_reference(
     return dx.to(x.dtype).contiguous(), (grad * normed).sum(1)[:rows], grad.sum(1)[:rows]
 
 
-register("norm_modulate", norm_modulate_reference)
-register("norm_modulate_backward", norm_modulate_backward_reference)
-
-
-@torch.library.register_fake("sage_fast::norm_modulate", lib=LIBRARY)
-def _fake(x, scale, shift, eps, pad=0, pad_rows=0):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], x.shape[1] + pad_rows, x.shape[2] + pad)
-
-
-@torch.library.register_fake("sage_fast::norm_modulate_backward", lib=LIBRARY)
-def _fake_backward(grad, x, scale, eps, modulation, residual=None):  # type: ignore[no-untyped-def]
-    rows = x.shape[0] if modulation else 0
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return dx, *(x.new_empty(rows, x.shape[2], dtype=compute_dtype(x)) for _ in range(2))
+register(norm_modulate_reference)
+register(norm_modulate_backward_reference)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

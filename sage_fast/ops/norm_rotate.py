@@ -16,17 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._common import compute_dtype
 from sage_fast.ops._dispatch import register
-
-LIBRARY.define(
-    "norm_rotate(Tensor joint, Tensor video_query, Tensor text_query, Tensor video_key, Tensor text_key,"
-    " Tensor rotary, float eps) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "norm_rotate_backward(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor joint, Tensor video_query,"
-    " Tensor text_query, Tensor video_key, Tensor text_key, Tensor rotary, float eps, bool weights) -> (Tensor, Tensor)"
-)
 
 
 def norm_rotate(
@@ -169,19 +160,5 @@ def norm_rotate_backward_reference(
     return d_joint, torch.stack(weight_grads)[: 4 if weights else 0]
 
 
-register("norm_rotate", norm_rotate_reference)
-register("norm_rotate_backward", norm_rotate_backward_reference)
-
-
-@torch.library.register_fake("sage_fast::norm_rotate", lib=LIBRARY)
-def _fake(joint, video_query, text_query, video_key, text_key, rotary, eps):  # type: ignore[no-untyped-def]
-    batch, tokens, _, heads, width = joint.shape
-    return joint.new_empty(batch, tokens, heads, width), joint.new_empty(batch, tokens, heads, width)
-
-
-@torch.library.register_fake("sage_fast::norm_rotate_backward", lib=LIBRARY)
-def _fake_backward(  # type: ignore[no-untyped-def]
-    grad_query, grad_key, grad_value, joint, video_query, text_query, video_key, text_key, rotary, eps, weights
-):
-    d_joint = torch.empty_like(joint, memory_format=torch.contiguous_format)
-    return d_joint, joint.new_empty(4 if weights else 0, joint.shape[4], dtype=compute_dtype(joint))
+register(norm_rotate_reference)
+register(norm_rotate_backward_reference)

@@ -12,10 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY
 from sage_fast.ops._dispatch import register
-
-LIBRARY.define("norm_silu(Tensor x, Tensor gamma, float scale, Tensor(a!) out) -> ()")
 
 
 def normalize(x: Tensor, gamma: Tensor, scale: float, out: Tensor) -> Tensor:
@@ -34,9 +31,4 @@ def norm_silu_reference(x: Tensor, gamma: Tensor, scale: float, out: Tensor) -> 
     F.silu(normalize(x, gamma, scale, out), inplace=True)
 
 
-register("norm_silu", norm_silu_reference, cpp=False)
-
-
-@torch.library.register_fake("sage_fast::norm_silu", lib=LIBRARY)
-def _fake(x, gamma, scale, out):  # type: ignore[no-untyped-def]
-    return None
+register(norm_silu_reference, mutates=("out",), cpp=False)

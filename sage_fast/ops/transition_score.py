@@ -27,16 +27,6 @@ from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row
 from sage_fast.ops._dispatch import register
 from sage_fast.ops.guidance import check_guidance, guided
 
-LIBRARY.define(
-    "transition_score(Tensor x, Tensor x_next, Tensor v, Tensor? v_uncond, float? guidance, Tensor? v_anchor,"
-    " Tensor? v_old, Tensor coefs, Tensor step, float? beta) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "transition_score_backward(Tensor grad_logp, Tensor grad_kl_anchor, Tensor grad_kl_old, Tensor x, Tensor x_next,"
-    " Tensor v, Tensor? v_uncond, float? guidance, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step)"
-    " -> (Tensor, Tensor)"
-)
-
 
 def transition_score(
     x: Tensor,
@@ -139,23 +129,8 @@ def transition_score_backward_reference(
     return (guidance * dv).to(v.dtype).contiguous(), ((1 - guidance) * dv).to(v_uncond.dtype).contiguous()
 
 
-register("transition_score", transition_score_reference)
-register("transition_score_backward", transition_score_backward_reference)
-
-
-@torch.library.register_fake("sage_fast::transition_score", lib=LIBRARY)
-def _fake(x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step, beta):  # type: ignore[no-untyped-def]
-    return tuple(x.new_empty(x.shape[0], dtype=compute_dtype(x)) for _ in range(5))
-
-
-@torch.library.register_fake("sage_fast::transition_score_backward", lib=LIBRARY)
-def _fake_backward(  # type: ignore[no-untyped-def]
-    grad_logp, grad_kl_anchor, grad_kl_old, x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step
-):
-    dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if v_uncond is None:
-        return dv, v.new_empty(0)
-    return dv, torch.empty_like(v_uncond, memory_format=torch.contiguous_format)
+register(transition_score_reference)
+register(transition_score_backward_reference)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

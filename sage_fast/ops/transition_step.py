@@ -13,15 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean
+from sage_fast.ops._common import check, compute_dtype, per_sample, row, sample_mean
 from sage_fast.ops._dispatch import register
 from sage_fast.ops.guidance import check_guidance, guided
 from sage_fast.ops.philox import philox_normal
-
-LIBRARY.define(
-    "transition_step(Tensor x, Tensor v, Tensor? v_uncond, float? guidance, Tensor coefs, Tensor step, Tensor seed)"
-    " -> (Tensor, Tensor)"
-)
 
 
 def transition_step(
@@ -77,9 +72,4 @@ def transition_step_reference(
     return x_next, coef.w * sample_mean((x_next.to(dtype) - mean).square()) + coef.k
 
 
-register("transition_step", transition_step_reference)
-
-
-@torch.library.register_fake("sage_fast::transition_step", lib=LIBRARY)
-def _fake(x, v, v_uncond, guidance, coefs, step, seed):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(x.shape[0], dtype=compute_dtype(x))
+register(transition_step_reference)
