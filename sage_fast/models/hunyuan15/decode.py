@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
@@ -28,30 +27,24 @@ class DecodePlan:
     Attributes:
         samples: videos per call.
         frames: latent frames at a time after the decoder's attention; does not change values.
-        tile: height and width, in latents, of the tiles a frame is cut into, which changes values; 0: no tiles.
         bytes: peak memory while decoding, by formula.
     """
 
     samples: int
     frames: int
-    tile: int
     bytes: int
 
     def __str__(self) -> str:
         """Return one line for the start of a run."""
         videos = f"{self.samples} video{'s' * (self.samples > 1)}"
         frames = f"{self.frames} latent frame{'s' * (self.frames > 1)}"
-        tiles = f", in tiles of {self.tile} x {self.tile} latents, which change the values" if self.tile else ""
-        return f"{videos} and {frames} at a time, {self.bytes / 2**20:,.0f} MiB{tiles}"
+        return f"{videos} and {frames} at a time, {self.bytes / 2**20:,.0f} MiB"
 
 
 def choose(
     vae: AutoencoderKLHunyuanVideo15, latents: tuple[int, int, int, int], itemsize: int, free: int, enough: int
 ) -> DecodePlan:
-    """Choose the first plan that fits: several whole videos, one, a few latent frames of one at a time, or tiles.
-
-    Tiles come last because only they change the video that the reward sees: a tile's attention and convolutions end at
-    its border, and the overlap of two tiles, a quarter of each, is a blend of both.
+    """Choose the first plan that fits: several whole videos, one, or a few latent frames of one at a time.
 
     Args:
         vae: the autoencoder.
@@ -61,33 +54,22 @@ def choose(
         enough: bytes beyond which portions do not grow for speed alone.
 
     Raises:
-        UserError: not even the smallest tile fits.
+        UserError: not even one latent frame at a time fits.
     """
-    channels, total, height, width = latents
+    _, total, height, width = latents
     limit = int(SHARE * free)
     target = min(limit, enough)
-    video = 4 * math.prod(video_shape(vae.decoder, (1, *latents)))
-
-    def peak(frames: int, height: int = height, width: int = width) -> int:
-        return peak_bytes(vae.decoder, (1, channels, total, height, width), frames, itemsize)
-
     for pieces in range(1, total + 1):
         frames = -(-total // pieces)
+        needed = peak_bytes(vae.decoder, (1, *latents), frames, itemsize)
         # One frame at a time is the minimum, so it may exceed `enough`.
-        if peak(frames) <= (target if frames > 1 else limit):
-            samples = max(1, target // peak(frames)) if frames == total else 1
-            return DecodePlan(samples=samples, frames=frames, tile=0, bytes=samples * peak(frames))
-    # Multiples of 4, so that a quarter is a whole number of latents. Decoded tiles and rows of tiles are kept: at most
-    # three videos, overlaps included.
-    needed = 0
-    for tile in range(max(height, width) // 4 * 4, 3, -4):
-        needed = peak(1, min(tile, height), min(tile, width)) + 3 * video
-        if tile < max(height, width) and needed <= limit:
-            return DecodePlan(samples=1, frames=1, tile=tile, bytes=needed)
+        if needed <= (target if frames > 1 else limit):
+            samples = max(1, target // needed) if frames == total else 1
+            return DecodePlan(samples=samples, frames=frames, bytes=samples * needed)
     raise UserError(
-        f"decoding latents of {total} x {height} x {width} needs {max(needed, 0) / 2**20:,.0f} MiB in the smallest "
-        f"tiles, and {SHARE:.0%} of the free memory is {limit / 2**20:,.0f} MiB; choose smaller sampling.height, "
-        "sampling.width or sampling.num_frames"
+        f"decoding latents of {total} x {height} x {width} frame by frame needs {needed / 2**20:,.0f} MiB, and "
+        f"{SHARE:.0%} of the free memory is {limit / 2**20:,.0f} MiB; choose smaller sampling.height, sampling.width "
+        "or sampling.num_frames"
     )
 
 
@@ -136,23 +118,8 @@ class VideoDecoder(Decoder):
         # Parts of nearly equal size: a last part of a single video would be slow.
         parts = -(-len(latents) // plan.samples)
         for part, out in zip(latents.tensor_split(parts), videos.tensor_split(parts)):
-            if plan.tile:
-                out.copy_(self._tiled(part, plan).transpose(1, 2))
-                continue
             done = 0
             for piece in decode_frames(self.vae.decoder, part, plan.frames):
                 out[:, done : done + piece.shape[2]] = piece.transpose(1, 2)
                 done += piece.shape[2]
         return videos.mul_(0.5).add_(0.5).clamp_(0, 1)
-
-    def _tiled(self, latents: Tensor, plan: DecodePlan) -> Tensor:
-        """Decode scaled latents to `[B, 3, F, H', W']` by the autoencoder's own tiling around our decoder."""
-        ratio, tile = self.vae.spatial_compression_ratio, plan.tile
-        self.vae.enable_tiling(ratio * tile, ratio * tile, tile, tile, tile_overlap_factor=0.25)
-        decoder = self.vae.decoder
-        decoder.forward = lambda part: torch.cat(list(decode_frames(decoder, part, plan.frames)), dim=2)
-        try:
-            return self.vae.tiled_decode(latents)
-        finally:
-            del decoder.forward
-            self.vae.disable_tiling()
