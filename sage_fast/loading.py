@@ -34,7 +34,7 @@ from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Cost, Spec
-from sage_fast.parallel.engine_memory import held_bytes
+from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rollout.graphs import StepGraphs
@@ -314,9 +314,9 @@ def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, 
     """
     groups = ranks // config.model.sequence_parallel
     stored = {} if config.sampling.offload_trajectories else stored_rollouts(config, spec, groups)[1]
-    held = held_bytes(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy, ranks)
-    taken = sum(held.training.values()) + sum(stored.values())
-    return MEMORY_SHARE * (usable - sum(held.weights.values())) - taken
+    device, _ = engine_memory(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy, ranks)
+    taken = device.total - device.weights + sum(stored.values())
+    return MEMORY_SHARE * (usable - device.weights) - taken
 
 
 def samples_of_rank(train: TrainConfig, groups: int) -> int:

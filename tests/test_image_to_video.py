@@ -12,6 +12,7 @@ from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Transfor
 from PIL import Image
 from sage_fast.benchmarks.stock import StockPolicy
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
@@ -238,9 +239,7 @@ def test_tabulated_conditioning_is_that_of_the_step(
     policy = load(checkpoint, guidance_scale).policy
     sigmas, x = torch.tensor([0.95, 0.6, 0.2]), noise(3, *SPACE)
     tabulated = policy.conditioning_table(sigmas, embeddings).of(keys)
-    copies = [tensor.clone() for tensor in tabulated.tensors()]
-    copied = tabulated.with_tensors(iter(copies))
-    assert all(mine is copy for mine, copy in zip(copied.tensors(), copies, strict=True))
+    copied = tree_map_only(torch.Tensor, torch.clone, tabulated)
     negatives = batch_of(embeddings, *(f"not {key}" for key in keys)) if guidance_scale != 1 else None
     for steps in ([1], [2, 0, 1]):
         fresh = policy.condition(sigmas[steps].expand(3), batch_of(embeddings, *keys), negatives)

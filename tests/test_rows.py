@@ -26,7 +26,7 @@ from sage_fast.config.schema import Config, ObjectiveConfig
 from sage_fast.models import load
 from sage_fast.models.attention.backends import ATTENTION, REFERENCE
 from sage_fast.parallel.deepspeed_config import deepspeed_settings
-from sage_fast.parallel.engine_memory import held_bytes
+from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_model, tiny_trainer
 
@@ -117,7 +117,7 @@ def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(monkeypatch: pytes
     mine = config_with(monkeypatch, ENGINES, row, train__engine="mine")
     anchored = KL_STRATEGIES["dual"]
     held, zero2 = (
-        held_bytes(c.model, c.train, anchored, tiny_model(c).policy, ranks=4)
+        engine_memory(c.model, c.train, anchored, tiny_model(c).policy, ranks=4)
         for c in (mine, settings(train__engine="zero2"))
     )
     assert held == zero2
@@ -125,7 +125,7 @@ def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(monkeypatch: pytes
     lean = dataclasses.replace(OPTIMIZERS["adamw"], state_bytes=lambda is_muon: 1.0)
     mine = config_with(monkeypatch, OPTIMIZERS, lean, train__optimizer="mine")
     policy = tiny_model(mine).policy
-    planned = held_bytes(mine.model, mine.train, anchored, policy).training["state of the optimizer (mine)"]
+    planned = engine_memory(mine.model, mine.train, anchored, policy)[0].optimizer_state
     assert planned == sum(p.numel() for p in policy.parameters().values())
 
 

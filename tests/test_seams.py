@@ -11,9 +11,8 @@ import pytest
 
 from sage_fast.commands.card import model_card
 from sage_fast.config.schema import Config
-from sage_fast.models import load
 from sage_fast.models.load import find_spec
-from sage_fast.models.registry import SHIPPED, families, family
+from sage_fast.models.registry import SHIPPED, family
 from sage_fast.models.spec import Spec
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.errors import UserError
@@ -39,7 +38,6 @@ def test_importing_the_trainer_or_a_run_imports_no_implementation_and_no_report(
 
 
 def test_families_are_found_by_the_class_of_their_transformer() -> None:
-    assert list(families())[: len(SHIPPED)] == list(SHIPPED)
     for class_name, name in SHIPPED.items():
         assert {cls.__name__ for cls in family(name).networks.values()} == {class_name}
     spec = find_spec("testbed")
@@ -61,7 +59,7 @@ class Other(Spec):
 
 
 def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "families", lambda: {**SHIPPED, "Net": f"{__name__}:Other"})
+    monkeypatch.setitem(SHIPPED, "Net", f"{__name__}:Other")
     for part, name in (("denoiser", "Net"), ("vae", "AutoencoderKLWan")):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text(f'{{"_class_name": "{name}"}}')
@@ -73,10 +71,10 @@ def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkey
 
 
 def test_an_installed_package_adds_names_and_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(name, "package.module:Mine", "sage_fast.models") for name in ("Net", "TestbedTransformer")]
+    points = [EntryPoint(name, "package.module:Mine", "sage_fast.rewards") for name in ("Net", "TestbedTransformer")]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [p for p in points if p.group == group])
-    assert registered("sage_fast.models", SHIPPED) == {**SHIPPED, "Net": "package.module:Mine"}
-    assert registered("sage_fast.rewards", {}) == {}
+    assert registered("sage_fast.rewards", SHIPPED) == {**SHIPPED, "Net": "package.module:Mine"}
+    assert registered("sage_fast.judges", {}) == {}
 
 
 @pytest.mark.parametrize(

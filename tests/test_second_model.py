@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -49,20 +49,12 @@ class Text(Condition):
         return WORDS
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Noise levels and texts `[B, WORDS, WIDTH]`: of all steps `[T]` (the schedule), or of one forward `[B]`."""
 
     sigma: Tensor
     text: Tensor
     negative: Inputs | None = None
-
-    def tensors(self) -> list[Tensor]:
-        return [self.sigma, self.text, *(self.negative.tensors() if self.negative else [])]
-
-    def with_tensors(self, tensors: Iterator[Tensor]) -> Inputs:
-        sigma, text = next(tensors), next(tensors)
-        return Inputs(sigma=sigma, text=text, negative=self.negative.with_tensors(tensors) if self.negative else None)
 
     def at(self, steps: Tensor) -> Inputs:
         sigma = self.sigma[steps].expand(len(self.text))

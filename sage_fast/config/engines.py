@@ -16,15 +16,12 @@ class EngineRow:
 
     Attributes:
         build: the class, called with (policy, settings of training, ema_warms_up).
-        settings: the function of the settings of training and the number of trained elements that builds and checks the
-            configuration of the engine's library, or None.
         shards: what each rank holds a share of: `state` (the optimizer's), `gradients`, `weights`.
         package: what has to be installed, or None.
         offloads: choices of `train.offload`; the last keeps most in host memory.
     """
 
     build: str
-    settings: str | None = None
     shards: tuple[str, ...] = ()
     package: str | None = None
     offloads: tuple[str, ...] = ("none",)
@@ -50,9 +47,8 @@ class EngineRow:
 
 
 def _zero(*shards: str) -> EngineRow:
-    settings = "sage_fast.parallel.deepspeed_config:deepspeed_settings"
     build, offloads = "sage_fast.parallel.zero:ZeroEngine", ("none", "optimizer")
-    return EngineRow(build=build, settings=settings, shards=shards, package="deepspeed", offloads=offloads)
+    return EngineRow(build=build, shards=shards, package="deepspeed", offloads=offloads)
 
 
 ENGINES = {

@@ -11,7 +11,7 @@ different lengths in its own way.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -67,13 +67,10 @@ class Inputs(Protocol):
 
 
 class BatchConditions(Protocol):
-    """Conditions of B samples at every noise level of a rollout."""
+    """Conditions of B samples at every noise level of a rollout: a named tuple of tensors, of None, or of such tuples.
 
-    def tensors(self) -> list[Tensor]:
-        """Return all its tensors in a fixed order; a CUDA graph reads copies of them."""
-
-    def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
-        """Return the same conditions with the next of `tensors`, in the order of `tensors()`."""
+    A CUDA graph reads copies of the tensors.
+    """
 
     def at(self, steps: Tensor) -> Inputs:
         """Return the inputs at `steps`, int64 `[1]` (one step for all samples) or `[B]`. Must not synchronise."""

@@ -23,7 +23,7 @@ from sage_fast.models.lora.adapter import ADAPTER, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random, random_module
-from sage_fast.models.registry import CHECKPOINTS, default_family, families, family, split_path
+from sage_fast.models.registry import CHECKPOINTS, SHIPPED, default_family, family, split_path
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
@@ -86,7 +86,7 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
 def _family_in(path: str, source: str) -> type[Spec]:
     """Return the family whose first network is in a checkpoint."""
     held, problems = [], []
-    for class_name, name in families().items():
+    for class_name, name in SHIPPED.items():
         cls = family(name)
         try:
             held.append(read_config("model.path", source, cls.main_network()).get("_class_name"))
@@ -94,12 +94,12 @@ def _family_in(path: str, source: str) -> type[Spec]:
             problems.append(error)
         if class_name in held:
             return cls
-    expected = f"expected one of {list(families())}"
+    expected = f"expected one of {list(SHIPPED)}"
     raise UserError(f"model.path = {path!r} holds a {held[0]}; {expected}") if held else problems[0]
 
 
 def _find_random(path: str) -> Spec:
-    found = {name: cls for cls in map(family, families().values()) for name in cls.randoms}
+    found = {name: cls for cls in map(family, SHIPPED.values()) for name in cls.randoms}
     if path not in found:
         raise UserError(f"model.path = {path!r}: {nearest(path, found)}")
     return found[path](path)

@@ -1,14 +1,13 @@
-"""Find a model's family: shipped with sage-fast, registered by an installed package, or in a module of the user's."""
+"""Find a model's family: shipped with sage-fast, or in a module of the user's."""
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError
-from sage_fast.util.plugins import import_plugin, registered
+from sage_fast.util.plugins import import_plugin
 
 SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
@@ -19,15 +18,6 @@ SHIPPED = {
 _TESTBED = Path(__file__).parents[1] / "testbed"
 CHECKPOINTS = {"testbed": _TESTBED / "base", "testbed-i2v": _TESTBED / "base_i2v"}
 """Name in `model.path` -> folder of a checkpoint that comes with the package."""
-
-GROUP = "sage_fast.models"
-"""Entry-point group for other packages: transformer class = "package.module:Name"."""
-
-
-@functools.cache
-def families() -> dict[str, str]:
-    """Return transformer class -> family, for all registered families."""
-    return registered(GROUP, SHIPPED)
 
 
 def family(name: str) -> type[Spec]:

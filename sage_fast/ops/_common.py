@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 def row(coefs: Tensor, step: Tensor, x: Tensor) -> Row:
     """Look up the rows of `step` (int64 `[]` or `[B]`), in the compute dtype of x `[B, ...]`."""
-    return Row(*coefs[step].to(compute_dtype(x)).expand(x.shape[0], 6).unbind(1))
+    return Row(*coefs.index_select(0, step.reshape(-1)).to(compute_dtype(x)).expand(x.shape[0], 6).unbind(1))
 
 
 def per_sample(scalar: Tensor, x: Tensor) -> Tensor:

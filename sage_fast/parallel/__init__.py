@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pkgutil
-from typing import Any
 
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import TrainConfig
@@ -13,7 +12,7 @@ from sage_fast.models.policy import Policy
 from sage_fast.parallel.engine import Engine
 from sage_fast.util.errors import UserError
 
-__all__ = ["Engine", "check_engine", "engine_settings", "make_engine", "ranks_that_shard"]
+__all__ = ["Engine", "check_engine", "make_engine", "ranks_that_shard"]
 
 NODE = 8
 """GPUs of a node, if the launcher does not say."""
@@ -23,17 +22,6 @@ def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = Tru
     """Build the engine that `train.engine` names; its module is imported here, since DeepSpeed takes seconds."""
     engine: Engine = pkgutil.resolve_name(ENGINES[config.engine].build)(policy, config, ema_warms_up=ema_warms_up)
     return engine
-
-
-def engine_settings(config: TrainConfig, trained: int, *, bf16: bool = False) -> dict[str, Any]:
-    """Build the configuration of the engine's library; empty for an engine without one.
-
-    Args:
-        trained: number of trained elements.
-        bf16: whether activations are bfloat16.
-    """
-    settings = ENGINES[config.engine].settings
-    return {} if settings is None else pkgutil.resolve_name(settings)(config, trained, bf16=bf16)
 
 
 def ranks_that_shard(config: TrainConfig, ranks: int) -> int:

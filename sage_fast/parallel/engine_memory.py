@@ -27,26 +27,55 @@ from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.schema import ModelConfig, TrainConfig
 from sage_fast.models.policy import Policy
-from sage_fast.parallel import engine_settings, ranks_that_shard
+from sage_fast.parallel import ranks_that_shard
+from sage_fast.parallel.deepspeed_config import deepspeed_settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Held:
-    """Bytes per rank, keyed by part.
+class EngineMemory:
+    """Bytes that an engine holds on a rank, on the device or in host memory.
 
     Attributes:
-        weights: on the device before training.
-        training: added on the device by training.
-        host: in host memory, due to `train.offload`.
+        frozen_weights, trained_weights: as forwards read them; they are there before training.
+        gradients: float32 sums over the micro-batches.
+        optimizer_state: moments.
+        anchor_and_averages: snapshots of the trained weights.
+        master_weights: DeepSpeed's float32 copy, which is updated.
+        gradients_in_flight: those of one backward, or buckets of them and copies while they are reduced.
+        block_in_flight: gathered weights of a block and their gradients.
+        autocast_copies: 16-bit copies of float32 weights.
     """
 
-    weights: dict[str, float]
-    training: dict[str, float]
-    host: dict[str, float]
+    frozen_weights: float = 0.0
+    trained_weights: float = 0.0
+    gradients: float = 0.0
+    optimizer_state: float = 0.0
+    anchor_and_averages: float = 0.0
+    master_weights: float = 0.0
+    gradients_in_flight: float = 0.0
+    block_in_flight: float = 0.0
+    autocast_copies: float = 0.0
+
+    @property
+    def weights(self) -> float:
+        return self.frozen_weights + self.trained_weights
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def by_label(self) -> dict[str, float]:
+        """Return label -> bytes, without parts of 0 bytes."""
+        return {name.replace("_", " "): size for name, size in vars(self).items() if size}
+
+    def __add__(self, other: EngineMemory) -> EngineMemory:
+        return EngineMemory(**{name: size + getattr(other, name) for name, size in vars(self).items()})
 
 
-def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy, ranks: int = 1) -> Held:
-    """Compute the memory an engine will hold on each rank.
+def engine_memory(
+    model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy, ranks: int = 1
+) -> tuple[EngineMemory, EngineMemory]:
+    """Compute the memory an engine will hold on each rank: on the device, and in host memory (`train.offload`).
 
     Args:
         model, train: sections of the settings.
@@ -54,77 +83,59 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
         policy: with whole weights, on any device (including meta).
         ranks: of the run.
     """
-    row = ENGINES[train.engine]
+    row, offload = ENGINES[train.engine], OFFLOADS[train.offload]
     stored = row.stored_bytes(model.element_bytes)
     width = model.element_bytes if model.trains_adapter else stored
-    weights = dict(policy.named_parameters())
-    whole = {}
-    if row.gathers:
-        in_units = {id(p) for run in policy.sharded_units() for unit in run for p in unit.parameters()}
-        whole = {name: p for name, p in weights.items() if id(p) not in in_units}
-    trained = {name: p for name, p in policy.parameters().items() if name not in whole}
-    n = sum(p.numel() for p in trained.values())
-    f = sum(p.numel() for name, p in weights.items() if name not in whole) - n
     snapshots = int(strategy.anchor is not None) + int(train.ema_decay > 0)
+
+    def held(parameters: Mapping[str, Tensor], share: float) -> EngineMemory:
+        """Return the memory for these parameters; each rank holds a `share` of what the engine shards."""
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        n, state_bytes = sum(p.numel() for p in trained.values()), OPTIMIZERS[train.optimizer].state_bytes
+        of_weights, of_gradients = (share if part in row.shards else 1.0 for part in ("weights", "gradients"))
+        return EngineMemory(
+            frozen_weights=of_weights * width * (sum(p.numel() for p in parameters.values()) - n),
+            trained_weights=of_weights * stored * n,
+            gradients=of_gradients * 4 * n,
+            optimizer_state=share * sum(state_bytes(policy.is_muon(k, p)) * p.numel() for k, p in trained.items()),
+            anchor_and_averages=share * 4 * n * snapshots,
+            master_weights=share * 4 * n * row.keeps_master,
+        )
+
+    weights = dict(policy.named_parameters())
+    in_units = {id(p) for units in policy.sharded_units() for unit in units for p in unit.parameters()}
+    whole = {name: p for name, p in weights.items() if row.gathers and id(p) not in in_units}
     share = 1 / ranks_that_shard(train, ranks) if row.shards else 1.0
-
-    def state(parameters: Mapping[str, Tensor]) -> float:
-        state_bytes = OPTIMIZERS[train.optimizer].state_bytes
-        return float(sum(state_bytes(policy.is_muon(name, p)) * p.numel() for name, p in parameters.items()))
-
-    of_weights = {"frozen weights": float(width * f), "trained weights": float(stored * n)}
-    training = {
-        "gradients": 4.0 * n * (share if "gradients" in row.shards else 1),
-        f"state of the optimizer ({train.optimizer})": state(trained) * share,
-        "anchor and EMA": 4.0 * n * snapshots * share,
-    }
-    if row.settings is not None:
-        training["float32 master of the weights"] = 4.0 * n * share
-        zero = engine_settings(train, n)["zero_optimization"]
-        buckets = 2 if zero["overlap_comm"] else 1
-        training |= _gradients_in_flight(
-            list(trained.values()), zero["reduce_bucket_size"], buckets, stored, "gradients" in row.shards
-        )
+    sharded = held({name: p for name, p in weights.items() if name not in whole}, share)
+    moved = ["optimizer_state", "master_weights", "anchor_and_averages"] if offload else []
+    moved += ["frozen_weights", "trained_weights"] if "weights" in offload else []
+    moved += ["gradients"] if offload and "gradients" in row.shards and stored == 4 else []
+    host = EngineMemory(**{part: getattr(sharded, part) for part in moved})
+    device = held(whole, 1.0) + dataclasses.replace(sharded, **dict.fromkeys(moved, 0.0))
+    trained = [p for name, p in policy.parameters().items() if name not in whole]
+    if offload and stored < 4:  # summed on the device
+        host = dataclasses.replace(host, gradients=share * 4 * sum(p.numel() for p in trained))
+    if row.keeps_master:
+        device = dataclasses.replace(device, gradients_in_flight=_gradients_in_flight(trained, train, stored))
     if row.gathers:
-        of_weights = {part: size * share for part, size in of_weights.items()}
-        of_weights["whole on each rank: outside the blocks"] = float(
-            sum((4 if p.requires_grad else width) * p.numel() for p in whole.values())
-        )
-        outside = {name: p for name, p in whole.items() if p.requires_grad}
-        training["gradients and state of these"] = state(outside) + 4.0 * (1 + snapshots) * sum(
-            p.numel() for p in outside.values()
-        )
-        training["block in flight"] = _block_in_flight(policy.sharded_units()[-1][0], model.element_bytes)
+        block = _block_in_flight(policy.sharded_units()[-1][0], model.element_bytes)
+        device = dataclasses.replace(device, block_in_flight=block)
     if model.element_bytes < width:
         copied = sum(p.numel() for p in (whole or weights).values())
-        training["bf16 copies of the weights (autocast)"] = 2.0 * copied
-    moved = []
-    if "state" in OFFLOADS[train.offload]:
-        moved = [f"state of the optimizer ({train.optimizer})", "float32 master of the weights"]
-        moved += ["anchor and EMA"] if row.keeps_master else []
-        moved += ["gradients"] if "gradients" in row.shards and stored == 4 else []
-    host = {part: training.pop(part) for part in moved if part in training}
-    if moved and stored < 4:  # summed on the device
-        host["gradients"] = 4.0 * n * share
-    if "weights" in OFFLOADS[train.offload]:
-        host |= {part: of_weights.pop(part) for part in ("frozen weights", "trained weights")}
-        host["anchor and EMA"] = training.pop("anchor and EMA")
-    return Held(weights=of_weights, training=training, host=host)
+        device = dataclasses.replace(device, autocast_copies=2.0 * copied)
+    return device, host
 
 
-def _gradients_in_flight(
-    trained: Sequence[Tensor], bucket: int, buckets: int, width: int, sharded: bool
-) -> dict[str, float]:
+def _gradients_in_flight(trained: Sequence[Tensor], train: TrainConfig, width: int) -> float:
     """Return the bytes of gradients in flight in DeepSpeed, of `width` bytes an element, beside their float32 sums."""
-    if width < 4 and not sharded:  # the sums are reduced, in place
-        return {"gradients of a backward": float(width * sum(p.numel() for p in trained))}
+    n = sum(p.numel() for p in trained)
+    if width < 4 and "gradients" not in ENGINES[train.engine].shards:  # the sums are reduced, in place
+        return float(width * n)
+    zero = deepspeed_settings(train, n)["zero_optimization"]
+    bucket, buckets = zero["reduce_bucket_size"], 1 + zero["overlap_comm"]
     # `allreduce_bucket` copies the bucket, or a larger gradient, and converts the copy to float32.
     largest = max(bucket, *(p.numel() for p in trained))
-    copies = largest * (4.0 if width == 4 else 6.0)
-    return {
-        "buckets of gradients": float(width * bucket * buckets),
-        "copies of the bucket, while it is reduced": copies,
-    }
+    return float(width * bucket * buckets) + largest * (4 if width == 4 else 6)
 
 
 def _block_in_flight(block: nn.Module, width: int) -> float:

@@ -27,7 +27,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from sage_fast.models.policy import Policy, UnshardedStates
-from sage_fast.parallel import engine_settings
+from sage_fast.parallel.deepspeed_config import deepspeed_settings
 from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
@@ -89,7 +89,7 @@ class ZeroEngine(PlainEngine):
         modules, trained = _Modules(self.policy), sum(p.numel() for p in self.parameters)
         rows = _Rows(self.parameters, self._update_row)
         self.policy.states = states = _MasterStates(self.parameters)
-        settings = engine_settings(self.config, trained, bf16=self.policy.dtype == torch.bfloat16)
+        settings = deepspeed_settings(self.config, trained, bf16=self.policy.dtype == torch.bfloat16)
         with contextlib.redirect_stdout(io.StringIO()):  # ZeRO-1 in bfloat16 prints memory
             self.deepspeed, *_ = deepspeed.initialize(model=modules, optimizer=rows, config=settings)
         states.attach(*rows.param_groups[0]["params"])

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sage_fast.models.interface import BatchConditions
 from sage_fast.models.policy import Policy
@@ -41,18 +42,13 @@ class StepInputs(NamedTuple):
     """What a rollout's steps read, besides their index."""
 
     coefs: Tensor
-    conditions: BatchConditions
     seeds: Tensor
     latents: Tensor
+    conditions: BatchConditions
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors in a fixed order."""
-        return [self.coefs, self.seeds, self.latents, *self.conditions.tensors()]
-
-    def with_tensors(self, tensors: Iterator[Tensor]) -> StepInputs:
-        """Return the same inputs with other tensors, in the order of `tensors()`."""
-        coefs, seeds, latents = next(tensors), next(tensors), next(tensors)
-        return StepInputs(coefs, self.conditions.with_tensors(tensors), seeds, latents)
+        return [leaf for leaf in tree_leaves(self) if isinstance(leaf, Tensor)]
 
 
 class StepGraph:
@@ -73,13 +69,14 @@ class StepGraph:
     def __init__(self, policy: Policy, inputs: StepInputs, shared: Buffers, record: Recorder) -> None:
         places = [(i, t.shape, t.stride(), t.dtype) for i, t in enumerate(inputs.tensors())]
         self.buffers = {p: shared[p] if p in shared else t.clone() for p, t in zip(places, inputs.tensors())}
-        self._policy, self._inputs = policy, inputs.with_tensors(iter(self.buffers.values()))
+        buffers = iter(self.buffers.values())
+        self._policy, self._inputs = policy, tree_map_only(Tensor, lambda _: next(buffers), inputs)
         self._step = torch.zeros(1, dtype=torch.int64, device=inputs.latents.device)
         self.replay, self._outputs, self.growth = record(self.run)
 
     def run(self) -> tuple[Tensor, ...]:
         """Run the step over the buffers, one kernel at a time."""
-        coefs, conditions, seeds, x = self._inputs
+        coefs, seeds, x, conditions = self._inputs
         return denoise(self._policy, coefs, conditions.at(self._step), seeds, x, self._step)
 
     def load(self, inputs: StepInputs) -> None:
@@ -133,7 +130,7 @@ class StepGraphs:
 
         A shape's first rollout runs without one: it compiles the kernels, and the shape may not recur.
         """
-        inputs = StepInputs(coefs, conditions, seeds, latents)
+        inputs = StepInputs(coefs, seeds, latents, conditions)
         self.policy.refresh()  # a replay does not do this
         shapes = tuple((t.shape, t.dtype) for t in inputs.tensors())
         key = (weights_key(self.policy), self.policy.guidance_scale, shapes)

@@ -43,7 +43,7 @@ from sage_fast.models.random_weights import is_random
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel import NODE
-from sage_fast.parallel.engine_memory import held_bytes
+from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.tools.harness import H200_BF16_FLOPS
@@ -170,7 +170,7 @@ def plan(
     counted = _forwards(objective, s.passes, samples * len(steps), round(rollout_steps))
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
     mine, stored = stored_rollouts(config, spec, ranks // sharing)
-    held = held_bytes(config.model, train, objective.strategy, policy, ranks)
+    device, host = engine_memory(config.model, train, objective.strategy, policy, ranks)
     stored, offloaded = ({}, stored) if s.offload_trajectories else (stored, {})
     apart |= stored | ({"CUDA graphs": graphs} if graphs else {})
     busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing}
@@ -189,11 +189,11 @@ def plan(
         busiest=busiest,
         flops={"forward": cost.forward, **of_parts},
         evaluations=_evaluations(config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing),
-        memory={**held.weights, **held.training, **apart, of_activations: checkpointing.mean(cost.activations)},
+        memory={**device.by_label(), **apart, of_activations: checkpointing.mean(cost.activations)},
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         other_memory=_brief_memory(s, config.model.element_bytes, spec, mine)
         | {f"activations, checkpointing {m}": n for m, n in cost.activations.items() if m != str(checkpointing)}
-        | {f"{part}, host memory": size for part, size in (held.host | offloaded).items()},
+        | {f"{part}, host memory": size for part, size in (host.by_label() | offloaded).items()},
         engine=train.engine,
         loaded=float(config.model.element_bytes * base) + decoder,
         checkpoint=checkpoint_bytes(config.model, train, objective.strategy, policy),
@@ -271,10 +271,9 @@ def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrateg
     The trained weights are in it twice, once as sampling and export read them.
     """
     train = dataclasses.replace(train, engine="plain", offload="none")
-    held = held_bytes(model, train, strategy, policy)
-    kept = ("anchor and EMA", f"state of the optimizer ({train.optimizer})")
-    whole = held.weights["trained weights"] + sum(held.training[part] for part in kept)
-    return whole + _exported_bytes(model, policy)
+    held, _ = engine_memory(model, train, strategy, policy)
+    state = held.trained_weights + held.anchor_and_averages + held.optimizer_state
+    return state + _exported_bytes(model, policy)
 
 
 def _exported_bytes(model: ModelConfig, policy: Policy) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +62,7 @@ class Images(NamedTuple):
         return None if mask is None else F.pad(mask, (self.tokens.shape[1], 0), value=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchConditions:
+class BatchConditions(NamedTuple):
     """Conditions of B samples at T steps: as `Inputs`, with a leading dimension T on all but the mask and the images.
 
     The context is without the images' tokens, which the mask covers.
@@ -75,21 +74,6 @@ class BatchConditions:
     mask: Tensor | None
     images: Images | None = None
     negative: BatchConditions | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors it holds; a CUDA graph reads copies of them."""
-        own = [self.modulation, self.final, self.context, *([] if self.mask is None else [self.mask])]
-        return [*own, *(self.images or ()), *([] if self.negative is None else self.negative.tensors())]
-
-    def with_tensors(self, tensors: Iterator[Tensor]) -> BatchConditions:
-        """Return the same conditions with the next of `tensors`, in the order of `tensors()`."""
-        modulation, final, context = next(tensors), next(tensors), next(tensors)
-        mask = None if self.mask is None else next(tensors)
-        images = None if self.images is None else Images(next(tensors), next(tensors))
-        negative = None if self.negative is None else self.negative.with_tensors(tensors)
-        return BatchConditions(
-            modulation=modulation, final=final, context=context, mask=mask, images=images, negative=negative
-        )
 
     def at(self, steps: Tensor) -> Inputs:
         """Return the rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`, without synchronising."""
@@ -143,8 +127,7 @@ class ConditionTable:
     def of(self, keys: Sequence[Key]) -> BatchConditions:
         """Return the conditions of a batch; prompts of different lengths are padded and masked."""
         negatives = [self.embeddings[key].negative for key in keys]
-        negative = self._batch(negatives) if self.uses_guidance else None
-        return dataclasses.replace(self._batch(keys), negative=negative)
+        return self._batch(keys)._replace(negative=self._batch(negatives) if self.uses_guidance else None)
 
     def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
         """Return rows of the table; if the weights behind it are trained, recompute them with gradients."""
@@ -160,7 +143,7 @@ class ConditionTable:
         own = [self._images[key] for key in (keys[:1] if context.shape[1] == 1 else keys) if key in self._images]
         images = Images(*map(torch.cat, zip(*own))) if own else None
         mask = mask if images is None else images.unmasked(mask)
-        return BatchConditions(modulation=self.modulation, final=self.final, context=context, mask=mask, images=images)
+        return BatchConditions(self.modulation, self.final, context, mask, images)
 
     @torch.no_grad()
     def _fill(self, keys: Sequence[Key]) -> None:
