@@ -76,9 +76,10 @@ def _trainer(config: Config, name: str) -> Trainer:
     with quiet():
         setup.encode()
     graphs = None if name in STOCK else setup.graphs  # the stock forward synchronises with the host
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=graphs)
+    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=graphs)
     if name in STOCK:
-        trainer.engine.optimizers = [_stock_optimizer(optimizer) for optimizer in trainer.engine.optimizers]
+        engine: Any = trainer.engine
+        engine.optimizers = [_stock_optimizer(optimizer) for optimizer in engine.optimizers]
     return trainer
 
 

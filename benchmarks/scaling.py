@@ -241,7 +241,9 @@ def measure(file: Path) -> None:
         config = small_config(given)
         setup = load_setup(config)
         setup.encode()
-        trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+        trainer = Trainer(
+            setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs
+        )
         trainer.iteration(0)
         seconds = []
         for index in range(1, 4):

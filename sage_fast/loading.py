@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.distilled import check_distilled
-from sage_fast.algorithm.iteration_samples import share_of
-from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
-from sage_fast.algorithm.schedule import longest_window
+from sage_fast.algorithm.iteration_plan import share_of
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import (
     AttentionBackend,
@@ -57,19 +56,11 @@ from sage_fast.util.ranks import (
 
 
 @dataclasses.dataclass(kw_only=True)
-class Scoring:
-    """What scores videos."""
-
-    config: Config
-    reward: CompositeReward
-    judge: Judge | None = None
-
-
-@dataclasses.dataclass(kw_only=True)
-class Setup(Scoring):
+class Setup:
     """Everything a command needs before it samples or trains; `encode` fills `embeddings`.
 
     Attributes:
+        judge: reward that evaluations alone use.
         graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run without.
         prompts, eval_prompts: keys (`Prompt.key`).
         captions: key -> what to encode, for these, the empty and the negative prompts.
@@ -77,14 +68,21 @@ class Setup(Scoring):
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
+    resolved: Resolved
     model: Model
+    reward: CompositeReward
     prompts: list[str]
     eval_prompts: list[str]
+    judge: Judge | None = None
     graphs: StepGraphs | None = None
     captions: dict[str, Caption] = dataclasses.field(default_factory=dict)
     negatives: dict[str, str] = dataclasses.field(default_factory=dict)
     eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
     embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
 
     def encode(self, cache: Path | None = None) -> None:
         """Embed all prompts, each on one rank; see `encode_cached`. Collective.
@@ -111,7 +109,7 @@ class Setup(Scoring):
 
 
 def load_setup(
-    config: Config,
+    config: Config | Resolved,
     prompts: Sequence[Prompt | str] | None = None,
     attention: AttentionBackend | None = None,
     *,
@@ -122,6 +120,7 @@ def load_setup(
     Each reward scores a dummy video before the model is loaded.
 
     Args:
+        config: the settings; those of a run are resolved already, and its ranks have joined.
         prompts: replace the configured prompt files, for training and evaluation.
         attention: replaces `model.attention`.
         rewards: False for commands that only sample; `Setup.reward` is then empty.
@@ -129,10 +128,14 @@ def load_setup(
     Raises:
         UserError: something that the settings name is missing or does not fit.
     """
-    device = initialize(config.timeout_minutes)
-    check_sequence_parallel(config.model.sequence_parallel, world_size())
+    if isinstance(config, Config):
+        initialize(config.timeout_minutes)
+        check_sequence_parallel(config.model.sequence_parallel, world_size())
+        resolved = Resolved.of(config)
+    else:
+        resolved, config = config, config.config
     spec = find_spec(config.model.path, fetch=True)
-    check_distilled(spec.distillation, config.objective)
+    check_distilled(spec.distillation, resolved.objective)
     if prompts is None:
         train_prompts, eval_prompts = configured_prompts(config.data)
         check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)
@@ -148,11 +151,11 @@ def load_setup(
         reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, keys, eval_keys, metadata)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
-    row = Objective.of(config).surrogate
+    row = resolved.objective.surrogate
     # A limit on the rollout's own steps would act on a rounding difference between rollout and training.
     limits = row.uses_ratio or row.uses_kl
-    model = load_model(settings, config.sampling, device, config.seed, needs_agreement=limits)
-    recomputation, left = choose_checkpointing(config, model)
+    model = load_model(settings, config.sampling, local_device(), config.seed, needs_agreement=limits)
+    recomputation, left = choose_checkpointing(resolved, model)
     model.set_checkpointing(recomputation)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
@@ -161,7 +164,7 @@ def load_setup(
             f"the seeds in {config.data.prompts} are for evaluation and samples; training draws new noise each time"
         )
     return Setup(
-        config=config,
+        resolved=resolved,
         model=model,
         graphs=step_graphs(model.policy, model.spec.cost(config), left),
         reward=reward,
@@ -264,7 +267,7 @@ iterations on an H100, training allocated 93 to 98 % of the plan: `benchmarks/re
 `-full`, `-nft` and `-nft-zero3`. What was reserved, and ranks that hold NCCL's buffers, were not measured."""
 
 
-def choose_checkpointing(config: Config, model: Model) -> tuple[CheckpointPlan, float]:
+def choose_checkpointing(resolved: Resolved, model: Model) -> tuple[CheckpointPlan, float]:
     """Resolve `model.gradient_checkpointing`. Collective.
 
     Return what is recomputed, and the bytes that are left for CUDA graphs: 0 if steps run without.
@@ -272,9 +275,9 @@ def choose_checkpointing(config: Config, model: Model) -> tuple[CheckpointPlan, 
     Called while every rank holds all weights: the bytes that they take now count as usable. All ranks recompute as much
     as the rank with the least memory: they would wait for it anyway. The gradients are the same.
     """
-    policy, cost = model.policy, model.spec.cost(config)
+    config, policy, cost = resolved.config, model.policy, model.spec.cost(resolved.config)
     usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
-    room = training_room(config, model.spec, policy, usable, ranks=world_size())
+    room = training_room(resolved, model.spec, policy, usable, ranks=world_size())
     fits, graphs = fit_training(config.model, config.train, config.sampling, policy, cost, room)
     chosen = max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
     return chosen, room - chosen.mean(cost.activations) if graphs else 0.0
@@ -302,7 +305,7 @@ def fit_training(
     return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
 
 
-def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, ranks: int) -> float:
+def training_room(resolved: Resolved, spec: Spec, policy: Policy, usable: float, *, ranks: int) -> float:
     """Return the bytes for activations and CUDA graphs, for a run and for its plan.
 
     It is what is left beside everything else that the engine and the stored rollouts will take on a rank.
@@ -312,9 +315,10 @@ def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, 
         usable: bytes of the device for weights and training.
         ranks: number of ranks.
     """
+    config = resolved.config
     groups = ranks // config.model.sequence_parallel
-    stored = {} if config.sampling.offload_trajectories else stored_rollouts(config, spec, groups)[1]
-    device, _ = engine_memory(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy, ranks)
+    stored = {} if config.sampling.offload_trajectories else stored_rollouts(resolved, spec, groups)[1]
+    device, _ = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
     taken = device.total - device.weights + sum(stored.values())
     return MEMORY_SHARE * (usable - device.weights) - taken
 
@@ -324,15 +328,15 @@ def samples_of_rank(train: TrainConfig, groups: int) -> int:
     return len(share_of(train.samples, groups, 0))
 
 
-def stored_rollouts(config: Config, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
+def stored_rollouts(resolved: Resolved, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
     """Return `samples_of_rank`, and part -> bytes of their stored rollouts."""
-    samples = samples_of_rank(config.train, groups)
-    return samples, trajectory_bytes(config, math.prod(spec.latent_shape(config.sampling)), samples)
+    samples = samples_of_rank(resolved.config.train, groups)
+    return samples, trajectory_bytes(resolved, math.prod(spec.latent_shape(resolved.config.sampling)), samples)
 
 
-def trajectory_bytes(config: Config, numel: int, samples: int) -> dict[str, float]:
+def trajectory_bytes(resolved: Resolved, numel: int, samples: int) -> dict[str, float]:
     """Return part -> bytes of what `samples` rollouts store for training, with `numel` elements per latent."""
-    trained, objective = len(longest_window(config)), Objective.of(config)
+    config, objective, trained = resolved.config, resolved.objective, len(resolved.longest_window)
     # With untrained steps in between, a trained transition stores up to two states of its own.
     shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
     states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
@@ -344,16 +348,16 @@ def trajectory_bytes(config: Config, numel: int, samples: int) -> dict[str, floa
     }
 
 
-def check_trajectories(config: Config, model: Model) -> str:
+def check_trajectories(resolved: Resolved, model: Model) -> str:
     """Describe the size of an iteration's stored rollouts on this rank.
 
     Raises:
         UserError: they exceed the free memory.
     """
-    samples, parts = stored_rollouts(config, model.spec, data_size())
+    samples, parts = stored_rollouts(resolved, model.spec, data_size())
     size = sum(parts.values())
     device = model.policy.device
-    on_gpu = device.type == "cuda" and not config.sampling.offload_trajectories
+    on_gpu = device.type == "cuda" and not resolved.config.sampling.offload_trajectories
     free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")
     if size > free:
         way = "set sampling.offload_trajectories = true, or " if on_gpu else ""

@@ -36,7 +36,7 @@ def trainer(config: Config) -> Trainer:
     setup = load_setup(config)
     with tempfile.TemporaryDirectory() as folder:
         setup.encode(Path(folder))
-    return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+    return Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
 
 
 def gate(config: Config) -> dict[str, Any]:

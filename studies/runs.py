@@ -240,7 +240,7 @@ def train_one(config: Config, file: Path) -> float:
     facts = environment(torch.device("cpu"), implementation(torch.device("cpu")))  # of the start, as is the commit
     setup = load_setup(config)
     setup.encode()
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
     evaluations = [evaluate(setup, iteration=0)[0]]
     rows = []
     for index in range(config.train.iterations):

@@ -130,7 +130,7 @@ def loaded(file: Path, overrides: dict[str, Any]) -> str:
     """As the command loads it: one iteration and an evaluation."""
     setup = load_setup(load(file, {key: str(value) for key, value in (FEW | overrides).items()}))
     setup.encode()
-    trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     return digest([trainer.iteration(0), evaluate(setup, iteration=1)[0]], trainer)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.loader import build
 from sage_fast.config.schema import TrainConfig
 from sage_fast.parallel.optimizers import ema_decay
@@ -91,7 +92,7 @@ def test_rollouts_by_an_average_that_keeps_the_start_are_reported(iterations: in
     told = "train.ema_decay = 0.9: after 20 updates the averaged weights are still 12 % those of the start"
     assert (told in printed) == warns
     assert ("of the start" in printed) == warns
-    assert not config_warnings(build(average | {"train.ema_decay": 0.99}))
+    assert not config_warnings(Resolved.of(build(average | {"train.ema_decay": 0.99})))
 
 
 def test_one_update_needs_the_velocities_of_the_rollout_too() -> None:

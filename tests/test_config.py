@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sage_fast.algorithm.iteration_samples import prompts_of_iteration
+from sage_fast.algorithm.iteration_plan import prompts_of_iteration
 from sage_fast.config.fields import Section, meanings, own_settings, section_name, sections, settings_of, within
 from sage_fast.config.loader import build, dump, keys_of, load, read_yaml
 from sage_fast.config.schema import Config, KLConfig, RewardConfig, SamplingConfig

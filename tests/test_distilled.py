@@ -13,6 +13,8 @@ from PIL import Image
 from sage_fast.benchmarks.stock import StockPolicy
 
 from sage_fast.algorithm.distilled import check_distilled
+from sage_fast.algorithm.objective import Objective
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
@@ -133,7 +135,7 @@ def test_an_iteration(checkpoint: Path, overrides: dict[str, Any]) -> None:
     setup = load_setup(config, PROMPTS, rewards=False)
     setup.encode()
     reward = CompositeReward(BrightnessReward(), config.reward)
-    trainer = Trainer(config, setup.model, reward, PROMPTS, setup.embeddings)
+    trainer = Trainer(setup.resolved, setup.model, reward, PROMPTS, setup.embeddings)
     embedder = trainer.policy.networks["transformer"].time_embed.timestep_embedder_r
     before = embedder.linear_1.weight.clone()
     row = trainer.iteration(0)
@@ -188,8 +190,9 @@ def test_methods_that_a_mean_velocity_rules_out(checkpoint: Path, overrides: dic
     config = tiny(checkpoint, **overrides)
     with pytest.raises(UserError, match=message):
         load_setup(config, PROMPTS, rewards=False)
-    check_distilled(None, config.objective)
-    check_distilled(Distillation(steps=(50,)), config.objective)
+    objective = Objective.of(config)
+    check_distilled(None, objective)
+    check_distilled(Distillation(steps=(50,)), objective)
 
 
 def test_the_plan_refuses_and_warns(checkpoint: Path, tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_the_plan_refuses_and_warns(checkpoint: Path, tmp_path: Path) -> None:
 
 def warnings_of(distillation: Distillation | None, **overrides: Any) -> list[str]:
     suited = {"sampling__steps": 8, "eval__steps": 8, "sampling__sampler": "precise", "sampling__eta": 0.2}
-    return config_warnings(settings(**suited | overrides), distillation)
+    return config_warnings(Resolved.of(settings(**suited | overrides)), distillation)
 
 
 def test_settings_that_spoil_a_distilled_checkpoint_are_warned_of() -> None:

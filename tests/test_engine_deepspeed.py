@@ -285,7 +285,7 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
     setup = load_setup(load(REPOSITORY / "configs" / "recipes" / "paper.yaml", overrides))
     setup.encode(tmp_path)
     setup.reward = CompositeReward(Down(), setup.config.reward)
-    trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     monkeypatch.setattr(trainer.policy.states, "gathers", True)
     forwards, velocity = [], trainer.policy.velocity
     monkeypatch.setattr(trainer.policy, "velocity", lambda *a: forwards.append(1) or velocity(*a))

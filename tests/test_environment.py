@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.loading import check_trajectories
 from sage_fast.ops import implementation
 from sage_fast.util.environment import command_line, commit, environment, format_bytes, free_bytes
@@ -28,12 +29,12 @@ def test_free_memory_counts_the_page_cache() -> None:
 
 
 def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = settings()
-    model = tiny_model(config)
-    assert "host memory" in check_trajectories(config, model)
+    resolved = Resolved.of(settings())
+    model = tiny_model(resolved.config)
+    assert "host memory" in check_trajectories(resolved, model)
     monkeypatch.setattr("sage_fast.loading.free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"1000 B are free; lower train.group_size"):
-        check_trajectories(config, model)
+        check_trajectories(resolved, model)
     monkeypatch.setattr("sage_fast.models.hunyuan15.decode.free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match="of the free memory is 0 MiB"):
         model.decoder.plan((32, 5, 4, 4))

@@ -71,7 +71,7 @@ def train(folder: Path, phase: str, given: dict[str, Any]) -> None:
     )  # fmt: skip
     if os.environ["RANK"] != "1":
         sys.exit(main(words))
-    owner, name = (Trainer, "_loss") if phase == "_update" else (Policy, "velocities")
+    owner, name = (Trainer, "_loss") if phase == "update" else (Policy, "velocities")
     lingering = SimpleNamespace(sleep=lambda seconds: wait_for_the_first(folder))
     with failing(owner, name, phase), mock.patch.object(fail_fast, "time", lingering):
         sys.exit(main(words))
@@ -89,15 +89,15 @@ def wait_for_the_first(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "given"),
     [
-        pytest.param("_rollout", ZERO3, id="zero3 rollout"),
-        pytest.param("_rollout", SEQUENCE, id="sequence parallel rollout"),
-        pytest.param("_update", {}, id="plain update"),
-        pytest.param("_update", ZERO3 | {"sampling__averaged_weights": False}, id="zero3 update",
+        pytest.param("finished", ZERO3, id="zero3 rollout"),
+        pytest.param("finished", SEQUENCE, id="sequence parallel rollout"),
+        pytest.param("update", {}, id="plain update"),
+        pytest.param("update", ZERO3 | {"sampling__averaged_weights": False}, id="zero3 update",
                      marks=pytest.mark.soak),
-        pytest.param("_update", {"train__engine": "zero2"}, id="zero2 update",
+        pytest.param("update", {"train__engine": "zero2"}, id="zero2 update",
                      marks=[needs_deepspeed, pytest.mark.soak]),
         pytest.param("evaluate", ZERO3, id="zero3 evaluation", marks=pytest.mark.soak),
-        pytest.param("_anchor_velocities", ZERO3, id="zero3 anchor", marks=pytest.mark.soak),
+        pytest.param("anchor_velocities", ZERO3, id="zero3 anchor", marks=pytest.mark.soak),
     ],
 )  # fmt: skip
 @pytest.mark.fault(
@@ -119,7 +119,7 @@ def test_the_other_rank_ends_too_and_says_why(phase: str, given: dict[str, Any],
     "out of memory on one of two ranks in a rollout of its own", "both end, with a checkpoint of the last iteration"
 )
 def test_ranks_with_rollouts_of_their_own_save_together(tmp_path: Path) -> None:
-    assert run_ranks(train, 2, tmp_path, "_rollout", {}) == [1, 1], screens(tmp_path)
+    assert run_ranks(train, 2, tmp_path, "finished", {}) == [1, 1], screens(tmp_path)
     first, second = screens(tmp_path)
     assert f"sage-fast train: rank 1 failed: {CAUSE}\n" in first
     assert "Traceback" in second

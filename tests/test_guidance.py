@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sage_fast.algorithm.objective import Objective
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.commands.videos import generate
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.eval.evaluation import evaluate
@@ -22,7 +23,7 @@ PROMPT = "a red circle moves left quickly"
 
 def setup_of(trainer: Trainer) -> Setup:
     return Setup(
-        config=trainer.config,
+        resolved=trainer.resolved,
         model=trainer.model,
         reward=trainer.reward,  # type: ignore[arg-type]
         prompts=[],
@@ -90,8 +91,8 @@ def test_a_warning_where_the_scales_differ_and_no_kl_acts(overrides: dict[str, A
     if found:
         assert "sampling.guidance_scale = 1 in training and eval.guidance_scale = 6" in found
     assert guidance_warning(objective, trained=6.0, evaluated=6.0) is None
-    assert config_warnings(settings(eval__guidance_scale=1.0, **overrides)) == []
-    assert config_warnings(settings(sampling__guidance_scale=6.0, **overrides)) == []
+    assert config_warnings(Resolved.of(settings(eval__guidance_scale=1.0, **overrides))) == []
+    assert config_warnings(Resolved.of(settings(sampling__guidance_scale=6.0, **overrides))) == []
 
 
 def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:
@@ -151,8 +152,10 @@ def test_gradients_are_those_of_a_velocity_guided_by_plain_pytorch() -> None:
         batch.coefs, step, anchor, old,
     )  # fmt: skip
     upstream = torch.rand(3, len(micro)).unbind()
+    scores = trainer.replay.score(batch, micro)
     ours, theirs = (
-        torch.autograd.grad(scores[:3], weights, upstream) for scores in (trainer.replay.score(batch, micro), eager)
+        torch.autograd.grad(outputs, weights, upstream)
+        for outputs in ((scores.log_prob, scores.kl_anchor, scores.kl_old), eager[:3])
     )
     for mine, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))

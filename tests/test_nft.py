@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import Loss, Replayed, StepConstants, sage_loss
-from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.algorithm.objective import Loss, StepConstants, TransitionScores, sage_loss
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.algorithm.transitions import forward_table, sigma_schedule
 from sage_fast.config.schema import ObjectiveConfig, Reduction
 from sage_fast.ops import transition_score
@@ -43,15 +43,15 @@ class Noised:
 
     def loss(self, v: torch.Tensor, objective: ObjectiveConfig) -> Loss:
         coefs, steps = TABLE.coefficients(objective.log_prob), torch.arange(4)
-        log_prob, kl_anchor, kl_old, *mean_errors = transition_score(
+        log_prob, kl_anchor, kl_old, *errors = transition_score(
             self.x, self.x0, v, coefs, steps, v_old=self.v_old, beta=objective.nft_beta
         )
         old, *_ = transition_score(self.x, self.x0, self.v_old, coefs, steps)
-        replayed = Replayed(
+        scores = TransitionScores(
             log_prob=log_prob, log_prob_old=old, kl_anchor=kl_anchor, kl_old=kl_old, advantage=self.advantage,
-            mean_errors=mean_errors,
+            errors=errors,
         )  # fmt: skip
-        return sage_loss(resolved(objective), replayed, constants_of(objective.log_prob, coefs), 1.0)
+        return sage_loss(resolved(objective), scores, constants_of(objective.log_prob, coefs), 1.0)
 
     def error(self, v: torch.Tensor) -> torch.Tensor:
         """The flow-matching loss of each sample, `[4]`."""
@@ -138,7 +138,7 @@ def test_training_has_the_loss_of_the_published_code(updates: int) -> None:
     x, x0 = stored.gather(stored.states, transitions), stored.next_states(transitions)
     samples, steps = (torch.tensor(indices) for indices in zip(*transitions))
     v = trainer.replay.velocity(batch, transitions)
-    s, advantage = trainer.full_table.sigmas[steps], batch.advantages[samples]
+    s, advantage = trainer.resolved.table.sigmas[steps], batch.advantages[samples]
     expected = adaptive(x, x0, s, v, v_old, advantage, trainer.config.objective)
     ours = trainer._loss(batch, transitions)[0].total
     torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)

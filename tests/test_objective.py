@@ -10,15 +10,14 @@ from torch import Tensor
 
 from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.kl_weight import KLController
-from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, Replayed, Scored, StepConstants, sage_loss
-from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, Scored, StepConstants, TransitionScores, sage_loss
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.loader import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
 from sage_fast.rollout.batch import Batch
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
-from sage_fast.util.metrics import Stopwatch
-from tests.tiny import BASE_SETTINGS, drawn_samples, perturb, resolved, settings, tables_and_steps, tiny_trainer
+from tests.tiny import BASE_SETTINGS, perturb, resolved, settings, tiny_trainer
 
 
 def test_advantages_by_hand() -> None:
@@ -197,7 +196,7 @@ def test_surrogates_by_hand() -> None:
 
 def test_loss_by_hand() -> None:
     """The loss is -S A ratio + lambda (beta_pos KL_anchor + beta_vel (logp_old - logp)) inside the clip range."""
-    replayed = Replayed(
+    scores = TransitionScores(
         log_prob=torch.tensor([0.1005]), log_prob_old=torch.tensor([0.1]), kl_anchor=torch.tensor([0.7]),
         kl_old=torch.tensor([0.2]), advantage=torch.tensor([2.0]),
     )  # fmt: skip
@@ -206,7 +205,7 @@ def test_loss_by_hand() -> None:
 
     def total(strategy: str, velocity_term: str = "rollout") -> float:
         kl = KLConfig(strategy=strategy, velocity_term=velocity_term, beta_pos=1.5, beta_vel=0.5)
-        return float(sage_loss(resolved(ObjectiveConfig(clip_range=0.1), kl), replayed, constants, 0.01).total)
+        return float(sage_loss(resolved(ObjectiveConfig(clip_range=0.1), kl), scores, constants, 0.01).total)
 
     policy = -3.0 * 2.0 * math.exp(0.0005)
     assert total("none") == pytest.approx(policy, rel=1e-6)
@@ -253,9 +252,7 @@ def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
 
 def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     """A batch whose stored transitions are float64, and its transitions."""
-    tables, steps = tables_and_steps(trainer, 0)
-    samples = drawn_samples(trainer.config, trainer.prompts, 0)
-    batch, _ = trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))
+    batch, _ = trainer.rollout(trainer.plan(0))
     rows = batch.trajectories
     rows.states, rows.log_probs = (
         {key: x.double() for key, x in tensors.items()} for tensors in (rows.states, rows.log_probs)
@@ -305,7 +302,7 @@ def test_gradient_of_the_whole_loss(
     batch, transitions = rolled_out(trainer)
     if trainer.anchor is not None:
         trainer.anchor_is_current = False
-        batch.anchor_velocities = trainer._anchor_velocities(batch, transitions)
+        batch.anchor_velocities = trainer.anchor_velocities(batch, transitions)
     perturb(trainer, 0.02, seed=9)
 
     def loss() -> Tensor:

@@ -85,6 +85,6 @@ def test_a_run_of_the_race_trains_in_this_world() -> None:
     setup.encode()
     before = evaluate(setup, iteration=0)[0]["reward"]
     assert 0.3 < sum(before) / len(before) < 1.5  # it follows prompts, and much is left to learn
-    row = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings).iteration(0)
+    row = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings).iteration(0)
     assert setup.model.policy.uses_guidance
     assert row["reward/mean"] > 0.2

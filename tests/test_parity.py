@@ -82,13 +82,13 @@ def test_movement_of_one_update() -> None:
 def first_row(trainer: Trainer) -> dict[str, Any]:
     before = trainer.policy.snapshot()
     seen: list[bool] = []
-    original = trainer._update
+    original = trainer.update
 
     def update(*args: Any) -> None:
         seen.append(all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items()))
         original(*args)
 
-    trainer._update = update  # type: ignore[method-assign]
+    trainer.update = update  # type: ignore[method-assign]
     row = trainer.iteration(0)
     assert seen[0], "the weights were not put back"
     return row

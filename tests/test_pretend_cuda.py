@@ -167,7 +167,7 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
     """Load, train two iterations and evaluate; the last is what the graphs said."""
     setup = load_setup(config)
     setup.encode(folder)
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
     rows = [trainer.iteration(index) for index in range(2)]
     said = [] if trainer.graphs is None else [*trainer.graphs.refused.values()]
     return trainer, rows, evaluate(setup, iteration=2)[0], said

@@ -208,7 +208,7 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
         RED: LONG,
         BLUE: "a blue circle moves",
     }
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     row = trainer.iteration(0)
     assert row["log_prob/parity"] < 1e-5
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sage_fast.trainer
-from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks
-from sage_fast.algorithm.metrics import record_rewards
-from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.algorithm.iteration_plan import Rollouts, assign_to_ranks
+from sage_fast.algorithm.metrics import Observer
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.cli import main
 from sage_fast.config.loader import load
 from sage_fast.data.embeddings import encode_cached
@@ -36,15 +36,16 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
-from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest, straggler_line
+from sage_fast.util.metrics import Stopwatch, slowest_and_fastest, straggler_line
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests.ranks import run_ranks, screens
 from tests.tiny import (
+    CPU,
     FEW_STEPS,
     BrightnessReward,
     arguments,
     captions,
-    drawn_samples,
+    planned,
     rounding_of_advantages,
     settings,
     tiny_trainer,
@@ -80,7 +81,7 @@ class OneGroupIsEqual(BrightnessReward):
     """Gives all videos of the first prompt of an iteration the same reward."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        first = {drawn_samples(settings(), train_prompts(), index)[0].prompt for index in range(2)}
+        first = {planned(settings(), train_prompts(), index).samples[0].prompt for index in range(2)}
         equal = torch.tensor([prompt in first for prompt in prompts])
         return {part: torch.where(equal, 0.5, value) for part, value in super().__call__(videos, prompts).items()}
 
@@ -208,9 +209,9 @@ def parts() -> dict[str, float]:
     assert rewards.tolist() == list(reversed(range(world_size())))
     assert list(gathered) == sorted(gathered)
     assert of_all.retried == world_size()
-    metrics, valid = Metrics(), torch.ones(1, world_size(), dtype=torch.bool)
-    record_rewards(metrics, rewards[None], gathered, rewards[None], valid, torch.zeros(1, dtype=torch.bool))
-    return metrics.reduce()
+    observer, valid = Observer(CPU), torch.ones(1, world_size(), dtype=torch.bool)
+    observer.record_rewards(of_all, rewards[None], valid, torch.zeros(1, dtype=torch.bool))
+    return observer.metrics.reduce()
 
 
 def stale_view(folder: Path) -> Record:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.kl_weight import KLController
-from sage_fast.algorithm.objective import Loss, Replayed, StepConstants, sage_loss
+from sage_fast.algorithm.objective import Loss, StepConstants, TransitionScores, sage_loss
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.schema import KLConfig, ObjectiveConfig
 from sage_fast.ops import transition_score
@@ -39,12 +39,12 @@ def drawn(
     old, *_ = transition_score(x, x_next, v_old, coefs, at)
     log_prob, kl_anchor, kl_old, *_ = transition_score(x, x_next, v, coefs, at, v_old=v_old)
     ones = torch.ones(samples, dtype=torch.float64)
-    replayed = Replayed(log_prob=log_prob, log_prob_old=old, kl_anchor=kl_anchor, kl_old=kl_old, advantage=ones)
+    scores = TransitionScores(log_prob=log_prob, log_prob_old=old, kl_anchor=kl_anchor, kl_old=kl_old, advantage=ones)
     constants = StepConstants(
         equalizer=table.equalizer(objective.log_prob), bias=table.log_ratio_bias(objective.log_prob),
         coefs=coefs,
     )  # fmt: skip
-    loss = sage_loss(resolved(objective), replayed, constants.at(at.expand(samples)), 0.0)
+    loss = sage_loss(resolved(objective), scores, constants.at(at.expand(samples)), 0.0)
     return loss, v, kl_old.detach()
 
 
@@ -187,7 +187,7 @@ def test_gradient_norms_are_those_of_autograd(
         trainer.replay.score_noised(batch)
     if trainer.anchor is not None:
         trainer.anchor_is_current = False
-        batch.anchor_velocities = trainer._anchor_velocities(batch, transitions)
+        batch.anchor_velocities = trainer.anchor_velocities(batch, transitions)
     perturb(trainer, 0.1, seed=9)
     seen: list[tuple[Tensor, ...]] = []
 

@@ -19,7 +19,7 @@ from sage_fast.algorithm.objective import (
     SurrogateRow,
     outside_clip_range,
 )
-from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.engines import ENGINES, OPTIMIZERS
 from sage_fast.config.schema import Config, ObjectiveConfig

@@ -204,7 +204,7 @@ def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torc
         load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
     )
     setup.encode(folder)
-    trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     rows = [trainer.iteration(index) for index in range(2)]
     return [*rows, evaluate(setup, iteration=2)[0]], trainer.policy.snapshot()
 

@@ -1,5 +1,6 @@
 """Groups with shared initial noise: the steps before a window run once per group and rank, and change no result."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -14,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks
-from sage_fast.algorithm.objective import SURROGATES
-from sage_fast.algorithm.schedule import configured_table, trained_steps, windows
+from sage_fast.algorithm.iteration_plan import Rollouts, assign_to_ranks
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.loader import load
 from sage_fast.rewards.interface import Scores
@@ -26,15 +26,12 @@ from sage_fast.rollout.loop import rollout_runs
 from sage_fast.tools.plan import Plan, plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import Progress
-from sage_fast.util.metrics import Stopwatch
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.test_graphs import rerun
 from tests.tiny import (
     BrightnessReward,
-    drawn_samples,
     settings,
-    tables_and_steps,
     tiny_model,
     tiny_spec,
     tiny_trainer,
@@ -67,14 +64,12 @@ def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rolled_out(trainer: Trainer, index: int = 0) -> tuple[Batch, Scores]:
-    tables, steps = tables_and_steps(trainer, index)
-    samples = drawn_samples(trainer.config, trainer.prompts, index)
-    return trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))
+    return trainer.rollout(trainer.plan(index))
 
 
 def starts_of(trainer: Trainer, index: int) -> list[int]:
     """First stochastic step of each group."""
-    return [table.first_stochastic for table in tables_and_steps(trainer, index)[0]]
+    return [table.first_stochastic for table in trainer.plan(index).tables]
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -86,14 +81,13 @@ def test_no_transition_of_a_rollout_is_trained_before_the_window(sampler: str, s
     config = settings(
         sampling__sampler=sampler, sampling__steps=80, sampling__shift=9.0, objective__surrogate=surrogate
     )
-    table = configured_table(config.sampling)  # `sage` has silent steps at the start
-    for window in [table, *windows(table, 7)]:
+    resolved = Resolved.of(config)  # `sage` has silent steps at the start
+    for window in [resolved.table, *(resolved.table.window(start, start + 7) for start in range(74))]:
         start = window.first_stochastic
         assert not window.c[:start].any()
         assert window.c[start] > 0 or not window.stochastic_steps
-        row = SURROGATES[config.objective.surrogate]
-        if row.scores_rollout and window.stochastic_steps:
-            assert min(trained_steps(window, row, config.train, seed=0, iteration=0)) >= start
+        if resolved.objective.surrogate.scores_rollout and window.stochastic_steps:
+            assert min(resolved.trained_steps(window)) >= start
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["one window", "windows of their own"])
@@ -117,7 +111,6 @@ def test_the_rollout_is_that_without_shared_steps(
     assert any(starts_of(trainer, 1))
     unshared(monkeypatch)
     expected, theirs = rolled_out(trainer, 1)
-    assert batch.rollout_steps < expected.rollout_steps == 6 * 8
     assert sorted(batch.numbers) == sorted(expected.numbers)
     place = {number: i for i, number in enumerate(expected.numbers)}
     tolerance = {"rtol": 0, "atol": 0} if batch_size == 1 else {"rtol": 1e-4, "atol": 1e-5}
@@ -157,7 +150,6 @@ def test_groups_whose_window_starts_at_once_are_not_changed(monkeypatch: pytest.
     unshared(monkeypatch)
     expected, theirs = rolled_out(trainer)
     assert batch.numbers == expected.numbers
-    assert batch.rollout_steps == expected.rollout_steps
     assert torch.equal(scores.rewards, theirs.rewards)
     assert all(
         torch.equal(batch.trajectories.states[key], value) for key, value in expected.trajectories.states.items()
@@ -215,18 +207,18 @@ def test_a_group_is_denoised_once_up_to_its_window() -> None:
 
 
 def test_the_forwards_of_an_iteration_are_those_of_the_plan() -> None:
-    """Windows of 2 of 8 steps start at 0, 2, 4 or 6: 3 steps on average are made for one of two samples."""
-    config = settings(**SHARED, sampling__guidance_scale=3.0)
-    expected = plan(config, tiny_spec(tiny_model(config).policy))
-    assert expected.forwards["rollout"] == 2 * 3 * (3 + 2 * 5)
+    """Windows of 2 of 8 steps start at 0, 2, 4 or 6: the steps before are made for one of two samples."""
+    config = settings(**SHARED, sampling__guidance_scale=3.0, train__iterations=6)
     trainer = tiny_trainer(config)
-    made = set()
+    made, counts = set(), []
     for index in range(6):
         (start,) = set(starts_of(trainer, index))
         trainer.iteration(index)
-        assert trainer.forwards["rollout"] == 2 * 3 * (start + 2 * (8 - start))
+        assert trainer.forwards["rollout"] == 2 * 3 * (start + 2 * (8 - start)) <= 2 * 6 * 8
+        counts.append(trainer.forwards["rollout"])
         made.add(start)
     assert len(made) > 1
+    assert plan(config, tiny_spec(trainer.policy)).forwards["rollout"] == round(sum(counts) / 6)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -312,8 +304,8 @@ def sharded(folder: Path) -> None:
 
 def test_sharded_ranks_with_unequal_rollouts_train_as_one_process(tmp_path: Path) -> None:
     trainer = tiny_trainer(settings(**ZERO))
-    rollouts = Rollouts.of(tables_and_steps(trainer, 1)[0], 2, shared=True)
-    first, second = map(rollouts.count, assign_to_ranks([1] * 6, 2, 1, rollouts))
+    two = dataclasses.replace(trainer.plan(1), ranks=2)
+    first, second = map(two.rollouts.count, two.shares)
     assert first != second
     expected = trainer.iteration(1)
     assert run_ranks(sharded, 2, tmp_path) == [0, 0], screens(tmp_path)

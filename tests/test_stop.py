@@ -206,7 +206,7 @@ def test_a_non_finite_stop_leaves_the_last_whole_iteration(
     """In the last update of the second iteration, with no checkpoint by interval before it."""
     options = {"train__optimizer_steps": updates, "train__keep_checkpoints": 9}
     whole = train(config(tmp_path / "whole", **options))
-    update = Trainer._update
+    update = Trainer.update
 
     def failing(self: Trainer, *args: Any) -> None:
         calls.append(1)
@@ -217,7 +217,7 @@ def test_a_non_finite_stop_leaves_the_last_whole_iteration(
 
     calls: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_update", failing)
+        patch.setattr(Trainer, "update", failing)
         with pytest.raises(NonFiniteError, match="the loss is nan"):
             train(config(tmp_path / "run", **options, train__checkpoint_interval=50))
     assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000001"]
@@ -230,7 +230,7 @@ def test_an_error_after_the_only_update_saves_nothing_of_its_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The weights are those after the update, the counters those before: that is no checkpoint."""
-    refresh, calls = Trainer._refresh_anchor, list[int]()
+    refresh, calls = Trainer.refresh_anchor, list[int]()
 
     def failing(self: Trainer) -> None:
         calls.append(1)
@@ -238,7 +238,7 @@ def test_an_error_after_the_only_update_saves_nothing_of_its_iteration(
             raise RuntimeError("out of memory")
         refresh(self)
 
-    monkeypatch.setattr(Trainer, "_refresh_anchor", failing)
+    monkeypatch.setattr(Trainer, "refresh_anchor", failing)
     caplog.set_level(logging.INFO)
     with pytest.raises(RuntimeError, match="out of memory"):
         train(config(tmp_path / "run", train__checkpoint_interval=2))

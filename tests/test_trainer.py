@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.iteration_plan import IterationPlan, Transition
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.schedule import Transition, check_trainable, update_schedule
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.commands.videos import generate
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import Setup
@@ -31,7 +32,7 @@ from sage_fast.run.train import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError
-from tests.tiny import BrightnessReward, drawn_samples, rounding_of_advantages, settings, tiny_trainer
+from tests.tiny import BrightnessReward, planned, rounding_of_advantages, settings, tiny_trainer
 
 PROMPTS = train_prompts()
 
@@ -131,7 +132,7 @@ def test_fixed_anchor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_initial_noise() -> None:
-    samples = drawn_samples(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
+    samples = planned(settings(sampling__shared_initial_noise=True), PROMPTS).samples
     assert len({sample.seed for sample in samples}) == len(samples) == 6
     assert len({(sample.group, sample.latent_seed) for sample in samples}) == 2
     assert len({sample.latent_seed for sample in samples}) == 2
@@ -139,16 +140,13 @@ def test_shared_initial_noise() -> None:
 
 def test_no_seed_is_used_twice() -> None:
     config = settings(train__prompts_per_iteration=4)
-    seeds = [sample.seed for index in range(50) for sample in drawn_samples(config, PROMPTS, index)]
+    seeds = [sample.seed for index in range(50) for sample in planned(config, PROMPTS, index).samples]
     assert len(set(seeds)) == len(seeds) == 50 * 4 * 3
 
 
 def test_every_kept_sample_is_in_every_update() -> None:
     config = settings(train__optimizer_steps=2, sampling__steps=6)
-    samples = drawn_samples(config, PROMPTS, 0)
-    schedule = update_schedule(
-        config.train, samples, [range(6)] * 2, [True, False, True, True, True, True], seed=config.seed, iteration=0
-    )
+    schedule = planned(config, PROMPTS).updates([True, False, True, True, True, True])
     assert [len(update) for update in schedule] == [15, 15]
     assert {i for i, _ in schedule[0]} == {i for i, _ in schedule[1]} == {0, 2, 3, 4, 5}
     assert sorted(schedule[0] + schedule[1]) == [(i, t) for i in (0, 2, 3, 4, 5) for t in range(6)]
@@ -236,11 +234,13 @@ def test_a_sample_left_alone_in_its_group_is_not_trained(monkeypatch: pytest.Mon
     """It is not trained even if groups of equal rewards are."""
     kept: list[bool] = []
 
-    def noting(train: Any, samples: Any, steps: Any, trained: list[bool], **seeds: Any) -> Any:
-        kept[:] = trained
-        return update_schedule(train, samples, steps, trained, **seeds)
+    updates = IterationPlan.updates
 
-    monkeypatch.setattr("sage_fast.trainer.update_schedule", noting)
+    def noting(plan: IterationPlan, trained: Sequence[bool]) -> Any:
+        kept[:] = trained
+        return updates(plan, trained)
+
+    monkeypatch.setattr(IterationPlan, "updates", noting)
     config = settings(objective__drop_equal_groups=False, reward__max_dropped=0.5, reward__retries=0)
     row = tiny_trainer(config, LeavesOne()).iteration(0)
     assert row["reward/dropped"] == 2
@@ -482,14 +482,14 @@ def test_dummy_backward_takes_no_sample_that_was_dropped(monkeypatch: pytest.Mon
     """0 x NaN is NaN, so a dropped sample with latents that are not finite would end the run."""
     trainer = tiny_trainer(settings(train__parity_gate=False))
     monkeypatch.setattr(trainer.policy.states, "padding", lambda count, backward=False: 1)
-    update = trainer._update
+    update = trainer.update
 
-    def dropped(batch: Batch, mine: Sequence[Transition], total: int, *others: Any) -> None:
+    def dropped(batch: Batch, planned: Sequence[Transition], *others: Any) -> None:
         for (sample, _), state in batch.trajectories.states.items():
             state[:] = math.nan if sample == 0 else state
-        update(batch, [transition for transition in mine if transition[0] != 0], total, *others)
+        update(batch, [transition for transition in planned if transition[0] != batch.numbers[0]], *others)
 
-    monkeypatch.setattr(trainer, "_update", dropped)
+    monkeypatch.setattr(trainer, "update", dropped)
     assert math.isfinite(trainer.iteration(0)["grad_norm"])
 
 
@@ -534,7 +534,7 @@ def test_videos_come_back_in_the_order_of_the_prompts() -> None:
 def setup_of(videos: int) -> Setup:
     trainer = tiny_trainer(settings(eval__num_prompts=videos))
     return Setup(
-        config=trainer.config,
+        resolved=trainer.resolved,
         model=trainer.model,
         reward=trainer.reward,
         prompts=PROMPTS,

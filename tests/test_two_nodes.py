@@ -96,7 +96,7 @@ def train(folder: Path, holders: list[int], cut: bool, words: list[str]) -> None
         "MASTER_ADDR": ADDRESSES[0], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": CABLE,
         "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
-    update, calls = Trainer._update, list[int]()
+    update, calls = Trainer.update, list[int]()
 
     def updated(*args: Any, **options: Any) -> Any:
         calls.append(1)
@@ -105,7 +105,7 @@ def train(folder: Path, holders: list[int], cut: bool, words: list[str]) -> None
             subprocess.run(["ip", "link", "set", CABLE, "down"], check=True)
         return update(*args, **options)
 
-    with mock.patch.object(Trainer, "_update", updated), mock.patch.object(fail_fast, "ANSWER", 3.0):
+    with mock.patch.object(Trainer, "update", updated), mock.patch.object(fail_fast, "ANSWER", 3.0):
         sys.exit(main(["train", *TRAIN, "--output", str(folder / "cut"), *words]))
 
 

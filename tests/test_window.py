@@ -1,27 +1,22 @@
 """Windows of SDE steps: their draws, the rollouts by them, and what is trained."""
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from sage_fast.algorithm.objective import SURROGATES
-from sage_fast.algorithm.schedule import (
-    check_trainable,
-    configured_table,
-    trained_steps,
-    update_schedule,
-    windows,
-)
+from sage_fast.algorithm.iteration_plan import IterationPlan
+from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.loading import trajectory_bytes
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.parity import check_parity
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
-from sage_fast.util.metrics import Stopwatch
-from tests.tiny import drawn_samples, settings, tables_and_steps, tiny_trainer
+from tests.tiny import planned, settings, tiny_trainer
 
 ALONE: dict[str, Any] = {
     "sampling__sampler": "precise",  # its last step adds no noise, so the last window trains one step less
@@ -36,14 +31,11 @@ ALONE: dict[str, Any] = {
 
 def steps_of(trainer: Trainer, iteration: int) -> list[list[int]]:
     """Trained steps of each group."""
-    return tables_and_steps(trainer, iteration)[1]
+    return trainer.plan(iteration).trained
 
 
-def rolled_out(trainer: Trainer, tables: list[Any]) -> Batch:
-    samples = drawn_samples(trainer.config, trainer.prompts, 0)
-    surrogate, train = trainer.objective.surrogate, trainer.config.train
-    steps = [trained_steps(table, surrogate, train, seed=0, iteration=0) for table in tables]
-    return trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))[0]
+def rolled_out(trainer: Trainer, planned: IterationPlan) -> Batch:
+    return trainer.rollout(planned)[0]
 
 
 def test_a_window_is_contiguous_and_that_of_all_prompts() -> None:
@@ -62,9 +54,8 @@ def test_a_window_is_contiguous_and_that_of_all_prompts() -> None:
 def test_every_step_is_in_equally_many_windows(steps: int, length: int, each: int | None) -> None:
     """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer of them."""
     config = settings(sampling__steps=steps, sampling__sde_window=length)
-    tables = windows(configured_table(config.sampling), length)
-    surrogate = SURROGATES[config.objective.surrogate]
-    trained = [trained_steps(window, surrogate, config.train, seed=0, iteration=0) for window in tables]
+    resolved = Resolved.of(config)
+    trained = [resolved.trained_steps(window) for window in resolved.windows]
     counts = Counter(step for window in trained for step in window)
     assert [len(window) for window in trained] == [length] * len(trained)
     assert [counts[step] for step in range(steps)] == ([each] * steps if each else [1, 2, 2, 2, 1])
@@ -85,13 +76,14 @@ def test_each_prompt_has_a_window_of_its_own() -> None:
 def test_each_prompt_is_rolled_out_as_if_its_window_were_that_of_all() -> None:
     """To the bit."""
     trainer = tiny_trainer(settings(**ALONE))
-    tables = tables_and_steps(trainer, 0)[0]
+    several = trainer.plan(0)
+    tables = several.tables
     assert len(set(tables)) > 1
-    batch = rolled_out(trainer, tables)
+    batch = rolled_out(trainer, several)
     assert len(batch.trajectories.trained) == 2 * sum(map(len, steps_of(trainer, 0)))
     group = {place: number // 2 for place, number in enumerate(batch.numbers)}
     for table in set(tables):
-        alone = rolled_out(trainer, [table] * 4)
+        alone = rolled_out(trainer, dataclasses.replace(several, tables=[table] * 4))
         place = [alone.numbers.index(number) for number in batch.numbers]  # samples with one window lie side by side
         for name in ("states", "log_probs"):
             found, expected = (getattr(each.trajectories, name) for each in (batch, alone))
@@ -103,11 +95,11 @@ def test_each_prompt_is_rolled_out_as_if_its_window_were_that_of_all() -> None:
 def test_training_scores_every_stored_transition_as_the_rollout_did() -> None:
     """Also where a batch would hold prompts with different windows."""
     trainer = tiny_trainer(settings(**ALONE | {"sampling__batch_size": 8}))
-    batch = rolled_out(trainer, tables_and_steps(trainer, 0)[0])
+    batch = rolled_out(trainer, trainer.plan(0))
     assert set(batch.trajectories.log_probs) == set(batch.trajectories.trained)
     with torch.no_grad():
         for transition in batch.trajectories.trained:
-            log_prob, *_ = trainer.replay.score(batch, [transition])
+            log_prob = trainer.replay.score(batch, [transition]).log_prob
             torch.testing.assert_close(log_prob[0], batch.trajectories.log_probs[transition], rtol=1e-5, atol=1e-5)
 
 
@@ -121,7 +113,7 @@ def test_the_gate_on_rounding_sees_the_steps_of_all_windows(monkeypatch: pytest.
         return score(batch, micro, *others)
 
     monkeypatch.setattr(trainer.replay, "score", noting)
-    batch = rolled_out(trainer, tables_and_steps(trainer, 0)[0])
+    batch = rolled_out(trainer, trainer.plan(0))
     check_parity(trainer.replay, batch, trainer.constants, trainer.config.train, seed=0)
     assert seen == {t for steps in steps_of(trainer, 0) for t in steps}
     assert len(seen) > 3
@@ -131,13 +123,13 @@ def test_the_anchor_runs_in_the_windows_alone() -> None:
     trainer = tiny_trainer(settings(**ALONE, train__parity_gate=False))
     trainer.anchor_is_current = False
     seen: list[Batch] = []
-    update = trainer._update
+    update = trainer.update
 
     def noting(batch: Batch, *others: Any) -> None:
         seen.append(batch)
         update(batch, *others)
 
-    trainer._update = noting  # type: ignore[method-assign]
+    trainer.update = noting  # type: ignore[method-assign]
     trainer.iteration(1)
     batch, steps = seen[0], steps_of(trainer, 1)
     own = {(place, t) for place, number in enumerate(batch.numbers) for t in steps[number // 2]}
@@ -146,11 +138,9 @@ def test_the_anchor_runs_in_the_windows_alone() -> None:
 
 
 def test_windows_of_unequal_length_are_spread_over_all_updates() -> None:
-    config = settings(**ALONE, train__optimizer_steps=2)
-    steps = [[0, 1, 2], [3, 4], [1, 2, 3], [3, 4]]
-    updates = update_schedule(
-        config.train, drawn_samples(config, ["a", "b", "c"], 0), steps, [True] * 8, seed=config.seed, iteration=0
-    )
+    of_iteration = planned(settings(**ALONE, train__optimizer_steps=2), ["a", "b", "c"], 0)
+    steps, updates = of_iteration.trained, of_iteration.updates([True] * 8)
+    assert {len(of_group) for of_group in steps} == {2, 3}
     assert [{sample for sample, _ in update} for update in updates] == [set(range(8))] * 2
     assert sorted(updates[0] + updates[1]) == [(sample, t) for sample in range(8) for t in steps[sample // 2]]
 
@@ -163,7 +153,9 @@ def test_the_plan_has_room_for_the_longest_window() -> None:
     assert lengths[0] == [1, 1]
     longest = max(max(of_groups) for of_groups in lengths)
     assert longest == plan(config).trained_steps == 2
-    assert trajectory_bytes(config, numel=10, samples=4)["trajectories (fp32 latents)"] == 4 * 10 * 4 * (longest + 1)
+    assert trajectory_bytes(trainer.resolved, numel=10, samples=4)["trajectories (fp32 latents)"] == 4 * 10 * 4 * (
+        longest + 1
+    )
 
 
 def test_a_window_for_each_prompt_needs_a_window() -> None:

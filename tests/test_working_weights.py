@@ -24,10 +24,9 @@ from sage_fast.parallel import Engine, make_engine
 from sage_fast.rollout.samples import SampleRollouts
 from sage_fast.run.checkpoint import load_training_state, save_training_state
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.metrics import Stopwatch
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import CPU, drawn_samples, embeddings, settings, tables_and_steps, tiny_model
+from tests.tiny import CPU, embeddings, settings, tiny_model
 from tests.zero_runs import mixed_trainer
 
 pytestmark = pytest.mark.skipif(
@@ -230,10 +229,8 @@ def check_rollouts() -> None:
         with sent:
             return iter(list(finished(self, *given)))
 
-    tables, steps = tables_and_steps(trainer, 1)
-    samples = drawn_samples(config, trainer.prompts, 1)
     with mock.patch.object(SampleRollouts, "finished", counted):
-        batch, _ = trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))
+        batch, _ = trainer.rollout(trainer.plan(1))
     assert len(batch.samples) == 2 - rank()
     assert sent.found == []
     with sent:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.iteration_samples import Sample, draw_samples
+from sage_fast.algorithm.iteration_plan import IterationPlan, plan_iteration
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.schedule import iteration_tables, trained_steps
-from sage_fast.algorithm.transitions import TransitionTable
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.loader import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
 from sage_fast.loading import load_setup
@@ -147,23 +146,14 @@ def tiny_trainer(
 ) -> Trainer:
     prompts = train_prompts()
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
-    return Trainer(config, tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype))
-
-
-def tables_and_steps(trainer: Trainer, iteration: int) -> tuple[list[TransitionTable], list[list[int]]]:
-    """The transitions and the trained steps of each group of an iteration, as the trainer chooses them."""
-    train, seed = trainer.config.train, trainer.config.seed
-    tables = iteration_tables(
-        trainer.full_table, trainer.config.sampling, train.prompts_per_iteration, seed=seed, iteration=iteration
+    return Trainer(
+        Resolved.of(config), tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype)
     )
-    surrogate = trainer.objective.surrogate
-    return tables, [trained_steps(table, surrogate, train, seed=seed, iteration=iteration) for table in tables]
 
 
-def drawn_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
-    """The samples of an iteration, as the trainer draws them."""
-    shared = config.sampling.shared_initial_noise
-    return draw_samples(config.train, prompts, shared=shared, seed=config.seed, iteration=iteration)
+def planned(config: Config, prompts: Sequence[str], iteration: int = 0) -> IterationPlan:
+    """The plan of an iteration on one rank, with prompts of one length."""
+    return plan_iteration(Resolved.of(config), prompts, lambda prompt: 1, iteration)
 
 
 def rounding_of_advantages(row: dict[str, Any]) -> float:
@@ -189,4 +179,4 @@ def paper_trainer(folder: Path, **overrides: Any) -> Trainer:
     config = load(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml", given)
     setup = load_setup(config)
     setup.encode(folder)
-    return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    return Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)

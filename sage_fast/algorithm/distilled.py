@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from sage_fast.algorithm.objective import SURROGATES
-from sage_fast.algorithm.schedule import configured_table, windows
+from sage_fast.algorithm.objective import Objective
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.fields import require
-from sage_fast.config.schema import ObjectiveConfig, SamplingConfig
 from sage_fast.models.spec import Distillation
 
 LARGEST_ETA = 0.2
@@ -14,24 +13,25 @@ LARGEST_NOISE_LEFT = 0.1
 """Standard deviation of the noise on a final latent above which a distilled checkpoint gets a warning."""
 
 
-def check_distilled(distillation: Distillation | None, objective: ObjectiveConfig) -> None:
+def check_distilled(distillation: Distillation | None, objective: Objective) -> None:
     """Check that the settings suit a model that may predict the mean velocity of a step, before it is loaded.
 
     Raises:
         UserError: it does, with a surrogate for the velocity at one noise level.
     """
     require(
-        distillation is None or not distillation.mean_velocity or SURROGATES[objective.surrogate].scores_rollout,
+        distillation is None or not distillation.mean_velocity or objective.surrogate.scores_rollout,
         "objective.surrogate",
-        objective.surrogate,
+        objective.settings.surrogate,
         "fits the velocity at one noise level, and model.path is a step-distilled model, whose velocity is the mean "
         "over a step: its videos would blur; the nearest choice is 'clip'",
     )
 
 
-def distillation_warnings(distillation: Distillation, sampling: SamplingConfig, eval_steps: int) -> list[str]:
+def distillation_warnings(distillation: Distillation, resolved: Resolved) -> list[str]:
     """Return what in the settings is likely to spoil the videos of a distilled checkpoint."""
     made, warnings = " or ".join(map(str, distillation.steps)), []
+    sampling, eval_steps = resolved.config.sampling, resolved.config.eval.steps
     for key, steps in (("sampling.steps", sampling.steps), ("eval.steps", eval_steps)):
         if steps not in distillation.steps:
             warnings.append(f"{key} = {steps}: the checkpoint is distilled for {made} steps")
@@ -40,13 +40,12 @@ def distillation_warnings(distillation: Distillation, sampling: SamplingConfig, 
             f"sampling.steps = {sampling.steps} and eval.steps = {eval_steps}: a step-distilled model learns the steps "
             "that it is trained on, from one noise level to another; expected the same number"
         )
-    table = configured_table(sampling)
-    if sampling.eta > LARGEST_ETA and table.stochastic_steps:
+    if sampling.eta > LARGEST_ETA and resolved.table.stochastic_steps:
         warnings.append(
             f"sampling.eta = {sampling.eta:g}: the checkpoint is distilled, and in another trainer such a one "
             f"broke at 0.7 and held at 0.2 (UniRL, pull request 347); expected at most {LARGEST_ETA:g}"
         )
-    left = max(float(each.excess_noise()[-1]) for each in windows(table, sampling.sde_window))
+    left = max(float(each.excess_noise()[-1]) for each in resolved.windows)
     if left > LARGEST_NOISE_LEFT:
         warnings.append(
             f"sampling.sampler = {sampling.sampler}: with eta {sampling.eta:g} and {sampling.steps} steps it leaves "

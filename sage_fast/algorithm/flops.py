@@ -1,32 +1,12 @@
-"""Work of an iteration: forwards of the network, and their FLOPs, two per multiply-add."""
+"""FLOPs of an iteration, two per multiply-add."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
 
-from sage_fast.algorithm.objective import Objective
 from sage_fast.models.checkpointing import MODES, RECOMPUTED, CheckpointPlan
 from sage_fast.models.spec import Cost
-
-
-def forwards(
-    objective: Objective, *, passes: int, rollout: int, stored: int, trained: int, anchored: int
-) -> dict[str, int]:
-    """Return part -> forwards of one sample in an iteration, all ranks together.
-
-    Args:
-        objective: the resolved settings.
-        passes: forwards of a step, 2 with guidance.
-        rollout: denoising steps of all samples, without those that are trained at once; those that a rank runs once for
-            several samples count once.
-        stored: transitions that may be trained.
-        trained: transitions with a backward.
-        anchored: transitions at which the anchor runs; 0 while it is free.
-    """
-    scored = stored * objective.scores_noised
-    counts = {"rollout": rollout, "training": trained, "anchor": anchored + scored}
-    return {part: count * passes for part, count in counts.items()}
 
 
 def flops(
@@ -36,7 +16,7 @@ def flops(
 
     Args:
         cost: cost of one sample.
-        counts: part -> forwards, as `forwards` returns them.
+        counts: part -> forwards, as `IterationPlan.forwards` returns them.
         videos: decoded videos.
         checkpointing: what the backward recomputes; None: model FLOPs.
         frozen_base: as for `training_flops`.

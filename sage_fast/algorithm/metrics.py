@@ -1,4 +1,4 @@
-"""What an iteration records of its rewards and its losses."""
+"""What an iteration records: its metrics, and the times of its phases."""
 
 from __future__ import annotations
 
@@ -8,56 +8,80 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.objective import Loss
+from sage_fast.rewards.interface import Scores
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.metrics import REWARD_PART, Metrics
+from sage_fast.util.metrics import REWARD_PART, Metrics, Stopwatch, slowest_and_fastest
+from sage_fast.util.ranks import all_gather_object, world_size
 
 
-def record_rewards(
-    metrics: Metrics,
-    rewards: Tensor,
-    parts: Mapping[str, Tensor],
-    advantages: Tensor,
-    valid: Tensor,
-    equal: Tensor,
-    retried: int = 0,
-) -> None:
-    """Record statistics of the composite as `reward/<statistic>` and means of its parts as `reward_part/<part>`.
+class Observer:
+    """Collects what the trainer reports in an iteration, and makes its row of `metrics.jsonl`.
 
-    Args:
-        metrics: receives them.
-        rewards, advantages: `[P, G]`, of all ranks.
-        parts: part -> `[P G]`.
-        valid: bool `[P, G]`, False for a failed reward.
-        equal: bool `[P]`, True for a group without advantages.
-        retried: number of samples whose reward was retried.
-
-    Raises:
-        NonFiniteError: every reward failed.
+    Attributes:
+        watch: times the phases.
+        metrics: numbers by name.
     """
-    counted = rewards[valid]
-    if not counted.numel():
-        raise NonFiniteError("every reward of this iteration failed; nothing can be learned from it")
-    spread = torch.stack([r[v].std(correction=0) for r, v in zip(rewards, valid) if v.any()])
-    metrics.set("reward/mean", float(counted.mean()))
-    metrics.set("reward/std", float(spread.mean()))
-    metrics.set("reward/zero_std_groups", float(equal.float().mean()))
-    metrics.set("reward/dropped", int((~valid).sum()))
-    metrics.set("reward/dropped_groups", int((valid.sum(1) < 2).sum()))
-    metrics.set("reward/retried", retried)
-    metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
-    for part, values in parts.items():
-        metrics.set(REWARD_PART + part, float(values[values.isfinite()].mean()))
 
+    def __init__(self, device: torch.device) -> None:
+        self.watch, self.metrics = Stopwatch(device), Metrics()
 
-def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
-    """Record the loss, the KLs and the ratio of an update."""
-    for loss in losses:
-        metrics.add("loss", loss.total)
-        metrics.add("loss/policy", loss.policy)
-        metrics.add("kl/anchor", loss.kl_anchor)
-        metrics.add("kl/velocity", loss.kl_velocity)
-        metrics.add("ratio/mean", loss.ratio)
-        metrics.add("ratio/min", loss.ratio, "min")
-        metrics.add("ratio/max", loss.ratio, "max")
-        metrics.add("ratio/clip_fraction", loss.clipped)
-        metrics.add("log_prob/max_delta", loss.ratio.log().abs(), "max")
+    def record_rewards(self, scores: Scores, advantages: Tensor, valid: Tensor, equal: Tensor) -> None:
+        """Record statistics of the composite as `reward/<statistic>` and means of its parts as `reward_part/<part>`.
+
+        Args:
+            scores: of the samples of all ranks, group by group.
+            advantages: `[P, G]`.
+            valid: bool `[P, G]`, False for a failed reward.
+            equal: bool `[P]`, True for a group without advantages.
+
+        Raises:
+            NonFiniteError: every reward failed.
+        """
+        rewards = scores.rewards.view_as(valid)
+        counted = rewards[valid]
+        if not counted.numel():
+            raise NonFiniteError("every reward of this iteration failed; nothing can be learned from it")
+        spread = torch.stack([r[v].std(correction=0) for r, v in zip(rewards, valid) if v.any()])
+        self.metrics.set("reward/mean", float(counted.mean()))
+        self.metrics.set("reward/std", float(spread.mean()))
+        self.metrics.set("reward/zero_std_groups", float(equal.float().mean()))
+        self.metrics.set("reward/dropped", int((~valid).sum()))
+        self.metrics.set("reward/dropped_groups", int((valid.sum(1) < 2).sum()))
+        self.metrics.set("reward/retried", scores.retried)
+        self.metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
+        for part, values in scores.parts.items():
+            self.metrics.set(REWARD_PART + part, float(values[values.isfinite()].mean()))
+
+    def record_losses(self, loss: Loss, policy_norm: Tensor, steps: Sequence[int]) -> None:
+        """Record the loss, the KLs and the ratio of a micro-batch.
+
+        Args:
+            loss: of the micro-batch.
+            policy_norm: gradient norm of the policy term in the velocity, `[B]`, which the equalizer levels (Eq. 38).
+            steps: step of each transition.
+        """
+        add = self.metrics.add
+        add("loss", loss.total)
+        add("loss/policy", loss.policy)
+        add("kl/anchor", loss.kl_anchor)
+        add("kl/velocity", loss.kl_velocity)
+        add("ratio/mean", loss.ratio)
+        add("ratio/min", loss.ratio, "min")
+        add("ratio/max", loss.ratio, "max")
+        add("ratio/clip_fraction", loss.clipped)
+        add("log_prob/max_delta", loss.ratio.log().abs(), "max")
+        self.metrics.add_by_step(steps, policy_norm)
+
+    def row(self, state: Mapping[str, float], steps: int) -> dict[str, object]:
+        """Return the metrics of the iteration. Collective.
+
+        Args:
+            state: what the trainer knows at the end, by name.
+            steps: T.
+        """
+        row: dict[str, object] = {**state, **self.metrics.reduce()}
+        row["velocity_grad_norm"] = self.metrics.by_step(steps)
+        seconds = self.watch.seconds()
+        if world_size() > 1:
+            row["time/ranks"] = slowest_and_fastest(all_gather_object(seconds))
+        return row | seconds | self.watch.peaks()

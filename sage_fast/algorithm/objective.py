@@ -262,8 +262,8 @@ class Objective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replayed:
-    """A micro-batch as training scores it, each `[B]`.
+class TransitionScores:
+    """A micro-batch of transitions as training scores it, each `[B]`.
 
     Attributes:
         log_prob: log-prob under the current policy.
@@ -271,7 +271,7 @@ class Replayed:
         kl_anchor: KL of the current policy to the anchor.
         kl_old: KL of the current policy to the rollout policy.
         advantage: A_i.
-        mean_errors: error_plus and error_minus, for a surrogate that uses errors.
+        errors: error_plus and error_minus of `transition_score`, for a surrogate that uses them.
     """
 
     log_prob: Tensor
@@ -279,7 +279,7 @@ class Replayed:
     kl_anchor: Tensor
     kl_old: Tensor
     advantage: Tensor
-    mean_errors: Sequence[Tensor] = ()
+    errors: Sequence[Tensor] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,51 +306,53 @@ class StepConstants:
         return StepConstants(equalizer=self.equalizer[steps], bias=self.bias[steps], coefs=self.coefs[steps])
 
 
-def sage_loss(objective: Objective, replayed: Replayed, steps: StepConstants, kl_weight: float) -> Loss:
+def sage_loss(objective: Objective, scores: TransitionScores, steps: StepConstants, kl_weight: float) -> Loss:
     """Compute the whole loss from the outputs of `transition_score`.
 
     Args:
         objective: the resolved settings.
-        replayed: scores of the micro-batch.
+        scores: the micro-batch.
         steps: constants of its steps; a normalised ratio uses S_t even if `objective.equalizer` is off.
         kl_weight: lambda_KL.
     """
     surrogate, strategy, kl = objective.surrogate, objective.strategy, objective.kl
-    kl_old, log_ratio = replayed.kl_old, replayed.log_prob - replayed.log_prob_old
+    kl_old, log_ratio = scores.kl_old, scores.log_prob - scores.log_prob_old
     weight = steps.equalizer if objective.equalizes else torch.ones_like(steps.equalizer)
     if objective.centres_ratio:
         # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
         log_ratio = log_ratio + steps.bias * kl_old
         if objective.normalises_ratio:
             log_ratio, weight = steps.equalizer * log_ratio, weight / steps.equalizer
-    errors = errors_on_x0(replayed, steps.row) if surrogate.uses_errors else None
-    scored = Scored(log_ratio=log_ratio, kl_old=kl_old, advantage=replayed.advantage, errors=errors)
+    errors = errors_on_x0(scores, steps.row) if surrogate.uses_errors else None
+    scored = Scored(log_ratio=log_ratio, kl_old=kl_old, advantage=scores.advantage, errors=errors)
     policy = -weight * surrogate.value(scored, objective.settings)
-    velocity = kl_old if objective.closed_form else replayed.log_prob_old - replayed.log_prob
+    velocity = kl_old if objective.closed_form else scores.log_prob_old - scores.log_prob
     regularizer = torch.zeros_like(policy)
     if strategy.anchor is not None:
-        regularizer = regularizer + kl.beta_pos * replayed.kl_anchor
+        regularizer = regularizer + kl.beta_pos * scores.kl_anchor
     if strategy.velocity:
         regularizer = regularizer + kl.beta_vel * velocity
     return Loss(
         total=policy + kl_weight * regularizer,
         policy=policy,
         kl=regularizer.detach(),
-        kl_anchor=replayed.kl_anchor.detach(),
+        kl_anchor=scores.kl_anchor.detach(),
         kl_velocity=velocity.detach(),
         ratio=torch.exp(log_ratio.detach()),
         clipped=surrogate.clipped(scored, objective.settings).float(),
     )
 
 
-def errors_on_x0(replayed: Replayed, row: Row) -> Errors:
+def errors_on_x0(scores: TransitionScores, row: Row) -> Errors:
     """Return the errors behind the scores of noised samples, where the residual is x0 - x0_hat and b is -s."""
-    present, rollout = ((value - row.k) / row.w for value in (replayed.log_prob, replayed.log_prob_old))
-    moved, (plus, minus) = row.b.square() * replayed.kl_old / row.m, replayed.mean_errors
+    present, rollout = ((value - row.k) / row.w for value in (scores.log_prob, scores.log_prob_old))
+    moved, (plus, minus) = row.b.square() * scores.kl_old / row.m, scores.errors
     return Errors(present=present, rollout=rollout, moved=moved, plus=plus, minus=minus)
 
 
-def gradient_norms(objective: Objective, loss: Loss, replayed: Replayed, row: Row, numel: int) -> tuple[Tensor, Tensor]:
+def gradient_norms(
+    objective: Objective, loss: Loss, scores: TransitionScores, row: Row, numel: int
+) -> tuple[Tensor, Tensor]:
     """Return the gradient norms in the velocity of the policy term and of the KL term (without lambda), each `[B]`.
 
     They follow from numbers of shape `[B]`, without a pass over the latents. With the residual
@@ -367,14 +369,14 @@ def gradient_norms(objective: Objective, loss: Loss, replayed: Replayed, row: Ro
     Args:
         objective: as given to `sage_loss`.
         loss: result of `sage_loss`, before its backward.
-        replayed: as given to `sage_loss`.
+        scores: as given to `sage_loss`.
         row: coefficients of the transitions.
         numel: D, elements of a sample.
     """
-    log_prob, kl_old, kl = replayed.log_prob, replayed.kl_old, objective.kl
+    log_prob, kl_old, kl = scores.log_prob, scores.kl_old, objective.kl
     slopes = torch.autograd.grad(loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True)
     of_log_prob, of_kl = (torch.zeros_like(log_prob) if slope is None else slope for slope in slopes)
-    residual, before = ((value.detach() - row.k) / row.w for value in (log_prob, replayed.log_prob_old))
+    residual, before = ((value.detach() - row.k) / row.w for value in (log_prob, scores.log_prob_old))
     moved = kl_old.detach() / row.m
     crossed = (before - residual - row.b.square() * moved) / (2 * row.b)
     away, back = of_log_prob * row.w * row.b, of_kl * row.m

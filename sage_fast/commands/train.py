@@ -42,18 +42,14 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80))))
         return
     with heavy_imports("train"):
-        from sage_fast.algorithm.objective import Objective
         from sage_fast.report.finish import report_run
         from sage_fast.run.fail_fast import fail_fast
-        from sage_fast.run.messages import method_of
         from sage_fast.run.train import train
-        from sage_fast.util.console import wrapped
 
     restarted = not options.resume and _is_restart(RunFolder(config.output), config.timeout_minutes)
     if restarted:
         config, notes = resumed_settings(options.config, overrides)
         log.info(f"restarted by torchrun: resuming the run in {config.output}")
-    log.info(wrapped(method_of(Objective.of(config), config.sampling)))
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):

@@ -21,7 +21,7 @@ from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, rewar
 from sage_fast.eval.playback import read_video
 from sage_fast.eval.video_folder import read_folder, scorers_of, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
-from sage_fast.loading import Scoring, check_task, configured_prompts, load_rewards, load_setup
+from sage_fast.loading import check_task, configured_prompts, load_rewards, load_setup
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rollout.recorder import step_graphs
@@ -117,12 +117,12 @@ class _Evaluator:
             scorer.check(config.sampling, known, device)
         if not self.models:
             reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, known, known, metadata)
-            self.scoring = Scoring(config=config, reward=reward, judge=judge)
+            self.rewards = rewards_of(reward, judge, self.scorers)
             return
         self.loaded = first = self.models[0]
         assert first.config is not None
         self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
-        self.scoring = self.setup
+        self.rewards = rewards_of(self.setup.reward, self.setup.judge, self.scorers)
         self._log_notes()
         self.prompts = set(prompts_and_seeds(self.setup)[0])
         for label, found in self.videos.items():
@@ -148,7 +148,7 @@ class _Evaluator:
             if home is not None:
                 save_video(video, prompt, home, number, self.setup.model.spec.fps)
 
-        result, _ = evaluate(self.setup, iteration=candidate.iteration, save=save, scorers=self.scorers)
+        result, _ = evaluate(self.setup, iteration=candidate.iteration, save=save, rewards=self.rewards)
         return result, from_evaluation(candidate.label, result, numbered(home) if home is not None else {})
 
     def _load(self, candidate: Candidate) -> None:
@@ -166,7 +166,7 @@ class _Evaluator:
         gc.collect()
         torch.cuda.empty_cache()
         setup.model = load_model(settings, config.sampling, local_device(), config.seed, needs_agreement=False)
-        setup.config = dataclasses.replace(config, model=settings)
+        setup.resolved = dataclasses.replace(setup.resolved, config=dataclasses.replace(config, model=settings))
         setup.graphs = step_graphs(setup.model.policy, setup.model.spec.cost(setup.config), room)
         if (setup.model.spec.path, setup.model.policy.dtype) != before:
             setup.encode()
@@ -186,12 +186,11 @@ class _Evaluator:
         found = found.only(chosen)
         log.info(f"score {found.label}")
         seeds = found.seeds or [index for _, index in found.keys]
-        rewards, size = rewards_of(self.scoring, self.scorers), self.config.sampling.batch_size
 
         def read(share: range) -> Chunks:
-            return _batches([*found.shown.values()][share.start : share.stop], size)
+            return _batches([*found.shown.values()][share.start : share.stop], self.config.sampling.batch_size)
 
-        result, _ = score_videos(rewards, found.prompts, seeds, read)
+        result, _ = score_videos(self.rewards, found.prompts, seeds, read)
         return result, dataclasses.replace(found, scores=from_evaluation("", result, {}).scores)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.iteration_samples import share_of
+from sage_fast.algorithm.iteration_plan import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import EvalConfig, SamplingConfig
-from sage_fast.loading import Scoring, Setup
+from sage_fast.loading import Setup
 from sage_fast.models.interface import Condition, pass_lengths
 from sage_fast.models.model import Model
 from sage_fast.rewards import CompositeReward, join_scores
@@ -112,7 +112,7 @@ def evaluate(
     iteration: int,
     save: Callable[[int, str, Tensor], object] | None = None,
     pause: Callable[[], object] = lambda: None,
-    scorers: Mapping[str, CompositeReward] | None = None,
+    rewards: Mapping[str, CompositeReward] | None = None,
 ) -> tuple[Evaluation, list[Tensor]]:
     """Sample the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each, and score them.
 
@@ -120,7 +120,7 @@ def evaluate(
 
     Args:
         pause: called after each step; an exception it raises on one rank ends the evaluation on all.
-        scorers: prefix of the parts -> an additional reward.
+        rewards: as for `score_videos`; by default those of the setup.
     """
     config, model = setup.config, setup.model
     keys, seeds = prompts_and_seeds(setup)
@@ -132,8 +132,8 @@ def evaluate(
             config.sampling, config.eval, model, own, setup.embeddings, rows, pause=pause, graphs=graphs
         )
 
-    rewards, waits = rewards_of(setup, scorers or {}), model.policy.collective_forwards
-    kept = config.eval.num_videos
+    rewards = rewards or rewards_of(setup.reward, setup.judge)
+    kept, waits = config.eval.num_videos, model.policy.collective_forwards
     with model.policy.at_guidance(config.eval_guidance_scale):
         scores, videos = score_videos(rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=waits)
     images = {key: setup.captions[key].image for key in keys if split_key(key)[1]}
@@ -141,10 +141,11 @@ def evaluate(
     return scores | about, videos
 
 
-def rewards_of(scoring: Scoring, scorers: Mapping[str, CompositeReward]) -> dict[str, CompositeReward]:
+def rewards_of(
+    reward: CompositeReward, judge: CompositeReward | None, scorers: Mapping[str, CompositeReward] | None = None
+) -> dict[str, CompositeReward]:
     """Return prefix of the parts -> reward: the trained one, without a prefix, the judge, and further scorers."""
-    judge = {} if scoring.judge is None else {JUDGE_PART: scoring.judge}
-    return {"": scoring.reward, **judge, **scorers}
+    return {"": reward, **({} if judge is None else {JUDGE_PART: judge}), **(scorers or {})}
 
 
 def score_videos(

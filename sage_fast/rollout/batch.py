@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sage_fast.algorithm.iteration_samples import Sample
-from sage_fast.algorithm.schedule import Transition
+from sage_fast.algorithm.iteration_plan import Sample, Transition
 from sage_fast.models.interface import ConditionTable
 from sage_fast.rollout.trajectories import Trajectories
 
@@ -25,7 +24,6 @@ class Batch:
         trajectories: what is stored of the rollouts.
         advantages: float32 `[N]` on the device; 0 until the rewards are known.
         anchor_velocities: transition -> `[C, T, H, W]`, guidance included; empty without an anchor.
-        rollout_steps: denoising steps of all ranks' samples.
     """
 
     numbers: Sequence[int]
@@ -35,7 +33,6 @@ class Batch:
     trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[Transition, Tensor]
-    rollout_steps: int = 0
 
     def own(self, transitions: Sequence[Transition]) -> list[Transition]:
         """Return the transitions of this rank's samples, renumbered from 0; those given are of all ranks' samples."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.iteration_samples import Rollouts
+from sage_fast.algorithm.iteration_plan import Rollouts
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.interface import ConditionTable, Key
 from sage_fast.models.policy import Policy

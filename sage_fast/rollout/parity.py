@@ -63,15 +63,13 @@ def check_parity(
         """Return micro-batches of the first samples that each step has."""
         by_step = itertools.groupby(batch.trajectories.trained, key=lambda transition: transition[1])
         transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
-        runs = replay.runs([batch.samples[i].prompt for i, _ in transitions], train.batch_size)
-        micros = [transitions[rows] for rows in runs]
+        micros = replay.micro_batches(batch, transitions, train.batch_size)
         return [*micros, *micros[-1:] * policy.states.padding(len(micros))]
 
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        log_prob, _, kl, *_ = replay.score(batch, micro, v_old)
-        index = on_device([t for _, t in micro], policy.device)
-        change = (log_prob - batch.trajectories.log_prob_old(micro, log_prob)).detach()
-        return change, kl if row.uses_kl else constants.bias[index] * kl
+        scores, index = replay.score(batch, micro, v_old), on_device([t for _, t in micro], policy.device)
+        change = (scores.log_prob - scores.log_prob_old).detach()
+        return change, scores.kl_old if row.uses_kl else constants.bias[index] * scores.kl_old
 
     delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
     metrics = {"log_prob/parity": delta}

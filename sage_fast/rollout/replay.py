@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.schedule import Transition
-from sage_fast.models.interface import Condition, Inputs, Key, pass_lengths
+from sage_fast.algorithm.iteration_plan import Transition
+from sage_fast.algorithm.objective import Objective, TransitionScores
+from sage_fast.models.interface import Condition, Inputs, pass_lengths
 from sage_fast.models.policy import Policy, State
 from sage_fast.ops import transition_score
 from sage_fast.rollout.batch import Batch
@@ -40,30 +40,39 @@ class Replay:
         self.batch_size = batch_size
         self.lengths = pass_lengths(embeddings, guided=policy.uses_guidance)
 
-    def runs(self, keys: Sequence[Key], size: int) -> list[slice]:
-        """Return slices of neighbours that share a forward: at most `size` conditions of equal length, none padded."""
-        return bucket_by_length([self.lengths[key] for key in keys], size)
+    def micro_batches(self, batch: Batch, transitions: Sequence[Transition], size: int) -> list[Sequence[Transition]]:
+        """Return transitions that share a forward: at most `size` neighbours with prompts of one length, unpadded."""
+        lengths = [self.lengths[batch.samples[i].prompt] for i, _ in transitions]
+        return [transitions[rows] for rows in bucket_by_length(lengths, size)]
 
     @property
     def velocity_dtype(self) -> torch.dtype:
         return torch.float32 if self.policy.uses_guidance else self.policy.dtype
 
-    def score(
-        self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Run a forward at `micro`; return the outputs of `transition_score`, each float32 `[B]`.
+    def score(self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None) -> TransitionScores:
+        """Run a forward at `micro` and score its B transitions, in float32.
 
         `v_old`, if given, replaces the rollout's stored velocity.
         """
         stored = batch.trajectories
         x = stored.gather(stored.states, micro)
         v, v_uncond = self.policy.velocities(x, self._inputs(batch, micro))
-        step = on_device([t for _, t in micro], self.policy.device)
+        samples, step = (on_device(indices, self.policy.device) for indices in zip(*micro))
         if v_old is None and self.objective.stores_velocities:
             v_old = stored.gather(stored.velocities, micro)
         x_next, v_anchor, objective = stored.next_states(micro), batch.anchor_of(micro), self.objective
         beta = objective.settings.nft_beta if objective.surrogate.uses_errors else None
-        return transition_score(x, x_next, v, batch.coefs, step, v_anchor, v_old, beta, v_uncond, self.policy.guidance)
+        log_prob, kl_anchor, kl_old, *errors = transition_score(
+            x, x_next, v, batch.coefs, step, v_anchor, v_old, beta, v_uncond, self.policy.guidance
+        )
+        return TransitionScores(
+            log_prob=log_prob,
+            log_prob_old=stored.log_prob_old(micro, log_prob),
+            kl_anchor=kl_anchor,
+            kl_old=kl_old,
+            advantage=batch.advantages[samples],
+            errors=errors,
+        )
 
     def velocity(self, batch: Batch, micro: Sequence[Transition]) -> Tensor:
         """Return the guided velocity `[B, C, T, H, W]` at the stored latents."""

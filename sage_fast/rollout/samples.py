@@ -3,73 +3,76 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.iteration_samples import Sample
-from sage_fast.algorithm.transitions import TransitionTable
+from sage_fast.algorithm.iteration_plan import IterationPlan, Sample
 from sage_fast.models.policy import Policy
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
-from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.rollout.loop import initial_latents, rollout, rollout_runs
 from sage_fast.util.console import Progress
 from sage_fast.util.metrics import Stopwatch
 
 
-class GroupSteps(NamedTuple):
-    """Denoising steps of a group's samples.
-
-    Attributes:
-        table: the transitions, on the host.
-        coefs: `table.coefficients(...)` on the policy's device.
-    """
-
-    table: TransitionTable
-    coefs: Tensor
-
-
 class SampleRollouts:
-    """Denoises the samples of a `Batch` and stores there what training needs.
+    """Denoises this rank's samples of an iteration and stores in their `Batch` what training needs.
 
     Args:
         policy: predicts the velocity.
+        plan: plan of the iteration.
         batch: this rank's samples.
-        groups: steps of each group of the iteration.
+        lengths: prompt -> condition length in each pass of a forward.
         graphs: CUDA graphs to replay steps from.
         watch: receives the time of `rollout`.
+
+    Attributes:
+        steps: number of denoising steps of batches.
     """
 
     def __init__(
-        self, policy: Policy, batch: Batch, groups: Sequence[GroupSteps], graphs: StepGraphs | None, watch: Stopwatch
+        self,
+        policy: Policy,
+        plan: IterationPlan,
+        batch: Batch,
+        lengths: Mapping[Any, object],
+        graphs: StepGraphs | None,
+        watch: Stopwatch,
     ) -> None:
-        self.policy, self.batch, self.groups, self.graphs, self.watch = policy, batch, groups, graphs, watch
+        self.policy, self.tables, self.batch, self.graphs, self.watch = policy, plan.tables, batch, graphs, watch
+        settings = plan.resolved.config
+        self.coefs = {
+            table: table.coefficients(settings.objective.log_prob).to(policy.device) for table in set(plan.tables)
+        }
         self.seeds = torch.tensor([sample.seed for sample in batch.samples])
         self.latent_seeds = torch.tensor([sample.latent_seed for sample in batch.samples])
+        batch_keys = [(lengths[sample.prompt], self.tables[sample.group]) for sample in batch.samples]
+        groups = [sample.group for sample in batch.samples]
+        self.batches = rollout_runs(batch_keys, groups, plan.rollouts, settings.sampling.batch_size)
+        self.steps = sum(len(steps) for _, steps in self.batches)
         self._starts: dict[int, Tensor] = {}  # group -> latents after the steps that its samples share
 
-    def finished(
-        self, runs: Sequence[tuple[list[int], range]], bar: Progress
-    ) -> Iterator[tuple[Iterable[Sample], Tensor]]:
-        """Denoise `runs`, as `rollout_runs` returns them; yield samples and final latents of each that ends at sigma 0.
+    def finished(self, bar: Progress) -> Iterator[tuple[Iterable[Sample], Tensor]]:
+        """Denoise all batches; yield samples and final latents of each that ends at sigma 0.
 
         Then run dummy steps until every rank has made the same number of forwards.
         """
-        missing = self.policy.states.padding(bar.total)
-        for places, steps in runs:
+        missing = self.policy.states.padding(self.steps)
+        for places, steps in self.batches:
             latents = self._denoise(places, steps, bar)
-            if steps.stop == len(self.groups[0].table):
+            if steps.stop == len(self.tables[0]):
                 yield [self.batch.samples[place] for place in places], latents
         for _ in range(missing):
-            self._denoise(runs[-1][0], range(1), bar)
+            self._denoise(self.batches[-1][0], range(1), bar)
 
     def _denoise(self, places: list[int], steps: range, bar: Progress) -> Tensor:
         """Run `steps` of the neighbouring samples `places`, which train the same steps; return their latents."""
         batch, rows = self.batch, slice(places[0], places[-1] + 1)
         groups = [batch.samples[place].group for place in places]
-        table, coefs = self.groups[groups[0]]
+        table = self.tables[groups[0]]
         ends = steps.stop == len(table)
         with self.watch("rollout"):
             if steps.start:
@@ -80,7 +83,7 @@ class SampleRollouts:
             x = rollout(
                 self.policy,
                 table,
-                coefs,
+                self.coefs[table],
                 batch.conditioning,
                 keys,
                 self.seeds[places],

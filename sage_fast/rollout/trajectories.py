@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.schedule import Transition
+from sage_fast.algorithm.iteration_plan import Transition
 from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from sage_fast.algorithm.distilled import distillation_warnings
 from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import Objective
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import SAMPLERS
-from sage_fast.config.schema import ODE_SAMPLERS, Config, SamplingConfig, TrainConfig
+from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig, TrainConfig
 from sage_fast.eval.scores import format_number
 from sage_fast.models.spec import Distillation
 from sage_fast.util.metrics import REWARD_PART, straggler_line
@@ -137,12 +138,12 @@ def average_warning(train: TrainConfig, averaged_weights: bool) -> str | None:
     )
 
 
-def config_warnings(config: Config, distillation: Distillation | None = None) -> list[str]:
+def config_warnings(resolved: Resolved, distillation: Distillation | None = None) -> list[str]:
     """Return what in the settings is likely to mislead or to train little; with it, to spoil a distilled checkpoint."""
-    sampling = config.sampling
+    config, sampling = resolved.config, resolved.config.sampling
     warnings = (
-        guidance_warning(Objective.of(config), sampling.guidance_scale, config.eval_guidance_scale),
+        guidance_warning(resolved.objective, sampling.guidance_scale, config.eval_guidance_scale),
         average_warning(config.train, sampling.averaged_weights),
     )
-    distilled = [] if distillation is None else distillation_warnings(distillation, sampling, config.eval.steps)
+    distilled = [] if distillation is None else distillation_warnings(distillation, resolved)
     return [*filter(None, warnings), *distilled]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
@@ -69,14 +70,15 @@ def train(config: Config, *, resume: bool = False, report: Report = lambda run, 
         Stopped: after a signal.
     """
     initialize(config.timeout_minutes)
-    check_trainable(config)
+    resolved = check_trainable(config)
     check_engine(config.train)
+    log.info(wrapped(method_of(resolved.objective, config.sampling)))
     pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
     check_output(config, resume=resume)
     if not resume:
         check_weights(config.model.weights)
     with Stop(config.train.grace_seconds) as stop, locked(Path(config.output)):
-        run = Run(config, stop, report, resume=resume)
+        run = Run(resolved, stop, report, resume=resume)
         try:
             run.iterate()
             run.finish()
@@ -94,7 +96,7 @@ class Run:
     Every method is collective.
 
     Args:
-        config: settings, checked against the output folder.
+        resolved: settings, checked against the output folder.
         stop: its signals end the run.
         resume: continue the run in the folder.
 
@@ -104,7 +106,8 @@ class Run:
         writer: metrics and trackers; None on ranks other than 0.
     """
 
-    def __init__(self, config: Config, stop: Stop, report: Report, *, resume: bool) -> None:
+    def __init__(self, resolved: Resolved, stop: Stop, report: Report, *, resume: bool) -> None:
+        config = resolved.config
         self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
         self.report = report
         self.evaluation_seconds: list[float] = []
@@ -112,8 +115,8 @@ class Run:
         attention = config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)
-        self.setup = setup = load_setup(config, attention=attention)
-        trajectories = check_trajectories(config, setup.model)
+        self.setup = setup = load_setup(resolved, attention=attention)
+        trajectories = check_trajectories(resolved, setup.model)
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(self.folder, dump(config))
@@ -125,7 +128,7 @@ class Run:
         pause = (lambda: None) if policy.collective_forwards else stop.pause
         check = functools.partial(stop.before_update, policy.device)
         about = setup.model, setup.reward, setup.prompts, setup.embeddings
-        self.trainer = trainer = Trainer(config, *about, graphs=setup.graphs, pause=pause, before_update=check)
+        self.trainer = trainer = Trainer(resolved, *about, graphs=setup.graphs, pause=pause, before_update=check)
         self._start_weights = trainer.policy.snapshot() if lacks_before else None
         if resume:
             self._resume()
@@ -133,7 +136,7 @@ class Run:
             log_to(own_log)
         facts = describe(trainer, self.folder, self.done)
         log.info(trajectories)
-        for warning in config_warnings(config, setup.model.spec.distillation):
+        for warning in config_warnings(resolved, setup.model.spec.distillation):
             log.warning(wrapped(f"warning: {warning}"))
         if resume:
             log.info(f"resumed after {self.done} iterations" if self.done else "no checkpoint: starting at iteration 1")
@@ -348,9 +351,9 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
         "method": method_of(trainer.objective, trainer.config.sampling),
         "sampler": trainer.config.sampling.sampler,
-        "notes": [*trainer.full_table.notes, *trainer.model.notes],
-        "sigmas": trainer.full_table.sigmas.tolist(),
-        "transition_std": trainer.full_table.c.tolist(),
+        "notes": [*trainer.resolved.table.notes, *trainer.model.notes],
+        "sigmas": trainer.resolved.table.sigmas.tolist(),
+        "transition_std": trainer.resolved.table.c.tolist(),
         "equalizer": trainer.constants.equalizer.tolist() if trainer.objective.equalizes else None,
     }
     if rank() == 0:

@@ -15,16 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sage_fast.algorithm.distilled import check_distilled
-from sage_fast.algorithm.flops import flops, forwards
-from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks, share_of
-from sage_fast.algorithm.objective import KLStrategy, Objective
-from sage_fast.algorithm.schedule import (
-    check_trainable,
-    configured_table,
-    iteration_tables,
-    longest_window,
-    windows,
-)
+from sage_fast.algorithm.flops import flops
+from sage_fast.algorithm.iteration_plan import plan_iteration, share_of
+from sage_fast.algorithm.objective import KLStrategy
+from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt
@@ -52,8 +47,8 @@ from sage_fast.util.environment import format_bytes
 
 ASSUMED_DISK = 1e9
 """Bytes per second that a node writes to disk. An assumption: measure yours."""
-PLANNED_ITERATIONS = 32
-"""Iterations over which the plan averages the work of ranks whose groups have windows of their own."""
+PLANNED_ITERATIONS = 200
+"""Iterations over which the plan averages the work of windows."""
 MEASURED_FLOPS = {"rollout": 520e12, "decode": 383e12, "anchor": 518e12, "training": 500e12}
 """Part -> FLOP/s of one H100 80GB on 2026-11-25, at 480p and 81 frames with a LoRA: `2026-11-25-h100-iteration.json` in
 benchmarks/results, and for the decode the channels-last row of `2026-11-25-h100-decode-480p.json`."""
@@ -158,22 +153,21 @@ def plan(
     spec = spec or _published()
     s, train, sharing, rewards = config.sampling, config.train, config.model.sequence_parallel, rewards or {}
     check_heads(sharing, spec.heads)
-    policy, objective = _meta_policy(spec, tuple(vars(config.model).items())), Objective.of(config)
-    cost, latent, samples, steps = spec.cost(config), spec.latent_shape(s), train.samples, longest_window(config)
+    policy, resolved = _meta_policy(spec, tuple(vars(config.model).items())), Resolved.of(config)
+    cost, latent, samples = spec.cost(config), spec.latent_shape(s), train.samples
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    rollout_steps, longest = _rollout_steps(s, train, ranks // sharing, config.seed)
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
-    room = training_room(config, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
+    room = training_room(resolved, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
     checkpointing, graphs = fit_training(config.model, train, s, policy, cost, room, chosen)
     graphs = cost.graphs_within(room - checkpointing.mean(cost.activations), graphs)
-    counted = _forwards(objective, s.passes, samples * len(steps), round(rollout_steps))
+    counted, busiest_rollout = _forwards(resolved, ranks // sharing)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
-    mine, stored = stored_rollouts(config, spec, ranks // sharing)
-    device, host = engine_memory(config.model, train, objective.strategy, policy, ranks)
+    mine, stored = stored_rollouts(resolved, spec, ranks // sharing)
+    device, host = engine_memory(config.model, train, resolved.objective.strategy, policy, ranks)
     stored, offloaded = ({}, stored) if s.offload_trajectories else (stored, {})
     apart |= stored | ({"CUDA graphs": graphs} if graphs else {})
-    busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing}
+    busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": busiest_rollout / sharing}
     of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
     return Plan(
         parameters=base,
@@ -184,7 +178,7 @@ def plan(
         ranks=ranks,
         iterations=train.iterations,
         samples=samples,
-        trained_steps=len(steps),
+        trained_steps=len(resolved.longest_window),
         forwards=counted,
         busiest=busiest,
         flops={"forward": cost.forward, **of_parts},
@@ -196,30 +190,24 @@ def plan(
         | {f"{part}, host memory": size for part, size in (host.by_label() | offloaded).items()},
         engine=train.engine,
         loaded=float(config.model.element_bytes * base) + decoder,
-        checkpoint=checkpoint_bytes(config.model, train, objective.strategy, policy),
-        disk=_disk(config.model, train, objective.strategy, policy),
+        checkpoint=checkpoint_bytes(config.model, train, resolved.objective.strategy, policy),
+        disk=_disk(config.model, train, resolved.objective.strategy, policy),
         gpu_memory=gpu_memory,
     )
 
 
-def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int) -> tuple[float, float]:
-    """Return the denoising steps of an iteration, and those of the rank with the most.
+def _forwards(resolved: Resolved, ranks: int) -> tuple[dict[str, int], float]:
+    """Return part -> forwards of an iteration, and the share of the rollout's that the rank with the most has.
 
-    Both are means for prompts of one length: over all windows, or over `PLANNED_ITERATIONS` if each prompt has its own.
+    Both are means over the first iterations, with prompts of one length and an anchor that is never free.
     """
-    table, groups = configured_table(s), train.prompts_per_iteration
-    if s.window_per_prompt:
-        draws = [iteration_tables(table, s, groups, seed=seed, iteration=i) for i in range(PLANNED_ITERATIONS)]
-    else:
-        draws = [[window] * groups for window in windows(table, s.sde_window)]
-    found = []
-    for tables in draws if s.shared_initial_noise else draws[:1]:
-        rollouts = Rollouts.of(tables, train.group_size, s.shared_initial_noise)
-        shares = assign_to_ranks([1] * train.samples, ranks, s.batch_size, rollouts)
-        steps = [rollouts.count(share) for share in shares]
-        found.append((sum(steps), max(steps)))
-    steps_of_all, longest = map(statistics.fmean, zip(*found))
-    return steps_of_all, longest
+    alike = resolved.config.sampling.sde_window == 0
+    count = 1 if alike else min(PLANNED_ITERATIONS, resolved.config.train.iterations)
+    plans = [plan_iteration(resolved, [""], lambda prompt: 1, index, ranks=ranks) for index in range(count)]
+    counts = [each.forwards() for each in plans]
+    longest = sum(max(map(each.rollouts.count, each.shares)) for each in plans)
+    steps = sum(each.rollouts.count(share) for each in plans for share in each.shares)
+    return {part: round(statistics.fmean(of[part] for of in counts)) for part in counts[0]}, longest / steps
 
 
 def _evaluations(
@@ -248,12 +236,6 @@ def _brief_memory(s: SamplingConfig, width: int, spec: Spec, mine: int) -> dict[
     if spec.encoder_weights and not is_random(spec.path):
         parts["encoders (while prompts are encoded)"] = float(width * spec.encoder_weights)
     return parts
-
-
-def _forwards(objective: Objective, passes: int, trained: int, rollout: int) -> dict[str, int]:
-    """Return part -> forwards of an iteration that trains `trained` transitions, where the anchor is never free."""
-    anchored = trained * (objective.strategy.anchor is not None)
-    return forwards(objective, passes=passes, rollout=rollout, stored=trained, trained=trained, anchored=anchored)
 
 
 def _disk(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
@@ -387,18 +369,18 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
         UserError: the settings are impossible, `model.path` is not a checkpoint, or prompts or a reward are missing.
     """
     spec = find_spec(config.model.path)
-    check_trainable(config, ranks)
-    check_distilled(spec.distillation, config.objective)
+    resolved = check_trainable(config, ranks)
+    check_distilled(spec.distillation, resolved.objective)
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     check_captions([*train, *heldout], spec)
-    warnings = config_warnings(config, spec.distillation)
+    warnings = config_warnings(resolved, spec.distillation)
     data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
     sizes = reward_sizes(config.named_rewards)
     costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes))
-    return f"{wrapped(method_of(Objective.of(config), config.sampling))}\n\n{data}\n\n{costs}"
+    return f"{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
 
 
 def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import DeviceType
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
 from sage_fast.ops import implementation
@@ -101,7 +101,9 @@ def profile_iteration(
         folder.mkdir(parents=True, exist_ok=True)
         with quiet():
             setup.encode(folder / "embeddings")
-        trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+        trainer = Trainer(
+            setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs
+        )
         for index in progress(range(warmup), "warm-up", warmup, "iteration"):
             with quiet():
                 trainer.iteration(index)

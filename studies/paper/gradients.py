@@ -17,11 +17,10 @@ from studies.finding import Claim, Finding, Material, Verdict
 from studies.runs import shipped
 
 if TYPE_CHECKING:
-    from sage_fast.algorithm.schedule import Transition
+    from sage_fast.algorithm.iteration_plan import Transition
     from sage_fast.rollout.batch import Batch
     from sage_fast.trainer import Trainer
     from sage_fast.util.console import Progress
-    from sage_fast.util.metrics import Metrics, Stopwatch
 
 SETTINGS: Mapping[str, object] = {
     "sampling.shift": 5.0,
@@ -171,15 +170,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
     class Measuring(Trainer):
         """A trainer that measures the gradients of an update instead of applying it."""
 
-        def _update(
-            self,
-            batch: Batch,
-            mine: Sequence[Transition],
-            total: int,
-            metrics: Metrics,
-            watch: Stopwatch,
-            bar: Progress,
-        ) -> None:
+        def update(self, batch: Batch, update: Sequence[Transition], bar: Progress) -> None:
             found.extend(_gradients(self, batch, t) for t in range(config.sampling.steps))
 
     overlay = {
@@ -191,10 +182,10 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
     config = shipped("recipes/paper", overlay)
     setup = load_setup(config)
     setup.encode()
-    trainer = Measuring(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    trainer = Measuring(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     trainer.iteration(0)
     velocity, log_prob, policy = torch.stack(found, 1).numpy()
-    table = trainer.full_table
+    table = trainer.resolved.table
     return Norms(
         sigma=table.sigmas[:-1].numpy(),
         by_std=1 / table.c.numpy(),

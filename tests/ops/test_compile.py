@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 from sage_fast.benchmarks.compile_report import ARCHITECTURES, SPECIALISATIONS, Row, Specialisation, format_table
 from sage_fast.kernels.common import _reduce_kernel
 
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.models.load import load_model
 from sage_fast.rewards import CompositeReward
 from sage_fast.testbed.world import train_prompts
@@ -283,7 +284,7 @@ def test_what_an_iteration_launches_is_listed(
     )  # fmt: skip
     model = load_model(config.model, config.sampling, CPU, seed=0)
     prompts, reward = train_prompts(), CompositeReward(BrightnessReward(), config.reward)
-    trainer = Trainer(config, model, reward, prompts, embeddings(prompts, torch.bfloat16))
+    trainer = Trainer(Resolved.of(config), model, reward, prompts, embeddings(prompts, torch.bfloat16))
     with Launches(monkeypatch) as launches:
         assert trainer.iteration(0)["grad_norm"] > 0
     assert {"_norm_rotate_bwd_kernel", "_norm_modulate_bwd_kernel"} <= {launch.kernel for launch in launches.found}

@@ -1,0 +1,75 @@
+"""The settings of a run, resolved once: its loss, its transitions, and the steps that it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from sage_fast.algorithm.objective import Objective
+from sage_fast.algorithm.transitions import SAMPLERS, TransitionTable, forward_table, sigma_schedule, transition_table
+from sage_fast.config.fields import require
+from sage_fast.config.schema import Config
+from sage_fast.util.seeding import permutation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """Settings, and what follows from several of their sections. `Resolved.of` makes it, once in a run.
+
+    Attributes:
+        config: the settings.
+        objective: the loss.
+        table: all T transitions of the configured sampler.
+    """
+
+    config: Config
+    objective: Objective
+    table: TransitionTable
+
+    @classmethod
+    def of(cls, config: Config) -> Resolved:
+        """Resolve the settings of a run; `check_trainable` also checks that they can train.
+
+        Raises:
+            UserError: eta is outside the sampler's range.
+        """
+        s, largest = config.sampling, SAMPLERS[config.sampling.sampler].largest_eta
+        expected = f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
+        require(s.eta <= largest, "sampling.eta", s.eta, expected)
+        table = transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
+        return cls(config=config, objective=Objective.of(config), table=table)
+
+    @functools.cached_property
+    def windows(self) -> list[TransitionTable]:
+        """The table of every window of `sampling.sde_window` steps, ODE outside it; with 0 there is one, of all steps.
+
+        If the length divides the number of steps, windows do not overlap: an end step is in as many as any other. If
+        not, no choice of windows of one length does that, and they start at every step.
+        """
+        table = self.table
+        length = self.config.sampling.sde_window or len(table)
+        stride = 1 if len(table) % length else length
+        return [table.window(start, start + length) for start in range(0, len(table) - length + 1, stride)]
+
+    def scored(self, table: TransitionTable) -> TransitionTable:
+        """Return the transitions that training scores, one for each step of a rollout by `table`."""
+        return table if self.objective.surrogate.scores_rollout else forward_table(table.sigmas)
+
+    def trained_steps(self, table: TransitionTable, iteration: int = 0) -> list[int]:
+        """Return the stochastic steps that an iteration trains of a rollout by `table`.
+
+        With `train.timestep_fraction` below 1 they are a subset: random with `train.timestep_permutation`, else the
+        first. Their number is the same in every iteration.
+        """
+        train, steps = self.config.train, self.scored(table).stochastic_steps
+        count = math.ceil(train.timestep_fraction * len(steps))
+        if train.timestep_permutation and count < len(steps):
+            order = permutation(len(steps), self.config.seed, "trained-steps", iteration)
+            steps = sorted(steps[i] for i in order[:count])
+        return steps[:count]
+
+    @property
+    def longest_window(self) -> list[int]:
+        """The trained steps of the window that has most of them."""
+        return max(map(self.trained_steps, self.windows), key=len)
