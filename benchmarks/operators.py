@@ -24,7 +24,7 @@ from sage_fast.ops.adapter_rows import adapter_rows_reference
 from sage_fast.ops.gated_norm import gated_norm_reference
 from sage_fast.ops.gated_sum import gated_sum_reference
 from sage_fast.ops.norm_modulate import norm_modulate_reference
-from sage_fast.ops.norm_rotate import joined_reference
+from sage_fast.ops.norm_rotate import norm_rotate_reference
 from sage_fast.ops.norm_silu import norm_silu_reference
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.tools.harness import head_line, host_timer, usual_dtype
@@ -117,6 +117,12 @@ def eager_score(
     mean = mean_of(v)
     kl = ((mean - mean_of(v_anchor)) ** 2).mean(dim=tuple(range(1, x.ndim)), keepdim=True) / (2 * scale**2)
     return eager_log_prob(x_next, mean, scale), kl.flatten()
+
+
+def joined_reference(joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_rotate` in plain PyTorch: queries, keys and values. Does not modify joint."""
+    joint = torch.cat([joint[:, : joint.shape[1] - text.shape[1]], text], dim=1)
+    return *norm_rotate_reference(joint, *rest), joint[:, :, 2]
 
 
 # -- the contenders ---------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class Rung:
             model: without what a backward recomputes.
         """
         if part == "decode":
-            return self.size.batch * decode_flops(self.decoders["stock"].vae.decoder, self.shape)
+            return self.size.batch * decode_flops(spec_of(self.size.testbed).vae.decoder, self.shape)
         checkpointing = None if model else self.size.checkpointing(part)
         return part_flops(self.transformer.config, self.size, part, checkpointing)
 

@@ -48,13 +48,14 @@ def sample_mean(x: Tensor) -> Tensor:
 
 
 def check(
-    x: Tensor, coefs: Tensor, step: Tensor, same_shape: dict[str, Tensor | None], others: dict[str, Tensor | None]
+    x: Tensor, coefs: Tensor, step: Tensor, guidance: float | None, like_x: dict[str, Tensor | None], **others: Tensor
 ) -> None:
     """Check shapes and devices from metadata alone, without synchronising.
 
     Args:
-        same_shape: name -> tensor that must have the shape of x.
-        others: name -> further tensor that must be on the device of x.
+        guidance: goes together with `v_uncond` of `like_x`.
+        like_x: name -> tensor that must have the shape of x.
+        others: further tensors that must be on the device of x.
 
     Raises:
         ValueError: a tensor does not fit; the message names it.
@@ -65,9 +66,11 @@ def check(
         raise ValueError(f"coefs: expected [T, 6] from TransitionTable.coefficients(), got {list(coefs.shape)}")
     if step.dtype != torch.int64 or step.shape not in (torch.Size([]), x.shape[:1]):
         raise ValueError(f"step: expected int64 [] or [{len(x)}], got {step.dtype} {list(step.shape)}")
-    for name, tensor in same_shape.items():
+    if (like_x["v_uncond"] is None) != (guidance is None):
+        raise ValueError("v_uncond and guidance go together: give both or neither")
+    for name, tensor in like_x.items():
         if tensor is not None and tensor.shape != x.shape:
             raise ValueError(f"{name}: expected the shape of x {list(x.shape)}, got {list(tensor.shape)}")
-    for name, tensor in {"coefs": coefs, "step": step, **same_shape, **others}.items():
+    for name, tensor in {"coefs": coefs, "step": step, **like_x, **others}.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: is on {tensor.device}, x is on {x.device}")

@@ -15,13 +15,3 @@ def guided(v: Tensor, v_uncond: Tensor | None, guidance: float | None, dtype: to
     if v_uncond is None or guidance is None:
         return v.to(dtype)
     return v_uncond.to(dtype) + guidance * (v.to(dtype) - v_uncond.to(dtype))
-
-
-def check_guidance(v_uncond: Tensor | None, guidance: float | None) -> None:
-    """Check that both are given, or neither.
-
-    Raises:
-        ValueError: only one is.
-    """
-    if (v_uncond is None) != (guidance is None):
-        raise ValueError("v_uncond and guidance go together: give both or neither")

@@ -121,12 +121,6 @@ def norm_rotate_reference(
     return normed(query, video_query, text_query), normed(key, video_key, text_key)
 
 
-def joined_reference(joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm_rotate` in plain PyTorch: queries, keys and values. Does not modify joint."""
-    joint = torch.cat([joint[:, : joint.shape[1] - text.shape[1]], text], dim=1)
-    return *norm_rotate_reference(joint, *rest), joint[:, :, 2]
-
-
 def norm_rotate_backward_reference(
     grad_query: Tensor,
     grad_key: Tensor,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean, sample_numel
 from sage_fast.ops._dispatch import register
-from sage_fast.ops.guidance import check_guidance, guided
+from sage_fast.ops.guidance import guided
 
 
 def transition_score(
@@ -63,8 +63,7 @@ def transition_score(
             given.
     """
     velocities = {"v": v, "v_uncond": v_uncond, "v_anchor": v_anchor, "v_old": v_old}
-    check(x, coefs, step, {"x_next": x_next, **velocities}, {})
-    check_guidance(v_uncond, guidance)
+    check(x, coefs, step, guidance, {"x_next": x_next, **velocities})
     if x_next.dtype != x.dtype:
         raise ValueError(f"x_next: expected the dtype of x {x.dtype}, got {x_next.dtype}")
     return torch.ops.sage_fast.transition_score(x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step, beta)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_fast.ops._common import check, compute_dtype, per_sample, row, sample_mean
 from sage_fast.ops._dispatch import register
-from sage_fast.ops.guidance import check_guidance, guided
+from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
 
 
@@ -46,10 +46,9 @@ def transition_step(
         ValueError: the shape, dtype or device of a tensor does not fit, or only one of `v_uncond` and `guidance` is
             given.
     """
-    check(x, coefs, step, {"v": v, "v_uncond": v_uncond}, {"seed": seed})
+    check(x, coefs, step, guidance, {"v": v, "v_uncond": v_uncond}, seed=seed)
     if seed.dtype != torch.int64 or seed.shape != x.shape[:1]:
         raise ValueError(f"seed: expected int64 [{len(x)}], got {seed.dtype} {list(seed.shape)}")
-    check_guidance(v_uncond, guidance)
     x_next, logp = torch.ops.sage_fast.transition_step(x, v, v_uncond, guidance, coefs, step, seed)
     return x_next, logp
 

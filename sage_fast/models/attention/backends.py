@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,29 +61,15 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 # is installed but fails to import as missing.
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from flash_attn import flash_attn_func
+def _from_package(name: str) -> Attention:
+    """Return the kernel `package.module:function`, imported when it is first called."""
+    load = functools.cache(pkgutil.resolve_name)
 
-    return flash_attn_func(query, key, value)
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = load(name)(query, key, value)
+        return out[0] if isinstance(out, tuple) else out  # flash-attn 3 may add the log-sum-exp
 
-
-def _flash3(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from flash_attn_interface import flash_attn_func
-
-    out = flash_attn_func(query, key, value)
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _flash4(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from sage_fast.models.attention.flash4 import attention
-
-    return attention(query, key, value)
-
-
-def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from xformers.ops import memory_efficient_attention
-
-    return memory_efficient_attention(query, key, value)
+    return _without_mask(kernel)
 
 
 CUDNN_CUDA = (12, 9)
@@ -142,20 +130,20 @@ ATTENTION = {
     "sdpa": Backend(attend=sdpa, operators=("scaled_dot_product",), cuda=False, half=False, is_reference=True),
     "cudnn": Backend(attend=_without_mask(_cudnn), operators=("scaled_dot_product",), lacks=_cudnn_lacks),
     "flash": Backend(
-        attend=_without_mask(_flash),
+        attend=_from_package("flash_attn:flash_attn_func"),
         operators=("flash_attn::",),
         package="flash_attn",
         install="pip install 'sage-fast[flash-attn]' --no-build-isolation",
     ),
     "flash3": Backend(
-        attend=_without_mask(_flash3),
+        attend=_from_package("flash_attn_interface:flash_attn_func"),
         operators=("flash_attn_3::", "flash_attn3::"),
         package="flash_attn_interface",
         install="build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
         lacks=_needs_hopper,
     ),
     "flash4": Backend(
-        attend=_without_mask(_flash4),
+        attend=_from_package("sage_fast.models.attention.flash4:attention"),
         operators=("sage_fast_flash4::",),
         sums_dq_in_float32=True,
         package="flash_attn.cute",
@@ -163,7 +151,7 @@ ATTENTION = {
         lacks=_needs_hopper,
     ),
     "xformers": Backend(
-        attend=_without_mask(_xformers),
+        attend=_from_package("xformers.ops:memory_efficient_attention"),
         operators=("efficient_attention", "xformers_flash::", "xformers_flash3::"),
         half=False,
         package="xformers",

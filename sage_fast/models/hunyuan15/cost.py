@@ -28,14 +28,7 @@ before and after GELU (8)."""
 
 
 def activation_bytes(
-    mode: str,
-    config: Mapping[str, Any],
-    tokens: int,
-    bytes_per_value: int,
-    *,
-    rank: int,
-    batch_size: int = 1,
-    passes: int = 1,
+    mode: str, config: Mapping[str, Any], tokens: int, value_bytes: int, rank: int, batch_size: int = 1, passes: int = 1
 ) -> float:
     """Return the peak bytes of a micro-batch's activations and their gradients, reached at the start of the backward.
 
@@ -43,27 +36,27 @@ def activation_bytes(
         mode: one of `MODES`.
         config: the transformer's config.
         tokens: tokens of the video and of its prompt.
-        bytes_per_value: bytes per activation value.
+        value_bytes: bytes of an activation value.
         rank: rank of the adapter; 0 if all weights are trained.
         batch_size: transitions per micro-batch.
         passes: 2 with guidance; the activations of both passes are kept, and their backwards run one after the other.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
-    stream = bytes_per_value * d  # a block's input, or its output, which is recomputed too
-    attention = attention_output_bytes(config, bytes_per_value)
-    pad, padding_of_three = (padding_for(adapters * rank, bytes_per_value) for adapters in (1, 3))
-    inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + padding_of_three + 3 * pad)
+    stream = value_bytes * d  # a block's input, or its output, which is recomputed too
+    attention = attention_output_bytes(config, value_bytes)
+    pad, padding_of_three = (padding_for(adapters * rank, value_bytes) for adapters in (1, 3))
+    inner = value_bytes * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + padding_of_three + 3 * pad)
     kept, recomputed = {
         "none": (stream + attention + inner, 0),
         "attention": (stream + attention, inner + stream),
         "full": (stream, attention + inner + stream),
     }[mode]
-    gradients = bytes_per_value * (GRADIENTS * d + pad)
+    gradients = value_bytes * (GRADIENTS * d + pad)
     return float(batch_size * tokens * (passes * config["num_layers"] * kept + recomputed + gradients))
 
 
 def step_bytes(
-    config: Mapping[str, Any], tokens: int, bytes_per_value: int, *, rank: int, batch_size: int, casts: bool
+    config: Mapping[str, Any], tokens: int, value_bytes: int, *, rank: int, batch_size: int, casts: bool
 ) -> float:
     """Return the peak bytes of a denoising step; arguments as in `activation_bytes`.
 
@@ -71,16 +64,16 @@ def step_bytes(
     keys and values, which are joined for each use.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
-    padding = sum(padding_for(adapters * rank, bytes_per_value) for adapters in (1, 1, 3))
+    padding = sum(padding_for(adapters * rank, value_bytes) for adapters in (1, 1, 3))
     copies = 2 * config["num_layers"] * 18 * d**2 * casts
-    return float(batch_size * tokens * bytes_per_value * (KEPT_BY_STEP * d + padding) + copies)
+    return float(batch_size * tokens * value_bytes * (KEPT_BY_STEP * d + padding) + copies)
 
 
 def condition_bytes(
     config: Mapping[str, Any],
     text_tokens: int,
     image_tokens: int,
-    bytes_per_value: int,
+    value_bytes: int,
     *,
     steps: int,
     passes: int,
@@ -95,14 +88,14 @@ def condition_bytes(
         frame: (H, W) of the latents of an image.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
-    text = float(bytes_per_value * steps * text_tokens * d)
-    modulation = bytes_per_value * steps * (12 * config["num_layers"] + 2) * d
+    text = float(value_bytes * steps * text_tokens * d)
+    modulation = value_bytes * steps * (12 * config["num_layers"] + 2) * d
     latents = config["out_channels"] * math.prod(frame) if image_tokens else 0
-    image = bytes_per_value * (image_tokens * d + latents)
+    image = value_bytes * (image_tokens * d + latents)
     return passes * (modulation + image) + (passes - 1) * text, text
 
 
-def attention_output_bytes(config: Mapping[str, Any], bytes_per_value: int) -> int:
+def attention_output_bytes(config: Mapping[str, Any], value_bytes: int) -> int:
     """Return the bytes of attention's output per token and block: the values, and a float32 log-sum-exp per head."""
     heads = config["num_attention_heads"]
-    return heads * (config["attention_head_dim"] * bytes_per_value + 4)
+    return heads * (config["attention_head_dim"] * value_bytes + 4)

@@ -129,10 +129,6 @@ class HunyuanVideo15Policy(Policy):
         return torch.cat([starts[1:], starts.new_zeros(1)]) if self.forward.has_mean_velocity else None
 
 
-def places_of_a_token(config: Any) -> int:
-    return config["patch_size_t"] * config["patch_size"] ** 2
-
-
 def freeze_dead_ends(transformer: Any, *, takes_images: bool = False) -> None:
     """Freeze layers that the task never reads, so that no optimizer or reducer waits for their gradients.
 

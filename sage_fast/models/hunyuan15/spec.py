@@ -19,6 +19,7 @@ from diffusers import (
 )
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import Config, SamplingConfig
@@ -29,8 +30,9 @@ from sage_fast.models.hunyuan15 import encoder
 from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Cost, Distillation, Spec
@@ -119,7 +121,7 @@ class HunyuanVideo15(Spec):
 
     @property
     def patch(self) -> int:
-        return places_of_a_token(self.transformer_config)
+        return self.transformer_config.patch_size_t * self.transformer_config.patch_size**2
 
     def meta(self, part: str) -> Any:
         if part == "transformer" and not self.configs.get(part):  # otherwise as published
@@ -196,20 +198,9 @@ class HunyuanVideo15(Spec):
         own = -(-sum(lengths) // model.sequence_parallel)
         float32_dq = 4 * config.train.batch_size * own * self.heads * transformer["attention_head_dim"]
         float32_dq *= model.attention in ATTENTION and ATTENTION[model.attention].sums_dq_in_float32
-        activations = {
-            mode: activation_bytes(
-                mode,
-                transformer,
-                own,
-                model.element_bytes,
-                rank=rank,
-                batch_size=config.train.batch_size,
-                passes=sampling.passes,
-            )
-            + float32_dq
-            for mode in MODES
-        }
         batch, width = sampling.batch_size, model.element_bytes
+        together = {"rank": rank, "batch_size": config.train.batch_size, "passes": sampling.passes}
+        activations = {mode: activation_bytes(mode, transformer, own, width, **together) + float32_dq for mode in MODES}
         casts = not model.trains_adapter and width < ENGINES[config.train.engine].stored_bytes(width)
         shared, context = condition_bytes(
             transformer, *lengths[1:], width, steps=sampling.steps, passes=sampling.passes, frame=latents[2:]
@@ -286,33 +277,11 @@ def block_end_flops(config: TransformerConfig, tokens: int) -> float:
     return float(config["num_layers"] * 2 * config["mlp_ratio"] * d**2 * tokens)
 
 
+@functools.lru_cache(maxsize=16)
+@torch.no_grad()
 def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
-    """Return the FLOPs of decoding one video.
-
-    Convolutions: two per weight and output position. Attention of each frame to itself and all earlier ones:
-    2 T (T + 1) (H W)^2 C.
-
-    Args:
-        decoder: a `HunyuanVideo15Decoder3D`; may be on the meta device.
-        latents: (C, T, H, W).
-    """
-    _, t, h, w = latents
-
-    def conv(module: Any) -> float:
-        return 2.0 * getattr(module, "conv", module).weight.numel() * t * h * w
-
-    def residual(block: Any) -> float:
-        shortcut = conv(block.conv_shortcut) if block.conv_shortcut is not None else 0.0
-        return conv(block.conv1) + conv(block.conv2) + shortcut
-
-    middle = decoder.mid_block
-    flops = conv(decoder.conv_in) + sum(residual(block) for block in middle.resnets)
-    for attention in middle.attentions:
-        flops += sum(conv(getattr(attention, name)) for name in ("to_q", "to_k", "to_v", "proj_out"))
-        flops += 2.0 * t * (t + 1) * (h * w) ** 2 * attention.to_q.out_channels
-    for block in decoder.up_blocks:
-        flops += sum(residual(resnet) for resnet in block.resnets)
-        for upsampler in block.upsamplers or ():
-            flops += conv(upsampler.conv)
-            t, h, w = 2 * t - 1 if upsampler.add_temporal_upsample else t, 2 * h, 2 * w
-    return flops + conv(decoder.conv_out)
+    """Count the FLOPs of decoding one video, of latents (C, T, H, W), by a decoder on the meta device."""
+    with FlopCounterMode(display=False) as counter:
+        for _ in decode_frames(decoder, torch.empty(1, *latents, device="meta"), latents[1]):
+            pass
+    return float(counter.get_total_flops())
