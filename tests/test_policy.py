@@ -746,7 +746,8 @@ def test_full_weights_of_another_model_are_refused(checkpoint: Path, tmp_path: P
 
 def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path: Path) -> None:
     transformer = tiny_transformer()
-    save_file({"proj_out.lora_A.weight": torch.zeros(2, 5)}, tmp_path / LORA_FILE)
+    factors = {"proj_out.lora_A.weight": torch.zeros(2, 5), "proj_out.lora_B.weight": torch.zeros(32, 2)}
+    save_file(factors, tmp_path / LORA_FILE)
     with pytest.raises(ValueError, match="expected width 32"):
         load_lora(transformer, tmp_path, "transformer")
     assert not hasattr(transformer, "peft_config")

@@ -134,7 +134,7 @@ def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int = 0,
     if not config.trains_adapter:
         network.requires_grad_(True)
     elif weights is not None:
-        load_lora(network, Path(weights), spec.main_network())
+        load_lora(network, Path(weights), spec.main_network(), spec.lora_layouts.values())
     else:
         targets = spec.lora_targets if config.lora_targets is None else config.lora_targets
         add_lora(network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed)

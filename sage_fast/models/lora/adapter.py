@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sage_fast.util.errors import UserError, first_line
+from sage_fast.models.lora.reader import Fault, Layout, read_adapter
+from sage_fast.util.errors import UserError
 from sage_fast.util.files import save_tensors
 
 ADAPTER = "default"
@@ -42,84 +41,43 @@ def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) ->
         UserError: `targets` (a regular expression over whole module names) matches no layer, or a module that peft
             cannot adapt.
     """
-    network.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.default_generator.manual_seed(seed)
         try:
             for name, layer in network.named_modules():
                 if name and re.fullmatch(targets, name) and not isinstance(layer, nn.Linear | nn.Conv3d):
                     raise ValueError(f"{name} is of type {type(layer).__name__}; expected linear layers")
-            network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=ADAPTER)
+            _add(network, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets))
         except (ValueError, re.error) as error:
             raise UserError(f"model.lora_targets = {targets!r}: {error}") from error
-    _train_adapter(network)
 
 
-def load_lora(network: Any, path: Path, part: str) -> None:
-    """Freeze the network and add the LoRA adapter at `path`, a file or folder in diffusers format, trainable.
+def load_lora(network: Any, path: Path, part: str, layouts: Iterable[Layout] = ()) -> None:
+    """Freeze the network and add the LoRA adapter at `path`, a file or a folder, in float32 and trainable.
 
     Args:
-        part: name of the network, which a pipeline puts before each layer's; a network writes bare layer names.
+        part, layouts: as in `read_adapter`.
 
     Raises:
-        UserError: no such file, or an adapter made for another model.
+        UserError: no such file, or not an adapter for this network.
     """
-    file = path / LORA_FILE if path.is_dir() else path
-    if not file.is_file():
+    names = (LORA_FILE, "adapter_model.safetensors") if path.is_dir() else ("",)
+    file = next((path / name for name in names if (path / name).is_file()), None)
+    if file is None:
         raise UserError(f"model.weights = {str(path)!r}: no such file; expected {LORA_FILE} or a folder that holds it")
-    try:
-        tensors = load_file(file)
-    except SafetensorError as error:
-        raise UserError(f"model.weights = {str(path)!r}: not a safetensors file: {error}") from error
     layers = {n: m.weight.shape for n, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
-    prefix = part if any(key.startswith(f"{part}.") for key in tensors) else None
-    tensors = {key.removeprefix(f"{part}."): tensor for key, tensor in tensors.items()}
-    problem = _problem_of_factors(tensors, layers)
-    if problem is not None:
-        raise UserError(f"model.weights = {str(path)!r}{problem}")
-    network.requires_grad_(False)
     try:
-        network.load_lora_adapter(str(file), prefix=prefix, adapter_name=ADAPTER, use_safetensors=True)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:  # metadata that does not fit
-        raise UserError(
-            f"model.weights = {str(path)!r}: diffusers cannot load it as a LoRA: {first_line(error)}"
-        ) from error
-    _train_adapter(network)
-    # load_lora_adapter rounded the adapter to the base's dtype; set it again, now in float32.
+        tensors, config = read_adapter(file, part, layers, layouts)
+    except Fault as fault:
+        raise UserError(f"model.weights = {str(path)!r}{fault}") from fault
+    _add(network, config)
     set_peft_model_state_dict(network, tensors, ADAPTER)
 
 
-def _problem_of_factors(tensors: Mapping[str, Tensor], layers: Mapping[str, torch.Size]) -> str | None:
-    """Return why these tensors are not an adapter for layers with weights of these shapes; None if they are.
-
-    An adapter has two finite factors per layer, `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, all of one rank.
-    """
-    named = re.compile(r"(.+)\.lora_([AB])\.weight")
-    if not any(map(named.fullmatch, tensors)):
-        return ": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)"
-    ranks = set()
-    for key, tensor in tensors.items():
-        if (match := named.fullmatch(key)) is None:
-            return f": holds {key!r}; expected nothing but `<layer>.lora_A.weight` and `<layer>.lora_B.weight`"
-        layer, factor = match.groups()
-        other = f"{layer}.lora_{'B' if factor == 'A' else 'A'}.weight"
-        weight, axis = layers.get(layer), 1 if factor == "A" else 0
-        if weight is None or tensor.ndim != len(weight) or tensor.shape[axis] != weight[axis]:
-            expected = "no such layer here" if weight is None else f"expected width {weight[axis]}"
-            return f" was made for another model: {key} has shape {list(tensor.shape)}, {expected}"
-        if other not in tensors:
-            return f": {key} is there and {other} is missing"
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            return f": {key} is {tensor.dtype}; expected float32, bfloat16 or float16"
-        if not tensor.isfinite().all():
-            return f": {key} is not finite"
-        ranks.add(tensor.shape[1 - axis])
-    if len(ranks) > 1 or 0 in ranks:
-        return f": its factors have the ranks {sorted(ranks)}; expected one above 0 for all layers"
-    return None
-
-
-def _train_adapter(network: Any) -> None:
+def _add(network: Any, config: LoraConfig) -> None:
+    """Freeze the network and add an adapter in float32, trainable."""
+    network.requires_grad_(False)
+    network.add_adapter(config, adapter_name=ADAPTER)
     for name, p in network.named_parameters():
         if ".lora_" in name:
             p.data = p.data.float()

@@ -12,10 +12,9 @@ import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
+from sage_fast.models.lora.reader import Fault, open_adapter
 from sage_fast.models.spec import ExportTarget
 from sage_fast.util.errors import UserError, first_line
 
@@ -27,11 +26,9 @@ def read_lora(file: Path) -> tuple[dict[str, Tensor], LoraConfig]:
         UserError: it is damaged, or holds no configuration.
     """
     try:
-        with safe_open(file, "pt") as opened:
-            settings = (opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
-        tensors = load_file(file)
-        return tensors, LoraConfig(**json.loads(settings or "null"))
-    except (SafetensorError, ValueError, TypeError) as error:
+        tensors, header = open_adapter(file)
+        return tensors, LoraConfig(**json.loads(header[LORA_ADAPTER_METADATA_KEY]))
+    except (Fault, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{file}: not a LoRA as a run saves it: {first_line(error)}") from error
 
 

@@ -1,0 +1,229 @@
+"""Read LoRA files of other programs: of diffusers, peft and kohya's scripts, and in the layouts that `export` writes.
+
+Only ranks, alphas and rank stabilisation act on the result. A field that changes it in another way is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sage_fast.models.spec import ExportTarget
+from sage_fast.util.console import wrapped
+from sage_fast.util.errors import UserError
+
+log = logging.getLogger(__name__)
+
+ACTING = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
+IDLE = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "eva_config", "megatron_core", "megatron_config", "qalora_group_size", "ensure_weight_tying",
+}  # fmt: skip
+"""Fields of peft's configuration that change nothing once the factors are there."""
+INITIALISATIONS = ("gaussian", "orthogonal", "eva", True, False)
+"""Values of `init_lora_weights` that leave the base weights as they are."""
+HEADER = {**dict.fromkeys(("lora_alpha", "alpha", "ss_network_alpha"), "lora_alpha"),
+          **dict.fromkeys(("r", "rank", "lora_rank", "ss_network_dim"), "r")}  # fmt: skip
+"""Plain entry of a file's header -> the field that it states."""
+FACTOR = re.compile(r"(.+?)\.(?:(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|(alpha))")
+KINDS = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B", "alpha": "alpha"}
+PREFIXES = r"base_model\.model\.|model\.|diffusion_model\.|lora_unet_|lora_transformer_"
+Layout = Callable[[str], ExportTarget]
+
+
+class Fault(Exception):
+    """What is wrong with a file, as the end of a sentence that begins with its name."""
+
+
+def open_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the header of a safetensors file.
+
+    Raises:
+        Fault: it is damaged.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            return load_file(file), opened.metadata() or {}
+    except SafetensorError as error:
+        raise Fault(f": not a safetensors file: {error}") from error
+
+
+def read_adapter(
+    file: Path, part: str, layers: Mapping[str, torch.Size], layouts: Iterable[Layout]
+) -> tuple[dict[str, Tensor], LoraConfig]:
+    """Read a LoRA; return its float32 factors under diffusers' names, and a configuration of nothing else.
+
+    Args:
+        part: name of the network, which a pipeline puts before each layer's.
+        layers: layer -> shape of its weight.
+        layouts: the other layouts of the checkpoint.
+
+    Raises:
+        Fault: it is damaged, no LoRA, made for another model, or has a field that cannot be honoured.
+    """
+    tensors, header = open_adapter(file)
+    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    odd = []
+    for key, tensor in tensors.items():
+        if match := FACTOR.fullmatch(key):
+            groups[match[1]][KINDS[match[2] or match[3]]] = tensor
+        else:
+            odd.append(key)
+    if not any("A" in group for group in groups.values()):
+        raise Fault(": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
+    if odd:
+        raise Fault(f": holds {odd[0]!r}; expected nothing but `<layer>.lora_A.weight` and `<layer>.lora_B.weight`")
+    beside = file.with_name("adapter_config.json")
+    is_peft = any(name.startswith("base_model.model.") for name in groups) and beside.is_file()
+    fields = _fields(header, beside if is_peft else None, part)
+    if "lora_alpha" not in fields and not any("alpha" in group for group in groups.values()):
+        log.info(wrapped(f"note: model.weights = {file}: states no alpha, so that its rank is taken: the scale is 1"))
+    known, factors, alphas = _known(layers, layouts), dict[str, tuple[Tensor, Tensor]](), dict[str, float]()
+    for name, group in groups.items():
+        bare = re.sub(rf"^(?:{re.escape(part)}\.|{PREFIXES})*", "", name)
+        a, b = _factors(name, group)
+        alpha = _alpha(bare, group.get("alpha"), fields, len(a))
+        for layer, down, up in _split(name, a, b, known.get(bare.replace(".", "_"), ()), layers):
+            if layer in factors:
+                raise Fault(f": holds the layer {layer} twice")
+            factors[layer] = down.float().contiguous(), up.float().contiguous()
+            alphas[layer] = alpha * (len(down) / len(a)) ** (0.5 if fields.get("use_rslora") else 1)
+    ranks = {layer: len(down) for layer, (down, _) in factors.items()}
+    r, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    config = LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        rank_pattern={f"^{layer}": rank for layer, rank in ranks.items() if rank != r},
+        alpha_pattern={f"^{layer}": value for layer, value in alphas.items() if value != alpha},
+        use_rslora=bool(fields.get("use_rslora")),
+        target_modules="|".join(map(re.escape, factors)),
+    )
+    return {f"{layer}.lora_{x}.weight": t for layer, pair in factors.items() for x, t in zip("AB", pair)}, config
+
+
+def _fields(header: Mapping[str, str], beside: Path | None, part: str) -> dict[str, Any]:
+    """Return what a file states of its LoRA: peft's configuration in its header or beside it, or plain entries.
+
+    Raises:
+        Fault: it cannot be read, or a field cannot be honoured.
+    """
+    plain = {key.removeprefix(f"{part}."): value for key, value in header.items()}
+    try:
+        if (text := header.get(LORA_ADAPTER_METADATA_KEY)) is None and beside is not None:
+            text = beside.read_text(encoding="utf-8")
+        stated = {HEADER[key]: json.loads(value) for key, value in plain.items() if key in HEADER}
+        fields = stated if text is None else dict(json.loads(text))
+    except (OSError, ValueError, TypeError) as error:
+        raise Fault(f": its configuration cannot be read: {error}") from error
+    own = {key.removeprefix(f"{part}."): value for key, value in fields.items() if key.startswith(f"{part}.")}
+    fields = {key: value for key, value in (own or fields).items() if value is not None}  # a pipeline names each part's
+    defaults = vars(LoraConfig()) | {"peft_type": "LORA"}
+    for key, value in fields.items():
+        acts = value and key not in ACTING | IDLE and value != defaults.get(key)
+        if acts and not (key == "init_lora_weights" and value in INITIALISATIONS):
+            raise Fault(f": its {key} is {value!r}, which changes the result and cannot be honoured here")
+    return fields
+
+
+def _known(layers: Iterable[str], layouts: Iterable[Layout]) -> dict[str, list[tuple[str, ExportTarget]]]:
+    """Return the inverse of the tables by which `export` writes.
+
+    Its keys are a layer's name in any layout, without prefix and with `_` for `.`; its values are our layers, and where
+    they are in that layer.
+    """
+    known: dict[str, list[tuple[str, ExportTarget]]] = {}
+    for target_of in (*layouts, ExportTarget):
+        found: dict[str, list[tuple[str, ExportTarget]]] = defaultdict(list)
+        for layer in layers:
+            with contextlib.suppress(UserError):  # a layer that only diffusers has
+                target = target_of(layer)
+                found[re.sub(rf"^(?:{PREFIXES})", "", target.layer).replace(".", "_")].append((layer, target))
+        known |= found
+    return known
+
+
+def _factors(name: str, group: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return A and B of a layer of a file.
+
+    Raises:
+        Fault: one is missing, not finite, of an unknown type, or they do not fit each other.
+    """
+    for kind in "AB":
+        if kind not in group:
+            there = next(f"lora_{other}.weight" if other in "AB" else other for other in group)
+            raise Fault(f": {name}.{there} is there and {name}.lora_{kind}.weight is missing")
+        if group[kind].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise Fault(f": {name}.lora_{kind}.weight is {group[kind].dtype}; expected float32, bfloat16 or float16")
+        if not group[kind].isfinite().all():
+            raise Fault(f": {name}.lora_{kind}.weight is not finite")
+    a, b = group["A"], group["B"]
+    if a.ndim < 2 or b.ndim < 2 or not 0 < len(a) == b.shape[1]:
+        shapes = f"{list(a.shape)} and {list(b.shape)}"
+        raise Fault(f": the factors of {name} have the shapes {shapes}; expected one rank above 0")
+    return a, b
+
+
+def _split(
+    name: str, a: Tensor, b: Tensor, targets: Sequence[tuple[str, ExportTarget]], layers: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each of our layers that a layer of a file stands for, with its own A and B.
+
+    Of the ranks of a layer that fuses several, each of these gets those that its rows of B use.
+
+    Raises:
+        Fault: our model has no such layer, or one of another size.
+    """
+    another = f" was made for another model: {name}.lora_"
+    if not targets:
+        raise Fault(f"{another}A.weight has shape {list(a.shape)}, no such layer here")
+    fused = targets[0][1].fused
+    for layer, target in targets:
+        shape = layers[layer]
+        for kind, factor, axis, width in (("A", a, 1, shape[1]), ("B", b, 0, shape[0] * fused)):
+            if factor.ndim != len(shape) or factor.shape[axis] != width:
+                raise Fault(f"{another}{kind}.weight has shape {list(factor.shape)}, expected width {width}")
+        up = b.chunk(fused)[target.position]
+        up = torch.cat(up.chunk(2)[::-1]) if target.swaps_halves else up
+        used = up.transpose(0, 1).flatten(1).any(1) if fused > 1 and b.any() else slice(None)
+        if len(a[used]):
+            yield layer, a[used], up[:, used]
+
+
+def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: int) -> float:
+    """Return the alpha of a layer of this rank: of a tensor, or of the fields; the rank itself if none is stated.
+
+    Raises:
+        Fault: it is no number above 0, or another rank is stated.
+    """
+
+    def of_layer(field: str, pattern: str) -> Any:
+        try:
+            values = dict(fields.get(pattern, {}))
+            return values.get(get_pattern_key(list(values), layer), fields.get(field))
+        except (re.error, TypeError, ValueError) as error:
+            raise Fault(f": its {pattern} is no mapping of regular expressions: {error}") from error
+
+    if (r := of_layer("r", "rank_pattern")) not in (None, rank):
+        raise Fault(f": its r is {r!r}, and the factors of {layer} have rank {rank}")
+    alpha = of_layer("lora_alpha", "alpha_pattern") if stated is None else stated.tolist()
+    if alpha is None:
+        return rank
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise Fault(f": the alpha of {layer} is {alpha!r}; expected a number above 0")
+    return alpha
