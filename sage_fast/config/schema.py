@@ -57,8 +57,8 @@ class ModelConfig(Section):
     tuning: Tuning = "lora"
     """What to train: a LoRA adapter or all weights."""
     weights: str | None = None
-    """Trained weights to start from, as a run saves them: a LoRA (rank and alpha then come from the file) or a transformer
-    folder. Or a LoRA of another program: docs/how-to/export.md."""
+    """Trained weights to start from, as a run saves them: a LoRA (rank and alpha then come from the file) or a
+    transformer folder. Or a LoRA of another program: docs/how-to/export.md."""
     lora_rank: int = within(64, least=1)
     """Rank of the LoRA adapter."""
     lora_alpha: int = within(128, least=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import ConfigMixin
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.rank_checks import check_heads
@@ -44,9 +44,12 @@ def read_config(setting: str, source: str, part: str) -> dict[str, Any]:
     if Path(source).is_dir() and not (Path(source) / part / "config.json").is_file():
         raise UserError(f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is missing")
     try:
-        return _ConfigReader.load_config(source, subfolder=part)
+        config = _ConfigReader.load_config(source, subfolder=part)
     except OSError as error:
         raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {error}") from error
+    if config.get("quantization_config"):
+        raise UserError(f"{setting} = {source!r}: its {part} is quantized; expected weights in float32 or bfloat16")
+    return config
 
 
 def find_spec(path: str, *, fetch: bool = False) -> Spec:
@@ -81,6 +84,29 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     spec = cls(path, {part: read_config("model.path", cls.source(part, source), part) for part in parts})
     spec.check()
     return spec
+
+
+def check_shapes(spec: Spec) -> None:
+    """Check that the weights in a local folder have the shapes that its config.json asks for; reads headers alone.
+
+    Raises:
+        UserError: they have not, or a file is damaged.
+    """
+    for part in (*spec.networks, "vae"):
+        files = sorted((Path(spec.source(part, spec.path)) / part).glob("*.safetensors"))
+        expected = spec.meta(part).state_dict() if files else {}
+        for file in files:
+            try:
+                with safe_open(file, "pt") as opened:
+                    shapes = {key: opened.get_slice(key).get_shape() for key in expected.keys() & set(opened.keys())}
+            except SafetensorError as error:
+                raise UserError(f"model.path = {spec.path!r}: cannot read {part}/{file.name}: {error}") from error
+            for key, shape in shapes.items():
+                if shape != list(expected[key].shape):
+                    raise UserError(
+                        f"model.path = {spec.path!r}: {key} has shape {shape} in {part}/{file.name}; its config.json "
+                        f"asks for {list(expected[key].shape)}"
+                    )
 
 
 def _family_in(path: str, source: str) -> type[Spec]:
@@ -121,7 +147,7 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
                 module, found = read(device_map={"": device})
             except NotImplementedError:  # missing weights cannot be moved; without a device they are named
                 module, found = read()
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
     odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
     if odd:
@@ -185,10 +211,14 @@ def load_model(
         make_trainable(spec, network.eval(), config, seed, config.weights)
     vae.eval().requires_grad_(False)
     policy = spec.policy(networks, dtype=dtype, guidance_scale=sampling.guidance_scale)
+    ignored = {key for part, config in spec.configs.items() for key in config if not key.startswith("_")}
+    ignored -= {key for part in spec.configs for key in spec.known_fields(part)}
     if is_random(spec.path):
         notes = [f"model.path = {spec.path}: the weights are random; times and memory count, videos and rewards do not"]
     else:
         notes = spec.notes(sampling)
+    if ignored:
+        notes = [*notes, f"model.path = {spec.path!r}: fields of config.json are not known here: {sorted(ignored)}"]
     if (group := sequence_group()) is not None:
         policy.enable_sequence_parallel(SequenceParallel(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)

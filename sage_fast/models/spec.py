@@ -6,6 +6,7 @@ models/registry.py finds it; models/interface.py has what a policy takes besides
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.policy import Policy
+from sage_fast.util.errors import UserError, first_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,11 +132,24 @@ class Spec:
         """Return the checkpoint that a part is read from: another one if they share it."""
         return checkpoint
 
+    def known_fields(self, part: str) -> dict[str, Any]:
+        """Return the fields of a part's config.json that its class knows."""
+        known = inspect.signature({**self.networks, "vae": self.autoencoder}[part]).parameters
+        return {key: value for key, value in self.configs.get(part, {}).items() if key in known}
+
     def meta(self, part: str) -> Any:
-        """Return a part on the meta device: no memory, no weights."""
-        settings = {key: value for key, value in self.configs.get(part, {}).items() if not key.startswith("_")}
-        with torch.device("meta"):
-            return {**self.networks, "vae": self.autoencoder}[part](**settings)
+        """Return a part on the meta device: no memory, no weights.
+
+        Raises:
+            UserError: its class refuses the values in config.json.
+        """
+        try:
+            with torch.device("meta"):
+                return {**self.networks, "vae": self.autoencoder}[part](**self.known_fields(part))
+        except Exception as error:  # whatever odd values make a class raise
+            raise UserError(
+                f"model.path = {self.path!r}: {part}/config.json describes no model: {first_line(error)}"
+            ) from error
 
     @property
     def heads(self) -> int:

@@ -32,7 +32,7 @@ from sage_fast.loading import (
     training_room,
 )
 from sage_fast.models.checkpointing import CheckpointPlan
-from sage_fast.models.load import find_spec, meta_policy
+from sage_fast.models.load import check_shapes, find_spec, meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.registry import default_family
@@ -369,6 +369,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
         UserError: the settings are impossible, `model.path` is not a checkpoint, or prompts or a reward are missing.
     """
     spec = find_spec(config.model.path)
+    check_shapes(spec)
     resolved = check_trainable(config, ranks)
     check_distilled(spec.distillation, resolved.objective)
     train, heldout = configured_prompts(config.data)

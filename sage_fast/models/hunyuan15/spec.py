@@ -45,6 +45,13 @@ FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
 """Random model -> number of its blocks, which have the published width: all weights of these train on one GPU."""
 PIPELINES = {"HunyuanVideo15Pipeline": "t2v", "HunyuanVideo15ImageToVideoPipeline": "i2v"}
 """Class in a checkpoint's model_index.json -> its task."""
+SAMPLED_AS: dict[str, tuple[Any, str]] = {
+    "scheduler": (FlowMatchEulerDiscreteScheduler, "shift"),
+    "guider": (ClassifierFreeGuidance, "guidance_scale"),
+}
+"""Part of a checkpoint -> the class that a run samples as, at its default settings, and the field that is a setting."""
+DYNAMIC = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type")
+"""Fields of the scheduler that act with `use_dynamic_shifting` alone."""
 DISTILLED, STEP_DISTILLED = "_distilled", "_step_distilled"
 """Ends of the names of published checkpoints: distilled from guidance, and also to few steps by MeanFlow."""
 
@@ -116,7 +123,7 @@ class HunyuanVideo15(Spec):
         distilled = self.path.endswith(DISTILLED)
         if not distilled and self.configs:
             with contextlib.suppress(OSError, UserError):
-                distilled = self._guider_scale() == 1
+                distilled = self._stated("guider")[1].get("guidance_scale") == 1
         return Distillation(steps=(50,)) if distilled else None  # README: "must use 50 steps"
 
     @property
@@ -150,28 +157,38 @@ class HunyuanVideo15(Spec):
 
         These are notes, not errors: the difference may be intended. A run without guidance takes half the forwards.
         """
-        notes = []
-        try:
-            scheduler = FlowMatchEulerDiscreteScheduler.load_config(reachable(self.path), subfolder="scheduler")
-            scale = self._guider_scale()
-        except OSError:
-            lacks = "the checkpoint lacks scheduler/ or guider/"
-            return [f"{lacks}: sampling.shift and sampling.guidance_scale are not compared"]
-        if scheduler.get("use_dynamic_shifting") or scheduler.get("shift", 1.0) != sampling.shift:
-            dynamic = scheduler.get("use_dynamic_shifting")
-            published = "a shift that depends on the size" if dynamic else f"shift {scheduler.get('shift', 1.0):g}"
-            notes.append(f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {published}")
-        if scale != sampling.guidance_scale:
-            notes.append(
-                f"sampling.guidance_scale = {sampling.guidance_scale:g}, and the checkpoint's guider has "
-                f"{scale:g}{' (off: a model distilled from guidance)' if scale == 1 else ''}"
-            )
+        notes: list[str] = []
+        for part, (cls, setting) in SAMPLED_AS.items():
+            try:
+                name, stated = self._stated(part)
+            except OSError:
+                lacks = "the checkpoint lacks scheduler/ or guider/"
+                return [f"{lacks}: sampling.shift and sampling.guidance_scale are not compared"]
+            if name != cls.__name__:
+                own = ", ".join(f"{key} {value}" for key, value in stated.items() if setting in key)
+                notes.append(f"the checkpoint's {part} is {name} ({own}), and a run samples as by {cls.__name__}")
+                continue
+            value, published = getattr(sampling, setting), stated.pop(setting, cls().config[setting])
+            if published != value:
+                has = f"{'shift ' * (part == 'scheduler')}{_number(published)}"
+                off = " (off: a model distilled from guidance)" * (part == "guider" and published == 1)
+                notes.append(f"sampling.{setting} = {value:g}, and the checkpoint's {part} has {has}{off}")
+            idle = () if stated.get("use_dynamic_shifting") else DYNAMIC
+            odd = [key for key, usual in cls().config.items() if key not in idle and stated.get(key, usual) != usual]
+            notes += [f"the checkpoint's {part} has {key} {_number(stated[key])}, and a run does not" for key in odd]
         return notes
 
-    def _guider_scale(self) -> float:
-        """Read the guidance scale of the checkpoint's guider; 1 if it is off."""
-        guider = ClassifierFreeGuidance.load_config(reachable(self.path), subfolder="guider")
-        return float(guider.get("guidance_scale", 1.0)) if guider.get("enabled", True) else 1.0
+    def _stated(self, part: str) -> tuple[str, dict[str, Any]]:
+        """Return the class of the scheduler or the guider, and its configuration; a guider that is off has scale 1.
+
+        Raises:
+            OSError: the checkpoint has none.
+        """
+        cls, _ = SAMPLED_AS[part]
+        found = dict(cls.load_config(reachable(self.path), subfolder=part))
+        if not found.pop("enabled", True):
+            found |= {"guidance_scale": 1.0}
+        return str(found.pop("_class_name", cls.__name__)), found
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         return (
@@ -238,6 +255,10 @@ class HunyuanVideo15(Spec):
     def encoder_version(self) -> str | None:
         parts = (*encoder.PARTS, *encoder.IMAGE_PARTS) if self.takes_images else encoder.PARTS
         return "" if is_random(self.path) else encoder.encoder_version(self.path, parts)
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
 
 
 def forward_flops(config: TransformerConfig, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:

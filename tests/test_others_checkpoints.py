@@ -1,0 +1,166 @@
+"""Checkpoints of other programs and versions: what their configurations say, and their weights."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler
+from safetensors.torch import load_file, save_file
+
+from sage_fast.config.schema import ModelConfig, SamplingConfig
+from sage_fast.models.load import check_shapes, find_spec, load_model
+from sage_fast.testbed import BASE
+from sage_fast.util.errors import UserError
+from tests.tiny import CPU
+from tests.tiny_checkpoint import GUIDANCE_SCALE, write_tiny_checkpoint
+
+SAMPLING = SamplingConfig(num_frames=17, height=32, width=32)
+
+
+@pytest.fixture
+def testbed(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(BASE, tmp_path / "testbed"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def change(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def loaded(path: Path) -> Any:
+    return load_model(ModelConfig(path=str(path), dtype="float32"), SAMPLING, CPU, 0)
+
+
+# -- config.json ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("transformer", {"text_embed_2_hidden_dim": 8}),
+        ("transformer", {"a_field_of_tomorrow": None, "another": [1, 2]}),
+        ("vae", {"use_tiling": True}),
+    ],
+)
+def test_a_field_that_the_class_does_not_know_is_a_note(testbed: Path, part: str, fields: dict[str, Any]) -> None:
+    expected = loaded(testbed)
+    assert expected.notes == []
+    change(testbed / part / "config.json", **fields)
+    check_shapes(find_spec(str(testbed)))
+    found = loaded(testbed)
+    (note,) = found.notes
+    assert note.endswith(f"fields of config.json are not known here: {sorted(fields)}")
+    weights = [dict(model.policy.named_parameters()) for model in (found, expected)]
+    assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_layers": "three"}, {"patch_size": None}, {"attention_head_dim": []}, {"mlp_ratio": "four"}],
+    ids=str,
+)
+def test_values_of_another_type_are_one_line(testbed: Path, fields: dict[str, Any]) -> None:
+    change(testbed / "transformer" / "config.json", **fields)
+    for call in (lambda: check_shapes(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert "transformer/config.json describes no model: " in refusal(call)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "gguf"])
+def test_quantized_weights_are_one_line(testbed: Path, part: str, method: str) -> None:
+    change(testbed / part / "config.json", quantization_config={"quant_method": method, "load_in_4bit": True})
+    assert f"its {part} is quantized; expected weights in float32" in refusal(lambda: find_spec(str(testbed)))
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("transformer", {"num_attention_heads": 2}),
+        ("transformer", {"text_embed_dim": 8}),
+        ("vae", {"block_out_channels": [8, 16, 32, 32]}),
+    ],
+)
+def test_weights_of_another_shape_are_one_line_before_they_are_loaded(
+    testbed: Path, part: str, fields: dict[str, Any]
+) -> None:
+    change(testbed / part / "config.json", **fields)
+    text = refusal(lambda: check_shapes(find_spec(str(testbed))))
+    assert f" in {part}/diffusion_pytorch_model.safetensors; its config.json asks for [" in text
+    assert f"cannot read the weights in {part}/" in refusal(lambda: loaded(testbed))
+
+
+def test_one_tensor_of_another_shape_is_named(testbed: Path) -> None:
+    file = testbed / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["proj_out.bias"] = tensors["proj_out.bias"][:-1].contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    assert "proj_out.bias has shape [31] in" in refusal(lambda: check_shapes(find_spec(str(testbed))))
+    file.write_bytes(file.read_bytes()[:100])
+    assert f"cannot read transformer/{file.name}: " in refusal(lambda: check_shapes(find_spec(str(testbed))))
+
+
+# -- scheduler and guider ---------------------------------------------------------------------------------------------
+
+
+def notes(checkpoint: Path, tmp_path: Path, part: str, **fields: Any) -> list[str]:
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    change(other / part / f"{part}_config.json", **fields)
+    spec = find_spec(str(other))
+    return spec.notes(SamplingConfig(guidance_scale=GUIDANCE_SCALE))
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "words"),
+    [
+        ("scheduler", {"shift": None}, "sampling.shift = 5, and the checkpoint's scheduler has shift None"),
+        ("scheduler", {"shift": "5"}, "sampling.shift = 5, and the checkpoint's scheduler has shift '5'"),
+        ("scheduler", {"use_dynamic_shifting": True}, "the checkpoint's scheduler has use_dynamic_shifting True"),
+        ("scheduler", {"use_karras_sigmas": True}, "the checkpoint's scheduler has use_karras_sigmas True"),
+        ("scheduler", {"shift_terminal": 0.02}, "the checkpoint's scheduler has shift_terminal 0.02"),
+        ("scheduler", {"stochastic_sampling": True}, "the checkpoint's scheduler has stochastic_sampling True"),
+        ("guider", {"guidance_rescale": 0.7}, "the checkpoint's guider has guidance_rescale 0.7"),
+        ("guider", {"stop": 0.8}, "the checkpoint's guider has stop 0.8"),
+        ("guider", {"use_original_formulation": True}, "the checkpoint's guider has use_original_formulation True"),
+        ("guider", {"guidance_scale": None}, "and the checkpoint's guider has None"),
+        (
+            "guider",
+            {"_class_name": "SkipLayerGuidance"},
+            "the checkpoint's guider is SkipLayerGuidance (guidance_scale",
+        ),
+    ],
+    ids=str,
+)
+def test_what_samples_otherwise_is_said(
+    checkpoint: Path, tmp_path: Path, part: str, fields: dict[str, Any], words: str
+) -> None:
+    (note,) = notes(checkpoint, tmp_path, part, **fields)
+    assert words in note
+
+
+def test_another_scheduler_is_not_taken_for_ours(checkpoint: Path, tmp_path: Path) -> None:
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+    (note,) = notes(checkpoint, tmp_path, "scheduler", **scheduler.config, _class_name="UniPCMultistepScheduler")
+    assert note.startswith("the checkpoint's scheduler is UniPCMultistepScheduler (")
+    assert "flow_shift 5.0" in note
+
+
+def test_what_does_not_act_is_not_said(checkpoint: Path, tmp_path: Path) -> None:
+    assert notes(checkpoint, tmp_path, "scheduler", base_shift=0.3, max_shift=2.0, a_field_of_tomorrow=3) == []
