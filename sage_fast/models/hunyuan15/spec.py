@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -168,13 +169,14 @@ class HunyuanVideo15(Spec):
                 own = ", ".join(f"{key} {value}" for key, value in stated.items() if setting in key)
                 notes.append(f"the checkpoint's {part} is {name} ({own}), and a run samples as by {cls.__name__}")
                 continue
-            value, published = getattr(sampling, setting), stated.pop(setting, cls().config[setting])
+            usual = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
+            value, published = getattr(sampling, setting), stated.pop(setting, usual[setting])
             if published != value:
                 has = f"{'shift ' * (part == 'scheduler')}{_number(published)}"
                 off = " (off: a model distilled from guidance)" * (part == "guider" and published == 1)
                 notes.append(f"sampling.{setting} = {value:g}, and the checkpoint's {part} has {has}{off}")
             idle = () if stated.get("use_dynamic_shifting") else DYNAMIC
-            odd = [key for key, usual in cls().config.items() if key not in idle and stated.get(key, usual) != usual]
+            odd = [key for key, value in usual.items() if key not in idle and stated.get(key, value) != value]
             notes += [f"the checkpoint's {part} has {key} {_number(stated[key])}, and a run does not" for key in odd]
         return notes
 
