@@ -374,7 +374,7 @@ def test_a_limit_on_rollout_steps_needs_agreement(surrogate: str, monkeypatch: p
     class Asked(Exception):
         pass
 
-    def load_model(*_: Any, needs_agreement: bool) -> Any:
+    def load_model(*_: Any, needs_agreement: bool, **others: Any) -> Any:
         raise Asked(needs_agreement)
 
     monkeypatch.setattr(setup, "load_model", load_model)

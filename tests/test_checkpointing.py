@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sage_fast import loading as setup
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.loader import load
 from sage_fast.models.attention.backends import ATTENTION, Backend, is_attention
 from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
@@ -17,7 +17,7 @@ from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.model import Model
-from sage_fast.rollout.recorder import graph_bytes
+from sage_fast.parallel import fit
 from sage_fast.testbed.model import Testbed
 from sage_fast.tools.plan import plan
 from sage_fast.util.errors import UserError
@@ -228,11 +228,11 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
             (1, CheckpointPlan(mode, 3, 3)),
             (-1, CheckpointPlan(slower, 1 if slower != mode else 3, 3)),
         ):
-            free = (need + coming + spare) / setup.MEMORY_SHARE
-            monkeypatch.setattr(setup, "free_bytes", lambda device, free=free: free)
-            assert setup.choose_checkpointing(config, model) == (expected, 0)
+            free = (need + coming + spare) / fit.MEMORY_SHARE
+            monkeypatch.setattr(fit, "free_bytes", lambda device, free=free: free)
+            assert fit.choose_checkpointing(Resolved.of(config), model) == (expected, 0)
     asked = settings(model__gradient_checkpointing="attention")
-    assert setup.choose_checkpointing(asked, model)[0] == CheckpointPlan("attention")
+    assert fit.choose_checkpointing(Resolved.of(asked), model)[0] == CheckpointPlan("attention")
 
 
 def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,15 +240,15 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(settings())
     config = settings(model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True)
     cost, trained = model.spec.cost(config), sum(p.numel() for p in model.policy.parameters().values())
-    graphs = graph_bytes(cost, config.sampling, config.model, config.train)
-    free = (cost.activations["none"] + graphs + 12 * trained - 1) / setup.MEMORY_SHARE
-    monkeypatch.setattr(setup, "free_bytes", lambda device: free)
+    graphs = fit.graph_bytes(cost, config.sampling, config.model, config.train)
+    free = (cost.activations["none"] + graphs + 12 * trained - 1) / fit.MEMORY_SHARE
+    monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, left = setup.choose_checkpointing(config, model)
+    chosen, left = fit.choose_checkpointing(Resolved.of(config), model)
     assert chosen == CheckpointPlan("attention", 1, 3)
     assert left >= graphs
     config.sampling.cuda_graphs = False
-    assert setup.choose_checkpointing(config, model) == (CheckpointPlan("none", 3, 3), 0)
+    assert fit.choose_checkpointing(Resolved.of(config), model) == (CheckpointPlan("none", 3, 3), 0)
 
 
 def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,10 +260,10 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.
     model = tiny_model(settings())
     cost, trained = model.spec.cost(config), sum(p.numel() for p in model.policy.parameters().values())
     assert cost.step > cost.activations["none"] - cost.activations["full"]
-    free = (cost.activations["none"] + 12 * trained + 1) / setup.MEMORY_SHARE
-    monkeypatch.setattr(setup, "free_bytes", lambda device: free)
+    free = (cost.activations["none"] + 12 * trained + 1) / fit.MEMORY_SHARE
+    monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, left = setup.choose_checkpointing(config, model)
+    chosen, left = fit.choose_checkpointing(Resolved.of(config), model)
     assert chosen == CheckpointPlan("none", 3, 3)
     assert left < cost.step
     weights = sum(p.nbytes for _, p in model.policy.named_parameters()) + 4.0 * cost.decoder_weights
@@ -285,10 +285,10 @@ def test_a_run_takes_the_mode_of_its_plan(
         for _, p in policy.named_parameters():
             p.data = p.data if p.requires_grad else p.data.bfloat16()
     loaded = sum(p.nbytes for _, p in policy.named_parameters()) + 2 * spec.cost(config).decoder_weights
-    monkeypatch.setattr(setup, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
-    monkeypatch.setattr(setup, "world_size", lambda: ranks)
+    monkeypatch.setattr(fit, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
+    monkeypatch.setattr(fit, "world_size", lambda: ranks)
     monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
-    mode, left = setup.choose_checkpointing(config, model)
+    mode, left = fit.choose_checkpointing(Resolved.of(config), model)
     memory, cost = plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory, spec.cost(config)
     assert f"activations, auto chooses {mode}" in memory
     assert ("CUDA graphs" in memory) == (left >= cost.step + cost.context)

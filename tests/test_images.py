@@ -27,10 +27,10 @@ from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import dump, from_overrides, load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached, fill_cache
+from sage_fast.data.prompt_checks import check_captions
 from sage_fast.data.prompts import captions_of, metadata_of, negatives_of, read_prompts
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet
-from sage_fast.loading import check_captions
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import find_spec
 from sage_fast.report.html import image_address

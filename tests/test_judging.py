@@ -22,9 +22,9 @@ from sage_fast.eval.gains import hacking_in_run, table
 from sage_fast.eval.playback import for_browser, read_video
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
-from sage_fast.loading import load_rewards
 from sage_fast.report import charts
 from sage_fast.rewards import Judge
+from sage_fast.rewards.composite import load_rewards
 from sage_fast.run.sources import labelled
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4

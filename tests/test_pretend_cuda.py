@@ -27,10 +27,11 @@ from sage_fast.eval.evaluation import Evaluation, evaluate
 from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15 import decode
 from sage_fast.models.load import load_model
+from sage_fast.parallel.fit import graph_bytes
 from sage_fast.rollout import recorder
 from sage_fast.rollout.graphs import StepGraph, StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.rollout.recorder import graph_bytes, seconds_of, step_graphs
+from sage_fast.rollout.recorder import seconds_of, step_graphs
 from sage_fast.rollout.step import denoise
 from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.tools.operators import OPERATORS

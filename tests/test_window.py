@@ -10,7 +10,7 @@ import torch
 from sage_fast.algorithm.iteration_plan import IterationPlan
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
-from sage_fast.loading import trajectory_bytes
+from sage_fast.parallel.fit import trajectory_bytes
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.parity import check_parity
 from sage_fast.tools.plan import plan

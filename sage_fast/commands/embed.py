@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     import torch
 
     from sage_fast.data.embeddings import cache_key, fill_cache
-    from sage_fast.loading import check_captions
+    from sage_fast.data.prompt_checks import check_captions
     from sage_fast.models.load import find_spec
     from sage_fast.util.ranks import initialize, shutdown
 

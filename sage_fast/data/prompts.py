@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from sage_fast.config.schema import DataConfig
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.images import check_image
@@ -110,6 +111,11 @@ def read_prompts(source: str) -> list[Prompt]:
     if not prompts:
         raise UserError(f"prompt file {source!r} is empty; expected at least one prompt")
     return prompts
+
+
+def configured_prompts(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Read `data.prompts` and `data.eval_prompts`."""
+    return read_prompts(data.prompts), read_prompts(data.eval_prompts)
 
 
 def captions_of(prompts: Sequence[Prompt]) -> dict[str, Caption]:

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.data.prompts import metadata_of
+from sage_fast.data.prompt_checks import check_task
+from sage_fast.data.prompts import configured_prompts, metadata_of
 from sage_fast.eval.candidate import Candidate
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, rewards_of, score_videos
 from sage_fast.eval.playback import read_video
 from sage_fast.eval.video_folder import read_folder, scorers_of, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
-from sage_fast.loading import check_task, configured_prompts, load_rewards, load_setup
+from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.rewards import CompositeReward, Judge
+from sage_fast.rewards import CompositeReward, Judge, load_rewards
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, writing

@@ -179,7 +179,13 @@ def meta_policy(spec: Spec, config: ModelConfig) -> Policy:
 
 
 def load_model(
-    config: ModelConfig, sampling: SamplingConfig, device: torch.device, seed: int, *, needs_agreement: bool = True
+    config: ModelConfig,
+    sampling: SamplingConfig,
+    device: torch.device,
+    seed: int,
+    *,
+    needs_agreement: bool = True,
+    spec: Spec | None = None,
 ) -> Model:
     """Load a checkpoint and make it trainable.
 
@@ -188,6 +194,7 @@ def load_model(
 
     Args:
         needs_agreement: whether rollouts and training must round alike; see `choose_attention`.
+        spec: that of `config.path`, if it is known.
 
     Raises:
         UserError: the checkpoint is missing, incomplete or for another task, the LoRA weights fit another model, or the
@@ -195,7 +202,7 @@ def load_model(
     """
     dtype = getattr(torch, config.dtype)
     check_attention(config.attention, device, dtype)
-    spec = find_spec(config.path, fetch=True)
+    spec = spec or find_spec(config.path, fetch=True)
     check_heads(config.sequence_parallel, spec.heads)
     loaded = reachable(spec.path)
     # Updates of the size of lr would vanish in bf16 rounding. An engine may round what forwards read afterwards.

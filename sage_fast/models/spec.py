@@ -20,6 +20,10 @@ from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.policy import Policy
 from sage_fast.util.errors import UserError, first_line
 
+MAX_GRAPHS = 64
+"""Most CUDA graphs of a run. It bounds the memory to plan with, and what PyTorch does not count: the driver's thousands
+of launches of each graph."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:

@@ -7,7 +7,7 @@ works too.
 
 from sage_fast.config.rewards import SHIPPED
 from sage_fast.rewards.backends import load_reward
-from sage_fast.rewards.composite import CompositeReward, Judge
+from sage_fast.rewards.composite import CompositeReward, Judge, load_rewards
 from sage_fast.rewards.interface import Reward, Scores, join_scores
 
-__all__ = ["SHIPPED", "CompositeReward", "Judge", "Reward", "Scores", "join_scores", "load_reward"]
+__all__ = ["SHIPPED", "CompositeReward", "Judge", "Reward", "Scores", "join_scores", "load_reward", "load_rewards"]

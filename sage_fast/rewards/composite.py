@@ -16,6 +16,8 @@ from sage_fast.rewards.failure_policy import Outcome
 from sage_fast.rewards.interface import Metadata, Pending, Reward, Scores
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
+from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.ranks import local_device
 
 RAW = "_raw"
 """Suffix of a part before its normalisation."""
@@ -258,3 +260,31 @@ def dummy_videos(sampling: SamplingConfig) -> Tensor:
         min(2, sampling.batch_size), frames, 3, height, width, generator=torch.Generator().manual_seed(0)
     )
     return (noise + torch.linspace(0, 1, width)) / 2
+
+
+def load_rewards(
+    settings: RewardConfig,
+    judge_name: str | None,
+    sampling: SamplingConfig,
+    prompts: Sequence[str],
+    eval_prompts: Sequence[str],
+    metadata: Mapping[str, Metadata],
+) -> tuple[CompositeReward, Judge | None]:
+    """Load the reward and, if named, the judge; check each on one or two dummy videos of these prompts.
+
+    Raises:
+        UserError: one is missing or does not fit.
+    """
+    device = str(local_device())
+    reward, judge = CompositeReward.of(settings, device, metadata), None
+    reward.check(sampling, prompts, device)
+    for part in reward.parts:
+        if part in ("reward", "overall") or part.startswith(JUDGE_PART):
+            raise UserError(
+                f"reward {' and '.join(map(repr, reward.names))}: returns a part {part!r}, a name that tables "
+                "reserve for the composite and eval.judge; give it another name, or a reward.prefix such as my_"
+            )
+    if judge_name is not None:
+        judge = Judge(judge_name, settings, device, metadata=metadata)
+        judge.check(sampling, eval_prompts, device)
+    return reward, judge

@@ -23,13 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sage_fast.models.interface import BatchConditions
 from sage_fast.models.policy import Policy
+from sage_fast.models.spec import MAX_GRAPHS
 from sage_fast.rollout.step import denoise
 from sage_fast.util.errors import first_line
 
 log = logging.getLogger(__name__)
-
-MAX_GRAPHS = 64
-"""Bounds the memory to plan with, and what PyTorch does not count: the driver's thousands of launches of each graph."""
 
 Recordable = Callable[[], tuple[Tensor, ...]]
 Recorder = Callable[[Recordable], tuple[Callable[[], object], tuple[Tensor, ...], int]]

@@ -1,4 +1,4 @@
-"""What records CUDA graphs of denoising steps, measures them, and says how much memory they take."""
+"""What records CUDA graphs of denoising steps and measures them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sage_fast.config.engines import ENGINES
-from sage_fast.config.schema import ModelConfig, SamplingConfig, TrainConfig
 from sage_fast.models.policy import Policy
 from sage_fast.models.spec import Cost
-from sage_fast.rollout.graphs import MAX_GRAPHS, Recordable, StepGraph, StepGraphs
+from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
 from sage_fast.util.environment import format_bytes
 
 log = logging.getLogger(__name__)
@@ -71,16 +69,6 @@ def seconds_of(graph: StepGraph) -> tuple[float, float]:
             torch.cuda.synchronize()
             found.append(time.perf_counter() - start)
     return min(seconds[0]), min(seconds[1])
-
-
-def graph_bytes(cost: Cost, sampling: SamplingConfig, model: ModelConfig, train: TrainConfig) -> float:
-    """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
-
-    They do if weights are gathered and released (ZeRO-3), and if ranks share samples, whose exchanges are not
-    recorded.
-    """
-    alone = not ENGINES[train.engine].gathers and model.sequence_parallel == 1
-    return cost.step + MAX_GRAPHS * cost.context if sampling.cuda_graphs and alone else 0.0
 
 
 def step_graphs(policy: Policy, cost: Cost, room: float) -> StepGraphs | None:

@@ -22,10 +22,11 @@ from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
 from sage_fast.eval.gains import hacking_in_run
-from sage_fast.loading import Setup, check_trajectories, load_setup
+from sage_fast.loading import Setup, load_setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
+from sage_fast.parallel.fit import check_trajectories
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
 from sage_fast.run.claim import (
     check_metrics,

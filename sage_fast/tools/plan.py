@@ -22,15 +22,8 @@ from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
-from sage_fast.data.prompts import Prompt
-from sage_fast.loading import (
-    check_captions,
-    check_prompt_sets,
-    configured_prompts,
-    fit_training,
-    stored_rollouts,
-    training_room,
-)
+from sage_fast.data.prompt_checks import check_captions, check_prompt_sets
+from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.load import check_shapes, find_spec, meta_policy
 from sage_fast.models.policy import Policy
@@ -39,6 +32,7 @@ from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel import NODE
 from sage_fast.parallel.engine_memory import engine_memory
+from sage_fast.parallel.fit import fit_training, stored_rollouts, training_room
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.tools.harness import H200_BF16_FLOPS

@@ -1,0 +1,136 @@
+"""Memory of a rank: what training, stored rollouts and CUDA graphs take, and the recomputation that makes it fit."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sage_fast.algorithm.iteration_plan import share_of
+from sage_fast.algorithm.resolved import Resolved
+from sage_fast.config.engines import ENGINES
+from sage_fast.config.schema import ModelConfig, SamplingConfig, TrainConfig
+from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
+from sage_fast.models.model import Model
+from sage_fast.models.policy import Policy
+from sage_fast.models.spec import MAX_GRAPHS, Cost, Spec
+from sage_fast.parallel.engine_memory import engine_memory
+from sage_fast.util.environment import format_bytes, free_bytes
+from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import all_gather_object, data_size, world_size
+
+MEMORY_SHARE = 0.85
+"""Share of the free memory that a run may plan with; the rest is for decoding, workspaces and fragmentation. In four
+iterations on an H100, training allocated 93 to 98 % of the plan: `benchmarks/results/2026-11-25-h100-iteration.json`,
+`-full`, `-nft` and `-nft-zero3`. What was reserved, and ranks that hold NCCL's buffers, were not measured."""
+
+
+def choose_checkpointing(resolved: Resolved, model: Model) -> tuple[CheckpointPlan, float]:
+    """Resolve `model.gradient_checkpointing`. Collective.
+
+    Return what is recomputed, and the bytes that are left for CUDA graphs: 0 if steps run without.
+
+    Called while every rank holds all weights: the bytes that they take now count as usable. All ranks recompute as much
+    as the rank with the least memory: they would wait for it anyway. The gradients are the same.
+    """
+    config, policy, cost = resolved.config, model.policy, model.spec.cost(resolved.config)
+    usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
+    room = training_room(resolved, model.spec, policy, usable, ranks=world_size())
+    fits, graphs = fit_training(config.model, config.train, config.sampling, policy, cost, room)
+    chosen = max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
+    return chosen, room - chosen.mean(cost.activations) if graphs else 0.0
+
+
+def fit_training(
+    model: ModelConfig,
+    train: TrainConfig,
+    sampling: SamplingConfig,
+    policy: Policy,
+    cost: Cost,
+    room: float,
+    chosen: CheckpointPlan | None = None,
+) -> tuple[CheckpointPlan, float]:
+    """Fit activations and CUDA graphs into `room` bytes, for a run and for its plan.
+
+    Return what is recomputed, `chosen` or for `auto` as little as fits, and the most bytes that CUDA graphs keep.
+    """
+    asked, on_gpu = model.gradient_checkpointing, policy.device.type != "cpu"  # a plan's policy is on `meta`
+    graphs = graph_bytes(cost, sampling, model, train) if on_gpu else 0.0
+    least = cost.activations[MODES[-1] if asked == "auto" else asked]
+    room -= cost.graphs_within(room - least, graphs)  # nothing if none fits: recomputing for none would be in vain
+    if chosen or asked != "auto":
+        return chosen or CheckpointPlan(asked), graphs
+    return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
+
+
+def graph_bytes(cost: Cost, sampling: SamplingConfig, model: ModelConfig, train: TrainConfig) -> float:
+    """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
+
+    They do if weights are gathered and released (ZeRO-3), and if ranks share samples, whose exchanges are not
+    recorded.
+    """
+    alone = not ENGINES[train.engine].gathers and model.sequence_parallel == 1
+    return cost.step + MAX_GRAPHS * cost.context if sampling.cuda_graphs and alone else 0.0
+
+
+def training_room(resolved: Resolved, spec: Spec, policy: Policy, usable: float, *, ranks: int) -> float:
+    """Return the bytes for activations and CUDA graphs, for a run and for its plan.
+
+    It is what is left beside everything else that the engine and the stored rollouts will take on a rank.
+
+    Args:
+        policy: with whole weights, on any device (including meta).
+        usable: bytes of the device for weights and training.
+        ranks: number of ranks.
+    """
+    config = resolved.config
+    groups = ranks // config.model.sequence_parallel
+    stored = {} if config.sampling.offload_trajectories else stored_rollouts(resolved, spec, groups)[1]
+    device, _ = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
+    taken = device.total - device.weights + sum(stored.values())
+    return MEMORY_SHARE * (usable - device.weights) - taken
+
+
+def samples_of_rank(train: TrainConfig, groups: int) -> int:
+    """Return the number of samples per iteration on a rank of the first of `groups`, which has the most."""
+    return len(share_of(train.samples, groups, 0))
+
+
+def stored_rollouts(resolved: Resolved, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
+    """Return `samples_of_rank`, and part -> bytes of their stored rollouts."""
+    samples = samples_of_rank(resolved.config.train, groups)
+    return samples, trajectory_bytes(resolved, math.prod(spec.latent_shape(resolved.config.sampling)), samples)
+
+
+def trajectory_bytes(resolved: Resolved, numel: int, samples: int) -> dict[str, float]:
+    """Return part -> bytes of what `samples` rollouts store for training, with `numel` elements per latent."""
+    config, objective, trained = resolved.config, resolved.objective, len(resolved.longest_window)
+    # With untrained steps in between, a trained transition stores up to two states of its own.
+    shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
+    states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
+    velocities = int(objective.strategy.anchor is not None) + int(objective.stores_velocities)
+    width = config.model.element_bytes if config.sampling.guidance_scale == 1 else 4
+    return {
+        "trajectories (fp32 latents)": 4.0 * numel * samples * states,
+        "stored velocities": float(width * numel * samples * trained * velocities),
+    }
+
+
+def check_trajectories(resolved: Resolved, model: Model) -> str:
+    """Describe the size of an iteration's stored rollouts on this rank.
+
+    Raises:
+        UserError: they exceed the free memory.
+    """
+    samples, parts = stored_rollouts(resolved, model.spec, data_size())
+    size = sum(parts.values())
+    device = model.policy.device
+    on_gpu = device.type == "cuda" and not resolved.config.sampling.offload_trajectories
+    free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")
+    if size > free:
+        way = "set sampling.offload_trajectories = true, or " if on_gpu else ""
+        raise UserError(
+            f"the rollouts of an iteration take {format_bytes(size)} of {where}; {format_bytes(free)} are free; "
+            f"{way}lower train.group_size, train.prompts_per_iteration or train.timestep_fraction"
+        )
+    return f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"
