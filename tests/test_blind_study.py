@@ -13,6 +13,8 @@ from studies.blind import CRITERIA, count_votes, main, share_interval
 from tests.test_docs import REPOSITORY, blocks, commands
 from tests.test_judging import folder_of_videos, run_folder
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:

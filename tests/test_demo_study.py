@@ -14,6 +14,8 @@ from studies.demo.runs import NFT, SAGE, Made, cells, make, settings_of
 from studies.runs import TrainedRun, shipped
 from tests.test_race import made
 
+pytestmark = pytest.mark.soak
+
 
 def test_the_confirmation_trains_and_scores_on_prompts_that_chose_nothing() -> None:
     for name in (SAGE, NFT):

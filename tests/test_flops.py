@@ -35,13 +35,17 @@ class OneFlatGroup:
     "overrides",
     [
         pytest.param({"kl__strategy": "dual", "train__optimizer_steps": 2}, id="anchor"),
-        pytest.param({"kl__strategy": "dual", "sampling__guidance_scale": 3.0}, id="guidance"),
-        pytest.param({"kl__strategy": "moving", "kl__anchor_interval": 1}, id="anchor-always-current"),
+        pytest.param({"kl__strategy": "dual", "sampling__guidance_scale": 3.0}, id="guidance", marks=pytest.mark.soak),
+        pytest.param(
+            {"kl__strategy": "moving", "kl__anchor_interval": 1}, id="anchor-always-current", marks=pytest.mark.soak
+        ),
         pytest.param({"kl__strategy": "none", "train__timestep_fraction": 0.6}, id="no-anchor"),
         pytest.param({"objective__surrogate": "nft", "kl__strategy": "moving"}, id="nft"),
         pytest.param({"sampling__shared_initial_noise": True, "sampling__sde_window": 2}, id="shared-steps"),
         pytest.param(
-            {"objective__surrogate": "awm", "kl__strategy": "none", "train__optimizer_steps": 2}, id="matching"
+            {"objective__surrogate": "awm", "kl__strategy": "none", "train__optimizer_steps": 2},
+            id="matching",
+            marks=pytest.mark.soak,
         ),
         pytest.param(
             {"sampling__averaged_weights": True, "train__ema_decay": 0.9, "kl__strategy": "moving"}, id="averaged"

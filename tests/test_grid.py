@@ -32,6 +32,8 @@ from studies.grid import is_finished, main, read_grid
 from tests.test_cluster import RECORDER, SCANCEL, SCONTROL, SRUN
 from tests.test_docs import blocks, commands
 
+pytestmark = pytest.mark.soak
+
 REPOSITORY = Path(__file__).parent.parent
 PAPER = REPOSITORY / "studies" / "paper" / "table2.yaml"
 TINY: dict[str, Any] = {

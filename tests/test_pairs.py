@@ -17,6 +17,8 @@ from studies.pairs.reward import pairs_reward
 from studies.pairs.world import APART, BASE, heldout_prompts, parse, paths, render, scenes, train_prompts
 from studies.race.runs import SECOND, Cell, config_of
 
+pytestmark = pytest.mark.soak
+
 
 def rendered() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)

@@ -416,7 +416,11 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
     [(24, torch.bfloat16, False), (16, torch.float32, False), (0, torch.bfloat16, True), (0, torch.bfloat16, False)],
     ids=["lora", "lora in float32", "full in float32", "full in bfloat16"],
 )
-@pytest.mark.parametrize(("guidance", "image"), [(1.0, 0), (3.0, 0), (3.0, 40)], ids=["plain", "guided", "image"])
+@pytest.mark.parametrize(
+    ("guidance", "image"),
+    [(1.0, 0), pytest.param(3.0, 0, marks=pytest.mark.soak), (3.0, 40)],
+    ids=["plain", "guided", "image"],
+)
 @torch.no_grad()
 def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     rank: int, dtype: torch.dtype, casts: bool, guidance: float, image: int

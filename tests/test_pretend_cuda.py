@@ -180,7 +180,9 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
         pytest.param({"model__gradient_checkpointing": "full"}, id="lora"),
         pytest.param({"model__tuning": "full", "train__optimizer": "muon"}, id="full", marks=pytest.mark.soak),
         pytest.param({"model__tuning": "full", "model__dtype": "bfloat16", "objective__clip_range": 1}, id="bfloat16"),
-        pytest.param({"sampling__guidance_scale": 3, "reward__on_failure": "drop"}, id="guidance"),
+        pytest.param(
+            {"sampling__guidance_scale": 3, "reward__on_failure": "drop"}, id="guidance", marks=pytest.mark.soak
+        ),
         pytest.param(
             {"kl__velocity_term": "closed_form", "train__optimizer_steps": 2, "train__ema_decay": 0.9},
             id="closed form",
@@ -195,8 +197,11 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
                 "train__optimizer_steps": 2,
             },
             id="noised again",
+            marks=pytest.mark.soak,
         ),
-        pytest.param({"sampling__cuda_graphs": False, "sampling__sde_window": 2}, id="no graphs"),
+        pytest.param(
+            {"sampling__cuda_graphs": False, "sampling__sde_window": 2}, id="no graphs", marks=pytest.mark.soak
+        ),
         pytest.param({"sampling__sde_window": 2, "sampling__window_per_prompt": True}, id="windows"),
     ],
 )

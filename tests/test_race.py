@@ -33,6 +33,8 @@ from studies.race.runs import (
 )
 from studies.runs import RANKS, TrainedRun, exaflops, full_size
 
+pytestmark = pytest.mark.soak
+
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
 
 

@@ -30,6 +30,8 @@ from studies.paper.training import config_of, protocol
 from studies.race import runs as race
 from studies.runs import TrainedRun, difference, exaflops
 
+pytestmark = pytest.mark.soak
+
 REPOSITORY = Path(__file__).parent.parent
 PROMPTS = [f"prompt {i}" for i in range(24)]
 

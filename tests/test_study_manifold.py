@@ -7,6 +7,8 @@ from sage_fast.testbed.world import all_scenes, parse
 from studies.paper.manifold import manifold_distances, nearest_clips
 from studies.testbed.render import render, start_range
 
+pytestmark = pytest.mark.soak
+
 
 def test_a_true_clip_is_found_where_it_starts() -> None:
     """At random starts between pixels, of every shape, colour and motion; and what is added in a corner is its

@@ -13,6 +13,8 @@ from studies.finding import Claim, Material
 from studies.paper import adapter, gradients, printed, samplers
 from tests.tiny import paper_trainer
 
+pytestmark = pytest.mark.soak
+
 QUICK = Material(quick=True, runs={})
 CLAIMS = {claim.name: claim for module in (samplers, gradients, printed, adapter) for claim in module.CLAIMS}
 

@@ -70,7 +70,9 @@ def peak_memory() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset only on Linux")
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=[pytest.mark.soak] * ("with guidance" not in call)) for call in CALLS]
+)
 def test_cpp_takes_no_more_from_the_heap(call: str) -> None:
     """Latents of 64 and 128 MiB, which the C library maps for every allocation and returns when they are freed."""
     run, latent = make(call, "C++", 2**24)
