@@ -1,7 +1,16 @@
 """A model on the hub: reachable, cached, or neither. The tests run without network (HF_HUB_OFFLINE in conftest.py)."""
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 from unittest.mock import Mock
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -68,3 +77,99 @@ def test_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=error))
     with pytest.raises(UserError, match="no such folder, and no such model on the hub"):
         reachable(REPOSITORY)
+
+
+def test_a_cache_pinned_by_commit_says_how_to_name_it(cache: Path) -> None:
+    downloaded(cache, BASE)
+    (cache / "models--someone--tiny" / "refs" / "main").unlink()
+    with pytest.raises(
+        UserError, match=rf"by its commit alone: --model.path {cache}/models--someone--tiny/snapshots/0"
+    ):
+        reachable(REPOSITORY)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "hunyuan/model.gguf", "lora.ckpt"])
+def test_a_single_file_is_called_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_bytes(b"GGUF")
+    for path in (name, str(tmp_path / name)):
+        with pytest.raises(UserError, match="a single file; expected a folder"):
+            find_spec(path, fetch=True)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub's answers for one model, whose files lie in `folder`."""
+
+    folder: ClassVar[Path]
+    commit = "1" * 40
+
+    def files(self) -> dict[str, Path]:
+        found = {p.relative_to(self.folder).as_posix(): p for p in self.folder.rglob("*") if p.is_file()}
+        return {"README.md": self.folder / "model_index.json", **found}
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.wfile.write(self.answer())
+
+    def answer(self) -> bytes:
+        path, files = urlsplit(self.path).path, self.files()
+        body, headers = b"", {"X-Repo-Commit": self.commit}
+        if path.startswith(f"/api/models/{REPOSITORY}/tree/"):
+            body = json.dumps([
+                {"type": "file", "path": name, "size": file.stat().st_size, "oid": self.etag(file)}
+                for name, file in files.items()
+            ]).encode()  # fmt: skip
+        elif path.startswith(f"/api/models/{REPOSITORY}"):
+            siblings = [{"rfilename": name, "blobId": self.etag(file)} for name, file in files.items()]
+            body = json.dumps({"id": REPOSITORY, "sha": self.commit, "siblings": siblings, "tags": []}).encode()
+        elif (name := path.removeprefix(f"/{REPOSITORY}/resolve/").partition("/")[2]) in files:
+            body, headers["ETag"] = files[name].read_bytes(), f'"{self.etag(files[name])}"'
+        else:
+            headers["X-Error-Code"] = "EntryNotFound"
+        self.send_response(404 if "X-Error-Code" in headers else 200)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        return body
+
+    def etag(self, file: Path) -> str:
+        return hashlib.sha1(file.read_bytes()).hexdigest()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+LOAD = """
+import torch
+from sage_fast.config.schema import ModelConfig, SamplingConfig
+from sage_fast.models.load import load_model
+config = ModelConfig(path="someone/tiny", dtype="float32", lora_rank=4)
+model = load_model(config, SamplingConfig(), torch.device("cpu"), 0)
+model.load_encoder(SamplingConfig())
+print(model.spec.encoder_version())
+"""
+
+
+def test_what_a_first_run_has_cached_works_offline(tmp_path: Path) -> None:
+    """Against a local hub, which lists a README.md that no run reads."""
+    Hub.folder = write_tiny_checkpoint(tmp_path / "checkpoint")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        given = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
+        given |= {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
+
+        def run(**more: str) -> str:
+            command, root = [sys.executable, "-c", LOAD], Path(__file__).parents[1]
+            done = subprocess.run(command, env=given | more, capture_output=True, text=True, cwd=root)
+            assert done.returncode == 0, done.stderr[-4000:]
+            return done.stdout
+
+        first = run()
+        assert not list((tmp_path / "home").rglob("README.md"))
+        assert run(HF_HUB_OFFLINE="1") == first
+        server.shutdown()
+    assert run() == first

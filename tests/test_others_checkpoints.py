@@ -1,6 +1,7 @@
 """Checkpoints of other programs and versions: what their configurations say, and their weights."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.load import check_shapes, find_spec, load_model
 from sage_fast.testbed import BASE
+from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU
 from tests.tiny_checkpoint import GUIDANCE_SCALE, write_tiny_checkpoint
@@ -115,6 +117,25 @@ def test_one_tensor_of_another_shape_is_named(testbed: Path) -> None:
     assert "proj_out.bias has shape [31] in" in refusal(lambda: check_shapes(find_spec(str(testbed))))
     file.write_bytes(file.read_bytes()[:100])
     assert f"cannot read transformer/{file.name}: " in refusal(lambda: check_shapes(find_spec(str(testbed))))
+
+
+def test_a_stale_index_beside_newer_weights_is_a_note(testbed: Path) -> None:
+    """diffusers loads what the index names."""
+    folder = testbed / "transformer"
+    network = TestbedTransformer.from_pretrained(folder)
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    network.save_pretrained(folder, max_shard_size="500KB")
+    assert loaded(testbed).notes == []
+    save_file({name: 2 * p for name, p in network.state_dict().items()}, folder / "diffusion_pytorch_model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    os.utime(index, (0, 0))
+    (note,) = loaded(testbed).notes
+    assert note.endswith("is newer than its index, whose files are loaded: remove the index to load it")
+    index.unlink()
+    model = loaded(testbed)
+    assert model.notes == []
+    assert torch.equal(model.policy.networks["transformer"].proj_out.bias, 2 * network.proj_out.bias)
 
 
 # -- scheduler and guider ---------------------------------------------------------------------------------------------

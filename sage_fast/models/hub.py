@@ -9,8 +9,8 @@ from pathlib import Path
 
 import diffusers
 import transformers
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub import HfApi, constants, scan_cache_dir
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 
 from sage_fast.models.random_weights import is_random
 from sage_fast.util.errors import UserError, first_line
@@ -38,14 +38,19 @@ def reachable(path: str) -> str:
             f"model.path = {path!r}: no such folder, and no such model on the hub (or a private one: hf auth login)"
         ) from error
     except (HTTPError, OSError) as error:
-        try:
-            return snapshot_download(path, local_files_only=True)
-        except LocalEntryNotFoundError:
-            raise UserError(
-                f"model.path = {path!r}: the Hugging Face hub cannot be reached ({first_line(error)}), and the "
-                f"model is not in the cache {constants.HF_HUB_CACHE}. On a machine with network: hf download {path} "
-                "--local-dir FOLDER; then here --model.path FOLDER. Or set HF_HOME to a cache that has it"
-            ) from error
+        # `snapshot_download` would refuse a snapshot without files that no run reads, such as README.md.
+        cache = Path(constants.HF_HUB_CACHE)
+        found = [repo for repo in scan_cache_dir(cache).repos if repo.repo_id == path] if cache.is_dir() else []
+        for repo in found:
+            if "main" in repo.refs:
+                return str(repo.refs["main"].snapshot_path)
+        held = [str(revision.snapshot_path) for repo in found for revision in repo.revisions]
+        raise UserError(
+            f"model.path = {path!r}: the Hugging Face hub cannot be reached ({first_line(error)}), and the model is "
+            + (f"in the cache by its commit alone: --model.path {held[0]}" if held else f"not in the cache {cache}")
+            + f". On a machine with network: hf download {path} --local-dir FOLDER; then here --model.path FOLDER. Or "
+            "set HF_HOME to a cache that has it"
+        ) from error
 
 
 @contextlib.contextmanager

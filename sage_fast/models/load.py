@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import ConfigMixin
+from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 
 from sage_fast.config.fields import is_hub_id
@@ -70,6 +71,9 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     if is_random(path):
         return _find_random(path)
     path = str(CHECKPOINTS.get(path, path))
+    if Path(path).is_file():
+        raise UserError(f"model.path = {given!r}: a single file; expected a folder in diffusers format")
+
     if not Path(path).is_dir():
         if not is_hub_id(path):
             raise UserError(
@@ -224,6 +228,11 @@ def load_model(
         notes = [f"model.path = {spec.path}: the weights are random; times and memory count, videos and rewards do not"]
     else:
         notes = spec.notes(sampling)
+    for part in (*spec.networks, "vae"):
+        single = Path(spec.source(part, loaded), part, SAFETENSORS_WEIGHTS_NAME)
+        index = single.with_name(SAFE_WEIGHTS_INDEX_NAME)
+        if single.is_file() and index.is_file() and single.stat().st_mtime > index.stat().st_mtime:
+            notes = [*notes, f"{single} is newer than its index, whose files are loaded: remove the index to load it"]
     if ignored:
         notes = [*notes, f"model.path = {spec.path!r}: fields of config.json are not known here: {sorted(ignored)}"]
     if (group := sequence_group()) is not None:
