@@ -151,7 +151,7 @@ def count_gathers(policy: HunyuanVideo15Policy) -> dict[str, tuple[int, int]]:
         modulation, final = policy.forward.modulation(torch.zeros(1), policy.dtype)
         of_adaln = len(calls)
         context = torch.zeros(1, 1, modulation.shape[-1], dtype=policy.dtype)
-        x = torch.zeros(1, policy.latent_channels, 1, 1, 1, dtype=policy.dtype)
+        x = torch.zeros(1, policy.transformer.config.out_channels, 1, 1, 1, dtype=policy.dtype)
         policy.forward(x, Inputs(modulation=modulation, final=final, context=context, mask=None))
     for hook in hooks:
         hook.remove()

@@ -161,7 +161,7 @@ def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
     assert pass_lengths(known, guided=True)[BLUE] == (known[BLUE].tokens, known[""].tokens)
     sigmas = torch.tensor([0.9, 0.4])
     table = policy.conditioning_table(sigmas, known)
-    x = torch.randn(2, policy.latent_channels, 2, 4, 4)
+    x = torch.randn(2, policy.transformer.config.out_channels, 2, 4, 4)
 
     def by_hand(row: int, prompt: str, negative: str, step: int) -> torch.Tensor:
         text, away = (collate([known[key]], CPU, policy.dtype) for key in (prompt, negative))

@@ -32,35 +32,38 @@ def implementation(device: torch.device) -> str:
     return _serving.get(device.type, "PyTorch reference")
 
 
-def _serve(fused: Callable[[], Callable[..., Any]], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `reference` for float64 and `fused()`, resolved at the call, for all else."""
+Operator = Callable[..., Any]
+
+
+def _serve(fused: Operator, reference: Operator) -> Operator:
+    """Return a function that calls `reference` for float64 and `fused` for all else."""
 
     def call(*args: Any) -> Any:
         in_double = any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args)
-        return reference(*args) if in_double else fused()(*args)
+        return (reference if in_double else fused)(*args)
 
     return call
 
 
-def _triton(name: str) -> Callable[[], Callable[..., Any]]:
-    """Return a loader that imports the kernel at the first call, so that CPU users never load Triton."""
+def _triton(name: str) -> Operator:
+    """Return a kernel that is imported at the first call, so that CPU users never load Triton."""
     module = f"sage_fast.kernels.{name.removesuffix('_backward')}"
-    return lambda: getattr(importlib.import_module(module), name)
+    return lambda *args: getattr(importlib.import_module(module), name)(*args)
 
 
-def _cpp(name: str) -> Callable[[], Callable[..., Any]]:
-    operator = getattr(torch.ops.sage_fast_cpu, name).default
-    return lambda: operator
+def _cpp(name: str) -> Operator:
+    operator: Operator = getattr(torch.ops.sage_fast_cpu, name).default
+    return operator
 
 
-def _choose() -> dict[str, Callable[[str], Callable[[], Callable[..., Any]]]]:
-    """Return device -> (operator name -> loader of its fused implementation); record each device's in `_serving`."""
+def _choose() -> dict[str, Callable[[str], Operator]]:
+    """Return device -> (operator name -> its fused implementation); record each device's in `_serving`."""
     choice = os.environ.get("SAGE_FAST_OPS", "")
     if choice not in ("", "reference", "triton"):
         raise UserError(f"SAGE_FAST_OPS = {choice!r}: {nearest(choice, ('reference', 'triton'))}")
     if choice == "reference":
         return {}
-    fused: dict[str, Callable[[str], Callable[[], Callable[..., Any]]]] = {}
+    fused: dict[str, Callable[[str], Operator]] = {}
     if importlib.util.find_spec("triton") is not None:
         fused["cuda"], _serving["cuda"] = _triton, "Triton"
     if choice == "triton":
@@ -81,7 +84,7 @@ def _choose() -> dict[str, Callable[[str], Callable[[], Callable[..., Any]]]]:
 _FUSED = _choose()
 
 
-def register(reference: Callable[..., Any], *, mutates: Sequence[str] = (), cpp: bool = True) -> None:
+def register(reference: Operator, *, mutates: Sequence[str] = (), cpp: bool = True) -> None:
     """Define the operator of LIBRARY that `reference`, called `<operator>_reference`, specifies.
 
     The reference gives its schema, runs for every device, and tells the shapes of meta and fake tensors. Fused

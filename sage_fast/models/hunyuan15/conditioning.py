@@ -94,10 +94,11 @@ class BatchConditions(NamedTuple):
         )
 
 
+@dataclasses.dataclass
 class ConditionTable:
     """Conditions at every step of a rollout; each prompt's part is computed on first use.
 
-    Args:
+    Attributes:
         modulation: `[T, layers, 2, 6, d]`.
         final: `[T, 2, d]`.
         embeddings: key -> embedding, including the negative ones with guidance.
@@ -106,23 +107,14 @@ class ConditionTable:
         trained: (keys, steps) -> conditioning with gradients; None while the weights behind the table are frozen.
     """
 
-    def __init__(
-        self,
-        modulation: Tensor,
-        final: Tensor,
-        embeddings: Mapping[Any, TextEmbedding],
-        contextualize: Callable[[Sequence[TextEmbedding]], tuple[Tensor, Images | None]],
-        uses_guidance: bool,
-        trained: Callable[[Sequence[Key], Tensor], Inputs] | None = None,
-    ) -> None:
-        self.modulation = modulation
-        self.final = final
-        self.embeddings = embeddings
-        self.contextualize = contextualize
-        self.uses_guidance = uses_guidance
-        self.trained = trained
-        self._contexts: dict[Key, Tensor] = {}
-        self._images: dict[Key, Images] = {}
+    modulation: Tensor
+    final: Tensor
+    embeddings: Mapping[Any, TextEmbedding]
+    contextualize: Callable[[Sequence[TextEmbedding]], tuple[Tensor, Images | None]]
+    uses_guidance: bool
+    trained: Callable[[Sequence[Key], Tensor], Inputs] | None = None
+    _contexts: dict[Key, Tensor] = dataclasses.field(default_factory=dict, init=False)
+    _images: dict[Key, Images] = dataclasses.field(default_factory=dict, init=False)
 
     def of(self, keys: Sequence[Key]) -> BatchConditions:
         """Return the conditions of a batch; prompts of different lengths are padded and masked."""

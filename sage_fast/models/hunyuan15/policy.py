@@ -35,7 +35,6 @@ class HunyuanVideo15Policy(Policy):
         super().__init__({"transformer": transformer}, dtype=dtype, guidance_scale=guidance_scale)
         self.transformer = transformer
         self.forward = TextToVideoForward(transformer, dtype)
-        self.latent_channels: int = transformer.config.out_channels
 
     @property
     def attention(self) -> Attention:
