@@ -266,7 +266,6 @@ def test_numbers_of_any_kind(what: str) -> None:
     ("text", r"part 'a': expected numbers \[2\], got list"), ("matrix", r"expected shape \[2\], got \[2, 1\]"),
     ("number", r"expected shape \[2\], got \[\]"), ("complex", "expected real numbers, got torch.complex64"),
     ("key", "a part named 3; expected text"), ("nan", r"part 'a' is \[nan, nan\] on made-up .*; expected num"),
-    ("in place", "changes the videos in place"),
 ])  # fmt: skip
 def test_what_is_no_score_is_found_before_the_run(what: str, why: str) -> None:
     settings = RewardConfig(name="tests.reward_faults:Returns", args={"what": what}, weights={"a": 1.0})

@@ -5,6 +5,7 @@ A name is that of a shipped reward, one of an installed package, `module:name` o
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import pkgutil
@@ -24,6 +25,7 @@ from sage_fast.rewards.failure_policy import Backend
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin
+from sage_fast.util.torch_state import restored
 
 BACKENDS = {
     "inline": "sage_fast.rewards.inline:InProcess",
@@ -71,7 +73,8 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
         return reward
     setting = f"{key} = {entry.name!r}"
     try:
-        made = reward(**args)
+        with restored(f"reward {entry.name!r}"):
+            made = reward(**args)
     except UserError as error:
         raise UserError(f"{setting}: {names_for_values(str(error))}") from error
     except (Exception, SystemExit) as error:
@@ -94,7 +97,8 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
         return backend_class("http"), {"url": entry.name}
     place = place_of_reward(entry.name, setting)
     try:
-        reward = import_plugin(place, setting)
+        with restored(f"reward {entry.name!r}"):
+            reward = import_plugin(place, setting)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -136,8 +140,8 @@ def score_of(reward: Any) -> Callable[[Tensor, list[str]], object]:
     return method if inspect.isroutine(method) else reward
 
 
-def called(reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> dict[str, Tensor]:
-    """Call a reward without gradients; return each part, float32 `[B]` on the CPU, sorted by name.
+def called(name: str, reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> dict[str, Tensor]:
+    """Call the reward of this name without gradients; return each part, float32 `[B]` on the CPU, sorted by name.
 
     It gets `metadata` if it has a parameter of this name.
 
@@ -146,9 +150,11 @@ def called(reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metad
     """
     score = score_of(reward)
     takes_metadata = "metadata" in inspect.signature(score).parameters
-    known = {"metadata": [dict(of_one) for of_one in metadata]} if takes_metadata else {}
+    known = {"metadata": copy.deepcopy(metadata)} if takes_metadata else {}
     with torch.no_grad():
-        return checked(score(videos, list(prompts), **known), len(prompts))
+        with restored(f"reward {name!r}"):
+            returned = score(videos, list(prompts), **known)
+        return checked(returned, len(prompts))
 
 
 def checked(returned: object, count: int) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -14,7 +15,10 @@ from sage_fast.rewards.backends import called
 from sage_fast.rewards.errors import RewardFailure, failure, fulfil
 from sage_fast.rewards.failure_policy import Backend
 from sage_fast.rewards.interface import Metadata
+from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RewardError
+
+log = logging.getLogger(__name__)
 
 
 class InProcess(Backend):
@@ -31,20 +35,22 @@ class InProcess(Backend):
     in_background = False
 
     def __init__(self, name: str, reward: Any, device: str | None = None) -> None:
-        self.name, self.reward, self.device = name, reward, device
+        self.name, self.reward, self.device, self._writes = name, reward, device, False
 
     def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float) -> dict[str, Tensor]:
         gpu = torch.cuda.is_available()
         device, stream = (torch.cuda.current_device(), torch.cuda.current_stream()) if gpu else (-1, None)
 
         def call() -> dict[str, Tensor]:
-            with torch.cuda.device(device), torch.cuda.stream(stream):  # restores both if the reward changes them
-                given = videos if self.device is None else videos.to(self.device)
-                version = given._version
-                parts = called(self.reward, given, prompts, metadata)
-            if given._version != version:
-                raise RewardFailure("changes the videos in place; it has to work on a copy, videos.clone()")
-            return parts
+            # Restores both if the reward changes them.
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                # A copy: other rewards, the judge and the saved files get what was decoded.
+                given = videos.to(self.device or videos.device, copy=True)
+                parts = called(self.name, self.reward, given, prompts, metadata)
+                if not (self._writes or torch.equal(given, videos.to(given)) or videos.isnan().any()):
+                    self._writes = True
+                    log.warning(wrapped(f"note: reward {self.name!r} writes into the videos, of which it has a copy"))
+                return parts
 
         if not seconds:
             try:

@@ -126,7 +126,7 @@ def child(channel: Connection, entry: RewardEntry, key: str, device: str) -> Non
                 reward = load_reward(entry, key, device)
             else:
                 videos, prompts, metadata = message
-                scores = called(reward, torch.from_numpy(videos).to(device), prompts, metadata)
+                scores = called(entry.name, reward, torch.from_numpy(videos).to(device), prompts, metadata)
                 parts = {part: values.tolist() for part, values in scores.items()}
         except BaseException as failed:  # even SystemExit: the child goes on
             error = str(failed) if isinstance(failed, UserError) else failure(failed)

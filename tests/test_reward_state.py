@@ -1,0 +1,177 @@
+"""What the code of a reward or a model does to the process: settings of PyTorch, and videos that others read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config.schema import RewardConfig
+from sage_fast.loading import load_setup
+from sage_fast.rewards import CompositeReward, load_reward
+from sage_fast.trainer import Trainer
+from sage_fast.util import torch_state
+from sage_fast.util.plugins import import_plugin
+from sage_fast.util.torch_state import SETTINGS, restored
+from tests.tiny import settings
+
+REWARD = """
+import torch
+{module}
+class Bright:
+    def __init__(self):
+        {constructor}
+    def score(self, videos, prompts):
+        {call}
+        return {{"bright": videos.float().mean((1, 2, 3, 4))}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with no modules yet; the process's settings are checked at the end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(torch_state, "_noted", set())
+    before = {name: torch_state._value(name) for name in SETTINGS}
+    yield tmp_path
+    sys.modules.pop("bright", None)
+    assert {name: torch_state._value(name) for name in SETTINGS} == before
+
+
+def write(**lines: str) -> None:
+    sys.modules.pop("bright", None)
+    Path("bright.py").write_text(REWARD.format(**dict.fromkeys(("module", "constructor", "call"), "pass") | lines))
+
+
+def rows(timeout: float) -> list[dict[str, Any]]:
+    config = settings(
+        reward__name="bright:Bright", reward__weights={"bright": 1.0}, reward__timeout_seconds=timeout,
+        train__prompts_per_iteration=1, train__group_size=2, sampling__steps=2,
+    )  # fmt: skip
+    setup = load_setup(config)
+    setup.encode()
+    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    done = [trainer.iteration(index) for index in range(2)]
+    weights = {name: p.detach().double().sum().item() for name, p in trainer.policy.parameters().items()}
+    return [weights, *({k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in done)]
+
+
+@pytest.mark.parametrize("timeout", [0.0, 300.0])
+def test_a_run_is_that_of_a_reward_without_the_lines(timeout: float) -> None:
+    write()
+    expected = rows(timeout)
+    write(
+        module="torch.set_grad_enabled(False); torch.manual_seed(3)",
+        constructor="torch.set_default_dtype(torch.float64); torch.autocast('cpu', torch.bfloat16).__enter__()",
+        call="torch.use_deterministic_algorithms(True); torch.set_default_device('meta'); torch.manual_seed(1)",
+    )
+    assert rows(timeout) == expected
+
+
+LINES = {
+    "set_grad_enabled": "torch.set_grad_enabled(False)",
+    "set_default_dtype": "torch.set_default_dtype(torch.bfloat16)",
+    "set_default_device": "torch.set_default_device('meta')",
+    "set_num_threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "use_deterministic_algorithms": "torch.use_deterministic_algorithms(True, warn_only=True)",
+    "autograd.set_detect_anomaly": "torch.autograd.set_detect_anomaly(True)",
+    "autocast('cpu', enabled)": "torch.set_autocast_enabled('cpu', True)",
+    "autocast('cuda', dtype)": "torch.set_autocast_dtype('cuda', torch.bfloat16)",
+    "set_float32_matmul_precision": "torch.set_float32_matmul_precision('medium')",
+    "backends.cuda.matmul.fp32_precision": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "backends.fp32_precision": "torch.backends.fp32_precision = 'tf32'",
+    "backends.cudnn.allow_tf32": "torch.backends.cudnn.allow_tf32 = False",
+    "backends.cudnn.benchmark": "torch.backends.cudnn.benchmark = True",
+    "backends.mkldnn.enabled": "torch.backends.mkldnn.enabled = False",
+    "backends.cuda.enable_flash_sdp": "torch.backends.cuda.enable_flash_sdp(False)",
+}
+
+
+@pytest.mark.parametrize("place", ["module", "constructor", "call"])
+@pytest.mark.parametrize("setting", LINES)
+def test_a_setting_is_put_back_and_named_once(setting: str, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    write(**{place: LINES[setting]})
+    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, timeout_seconds=0))
+    for _ in range(2):
+        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+    if (setting, place) == ("set_grad_enabled", "call"):
+        return  # a call is without gradients anyway
+    (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
+    assert note.startswith("note: reward 'bright:Bright' changes torch.")
+    assert f"torch.{setting}" in note
+
+
+def test_a_failing_module_and_a_model_are_cleaned_up_after(caplog: pytest.LogCaptureFixture) -> None:
+    Path("bright.py").write_text("import torch\ntorch.set_default_dtype(torch.float64)\n1 / 0\n")
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
+        load_reward(RewardConfig(name="bright:Bright"))
+    with restored("model.path = 'bright:Model:x'"), pytest.raises(ZeroDivisionError):
+        import_plugin("bright:Model", "model.path")
+    assert [record.getMessage()[:20] for record in caplog.records] == ["note: reward 'bright", "note: model.path = '"]
+
+
+# -- the videos -------------------------------------------------------------------------------------------------------
+
+
+def in_place(videos: Tensor) -> None:
+    videos.mul_(2).sub_(1)
+
+
+def by_data(videos: Tensor) -> None:
+    videos.data[:] = 0
+
+
+def by_numpy(videos: Tensor) -> None:
+    np.subtract(1, videos.numpy(), out=videos.numpy())
+
+
+def by_resize(videos: Tensor) -> None:
+    videos.resize_(1).fill_(7)
+
+
+def one_pixel(videos: Tensor) -> None:
+    videos.numpy().reshape(-1)[-1] += 1
+
+
+@pytest.mark.parametrize("write_into", [in_place, by_data, by_numpy, by_resize, one_pixel])
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_each_reader_gets_what_was_decoded(write_into: Any, timeout: float, caplog: pytest.LogCaptureFixture) -> None:
+    def reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        mean = videos.mean((1, 2, 3, 4))
+        write_into(videos)
+        return {"a": mean}
+
+    videos = torch.rand(2, 3, 3, 8, 8)
+    before = videos.clone()
+    composite = CompositeReward(reward, RewardConfig(name="writes", weights={"a": 1.0}, timeout_seconds=timeout))
+    for _ in range(2):
+        assert composite(videos, ["a", "b"]).rewards.tolist() == before.mean((1, 2, 3, 4)).tolist()
+    assert torch.equal(videos, before)
+    (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
+    assert note == "note: reward 'writes' writes into the videos, of which it has a copy"
+
+
+def test_a_reward_that_only_reads_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    videos = torch.rand(2, 3, 8, 8, 3).permute(0, 1, 4, 2, 3)
+    videos[0, 0, 0, 0, 0] = torch.nan
+    composite = CompositeReward(lambda v, p: {"a": v[:, 0, 0, 0, 1]}, RewardConfig(name="reads", weights={"a": 1.0}))
+    assert composite(videos, ["a", "b"]).dropped == 0
+    assert not caplog.records
+
+
+def test_metadata_are_a_copy_as_well() -> None:
+    def reward(videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {"a": torch.tensor([float(len(of_one["tags"].append(1) or of_one["tags"])) for of_one in metadata])}
+
+    known = {"a": {"tags": []}}
+    composite = CompositeReward(reward, RewardConfig(name="r", weights={"a": 1.0}), known)  # type: ignore[arg-type]
+    assert [composite(torch.rand(1, 1, 3, 8, 8), ["a"]).rewards.item() for _ in range(2)] == [1, 1]
