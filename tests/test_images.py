@@ -113,14 +113,25 @@ def truncated(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "image '{path}': no such file"),
-    "a folder": (Path.mkdir, "image '{path}' cannot be read: [Errno 21] Is a directory: '{path}'"),
+    "a folder": (Path.mkdir, "image '{path}' is no regular file; expected PNG, JPEG, WEBP"),
+    "a pipe": (os.mkfifo, "image '{path}' is no regular file; expected PNG, JPEG, WEBP"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "image '{path}' is no regular file; expected PNG"),
+    "PostScript": (
+        lambda path: Image.new("RGB", (64, 64)).save(path, "EPS"),
+        "image '{path}' has another format; expected PNG, JPEG, WEBP",
+    ),
+    "a bitmap": (
+        lambda path: Image.new("RGB", (64, 64)).save(path, "BMP"),
+        "image '{path}' has another format; expected PNG, JPEG, WEBP",
+    ),
+    "PDF": (lambda path: path.write_bytes(b"%PDF-1.4 "), "image '{path}' has another format; expected PNG, JPEG, WEBP"),
     "text": (
         lambda path: path.write_text("a red ball"),
-        "image '{path}' is no image that Pillow reads; expected PNG, JPEG or WebP",
+        "image '{path}' has another format; expected PNG, JPEG, WEBP",
     ),
     "empty": (
         lambda path: path.write_bytes(b""),
-        "image '{path}' is no image that Pillow reads; expected PNG, JPEG or WebP",
+        "image '{path}' has another format; expected PNG, JPEG, WEBP",
     ),
     "small": (
         lambda path: picture(path, size=(48, 15)),

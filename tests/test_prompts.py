@@ -59,6 +59,32 @@ def test_every_command_refuses_a_prompt_in_one_line_that_steers_no_terminal(
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("content", "line", "why"), [
+    ("a cat\na dog\n".encode("utf-16-le"), 1, "holds a NUL, as UTF-16 does"),
+    ("a cat\ra dog\r".encode("utf-16-be"), 1, "holds a NUL, as UTF-16 does"),
+    (b"a cat\r\na\0dog\n", 2, "holds a NUL"), ("ä\rb\rc\r".encode() + b"\xff", 4, "not UTF-8"),
+    ("a cat\r\u200b\u2060\u00ad\n".encode(), 2, "all of its characters are invisible"),
+    ("a cat\n\u3164\u2800 \ufe0f\n".encode(), 2, "all of its characters are invisible"),
+    ("\u200e\u202a\u202c".encode(), 1, "all of its characters are invisible"),
+])  # fmt: skip
+def test_what_is_no_line_of_text_is_named(content: bytes, line: int, why: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_bytes(content)
+    with pytest.raises(UserError, match=f"line {line}: .*{why}"):
+        read_prompts(str(tmp_path / "prompts.txt"))
+
+
+@pytest.mark.parametrize(("content", "line", "why"), [
+    (b'{"prompt": "a"}\r{"prompt": "b", "negative_prompt": "a\\u0000b"}\r', 2, "the prompt holds a NUL"),
+    (b'{"prompt": "a"}\n{"prompt": "a\\u0000b"}\r', 2, "the prompt holds a NUL"),
+    ('{"prompt": "a"}\n'.encode("utf-16-le"), 1, "holds a NUL, as UTF-16 does"),
+    (b'{"prompt": "a"}\r\n{"prompt": "\\u200b \\u2060"}', 2, "all of its characters are invisible"),
+])  # fmt: skip
+def test_json_is_checked_alike(content: bytes, line: int, why: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=f"line {line}: .*{why}"):
+        read_prompts(str(tmp_path / "prompts.jsonl"))
+
+
 def test_text_files(tmp_path: Path) -> None:
     def texts() -> list[str]:
         return [prompt.text for prompt in read_prompts(str(file))]
@@ -67,7 +93,11 @@ def test_text_files(tmp_path: Path) -> None:
     file.write_bytes(b"\xef\xbb\xbfa cat\r\n\r\n  a dog \n")
     assert texts() == ["a cat", "a dog"]
     file.write_bytes("one\u2028line\x85of\x0ctext\x0b, whole\ranother\r\n".encode())
-    assert texts() == ["one\u2028line\x85of\x0ctext\x0b, whole\ranother"]
+    assert texts() == ["one\u2028line\x85of\x0ctext\x0b, whole", "another"]
+    file.write_bytes(b"a red ball\ra blue ball\r")
+    assert texts() == ["a red ball", "a blue ball"]
+    file.write_bytes(b"\r\n\r\ra cat\r\r\na dog\n\r\xef\xbb\xbfa hat, \xef\xbb\xbfred")
+    assert texts() == ["a cat", "a dog", "a hat, red"]
     file = tmp_path / "prompts"  # without a suffix it is plain text
     file.write_text('{"prompt": "a cat"}\n')
     assert texts() == ['{"prompt": "a cat"}']

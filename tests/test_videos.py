@@ -2,9 +2,11 @@
 
 import json
 import resource
+import subprocess
 from pathlib import Path
 
 import imageio.v3 as iio
+import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -142,6 +144,24 @@ def test_mp4_is_read_back(tmp_path):
     torch.testing.assert_close(whole.mean((1, 2, 3)), torch.linspace(0, 1, 9), atol=0.02, rtol=0)
     torch.testing.assert_close(read_video(tmp_path / "a.mp4", 3), whole[[0, 4, 8]])
     torch.testing.assert_close(read_video(tmp_path / "a.mp4", 20), whole)
+
+
+@pytest.mark.parametrize("size", [(128, 192), (480, 832), (720, 1280)])
+@pytest.mark.parametrize("color", [(0, 255, 0), (255, 0, 0), (20, 60, 250), (128, 128, 128)])
+def test_colours_are_those_of_bt709_and_say_so(tmp_path, size, color):
+    video = (torch.tensor(color) / 255)[None, :, None, None].expand(2, 3, *size)
+    save_mp4(tmp_path / "a.mp4", video, fps=8)
+    read = (255 * read_video(tmp_path / "a.mp4").mean((0, 2, 3))).tolist()
+    assert read == pytest.approx(color, abs=3)
+    program = imageio_ffmpeg.get_ffmpeg_exe()
+    about = subprocess.run([program, "-i", tmp_path / "a.mp4"], capture_output=True, text=True).stderr
+    assert "yuv420p(tv, bt709" in about
+    # A player that knows the tags alone: the matrix of BT.709 in floats, from the stored planes.
+    raw = subprocess.run([program, "-v", "error", "-i", tmp_path / "a.mp4", "-f", "rawvideo", "-"], capture_output=True)
+    count = size[0] * size[1]
+    y, u, v = raw.stdout[count // 2] - 16, raw.stdout[count + 5] - 128, raw.stdout[count + count // 4 + 5] - 128
+    shown = [1.164 * y + 1.793 * v, 1.164 * y - 0.213 * u - 0.533 * v, 1.164 * y + 2.112 * u]
+    assert shown == pytest.approx(color, abs=4)
 
 
 def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):

@@ -1,4 +1,4 @@
-"""Secrets in the arguments of rewards: files hold `${NAME}`, a reward gets the environment variable NAME.
+"""Secrets of rewards: files hold `${NAME}`, a reward gets the environment variable NAME, and no text shows its value.
 
 Imports nothing heavy.
 """
@@ -16,7 +16,7 @@ SHORTEST = 4
 """Shortest value of the environment that is masked in texts: any text holds shorter ones by chance."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _given: dict[str, str] = {}
-"""Value -> name of the variables that `from_environment` has read."""
+"""Value -> name of the variables that were read."""
 
 
 def from_environment(value: Any, name: str) -> Any:
@@ -37,8 +37,14 @@ def from_environment(value: Any, name: str) -> Any:
     for variable in _VARIABLE.findall(value):
         if variable not in os.environ:
             raise UserError(f"{name} = {value!r}: there is no environment variable {variable}")
-        _given[os.environ[variable]] = variable
-    return _VARIABLE.sub(lambda found: os.environ[found[1]], value)
+    return _VARIABLE.sub(lambda found: secret(found[1]), value)
+
+
+def secret(variable: str) -> str:
+    """Return the value of an environment variable, "" without one, which `names_for_values` masks from now on."""
+    value = os.environ.get(variable, "")
+    _given[value] = _given[value.strip()] = variable
+    return value
 
 
 def names_for_values(text: str) -> str:
@@ -47,6 +53,15 @@ def names_for_values(text: str) -> str:
         if len(value) >= SHORTEST:
             text = text.replace(value, f"${{{_given[value]}}}")
     return text
+
+
+def masked(answer: Any) -> Any:
+    """Apply `names_for_values` to every text of a JSON value from outside, names of fields included."""
+    if isinstance(answer, dict):
+        return {masked(name): masked(value) for name, value in answer.items()}
+    if isinstance(answer, list):
+        return [*map(masked, answer)]
+    return names_for_values(answer) if isinstance(answer, str) else answer
 
 
 def bare_address(address: str) -> str:

@@ -142,6 +142,8 @@ def _write(condition: Condition, file: Path) -> None:
 
 def _read(file: Path) -> dict[str, Tensor] | None:
     """Read the tensors of an embedding; None if the file is missing, broken, or not the one written under its name."""
+    if not file.is_file():  # a pipe would block
+        return None
     try:
         with safe_open(file, "pt") as opened:
             written = (opened.metadata() or {}).get("sha256")

@@ -6,7 +6,9 @@ import dataclasses
 import difflib
 import json
 import pkgutil
+import re
 import textwrap
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +25,8 @@ SETS = {
     "testbed:heldout": "sage_fast.testbed.world:heldout_prompts",
 }
 """Named prompts -> the function that returns them, for the models that list them in `Spec.prompt_sets`."""
+BLANKS = "\u115f\u1160\u2800\u3164\uffa0"
+"""Letters and symbols that show nothing: Hangul's fillers, and Braille's empty cell."""
 FORMATS = "UTF-8 text with one prompt a line, or .jsonl"
 
 Fields = Mapping[str, object]
@@ -86,7 +90,8 @@ def read_prompts(source: str) -> list[Prompt]:
     """Read the prompts of a UTF-8 file, or of a shipped set.
 
     `.jsonl` has one object per line. Of the keys `KEYS` only `prompt` is required; further keys are metadata. `image`
-    is relative to the file. Any other file is text with one prompt per line; blank lines are skipped.
+    is relative to the file. Any other file is text with one prompt per line; blank lines are skipped. Lines
+    may end as on any system.
 
     Args:
         source: path, or a name in `SETS`.
@@ -103,9 +108,12 @@ def read_prompts(source: str) -> list[Prompt]:
     if suffix in UNREAD:
         raise UserError(f"prompt file {source!r}: expected {FORMATS}; the nearest is .jsonl")
     prompts = []
-    for number, line in enumerate(_text_of(source).split("\n"), start=1):  # splitlines() also splits at form feeds, ...
+    # splitlines() also splits at form feeds, ... A mark may be anywhere in a file that was put together from several.
+    for number, line in enumerate(re.split("\r\n|\r|\n", _text_of(source).replace("\ufeff", "")), start=1):
         if line.strip():
             where = f"prompt file {source!r}, line {number}"
+            if "\0" in line:
+                raise UserError(f"{where}: holds a NUL, as UTF-16 does; save it as UTF-8 text")
             fields = _json_fields(line, where) if suffix == ".jsonl" else {"prompt": line}
             prompts.append(_prompt(fields, where, str(Path(source).parent)))
     if not prompts:
@@ -178,7 +186,7 @@ def _text_of(source: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = 1 + content.count(b"\n", 0, error.start)
+        line = len(re.findall(rb"\r\n|\r|\n", content[: error.start])) + 1
         raise UserError(
             f"prompt file {source!r}, line {line}: not UTF-8 (byte {error.start}); save it as UTF-8 text"
         ) from error
@@ -204,8 +212,10 @@ def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
     if "prompt" not in fields:
         raise UserError(f"{where}: 'prompt' is missing")
     text, negative, image = (_text(fields, key, where) for key in ("prompt", "negative_prompt", "image"))
-    if not text:
-        raise UserError(f"{where}: the prompt is empty")
+    if not any(unicodedata.category(letter)[0] not in "CMZ" and letter not in BLANKS for letter in text):
+        raise UserError(f"{where}: the prompt is empty{', or all of its characters are invisible' * bool(text)}")
+    if "\0" in text + negative:
+        raise UserError(f"{where}: the prompt holds a NUL; expected text")
     seed = fields.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise UserError(f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1")

@@ -29,7 +29,7 @@ def _frames(path: Path, about: dict[str, Any]) -> Iterator[np.ndarray]:
     """
     try:
         if path.suffix.lower() in ANIMATIONS:
-            with Image.open(path) as animation:
+            with Image.open(path, formats=("WEBP", "GIF", "PNG")) as animation:
                 yield from (np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(animation))
             return
         import imageio_ffmpeg

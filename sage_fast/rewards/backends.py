@@ -9,6 +9,7 @@ import copy
 import inspect
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +28,8 @@ from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin
 from sage_fast.util.torch_state import restored
 
+PART = re.compile(r"[\w.+/%$-]{1,100}")
+"""Name of a part, which becomes one of metrics, columns and lines of a chart."""
 BACKENDS = {
     "inline": "sage_fast.rewards.inline:InProcess",
     "process": "sage_fast.rewards.process:ChildProcess",
@@ -169,8 +172,8 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
         )
     parts = {}
     for part, value in returned.items():
-        if not isinstance(part, str) or not part:
-            raise RewardFailure(f"returned a part named {part!r}; expected text")
+        if not isinstance(part, str) or not PART.fullmatch(part):
+            raise RewardFailure(f"returned a part named {part!r}; expected 1 to 100 letters, digits and _ . - + / % $")
         try:
             values = torch.as_tensor(value).detach()
         except (TypeError, ValueError, RuntimeError) as error:

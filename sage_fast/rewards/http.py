@@ -9,7 +9,6 @@ import asyncio
 import base64
 import json
 import math
-import os
 import random
 import ssl
 import time
@@ -24,7 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sage_fast.config.fields import is_unicode
-from sage_fast.config.secrets import bare_address, names_for_values
+from sage_fast.config.secrets import bare_address, masked, names_for_values, secret
 from sage_fast.rewards.backends import checked
 from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.failure_policy import Backend
@@ -111,14 +110,14 @@ class Client(Backend):
                     if len(text) > MAX_ANSWER_BYTES:
                         raise NoAnswer(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
             if response.status_code == 200:
-                return json.loads(text)
+                return masked(json.loads(text))
         except httpx.LocalProtocolError:  # its text quotes the header
             raise RewardFailure(f"{self.url}: the token is no text that HTTP can send") from None
         except httpx.HTTPError as error:
-            raise NoAnswer(f"{type(error).__name__}: {printable(str(error))}") from error
+            raise NoAnswer(f"{type(error).__name__}: {printable(names_for_values(str(error)))}") from error
         except (ValueError, RecursionError) as error:
-            raise NoAnswer(f"an answer that is no JSON: {bytes(text[:80])!r}") from error
-        why = names_for_values(f"status {response.status_code}: {_error_of(bytes(text))}")
+            raise NoAnswer(f"an answer that is no JSON: {_shown(text)}") from error
+        why = f"status {response.status_code}: {_error_of(text)}"
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise NoAnswer(why)
         self._answered = True
@@ -149,7 +148,7 @@ class HttpReward(Client):
 
 def token() -> str:
     """Return the password of this process; "" if it has none."""
-    return os.environ.get(TOKEN, "").strip()
+    return secret(TOKEN).strip()
 
 
 # -- the format -------------------------------------------------------------------------------------------------------
@@ -204,8 +203,6 @@ def read_response(got: Any, name: str, url: str) -> dict[str, Tensor]:
     try:
         if got["id"] != name:
             raise RewardFailure(f"{url}: answers request {str(got['id'])[:40]!r} instead of {name!r}")
-        if unfit := [part for part in got["parts"] if not part.isprintable()]:
-            raise RewardFailure(f"{url}: a part named {unfit[0]!r}")
         return {
             part: torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float32)
             for part, values in got["parts"].items()
@@ -214,10 +211,14 @@ def read_response(got: Any, name: str, url: str) -> dict[str, Tensor]:
         raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {str(got)[:80]!r}") from error
 
 
-def _error_of(body: bytes) -> str:
+def _error_of(body: bytearray) -> str:
     """Return the error in a response, or else its first bytes."""
     try:
-        error = (answer := json.loads(body)).get("error", answer)
+        error = (answer := masked(json.loads(body))).get("error", answer)
         return printable(str(error["message"] if isinstance(error, dict) else error)[:4000])
     except (ValueError, AttributeError, KeyError, RecursionError):
-        return repr(body[:80])
+        return _shown(body)
+
+
+def _shown(body: bytearray) -> str:
+    return repr(names_for_values(body.decode(errors="backslashreplace"))[:80])

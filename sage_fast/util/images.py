@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 
@@ -10,6 +11,8 @@ from PIL import Image, ImageOps
 
 from sage_fast.util.errors import UserError, first_line
 
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""Formats that are read. For others, such as EPS, Pillow may start another program."""
 SMALLEST = 16
 """Least pixels on a side."""
 
@@ -43,7 +46,9 @@ def _opened(path: str) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened = Image.open(path)
+            if os.path.exists(path) and not os.path.isfile(path):  # such as a pipe, which would block
+                raise UserError(f"image {path!r} is no regular file; expected {', '.join(FORMATS)}")
+            opened = Image.open(path, formats=FORMATS)
         with opened as image:
             if min(image.size) < SMALLEST:
                 raise UserError(f"image {path!r} has {image.width} x {image.height} pixels; {sizes}")
@@ -57,6 +62,6 @@ def _opened(path: str) -> Iterator[Image.Image]:
     except FileNotFoundError as error:
         raise UserError(f"image {path!r}: no such file") from error
     except Image.UnidentifiedImageError as error:
-        raise UserError(f"image {path!r} is no image that Pillow reads; expected PNG, JPEG or WebP") from error
+        raise UserError(f"image {path!r} has another format; expected {', '.join(FORMATS)}") from error
     except Exception as error:  # Pillow raises many kinds for broken files, struct.error among them
         raise UserError(f"image {path!r} cannot be read: {first_line(error)}") from error

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from sage_fast.util.files import atomic_path
 
+BT709 = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-colorspace", "bt709", "-color_range", "tv"]
+BT709 += ["-color_primaries", "bt709", "-color_trc", "bt709"]
+"""Conversion of RGB, and the tags that say so: without tags, a player takes BT.601 or BT.709 by the size of a video."""
 MIN_SIDE = 128
 """Smallest side in pixels; smaller videos are enlarged, since players would blur them."""
 
@@ -62,7 +65,7 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     # `imageio_ffmpeg.write_frames` would ignore ffmpeg's exit status.
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{frames.shape[2]}x{frames.shape[1]}", "-r", str(fps)]
     # faststart: playback can begin before the download ends. bitexact: deterministic bytes.
-    coded = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "18", "-movflags", "+faststart"]
+    coded = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", *BT709, "-crf", "18", "-movflags", "+faststart"]
     exact = ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"]
     ffmpeg = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact]
     with atomic_path(Path(path)) as file:
