@@ -115,7 +115,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "image '{path}': no such file"),
     "a folder": (Path.mkdir, "image '{path}' is no regular file; expected PNG, JPEG, WEBP"),
     "a pipe": (os.mkfifo, "image '{path}' is no regular file; expected PNG, JPEG, WEBP"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "image '{path}' is no regular file; expected PNG"),
+    "a device": (
+        lambda path: path.symlink_to("/dev/zero"),
+        "image '{path}' is no regular file; expected PNG, JPEG, WEBP",
+    ),
     "PostScript": (
         lambda path: Image.new("RGB", (64, 64)).save(path, "EPS"),
         "image '{path}' has another format; expected PNG, JPEG, WEBP",

@@ -18,8 +18,8 @@ from sage_fast.loading import load_setup
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer
 from sage_fast.util import torch_state
-from sage_fast.util.plugins import import_plugin
-from sage_fast.util.torch_state import SETTINGS, restored
+from sage_fast.util.plugins import import_plugin, running
+from sage_fast.util.torch_state import SETTINGS
 from tests.tiny import settings
 
 REWARD = """
@@ -114,7 +114,7 @@ def test_a_failing_module_and_a_model_are_cleaned_up_after(caplog: pytest.LogCap
     Path("bright.py").write_text("import torch\ntorch.set_default_dtype(torch.float64)\n1 / 0\n")
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         load_reward(RewardConfig(name="bright:Bright"))
-    with restored("model.path = 'bright:Model:x'"), pytest.raises(ZeroDivisionError):
+    with running("model.path = 'bright:Model:x'"), pytest.raises(ZeroDivisionError):
         import_plugin("bright:Model", "model.path")
     assert [record.getMessage()[:20] for record in caplog.records] == ["note: reward 'bright", "note: model.path = '"]
 

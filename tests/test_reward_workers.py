@@ -28,8 +28,8 @@ import torch
 import sage_fast.rewards.http as reward_http
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward, Scores
-from sage_fast.rewards.backends import checked
 from sage_fast.rewards.caller import RewardCaller
+from sage_fast.rewards.calls import checked
 from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.failure_policy import TIMEOUTS
 from sage_fast.rewards.http import HttpReward, read_request

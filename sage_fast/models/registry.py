@@ -7,8 +7,7 @@ from pathlib import Path
 
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError
-from sage_fast.util.plugins import import_plugin
-from sage_fast.util.torch_state import restored
+from sage_fast.util.plugins import import_plugin, running
 
 SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
@@ -28,7 +27,7 @@ def family(name: str) -> type[Spec]:
         UserError: there is no such family.
     """
     setting = f"model.path = {name!r}"
-    with restored(setting):
+    with running(setting):
         found = import_plugin(name, setting)
     if not (isinstance(found, type) and issubclass(found, Spec)):
         raise UserError(f"{setting}: expected a subclass of sage_fast.models.spec.Spec, found {found!r}")

@@ -5,11 +5,9 @@ A name is that of a shipped reward, one of an installed package, `module:name` o
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,15 +19,11 @@ from sage_fast.config.fields import require
 from sage_fast.config.rewards import CLIENTS, place_of_reward
 from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment, names_for_values
-from sage_fast.rewards.errors import RewardFailure, failure
+from sage_fast.rewards.errors import failure
 from sage_fast.rewards.failure_policy import Backend
-from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.plugins import import_plugin
-from sage_fast.util.torch_state import restored
+from sage_fast.util.plugins import import_plugin, running
 
-PART = re.compile(r"[\w.+/%$-]{1,100}")
-"""Name of a part, which becomes one of metrics, columns and lines of a chart."""
 BACKENDS = {
     "inline": "sage_fast.rewards.inline:InProcess",
     "process": "sage_fast.rewards.process:ChildProcess",
@@ -76,7 +70,7 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
         return reward
     setting = f"{key} = {entry.name!r}"
     try:
-        with restored(f"reward {entry.name!r}"):
+        with running(f"reward {entry.name!r}"):
             made = reward(**args)
     except UserError as error:
         raise UserError(f"{setting}: {names_for_values(str(error))}") from error
@@ -100,7 +94,7 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
         return backend_class("http"), {"url": entry.name}
     place = place_of_reward(entry.name, setting)
     try:
-        with restored(f"reward {entry.name!r}"):
+        with running(f"reward {entry.name!r}"):
             reward = import_plugin(place, setting)
     except UserError:
         raise
@@ -141,49 +135,6 @@ def score_of(reward: Any) -> Callable[[Tensor, list[str]], object]:
     """Return the function to call: its method `score`, else the reward itself. A layer named `score` is no method."""
     method = getattr(reward, "score", None)
     return method if inspect.isroutine(method) else reward
-
-
-def called(name: str, reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> dict[str, Tensor]:
-    """Call the reward of this name without gradients; return each part, float32 `[B]` on the CPU, sorted by name.
-
-    It gets `metadata` if it has a parameter of this name.
-
-    Raises:
-        RewardFailure: it did not return parts. Whatever the reward raises passes through.
-    """
-    score = score_of(reward)
-    takes_metadata = "metadata" in inspect.signature(score).parameters
-    known = {"metadata": copy.deepcopy(metadata)} if takes_metadata else {}
-    with torch.no_grad():
-        with restored(f"reward {name!r}"):
-            returned = score(videos, list(prompts), **known)
-        return checked(returned, len(prompts))
-
-
-def checked(returned: object, count: int) -> dict[str, Tensor]:
-    """Check what a reward returned; return its parts, float32 `[count]` on the CPU, sorted by name.
-
-    Raises:
-        RewardFailure: it is not a mapping of names to `count` numbers each.
-    """
-    if not isinstance(returned, Mapping):
-        raise RewardFailure(
-            f"returned {type(returned).__name__}; expected a mapping of parts to [B], such as {{'sharpness': scores}}"
-        )
-    parts = {}
-    for part, value in returned.items():
-        if not isinstance(part, str) or not PART.fullmatch(part):
-            raise RewardFailure(f"returned a part named {part!r}; expected 1 to 100 letters, digits and _ . - + / % $")
-        try:
-            values = torch.as_tensor(value).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise RewardFailure(f"part {part!r}: expected numbers [{count}], got {type(value).__name__}") from error
-        if values.shape != (count,):
-            raise RewardFailure(f"part {part!r}: expected shape [{count}], got {list(values.shape)}")
-        if values.is_complex():
-            raise RewardFailure(f"part {part!r}: expected real numbers, got {values.dtype}")
-        parts[part] = values.float().cpu()
-    return dict(sorted(parts.items()))
 
 
 def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:

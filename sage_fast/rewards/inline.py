@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.rewards.backends import called
+from sage_fast.rewards.calls import called
 from sage_fast.rewards.errors import RewardFailure, failure, fulfil
 from sage_fast.rewards.failure_policy import Backend
 from sage_fast.rewards.interface import Metadata

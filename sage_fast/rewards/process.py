@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardEntry
-from sage_fast.rewards.backends import called, load_reward
+from sage_fast.rewards.backends import load_reward
+from sage_fast.rewards.calls import called
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import SIGNALS, UserError

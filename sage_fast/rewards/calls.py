@@ -1,0 +1,63 @@
+"""One call of a reward, and the check of what it returns."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_fast.rewards.backends import score_of
+from sage_fast.rewards.errors import RewardFailure
+from sage_fast.rewards.interface import Metadata
+from sage_fast.util.torch_state import restored
+
+PART = re.compile(r"[\w.+/%$-]{1,100}")
+"""Name of a part, which becomes one of metrics, columns and lines of a chart."""
+
+
+def called(name: str, reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> dict[str, Tensor]:
+    """Call the reward of this name without gradients; return each part, float32 `[B]` on the CPU, sorted by name.
+
+    It gets `metadata` if it has a parameter of this name.
+
+    Raises:
+        RewardFailure: it did not return parts. Whatever the reward raises passes through.
+    """
+    score = score_of(reward)
+    takes_metadata = "metadata" in inspect.signature(score).parameters
+    known = {"metadata": copy.deepcopy(metadata)} if takes_metadata else {}
+    with torch.no_grad():
+        with restored(f"reward {name!r}"):
+            returned = score(videos, list(prompts), **known)
+        return checked(returned, len(prompts))
+
+
+def checked(returned: object, count: int) -> dict[str, Tensor]:
+    """Check what a reward returned; return its parts, float32 `[count]` on the CPU, sorted by name.
+
+    Raises:
+        RewardFailure: it is not a mapping of names to `count` numbers each.
+    """
+    if not isinstance(returned, Mapping):
+        raise RewardFailure(
+            f"returned {type(returned).__name__}; expected a mapping of parts to [B], such as {{'sharpness': scores}}"
+        )
+    parts = {}
+    for part, value in returned.items():
+        if not isinstance(part, str) or not PART.fullmatch(part):
+            raise RewardFailure(f"returned a part named {part!r}; expected 1 to 100 letters, digits and _ . - + / % $")
+        try:
+            values = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RewardFailure(f"part {part!r}: expected numbers [{count}], got {type(value).__name__}") from error
+        if values.shape != (count,):
+            raise RewardFailure(f"part {part!r}: expected shape [{count}], got {list(values.shape)}")
+        if values.is_complex():
+            raise RewardFailure(f"part {part!r}: expected real numbers, got {values.dtype}")
+        parts[part] = values.float().cpu()
+    return dict(sorted(parts.items()))
