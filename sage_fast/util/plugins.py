@@ -65,7 +65,7 @@ def import_plugin(place: str, setting: str) -> Any:
 
 
 def running(who: str) -> AbstractContextManager[None]:
-    """Return a context for the code of a plug-in, whose name is `who`: `torch_state.restored`, which imports PyTorch."""
+    """Return a context for the code of the plug-in `who`: `torch_state.restored`, which imports PyTorch."""
     return pkgutil.resolve_name("sage_fast.util.torch_state:restored")(who)
 
 
