@@ -271,11 +271,11 @@ class Trainer:
 
     def anchor_velocities(self, batch: Batch, transitions: Sequence[Transition]) -> dict[Transition, Tensor]:
         """Return transition -> the anchor's velocity: one forward each; none while `reuses_velocities`."""
-        if self.anchor is None:
-            return {}
-        if self.reuses_velocities:
-            return batch.trajectories.velocities
         with self.observer.watch("anchor"):
+            if self.anchor is None:
+                return {}
+            if self.reuses_velocities:
+                return batch.trajectories.velocities
             return self.replay.anchor_velocities(batch, transitions, self.anchor)
 
     def refresh_anchor(self) -> None:
