@@ -26,7 +26,7 @@ from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.samples import SampleRollouts
-from sage_fast.rollout.scoring import VideoScorer
+from sage_fast.rollout.scoring import VideoScorer, gather_checked
 from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_device
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import NonFiniteError, UserError
@@ -157,9 +157,9 @@ class Trainer:
                 with Progress("rollout", rollouts.steps, pause=self.pause) as bar:
                     for finished, latents in rollouts.finished(bar):
                         scorer.submit(latents, [sample.prompt for sample in finished])
-                scorer.finish()
+                own = scorer.finish()
             with watch.waiting():
-                scores = scorer.gather(batch.numbers)
+                scores = gather_checked(self.reward, batch.numbers, own)
             if self.objective.scores_noised:
                 with watch("anchor"):
                     self.replay.score_noised(batch)

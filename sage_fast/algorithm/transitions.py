@@ -151,18 +151,9 @@ SAMPLERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReductionRow:
-    """Reduction of the log-prob over the elements of a sample: the mean.
-
-    Attributes:
-        scaled: Gaussian log-prob; otherwise -mean((x_next - mean)^2).
-    """
-
-    scaled: bool = True
-
-
-REDUCTIONS = {"mean": ReductionRow(), "unscaled": ReductionRow(scaled=False)}
+REDUCTIONS = {"mean": True, "unscaled": False}
+"""Reduction of the log-prob over the elements of a sample -> whether it is the Gaussian log-prob, a mean per element;
+otherwise it is -mean((x_next - mean)^2)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # tensors have no equality that is a bool
@@ -228,8 +219,8 @@ class TransitionTable:
         """Return the factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
         if reduction not in REDUCTIONS:
             raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, REDUCTIONS)}")
-        row, noisy = REDUCTIONS[reduction], self.c > 0
-        if not row.scaled:
+        noisy = self.c > 0
+        if not REDUCTIONS[reduction]:
             return torch.where(noisy, -1.0, 0.0).double()
         return torch.where(noisy, -1 / (2 * self.c.square()), 0.0)
 
@@ -246,9 +237,9 @@ class TransitionTable:
             float64. w = k = m = 0 where c = 0.
         """
         w = self._log_prob_weight(reduction)
-        row, noisy = REDUCTIONS[reduction], self.c > 0
+        noisy = self.c > 0
         k = torch.where(noisy, -(self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
-        if not row.scaled:
+        if not REDUCTIONS[reduction]:
             k = torch.zeros_like(k)
         m = torch.where(noisy, self.b.square() / (2 * self.c.square()), 0.0)
         return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
@@ -265,7 +256,7 @@ class TransitionTable:
 
         `unscaled` is not a log-prob: there E[log-ratio] = -mean((mu - mu_old)^2), which is -2 c^2 times the KL.
         """
-        return torch.ones_like(self.c) if REDUCTIONS[reduction].scaled else 2 * self.c.square()
+        return torch.ones_like(self.c) if REDUCTIONS[reduction] else 2 * self.c.square()
 
     def equalizer(self, reduction: str = "mean", eps: float = 1e-8) -> Tensor:
         """Return S_t = median(N) / (N_t + eps) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""

@@ -91,14 +91,9 @@ def training_room(resolved: Resolved, spec: Spec, policy: Policy, usable: float,
     return MEMORY_SHARE * (usable - device.weights) - taken
 
 
-def samples_of_rank(train: TrainConfig, groups: int) -> int:
-    """Return the number of samples per iteration on a rank of the first of `groups`, which has the most."""
-    return len(share_of(train.samples, groups, 0))
-
-
 def stored_rollouts(resolved: Resolved, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
-    """Return `samples_of_rank`, and part -> bytes of their stored rollouts."""
-    samples = samples_of_rank(resolved.config.train, groups)
+    """Return the samples of an iteration on a rank of the first of `groups`, which has most; and part -> bytes."""
+    samples = len(share_of(resolved.config.train.samples, groups, 0))
     return samples, trajectory_bytes(resolved, math.prod(spec.latent_shape(resolved.config.sampling)), samples)
 
 

@@ -67,14 +67,7 @@ class VideoScorer:
         collective: other ranks' forwards wait for this rank's, so a reward failure is raised in `finish` only.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        reward: Scorer,
-        watch: Stopwatch,
-        *,
-        collective: bool = False,
-    ) -> None:
+    def __init__(self, decoder: Decoder, reward: Scorer, watch: Stopwatch, *, collective: bool = False) -> None:
         self.decoder = decoder
         self.reward = reward
         self.watch = watch
@@ -83,7 +76,6 @@ class VideoScorer:
         self._submitted = 0
         self._failure: RewardError | None = None
         self._scores: list[Pending | Scores] = []
-        self._finished: Scores | None = None
 
     def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
         """Score the previous chunk, then start to decode `latents [B, C, T, H, W]`.
@@ -115,13 +107,7 @@ class VideoScorer:
         if failure := next((failure for _, failure in ranks if failure), None):
             raise RewardError(failure)
         in_turn = itertools.zip_longest(*(scores for scores, _ in ranks))
-        self._finished = join_scores([scores for turn in in_turn for scores in turn if scores is not None])
-        return self._finished
-
-    def gather(self, numbers: Sequence[int]) -> Scores:
-        """Call `gather_checked` on what `finish` returned. Collective."""
-        assert self._finished is not None
-        return gather_checked(self.reward, numbers, self._finished)
+        return join_scores([scores for turn in in_turn for scores in turn if scores is not None])
 
     def _score_pending(self) -> None:
         if self._pending is None:

@@ -391,7 +391,8 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
     held = f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {evaluated} are evaluated"
     lines.append(f"  {config.data.eval_prompts}: {held}")
     for key, entry in config.named_rewards.items():
-        lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
+        weights = " + ".join(f"{weight:g} {part}" for part, weight in entry.weights.items())
+        lines.append(f"  {key.removesuffix('.name')} {entry.name}: {weights or 'only observes'}")
         notes += dry_run_reward(entry, key)
     notes += [f"warning: {warning}" for warning in warnings]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
@@ -402,7 +403,3 @@ def _keys_of(prompts: Sequence[Prompt]) -> str:
     keys = sorted({key for prompt in prompts for key in prompt.metadata})
     images = ", each with an image" if any(prompt.image for prompt in prompts) else ""
     return f"{images} (metadata: {', '.join(keys)})" if keys else images
-
-
-def _format_weights(weights: Mapping[str, float]) -> str:
-    return " + ".join(f"{weight:g} {part}" for part, weight in weights.items())
