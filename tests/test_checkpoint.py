@@ -2,25 +2,30 @@
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
 import resource
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run import folder as run_folder
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.claim import locked, remove_partials
-from sage_fast.run.folder import STATE, TRAINING, RunFolder, fault_of_weights, iteration_of
+from sage_fast.run.folder import STATE, TRAINING, RunFolder, digest, fault_of_weights, iteration_of
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -86,6 +91,134 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     with pytest.raises(UserError, match=r"no checkpoint can be used \(iteration-000002: .*; iteration-000001: .*\)"):
         load_checkpoint(tmp_path, resumed.engine)
     assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.policy.snapshot().items())
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Change the content of a JSON file."""
+
+    def act(file: Path) -> None:
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+
+    return act
+
+
+def with_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    """Change the tensors of a file of parts."""
+
+    def act(file: Path) -> None:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata)
+
+    return act
+
+
+def first_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
+    return with_tensors(lambda tensors: tensors.update({min(tensors): change(tensors[min(tensors)])}))
+
+
+COUNTS, MOMENTS = "training/optimizer.json", part("optimizer-exp_avg_sq")
+ODD: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "another iteration": (STATE, edited(lambda state: state.update(iteration=7)), f"{STATE} is of iteration 7"),
+    "no iteration": (STATE, edited(lambda state: state.pop("iteration")), f"{STATE} is of iteration None"),
+    "steps as text": (STATE, edited(lambda state: state.update(optimizer_steps="2")), f"{STATE} does not hold"),
+    "steps below 0": (STATE, edited(lambda state: state.update(optimizer_steps=-1)), f"{STATE} does not hold"),
+    "no KL": (STATE, edited(lambda state: state.pop("kl")), f"{STATE} does not hold"),
+    "KL null": (STATE, edited(lambda state: state.update(kl=None)), f"{STATE} does not hold"),
+    "lambda NaN": (STATE, edited(lambda state: state["kl"].update(value=float("nan"))), f"{STATE} does not hold"),
+    "history of text": (STATE, edited(lambda state: state["kl"].update(history=["a"])), f"{STATE} does not hold"),
+    "anchor step a list": (STATE, edited(lambda state: state.update(anchor_step=[])), f"{STATE} does not hold"),
+    "a flag of 3": (STATE, edited(lambda state: state.update(anchor_is_current=3)), f"{STATE} does not hold"),
+    "counters a list": (STATE, lambda file: file.write_text("[]"), "state.json: expected a JSON object"),
+    "step below 0": (
+        COUNTS,
+        edited(lambda state: state["steps"].update(dict.fromkeys(state["steps"], -3))),
+        COUNTS[9:],
+    ),
+    "step null": (COUNTS, edited(lambda state: state["steps"].update(dict.fromkeys(state["steps"]))), COUNTS[9:]),
+    "steps a number": (COUNTS, edited(lambda state: state.update(steps=4)), COUNTS[9:]),
+    "step of no weight": (COUNTS, edited(lambda state: state["steps"].update(odd=1)), "the optimizer's state of odd"),
+    "a step lost": (COUNTS, edited(lambda state: state["steps"].popitem()), "the optimizer's state of"),
+    "moments NaN": (MOMENTS, first_changed(lambda t: t * float("nan")), f"{MOMENTS[9:]}: "),
+    "moments whole numbers": (MOMENTS, first_changed(torch.Tensor.int), f"{MOMENTS[9:]}: "),
+    "a moment lost": (MOMENTS, with_tensors(lambda tensors: tensors.pop(min(tensors))), ""),
+    "weights infinite": (part("trainable"), first_changed(lambda t: t + torch.inf), "trainable-00001-of-00001"),
+    "a shape": (part("anchor"), first_changed(lambda t: t[:-1].clone()), ""),
+    "two dimensions": (part("ema"), first_changed(lambda t: t[None].clone()), ""),
+}
+
+
+def seal(folder: Path) -> None:
+    """Write the checksums of what is in a checkpoint now."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] = {name: digest(folder / name) for name in manifest["files"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@functools.cache
+def two_checkpoints() -> tuple[Trainer, Path]:
+    """A trainer, and the run folder with the checkpoints of its first two iterations."""
+    trainer, run = tiny_trainer(settings(train__ema_decay=0.9, kl__strategy="moving")), Path(tempfile.mkdtemp())
+    for iteration in (1, 2):
+        trainer.iteration(iteration - 1)
+        save(trainer, run, iteration)
+    return trainer, run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_checkpoint_stays() -> Iterator[None]:
+    yield
+    if two_checkpoints.cache_info().currsize:
+        shutil.rmtree(two_checkpoints()[1])
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.fault(
+    "a checkpoint whose checksums fit, and whose content is not what a run writes",
+    "skipped for the sound one before, with a note",
+)
+def test_a_checkpoint_that_no_run_writes_is_skipped(odd: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, run = two_checkpoints()
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "checkpoints" / "iteration-000002"
+    name, act, fault = ODD[odd]
+    act(folder / name)
+    seal(folder)
+    caplog.set_level(logging.INFO)
+    found = load_checkpoint(tmp_path, trainer.engine, trainer.state_dict())
+    assert found is not None
+    assert found[0] == 1
+    text = " ".join(" ".join(caplog.messages).split())
+    assert "checkpoint iteration-000002 cannot be resumed and is skipped: " in text
+    assert fault in text
+
+
+@pytest.mark.parametrize("value", ["12", 12.5, None, True, [12], 10**30])
+def test_a_manifest_of_other_types_is_skipped(value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = tiny_trainer(settings())
+    for iteration in (1, 2):
+        save(trainer, tmp_path, iteration)
+    entry = {"bytes": value, "sha256": "0"}
+    edited(lambda manifest: manifest["files"].update({STATE: entry}))(
+        tmp_path / "checkpoints" / "iteration-000002" / "manifest.json"
+    )
+    found = load_checkpoint(tmp_path, trainer.engine)
+    assert found is not None
+    assert found[0] == 1
+
+
+def test_a_file_that_the_manifest_does_not_list_is_no_part(tmp_path: Path) -> None:
+    """Such as a part of another number of ranks, left by a copy over an older checkpoint."""
+    trainer = tiny_trainer(settings())
+    save(trainer, tmp_path, 1)
+    training = tmp_path / "checkpoints" / "iteration-000001" / TRAINING
+    for name in ("trainable-00001-of-00002.safetensors", "trainable-00002-of-00002.safetensors", "more.safetensors"):
+        shutil.copy(training / Path(part("trainable")).name, training / name)
+    assert load_checkpoint(tmp_path, trainer.engine) is not None
 
 
 def test_a_sound_checkpoint_is_not_written_again_and_a_damaged_one_is(tmp_path: Path) -> None:

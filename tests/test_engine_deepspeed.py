@@ -18,7 +18,7 @@ from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel.deepspeed_config import deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
-from sage_fast.run.checkpoint import load_training_state, save_checkpoint, save_training_state
+from sage_fast.run.checkpoint import TrainingState, save_checkpoint, save_training_state
 from sage_fast.run.folder import read_scores
 from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
@@ -170,7 +170,7 @@ def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
         tuning, _ = name.split()
         first, second, third, on_from_plain = torch.load(tmp_path / name / "steps.pt")
         engine = zero_runs.muon_engine(f"{tuning} plain")
-        load_training_state(tmp_path / name, engine, 2)
+        TrainingState(tmp_path / name, engine, 2).restore(engine)
         resumed = zero_runs.muon_step(engine, 2, [0, 1])
         start, plain_first, plain_second, plain_third = expected[tuning]
         for found, before, after, tolerance in (

@@ -20,7 +20,7 @@ from benchmarks.scaling import count_gathers
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import Engine, fsdp, make_engine, ranks_that_shard
-from sage_fast.run.checkpoint import load_training_state, save_training_state
+from sage_fast.run.checkpoint import TrainingState, save_training_state
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests import zero_runs
@@ -118,7 +118,7 @@ def updates(folder: Path) -> None:
         assert all(torch.equal(part, before[name]) for name, part in policy.parts().items())
         (folder / case).mkdir(exist_ok=True)
         save_training_state(folder / case, made)
-        load_training_state(folder / f"{case} plain", made, 2)
+        TrainingState(folder / f"{case} plain", made, 2).restore(made)
         update(made, 2, [rank()])
         starts = {name: policy.states.start(p) for name, p in policy.parameters().items()}
         torch.save((starts, [*steps, policy.snapshot()], norms), folder / f"{case}-{rank()}.pt")
@@ -162,7 +162,7 @@ def test_updates_are_those_of_one_plain_process(tmp_path: Path) -> None:
         (mine, before, after, from_plain), found_norms = joined(tmp_path, case, start)
         assert found_norms == pytest.approx(norms, rel=tolerance), case
         resumed = engine(case, "plain")
-        load_training_state(tmp_path / case, resumed, 2)
+        TrainingState(tmp_path / case, resumed, 2).restore(resumed)
         update(resumed, 2, [*range(RANKS)])
         for found, old, new in ((mine, start, first), (from_plain, second, third), (whole(resumed), before, after)):
             off, way = (sum(float((new[n] - other[n]).square().sum()) for n in new) ** 0.5 for other in (found, old))

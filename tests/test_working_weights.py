@@ -22,7 +22,7 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.rollout.samples import SampleRollouts
-from sage_fast.run.checkpoint import load_training_state, save_training_state
+from sage_fast.run.checkpoint import TrainingState, save_training_state
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
@@ -190,9 +190,9 @@ def check_resume(folder: Path, engine: Engine) -> None:
         torch.save(present, folder / "saved.pt")
     for name in ("full zero1 adamw", "full plain adamw"):
         other = make_engine(mixed_policy(name), train_settings(name))
-        load_training_state(folder / "saved", other, engine.steps)
+        TrainingState(folder / "saved", other, engine.steps).restore(other)
         assert all(torch.equal(value, present[n]) for n, value in whole(other).items()), name
-    load_training_state(folder / "plain", engine, 1)
+    TrainingState(folder / "plain", engine, 1).restore(engine)
     stored = torch.load(folder / "plain.pt")
     assert all(torch.equal(value, stored[n]) for n, value in whole(engine).items())
     assert_rounded(engine, stored)
@@ -267,6 +267,6 @@ def test_working_weights_on_two_ranks(names: Sequence[str], tmp_path: Path) -> N
     torch.save(plain.policy.snapshot(), tmp_path / "plain.pt")
     assert run_ranks(on_ranks, 2, tmp_path, names) == [0, 0], screens(tmp_path)
     if names[0] == "full zero2 adamw":
-        load_training_state(tmp_path / "saved", plain, UPDATES)
+        TrainingState(tmp_path / "saved", plain, UPDATES).restore(plain)
         stored = torch.load(tmp_path / "saved.pt")
         assert all(torch.equal(value, stored[n]) for n, value in plain.policy.parts().items())

@@ -28,7 +28,7 @@ from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, deepspeed_config, make_engine
 from sage_fast.rewards import CompositeReward
-from sage_fast.run.checkpoint import load_checkpoint, load_training_state, save_checkpoint, save_training_state
+from sage_fast.run.checkpoint import TrainingState, load_checkpoint, save_checkpoint, save_training_state
 from sage_fast.run.weights import save_weights
 from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.testbed.world import train_prompts
@@ -249,7 +249,7 @@ def muon(folder: Path) -> None:
         save_training_state(folder / name, engine)
         dist.barrier()
         steps.append(muon_step(engine, 2, [rank()]))
-        load_training_state(folder / f"{name.split()[0]} plain", engine, 2)
+        TrainingState(folder / f"{name.split()[0]} plain", engine, 2).restore(engine)
         steps.append(muon_step(engine, 2, [rank()]))
         if rank() == 0:
             torch.save(steps, folder / name / "steps.pt")

@@ -18,20 +18,32 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from sage_fast.config.fields import is_finite
 from sage_fast.eval.scores import composite, mean_and_margin
 from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
-from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder, digest, fault_of, iteration_of, keep_weights
+from sage_fast.run.folder import (
+    MANIFEST,
+    STATE,
+    TRAINING,
+    RunFolder,
+    digest,
+    fault_of,
+    files_of,
+    iteration_of,
+    keep_weights,
+)
 from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.weights import save_weights
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import RankError, UserError, reason
+from sage_fast.util.errors import RankError, UserError, first_line, reason
 from sage_fast.util.files import PARTIAL, atomic_path, read_json, remove_folder, sync, write_json
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
@@ -39,6 +51,8 @@ log = logging.getLogger(__name__)
 
 MOMENT = "optimizer-"
 OPTIMIZER = "optimizer.json"
+MOMENTS = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
+"""What an optimizer holds of a weight: AdamW, Muon."""
 
 
 def save_checkpoint(
@@ -146,22 +160,35 @@ def _best_of(rewards: Mapping[Path, float]) -> Path | None:
     return max((f for f in rewards if math.isfinite(rewards[f])), key=rewards.__getitem__, default=None)
 
 
-def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], State | None] | None:
-    """Restore the engine from the newest intact checkpoint of `run`. Collective.
+def load_checkpoint(
+    run: Path, engine: Engine, counters: Mapping[str, Any] | None = None
+) -> tuple[int, dict[str, Any], State | None] | None:
+    """Restore the engine from the newest sound checkpoint of `run`. Collective.
+
+    A checkpoint is the files that its manifest lists. One that is damaged, or that does not hold what a run writes, is
+    skipped with a note; nothing is restored from it.
+
+    Args:
+        counters: those of the trainer as they are now: the saved ones must be of their kinds.
 
     Returns:
         The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
 
     Raises:
-        UserError: there are checkpoints, but none can be resumed.
+        UserError: there are checkpoints, but none can be resumed; or as `TrainingState.restore`.
     """
     faults = []
     for folder in reversed(broadcast_object(RunFolder(run).checkpoints(), 0)):
         fault = _fault(folder)
         if fault is None:
-            counters = read_json(folder / STATE)
-            anchor = load_training_state(folder / TRAINING, engine, counters["optimizer_steps"])
-            return counters["iteration"], counters, anchor
+            try:
+                with fail_together():
+                    state = _read_counters(folder, counters)
+                saved = TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder))
+            except (UserError, RankError, OSError, SafetensorError) as error:
+                fault = first_line(error)
+        if fault is None:
+            return state["iteration"], state, saved.restore(engine)
         faults.append(f"{folder.name}: {fault}")
         log.info(wrapped(f"note: checkpoint {folder.name} cannot be resumed and is skipped: {fault}"))
     if faults:
@@ -170,6 +197,33 @@ def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], Sta
             "there, or start another run with --output and no --resume; nothing was changed"
         )
     return None
+
+
+def _read_counters(folder: Path, counters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Read the trainer's counters; `counters` as in `load_checkpoint`.
+
+    Raises:
+        UserError: they are of another iteration, or of other kinds.
+    """
+    state = read_json(folder / STATE)
+    expected = {**(state if counters is None else counters), "iteration": 0, "optimizer_steps": 0}
+    if state.get("iteration") != iteration_of(folder):
+        raise UserError(f"{STATE} is of iteration {state.get('iteration')!r}")
+    if not _is_like(state, expected):
+        raise UserError(f"{STATE} does not hold what a run writes")
+    return state
+
+
+def _is_like(value: Any, expected: Any) -> bool:
+    """Whether a value of a JSON file is of the kind of `expected`, at any depth; numbers are finite, counts from 0."""
+    if isinstance(expected, dict):
+        same = isinstance(value, dict) and value.keys() == expected.keys()
+        return same and all(_is_like(value[key], item) for key, item in expected.items())
+    if isinstance(expected, list):
+        return isinstance(value, list) and all(_is_like(item, 0.0) for item in value)
+    if isinstance(expected, float):
+        return type(value) in (int, float) and is_finite(value)
+    return type(value) is type(expected) and (type(value) is not int or 0 <= value < 2**53)
 
 
 # -- the state of an engine, which any number of ranks and any other engine can read ----------------------------------
@@ -198,36 +252,62 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
     return written
 
 
-def load_training_state(folder: Path, engine: Engine, steps: int) -> State | None:
-    """Restore what was saved at optimizer step `steps`, and return the anchor, if there is one. Collective.
+class TrainingState:
+    """What was saved of an engine, as this rank's parts: all of it is read before anything is restored. Collective.
+
+    Args:
+        folder: where it was saved.
+        engine: says which parts this rank needs; it stays as it is.
+        steps: the optimizer step at which it was saved.
+        files: the names of its files in `folder`, by default all that are there.
 
     Raises:
-        UserError: `train.ema_decay` has been switched on since, `train.optimizer` is another one, or the files do not
-            hold these weights.
+        UserError: the files do not hold these weights, or not what an engine writes.
     """
-    saved, optimizer, config = SavedParts(folder), read_json(folder / OPTIMIZER), engine.config
-    if engine.ema is not None and "ema" not in saved.kinds:
-        raise UserError(
-            f"train.ema_decay = {config.ema_decay}: the checkpoint holds no average to continue; resume with 0 (and "
-            "sampling.averaged_weights = false), or start another run with --model.weights"
-        )
-    if optimizer["optimizer"] != config.optimizer:
-        raise UserError(
-            f"train.optimizer = {config.optimizer!r}: the checkpoint is of {optimizer['optimizer']!r}; resume with "
-            "that, or start another run with --model.weights"
-        )
-    layout, parts = Layout(engine.policy), engine.policy.parts()
-    check_names(parts, saved.kinds.get("trainable", {}))
-    state = {name: {"step": torch.tensor(float(step))} for name, step in optimizer["steps"].items()}
-    for kind, slices in saved.kinds.items():
-        if kind.startswith(MOMENT):
-            moments = saved.read(kind, {name: engine.optimized[name] for name in slices}, layout)
-            for name, moment in moments.items():
-                state.setdefault(name, {})[kind.removeprefix(MOMENT)] = moment
-    if engine.ema is not None:
-        engine.ema = saved.read("ema", parts, layout)
-    engine.restore(saved.read("trainable", parts, layout), state, steps)
-    return saved.read("anchor", parts, layout) if "anchor" in saved.kinds else None
+
+    def __init__(self, folder: Path, engine: Engine, steps: int, files: Collection[str] | None = None) -> None:
+        self.steps = steps
+        with fail_together():
+            self.optimizer = read_json(folder / OPTIMIZER)
+            counts = self.optimizer.get("steps")
+            if not isinstance(counts, dict) or not all(_is_like(step, 0) for step in counts.values()):
+                raise UserError(f"{OPTIMIZER} does not hold what a run writes")
+        saved, layout, parts = SavedParts(folder, files), Layout(engine.policy), engine.policy.parts()
+        check_names(parts, saved.kinds.get("trainable", {}))
+        self.moments = {name: {"step": torch.tensor(float(step))} for name, step in counts.items()}
+        for kind, slices in saved.kinds.items():
+            if kind.startswith(MOMENT):
+                moments = saved.read(kind, {name: engine.optimized[name] for name in slices if name in parts}, layout)
+                for name, moment in moments.items():
+                    self.moments.setdefault(name, {})[kind.removeprefix(MOMENT)] = moment
+        if odd := [name for name, held in self.moments.items() if name not in parts or held.keys() not in MOMENTS]:
+            raise UserError(f"the optimizer's state of {odd[0]} is not whole")
+        self.weights = saved.read("trainable", parts, layout)
+        averaged = engine.ema is not None and "ema" in saved.kinds
+        self.ema = saved.read("ema", parts, layout) if averaged else None
+        self.anchor = saved.read("anchor", parts, layout) if "anchor" in saved.kinds else None
+
+    def restore(self, engine: Engine) -> State | None:
+        """Put it into the engine; return the anchor, if there is one.
+
+        Raises:
+            UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
+        """
+        config, optimizer = engine.config, self.optimizer.get("optimizer")
+        if engine.ema is not None and self.ema is None:
+            raise UserError(
+                f"train.ema_decay = {config.ema_decay}: the checkpoint holds no average to continue; resume with 0 "
+                "(and sampling.averaged_weights = false), or start another run with --model.weights"
+            )
+        if optimizer != config.optimizer:
+            raise UserError(
+                f"train.optimizer = {config.optimizer!r}: the checkpoint is of {optimizer!r}; resume with that, or "
+                "start another run with --model.weights"
+            )
+        if engine.ema is not None:
+            engine.ema = self.ema
+        engine.restore(self.weights, self.moments, self.steps)
+        return self.anchor
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------

@@ -264,11 +264,17 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: the manifest is damaged.
     """
-    found = read_json(folder / MANIFEST)
-    try:
-        return {str(name): {key: entry[key] for key in ("bytes", "sha256")} for name, entry in found["files"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(NOT_WRITTEN) from error
+    files: Any = read_json(folder / MANIFEST).get("files")
+    for entry in files.values() if isinstance(files, dict) else [None]:
+        kinds = [(key, type(value)) for key, value in entry.items()] if isinstance(entry, dict) else []
+        if sorted(kinds) != [("bytes", int), ("sha256", str)]:
+            raise UserError(NOT_WRITTEN)
+    return dict(files)
+
+
+def files_of(checkpoint: Path) -> list[str]:
+    """Return the names of the files in `TRAINING` that the manifest lists."""
+    return [name.removeprefix(f"{TRAINING}/") for name in _files(checkpoint) if _is_for_training(name)]
 
 
 def keep_weights(checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -96,6 +96,9 @@ class SavedParts:
     Only rank 0 lists the folder and reads the headers. Each rank opens the files that hold what it needs, and reads no
     more of them.
 
+    Args:
+        files: names of the files; by default all in the folder.
+
     Attributes:
         kinds: kind -> weight -> its slices in order, as (first index, end, name of the file).
 
@@ -103,10 +106,11 @@ class SavedParts:
         UserError: a file is missing, is not one of its kind's, or leaves a gap or an overlap.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Collection[str] | None = None) -> None:
         self.folder = folder
         with fail_together():
-            kinds = _slices_in(folder) if rank() == 0 else {}
+            names = [file.name for file in folder.iterdir()] if files is None and rank() == 0 else files or ()
+            kinds = _slices_in(folder, names) if rank() == 0 else {}
         self.kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = broadcast_object(kinds, 0)
 
     def read(self, kind: str, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
@@ -129,29 +133,31 @@ class SavedParts:
                     low, high = max(first, start), min(end, stop)
                     if low < high:
                         piece = opened(file).get_slice(name)[low - first : high - first]
+                        if not piece.is_floating_point() or not piece.isfinite().all():
+                            raise UserError(f"{file}: {name} holds what is no finite number")
                         part.view(-1)[low - start : high - start] = piece
         return read
 
 
-def _slices_in(folder: Path) -> dict[str, dict[str, list[tuple[int, int, str]]]]:
-    """Return `SavedParts.kinds` of a folder.
+def _slices_in(folder: Path, names: Iterable[str]) -> dict[str, dict[str, list[tuple[int, int, str]]]]:
+    """Return `SavedParts.kinds` of the files of a folder with these names.
 
     Raises:
         UserError: as of `SavedParts`.
     """
     numbered: dict[str, list[tuple[int, str]]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        if match := re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.safetensors", file.name):
-            numbered.setdefault(match[1], []).append((int(match[2]), file.name))
+    for name in sorted(names):
+        if match := re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.safetensors", name):
+            numbered.setdefault(match[1], []).append((int(match[2]), name))
     kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = {}
     for kind, files in numbered.items():
-        count, names = files[0][0], [name for _, name in files]
+        count, given = files[0][0], [name for _, name in files]
         expected = [f"{kind}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        if odd := sorted(set(expected) ^ set(names)):
+        if odd := sorted(set(expected) ^ set(given)):
             fault = "is missing" if odd[0] in expected else f"is not one of the {count} files of {kind}"
             raise UserError(f"{folder / odd[0]} {fault}")
         slices, sizes = kinds.setdefault(kind, {}), dict[str, int]()
-        for name in names:
+        for name in given:
             for weight, (first, end, size) in _read_header(folder / name).items():
                 slices.setdefault(weight, []).append((first, end, name))
                 sizes[weight] = size

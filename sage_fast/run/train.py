@@ -146,7 +146,7 @@ class Run:
 
     def _resume(self) -> None:
         """Restore the newest intact checkpoint, if there is one, and put the new settings into the folder."""
-        if (found := load_checkpoint(self.folder, self.trainer.engine)) is not None:
+        if (found := load_checkpoint(self.folder, self.trainer.engine, self.trainer.state_dict())) is not None:
             self.done, counters, anchor = found
             self.trainer.load_state_dict(counters, anchor)
         check_metrics(RunFolder(self.folder), self.done)
