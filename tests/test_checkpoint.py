@@ -123,8 +123,8 @@ def first_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[P
 
 COUNTS, MOMENTS = "training/optimizer.json", part("optimizer-exp_avg_sq")
 ODD: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "another iteration": (STATE, edited(lambda state: state.update(iteration=7)), f"{STATE} is of iteration 7"),
-    "no iteration": (STATE, edited(lambda state: state.pop("iteration")), f"{STATE} is of iteration None"),
+    "another iteration": (STATE, edited(lambda state: state.update(iteration=7)), f"{STATE} does not hold"),
+    "no iteration": (STATE, edited(lambda state: state.pop("iteration")), f"{STATE} does not hold"),
     "steps as text": (STATE, edited(lambda state: state.update(optimizer_steps="2")), f"{STATE} does not hold"),
     "steps below 0": (STATE, edited(lambda state: state.update(optimizer_steps=-1)), f"{STATE} does not hold"),
     "no KL": (STATE, edited(lambda state: state.pop("kl")), f"{STATE} does not hold"),

@@ -179,39 +179,26 @@ def load_checkpoint(
     """
     faults = []
     for folder in reversed(broadcast_object(RunFolder(run).checkpoints(), 0)):
-        fault = _fault(folder)
-        if fault is None:
-            try:
-                with fail_together():
-                    state = _read_counters(folder, counters)
-                saved = TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder))
-            except (UserError, RankError, OSError, SafetensorError) as error:
-                fault = first_line(error)
-        if fault is None:
-            return state["iteration"], state, saved.restore(engine)
-        faults.append(f"{folder.name}: {fault}")
-        log.info(wrapped(f"note: checkpoint {folder.name} cannot be resumed and is skipped: {fault}"))
+        try:
+            if fault := _fault(folder):
+                raise UserError(fault)
+            with fail_together():
+                state, iteration = read_json(folder / STATE), iteration_of(folder)
+                expected = {**(counters or state), "iteration": iteration, "optimizer_steps": 0}
+                if not _is_like(state, expected) or state["iteration"] != iteration:
+                    raise UserError(f"{STATE} does not hold what a run writes after iteration {iteration}")
+            saved = TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder))
+        except (UserError, RankError, OSError, SafetensorError) as error:
+            faults.append(f"{folder.name}: {first_line(error)}")
+            log.info(wrapped(f"note: checkpoint {folder.name} cannot be resumed and is skipped: {first_line(error)}"))
+        else:
+            return iteration, state, saved.restore(engine)
     if faults:
         raise UserError(
             f"{str(run / 'checkpoints')!r}: no checkpoint can be used ({'; '.join(faults)}); put a sound copy "
             "there, or start another run with --output and no --resume; nothing was changed"
         )
     return None
-
-
-def _read_counters(folder: Path, counters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Read the trainer's counters; `counters` as in `load_checkpoint`.
-
-    Raises:
-        UserError: they are of another iteration, or of other kinds.
-    """
-    state = read_json(folder / STATE)
-    expected = {**(state if counters is None else counters), "iteration": 0, "optimizer_steps": 0}
-    if state.get("iteration") != iteration_of(folder):
-        raise UserError(f"{STATE} is of iteration {state.get('iteration')!r}")
-    if not _is_like(state, expected):
-        raise UserError(f"{STATE} does not hold what a run writes")
-    return state
 
 
 def _is_like(value: Any, expected: Any) -> bool:

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, iteration_of
-from sage_fast.run.resume import check_kept, check_run, differences, launcher
+from sage_fast.run.resume import check_kept, differences, launcher
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import PARTIAL, remove, write_atomic
@@ -35,7 +35,7 @@ def check_output(config: Config, *, resume: bool) -> None:
     """
     run, path = RunFolder(config.output), Path(config.output)
     if resume:
-        check_run(run)
+        run.check("; no run to resume there; leave --resume out to start one")
         check_kept(config)
         saved = [*map(iteration_of, run.checkpoints())] or [0]
         done = saved[-1]

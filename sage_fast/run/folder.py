@@ -169,17 +169,16 @@ class RunFolder:
         Raises:
             UserError: the run has no weights yet, or all are damaged.
         """
-        found: list[tuple[int | None, Path]] = [(iteration_of(folder), folder) for folder in self.checkpoints()]
+        found: list[tuple[float, Path]] = [(iteration_of(folder), folder) for folder in self.checkpoints()]
         if self.weights.is_dir():
-            found.append((iteration_of_weights(self.weights), self.weights))
-            found.sort(key=lambda entry: math.inf if entry[0] is None else entry[0])
+            found = sorted([*found, (iteration_of_weights(self.weights), self.weights)])
         if not found:
             raise UserError(f"run {str(self.path)!r} has neither a checkpoint nor weights yet")
         faults = []
         for iteration, folder in reversed(found):
-            fault = fault_of_weights(folder) or (f"{MANIFEST} names no iteration" if iteration is None else None)
-            if fault is None and iteration is not None:
-                return folder, iteration
+            fault = fault_of_weights(folder) or (f"{MANIFEST} names no iteration" if iteration == math.inf else None)
+            if fault is None:
+                return folder, int(iteration)
             faults.append(f"{folder.name}: {fault}")
             what = "weights/" if folder == self.weights else f"checkpoint {folder.name}"
             log.info(f"note: {what} is damaged and is skipped: {fault}")
@@ -240,13 +239,13 @@ def digest(file: Path) -> dict[str, Any]:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def iteration_of_weights(folder: Path) -> int | None:
-    """Return the iteration of `weights/`; None if its manifest is missing or damaged."""
+def iteration_of_weights(folder: Path) -> float:
+    """Return the iteration of `weights/`; infinity if its manifest is missing or damaged."""
     try:
         found = read_json(folder / MANIFEST).get("iteration")
     except (OSError, UserError):
-        return None
-    return found if isinstance(found, int) else None
+        return math.inf
+    return found if isinstance(found, int) else math.inf
 
 
 def fault_of_weights(checkpoint: Path) -> str | None:

@@ -28,16 +28,6 @@ KEPT = (
 and after training are not paired."""
 
 
-def check_run(run: RunFolder) -> None:
-    """Check that a folder holds a run.
-
-    Raises:
-        UserError: it does not.
-    """
-    if not run.exists:
-        raise UserError(f"output = {str(run.path)!r}: no run to resume there; leave --resume out to start one")
-
-
 def check_kept(config: Config) -> None:
     """Check that no setting in `KEPT` has changed.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from sage_fast.config.loader import keys_of, load
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, check_weights, fault_of_weights, iteration_of
-from sage_fast.run.resume import check_run, value_of
+from sage_fast.run.resume import value_of
 from sage_fast.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     is_run = path.is_dir() or (path == own.config_file and own.facts_file.is_file())
     file = own.config_file if is_run else path
     run = own if is_run and "output" not in overrides else RunFolder(load(file, overrides).output)
-    check_run(run)
+    run.check("; no run to resume there; leave --resume out to start one")
     config = dataclasses.replace(run.settings(overrides), output=str(run.path))  # the folder may have moved
     if file.resolve() == run.config_file.resolve():
         return config, []

@@ -145,7 +145,7 @@ class Stop:
             left = max(0.0, self._asked + self.grace_seconds - time.monotonic()) if self.number else None
             if not select.select([self._ends[0]], [], [], left if left != 0 or not self._saving else 0.1)[0]:
                 if not self._saving:
-                    self._end(f"{self.grace_seconds:g} s after {self._name}")
+                    self._end(f"{self.grace_seconds:g} s after {Stopped(self.number)}")
                 continue
             for number in os.read(self._ends[0], 64):
                 if number == 0:
@@ -160,13 +160,9 @@ class Stop:
             self._asked, self.number = time.monotonic(), number
             if self.training:
                 limit = f"{self.grace_seconds:g} s"
-                log.info(f"{self._name}: stopping after this iteration or {limit}; a second one stops at once")
+                log.info(f"{Stopped(number)}: stopping after this iteration or {limit}; a second one stops at once")
         elif time.monotonic() - self._asked > DEBOUNCE:
             self._end(f"at the second {signal.Signals(number).name}")
-
-    @property
-    def _name(self) -> str:
-        return signal.Signals(self.number).name
 
     def _end(self, why: str) -> None:
         """End the process at once, whatever it is doing, without a new checkpoint."""

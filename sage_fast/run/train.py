@@ -27,16 +27,8 @@ from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
 from sage_fast.parallel.fit import check_trajectories
+from sage_fast.run import claim
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
-from sage_fast.run.claim import (
-    check_metrics,
-    check_output,
-    claim_output,
-    locked,
-    remove_partials,
-    replace_settings,
-    run_facts,
-)
 from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import RunFolder, check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of, seconds_left
@@ -75,17 +67,18 @@ def train(config: Config, *, resume: bool = False, report: Report = lambda run, 
     check_engine(config.train)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
     pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
-    check_output(config, resume=resume)
+    claim.check_output(config, resume=resume)
     if not resume:
         check_weights(config.model.weights)
-    with Stop(config.train.grace_seconds) as stop, locked(Path(config.output)):
+    with Stop(config.train.grace_seconds) as stop, claim.locked(Path(config.output)):
         run = Run(resolved, stop, report, resume=resume)
         try:
             run.iterate()
             run.finish()
             run.draw(complete=True)
         finally:
-            run.close()
+            if run.writer is not None:
+                run.writer.close()
         barrier()  # wait for rank 0 to write the report
         shutdown()
     return run.folder
@@ -120,7 +113,7 @@ class Run:
         trajectories = check_trajectories(resolved, setup.model)
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
-            claim_output(self.folder, dump(config))
+            claim.claim_output(self.folder, dump(config))
         own_log = run.log_file(rank())
         if world_size() > 1:
             log_to(own_log)
@@ -149,10 +142,10 @@ class Run:
         if (found := load_checkpoint(self.folder, self.trainer.engine, self.trainer.state_dict())) is not None:
             self.done, counters, anchor = found
             self.trainer.load_state_dict(counters, anchor)
-        check_metrics(RunFolder(self.folder), self.done)
+        claim.check_metrics(RunFolder(self.folder), self.done)
         if rank() == 0:  # only after every check of the new settings
-            remove_partials(self.folder)
-        replace_settings(self.config)
+            claim.remove_partials(self.folder)
+        claim.replace_settings(self.config)
 
     def iterate(self) -> None:
         """Run the iterations that are left, with evaluations and checkpoints.
@@ -278,11 +271,6 @@ class Run:
         save_final_weights(self.folder, self.done, self.trainer.engine)
         self.evaluate("after", self.done)
 
-    def close(self) -> None:
-        """Close the metrics and the trackers."""
-        if self.writer is not None:
-            self.writer.close()
-
 
 class _Completed:
     """The state at the end of an iteration, for rolling back an unfinished next one.
@@ -358,7 +346,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "equalizer": trainer.constants.equalizer.tolist() if trainer.objective.equalizes else None,
     }
     if rank() == 0:
-        facts = run_facts(run, facts, iteration)
+        facts = claim.run_facts(run, facts, iteration)
         write_json(facts, RunFolder(run).facts_file)
     lines = [
         f"{facts['device']} x {world_size()}, {facts['threads']} threads",
