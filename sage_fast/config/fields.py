@@ -108,10 +108,6 @@ class Setting:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
-    def is_mapping(self) -> bool:
-        return get_origin(self.type) is dict
-
-    @property
     def is_text(self) -> bool:
         return str in (self.type, *_members(self.type))
 

@@ -12,7 +12,7 @@ import reprlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 
@@ -189,7 +189,7 @@ def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
     joined = dict(settings)
     for name, setting in settings_of(Config).items():
         entries = {key.removeprefix(f"{name}."): joined.pop(key) for key in settings if key.startswith(f"{name}.")}
-        if setting.is_mapping and entries:
+        if entries and get_origin(setting.type) is dict:
             joined[name] = setting.checked(joined.get(name, {})) | entries
     return joined
 

@@ -36,10 +36,10 @@ MANIFEST = "manifest.json"
 NOT_WRITTEN = f"{MANIFEST} is not what was written"
 """Fault of a checkpoint whose manifest cannot be read as one."""
 
-TRAINING = "training"
+TRAINING = "training/"
 """Folder in a checkpoint of the files that only a resume reads."""
 
-STATE = f"{TRAINING}/state.json"
+STATE = f"{TRAINING}state.json"
 """File in a checkpoint that holds the trainer's counters."""
 
 
@@ -250,11 +250,7 @@ def iteration_of_weights(folder: Path) -> float:
 
 def fault_of_weights(checkpoint: Path) -> str | None:
     """Return `fault_of` for the files that sampling and evaluation read."""
-    return fault_of(checkpoint, lambda names: [name for name in names if not _is_for_training(name)])
-
-
-def _is_for_training(name: str) -> bool:
-    return name.startswith(f"{TRAINING}/")
+    return fault_of(checkpoint, lambda names: [name for name in names if not name.startswith(TRAINING)])
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -273,7 +269,7 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
 
 def files_of(checkpoint: Path) -> list[str]:
     """Return the names of the files in `TRAINING` that the manifest lists."""
-    return [name.removeprefix(f"{TRAINING}/") for name in _files(checkpoint) if _is_for_training(name)]
+    return [name.removeprefix(TRAINING) for name in _files(checkpoint) if name.startswith(TRAINING)]
 
 
 def keep_weights(checkpoint: Path) -> None:
@@ -283,7 +279,7 @@ def keep_weights(checkpoint: Path) -> None:
         OSError: a file cannot be changed.
         UserError: the manifest is damaged.
     """
-    kept = {name: entry for name, entry in _files(checkpoint).items() if not _is_for_training(name)}
+    kept = {name: entry for name, entry in _files(checkpoint).items() if not name.startswith(TRAINING)}
     write_json({"files": kept}, checkpoint / MANIFEST)
     remove(checkpoint / TRAINING)
 

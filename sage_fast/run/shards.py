@@ -109,8 +109,7 @@ class SavedParts:
     def __init__(self, folder: Path, files: Collection[str] | None = None) -> None:
         self.folder = folder
         with fail_together():
-            names = [file.name for file in folder.iterdir()] if files is None and rank() == 0 else files or ()
-            kinds = _slices_in(folder, names) if rank() == 0 else {}
+            kinds = _slices_in(folder, files or [file.name for file in folder.iterdir()]) if rank() == 0 else {}
         self.kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = broadcast_object(kinds, 0)
 
     def read(self, kind: str, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
