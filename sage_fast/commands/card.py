@@ -17,7 +17,6 @@ from sage_fast.eval.comparison import compare
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
-from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
 
@@ -60,7 +59,7 @@ def _evaluation(run: RunFolder, iteration: int) -> tuple[str, bool]:
     """Return the table of scores before and after training, or why there is none, and whether there is one."""
     for note in run.evaluations[1]:
         log.warning(wrapped(f"note: {note}"))
-    sets = from_run(run)
+    sets = run.video_sets()
     if not sets.keys() >= {"before", "after"}:
         return "There are no evaluations from before and after training.", False
     if (last := sets["after"].iteration) != iteration:

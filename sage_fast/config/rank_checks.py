@@ -39,9 +39,7 @@ def check_sequence_parallel(size: int, ranks: int) -> int:
         UserError: `size` does not divide the ranks.
     """
     if ranks % size:
-        more = (
-            f"torchrun --nproc-per-node {size} -m sage_fast ..." if ranks == 1 else f"{-(-ranks // size) * size} ranks"
-        )
+        more = f"torchrun --nproc-per-node {size} ..." if ranks == 1 else f"{-(-ranks // size) * size} ranks"
         raise UserError(
             f"model.sequence_parallel = {size}: expected a divisor of the number of ranks, which is {ranks}; the "
             f"nearest is {_largest_divisor(ranks, size)}, or start {more}"

@@ -14,7 +14,6 @@ from sage_fast.eval.video_folder import write_folder
 from sage_fast.eval.videoset import Key
 from sage_fast.report.html import choose
 from sage_fast.report.page import write_report
-from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
@@ -38,7 +37,7 @@ def report_run(folder: Path, count: int, complete: bool) -> None:
         write_picture(run, count)
         for note in run.evaluations[1]:
             log.warning(wrapped(f"note: {note}"))
-        evaluations = from_run(run)
+        evaluations = run.video_sets()
         for name, videos in evaluations.items():  # so that other rewards can score the videos later
             if kept := [i for i, file in enumerate(videos.files) if file is not None]:
                 write_folder(videos.only(kept), run.videos(name))
@@ -58,7 +57,7 @@ def write_picture(run: RunFolder, count: int) -> None:
     Args:
         count: maximum number of videos shown.
     """
-    evaluations = from_run(run)
+    evaluations = run.video_sets()
     during = [name for name in evaluations if name.startswith("iteration-")]
     sets = [evaluations[name] for name in ("before", *during[:1], "after") if name in evaluations]
     videos: dict[Key, list[Tensor]] = {}

@@ -19,7 +19,6 @@ from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cards, render
-from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import STEPS, RunFolder
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
@@ -36,7 +35,7 @@ class Trained:
     Attributes:
         folder: its folder.
         settings: dotted name -> value.
-        evaluations: name -> videos of each, as `from_run` returns them.
+        evaluations: name -> videos of each, as `RunFolder.video_sets` returns them.
     """
 
     folder: RunFolder
@@ -76,7 +75,7 @@ def read_run(path: Path) -> Trained:
     folder.check()
     if not folder.metrics_file.is_file() and not folder.facts_file.is_file():
         raise UserError(f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
-    return Trained(folder=folder, settings=leaves(read_yaml(folder.config_file)), evaluations=from_run(folder))
+    return Trained(folder=folder, settings=leaves(read_yaml(folder.config_file)), evaluations=folder.video_sets())
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------

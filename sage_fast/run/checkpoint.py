@@ -133,9 +133,8 @@ def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None)
 def is_best(run: Path, iteration: int, weights: Mapping[str, float]) -> bool:
     """Whether this iteration's evaluation is better under `weights` than that of every checkpoint. Collective."""
     folder = RunFolder(run).checkpoint(iteration)
-    return bool(
-        broadcast_object(_best_of(_rewards(run, [*RunFolder(run).checkpoints(), folder], weights)) == folder, 0)
-    )
+    best = _best_of(_rewards(run, [*RunFolder(run).checkpoints(), folder], weights))
+    return bool(broadcast_object(best == folder, 0))
 
 
 def _rewards(run: Path, folders: Iterable[Path], weights: Mapping[str, float]) -> dict[Path, float]:

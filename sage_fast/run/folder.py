@@ -15,12 +15,15 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, remove, write_json
+
+if TYPE_CHECKING:
+    from sage_fast.eval.videoset import VideoSet
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +152,22 @@ class RunFolder:
             except UserError as error:
                 notes.append(f"left out, since it is damaged: {error}")
         return dict(sorted(found.items(), key=lambda item: (item[1]["iteration"], item[0] == "after"))), notes
+
+    def video_sets(self) -> dict[str, VideoSet]:
+        """Return name -> videos of each evaluation that is not damaged, in the order of iterations.
+
+        All composites are under the weights of the last one, since a resume may have changed the weights.
+        """
+        from sage_fast.eval.videoset import from_evaluation
+        from sage_fast.util.videos import numbered
+
+        found, _ = self.evaluations
+        weights = [*found.values()][-1]["weights"] if found else None
+        sets = {}
+        for name, scores in found.items():
+            label = f"iteration {scores['iteration']}" if name.startswith("iteration") else name
+            sets[name] = from_evaluation(label, scores, numbered(self.videos(name)), weights)
+        return sets
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

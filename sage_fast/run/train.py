@@ -29,7 +29,6 @@ from sage_fast.parallel import check_engine
 from sage_fast.parallel.fit import check_trajectories
 from sage_fast.run import claim
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
-from sage_fast.run.evaluations import from_run
 from sage_fast.run.folder import RunFolder, check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of, seconds_left
 from sage_fast.run.stop import Stop
@@ -221,7 +220,7 @@ class Run:
             files = [path for number, path in numbered(folder).items() if number < shown]
             RunFolder(self.folder).write_evaluation(name, scores)
             self.writer.write_evaluation(scores, files, videos)
-            evaluations = from_run(RunFolder(self.folder)).values()
+            evaluations = RunFolder(self.folder).video_sets().values()
             if found := hacking_in_run([videos for videos in evaluations if videos.iteration <= iteration]):
                 log.warning(wrapped(f"warning: {found}"))
         if name != "after":  # `train` draws the complete run

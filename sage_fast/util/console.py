@@ -120,10 +120,6 @@ def log_to(path: Path) -> None:
     faulthandler.enable(handler.stream)
 
 
-def _draws() -> bool:
-    return IN_NOTEBOOK or sys.stderr.isatty()
-
-
 class Progress:
     """Progress of `total` units of work. Use it as a context manager and call `update`.
 
@@ -140,10 +136,11 @@ class Progress:
         self.what, self.total, self.unit, self.pause = what, total, unit, pause
         self.done = 0
         self._bar: Any = None
-        self._prints = shows() and not _draws()
+        draws = IN_NOTEBOOK or sys.stderr.isatty()
+        self._prints = shows() and not draws
         self._start = time.monotonic()
         self._next_line = self._start + SECONDS_BETWEEN_LINES
-        if shows() and _draws() and total:
+        if shows() and draws and total:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True)
 
     def __enter__(self) -> Progress:

@@ -20,19 +20,14 @@ from sage_fast import __version__
 
 PEAK_TFLOPS = {
     "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "H200 NVL": 835,
-    "H200": 989,
-    "GH200": 989,
-    "H800": 989,
+    "H[12]00 NVL": 835,
+    "G?H[12]00|H800": 989,
     "H20": 148,
-    "A100": 312,
-    "A800": 312,
+    "A[18]00": 312,
     "B200": 2250,
     "L40S": 362,
 }
-"""Part of a GPU's name -> dense bfloat16 peak by its data sheet; of several that fit, the first counts."""
+"""Pattern of GPUs' names -> dense bfloat16 peak by their data sheets; of several that fit, the first counts."""
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate")
 
@@ -95,7 +90,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     name = device_name(device)
     if "MIG" in name:  # a slice
         return None
-    known = (peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name))
+    known = (peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b({part})\b", name))
     return next((1e12 * peak for peak in known), None)
 
 
