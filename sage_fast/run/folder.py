@@ -15,15 +15,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, remove, write_json
-
-if TYPE_CHECKING:
-    from sage_fast.eval.videoset import VideoSet
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +150,8 @@ class RunFolder:
                 notes.append(f"left out, since it is damaged: {error}")
         return dict(sorted(found.items(), key=lambda item: (item[1]["iteration"], item[0] == "after"))), notes
 
-    def video_sets(self) -> dict[str, VideoSet]:
-        """Return name -> videos of each evaluation that is not damaged, in the order of iterations.
+    def video_sets(self) -> dict[str, Any]:
+        """Return name -> videos (`VideoSet`) of each evaluation that is not damaged, in the order of iterations.
 
         All composites are under the weights of the last one, since a resume may have changed the weights.
         """

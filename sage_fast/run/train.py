@@ -44,15 +44,12 @@ from sage_fast.util.videos import numbered, save_video
 log = logging.getLogger(__name__)
 
 
-Report = Callable[[Path, int, bool], object]
-"""Draws a run's page, from (folder, `eval.num_videos`, whether the run is complete)."""
-
-
-def train(config: Config, *, resume: bool = False, report: Report = lambda run, count, complete: None) -> Path:
+def train(config: Config, *, resume: bool = False, report: Callable[..., object] = lambda *about: None) -> Path:
     """Train and write a run folder. An interrupted run leaves a checkpoint for `resume`.
 
     Args:
-        report: called on rank 0 after each evaluation and at the end; the commands pass
+        report: called on rank 0 after each evaluation and at the end with (folder, `eval.num_videos`, whether the run
+            is complete), to draw its page; the commands pass
             `sage_fast.report.finish.report_run`.
 
     Returns:
@@ -73,7 +70,8 @@ def train(config: Config, *, resume: bool = False, report: Report = lambda run, 
         run = Run(resolved, stop, report, resume=resume)
         try:
             run.iterate()
-            run.finish()
+            save_final_weights(run.folder, run.done, run.trainer.engine)
+            run.evaluate("after", run.done)
             run.draw(complete=True)
         finally:
             if run.writer is not None:
@@ -99,13 +97,12 @@ class Run:
         writer: metrics and trackers; None on ranks other than 0.
     """
 
-    def __init__(self, resolved: Resolved, stop: Stop, report: Report, *, resume: bool) -> None:
+    def __init__(self, resolved: Resolved, stop: Stop, report: Callable[..., object], *, resume: bool) -> None:
         config = resolved.config
-        self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
-        self.report = report
+        self.config, self.stop, self.report = config, stop, report
+        self.folder, self.done = Path(config.output), 0
         self.evaluation_seconds: list[float] = []
-        run = RunFolder(self.folder)
-        attention = config.model.attention
+        run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)
         self.setup = setup = load_setup(resolved, attention=attention)
@@ -264,11 +261,6 @@ class Run:
             log.info(f"stopped after {self.done} iterations, and no checkpoint could be written: {error}")
             if isinstance(reason, Stopped):  # its exit status would claim that nothing is lost
                 raise
-
-    def finish(self) -> None:
-        """Save the final weights and evaluate them."""
-        save_final_weights(self.folder, self.done, self.trainer.engine)
-        self.evaluate("after", self.done)
 
 
 class _Completed:
