@@ -89,8 +89,8 @@ def wait_for_the_first(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "given"),
     [
-        pytest.param("finished", ZERO3, id="zero3 rollout"),
-        pytest.param("finished", SEQUENCE, id="sequence parallel rollout"),
+        pytest.param("rollout", ZERO3, id="zero3 rollout"),
+        pytest.param("rollout", SEQUENCE, id="sequence parallel rollout"),
         pytest.param("update", {}, id="plain update"),
         pytest.param("update", ZERO3 | {"sampling__averaged_weights": False}, id="zero3 update",
                      marks=pytest.mark.soak),
@@ -119,7 +119,7 @@ def test_the_other_rank_ends_too_and_says_why(phase: str, given: dict[str, Any],
     "out of memory on one of two ranks in a rollout of its own", "both end, with a checkpoint of the last iteration"
 )
 def test_ranks_with_rollouts_of_their_own_save_together(tmp_path: Path) -> None:
-    assert run_ranks(train, 2, tmp_path, "finished", {}) == [1, 1], screens(tmp_path)
+    assert run_ranks(train, 2, tmp_path, "rollout", {}) == [1, 1], screens(tmp_path)
     first, second = screens(tmp_path)
     assert f"sage-fast train: rank 1 failed: {CAUSE}\n" in first
     assert "Traceback" in second
