@@ -551,7 +551,8 @@ def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
 
 def test_lora_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = tmp_path / "pytorch_lora_weights.safetensors"
-    save_file({"transformer_blocks.0.attn.to_q.lora_A.weight": torch.zeros(4, 2048)}, weights)
+    factors = {"A": torch.zeros(4, 2048), "B": torch.zeros(2048, 4)}
+    save_file({f"transformer_blocks.0.attn.to_q.lora_{x}.weight": factor for x, factor in factors.items()}, weights)
     assert train(tmp_path / "run", "--model.weights", str(weights)) == 2
     assert "was made for another model" in capsys.readouterr().err
     assert os.listdir(tmp_path) == [weights.name]

@@ -19,15 +19,15 @@ from sage_fast.parallel import optimizers
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
-READING_PATHS = {"sage_fast.trainer": 3728, "sage_fast.run.train": 7443}
-"""Module -> lines of code that a reader holds to understand it. The goals are 3,500 and 6,500, and limits are lowered,
+READING_PATHS = {"sage_fast.trainer": 3458, "sage_fast.run.train": 7430}
+"""Module -> lines of code that a reader holds to understand it. The goal of the second is 6,500. Limits are lowered,
 never raised: a feature enters when one leaves."""
 RAISE = "remove as much code as you add: limits are lowered, never raised"
 LONGEST_CHAIN = 11
-PACKAGE_LINES = 14464
+PACKAGE_LINES = 14330
 """The goal is 13,500."""
 LONGEST_FUNCTION = 60
-TAKES_ALL_SETTINGS = 35
+TAKES_ALL_SETTINGS = 25
 """Functions with a parameter of the type `Config`; the others take the sections or values that they read."""
 
 
