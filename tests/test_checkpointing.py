@@ -5,14 +5,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.loader import load
 from sage_fast.models.attention.backends import ATTENTION, Backend, is_attention
-from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
+from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits, set_checkpointing
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
@@ -102,6 +102,17 @@ def test_recomputation_skips_what_nothing_reads(mode: str, trains_gates: bool) -
         assert first == 3 * (1 if chosen == "none" else 2)
     assert len(found[0]) == len(found[1]) > 30
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("mode", ["attention", "full"])
+def test_a_graph_that_is_kept_has_a_second_backward(mode: str) -> None:
+    """As with PyTorch's own checkpointing: each backward recomputes again."""
+    transformer = tiny_model(settings()).policy.networks["transformer"]
+    set_checkpointing(transformer, mode)
+    block, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4, requires_grad=True)
+    y = transformer._gradient_checkpointing_func(block, x).sum()
+    first, second = torch.autograd.grad(y, x, retain_graph=True), torch.autograd.grad(y, x)
+    assert torch.equal(first[0], second[0])
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -76,6 +76,13 @@ def test_muon_of_batches_is_muon_of_each_matrix(batch: int, monkeypatch: pytest.
         torch.testing.assert_close(mine, other, rtol=0, atol=3 * 0.2e-2 * 24**0.5 * 2**-7)
 
 
+def test_muon_leaves_a_matrix_without_elements() -> None:
+    empty = torch.nn.Parameter(torch.zeros(3, 0))
+    empty.grad = torch.zeros(3, 0)
+    Muon([empty], lr=0.1, weight_decay=0.0, eps=1e-8).step()
+    assert empty.shape == (3, 0)
+
+
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_all_else() -> None:
     trainer = tiny_trainer(settings(train__optimizer="muon", model__tuning="full"))
     names = {id(p): name for name, p in trainer.policy.parameters().items()}

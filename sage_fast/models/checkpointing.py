@@ -14,8 +14,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -110,19 +110,22 @@ def is_recomputing() -> bool:
 def _contexts(mode: str) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """Return the contexts of a block's forward and of its recomputation."""
     if "attention" in RECOMPUTED[mode]:
-        return contextlib.nullcontext(), _recomputation(contextlib.nullcontext())
+        return contextlib.nullcontext(), _Recomputation(contextlib.nullcontext())
     forward, again = create_selective_checkpoint_contexts(_policy)
-    return forward, _recomputation(again)
+    return forward, _Recomputation(again)
 
 
-@contextlib.contextmanager
-def _recomputation(selective: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    token = _recomputes.set(True)
-    try:
-        with selective:
-            yield
-    finally:
-        _recomputes.reset(token)
+class _Recomputation(contextlib.ExitStack):
+    """The context of a block's recomputation, which every backward through the block enters again."""
+
+    def __init__(self, selective: contextlib.AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self.selective = selective
+
+    def __enter__(self) -> Self:
+        self.callback(_recomputes.reset, _recomputes.set(True))
+        self.enter_context(self.selective)
+        return self
 
 
 def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
             if p.grad is not None:
                 equal[p.shape].append(p)
         for shape, matrices in equal.items():
-            size = max(1, BATCH_ELEMENTS // shape.numel())
+            size = max(1, BATCH_ELEMENTS // max(shape.numel(), 1))
             for start in range(0, len(matrices), size):
                 batch = matrices[start : start + size]
                 directions = torch.stack(self._directions(batch))
