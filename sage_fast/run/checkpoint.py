@@ -290,8 +290,7 @@ class TrainingState:
                 f"train.optimizer = {config.optimizer!r}: the checkpoint is of {optimizer!r}; resume with that, or "
                 "start another run with --model.weights"
             )
-        if engine.ema is not None:
-            engine.ema = self.ema
+        engine.ema = self.ema
         engine.restore(self.weights, self.moments, self.steps)
         return self.anchor
 

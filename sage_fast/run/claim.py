@@ -35,7 +35,7 @@ def check_output(config: Config, *, resume: bool) -> None:
     """
     run, path = RunFolder(config.output), Path(config.output)
     if resume:
-        run.check(f"; output = {str(run.path)!r}: no run to resume there; leave --resume out to start one")
+        run.check_resumable()
         check_kept(config)
         saved = [*map(iteration_of, run.checkpoints())] or [0]
         done = saved[-1]

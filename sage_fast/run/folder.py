@@ -67,6 +67,14 @@ class RunFolder:
     def exists(self) -> bool:
         return self.config_file.is_file()
 
+    def check_resumable(self) -> None:
+        """Check that the folder holds a run to resume.
+
+        Raises:
+            UserError: it does not.
+        """
+        self.check(f"; output = {str(self.path)!r}: no run to resume there; leave --resume out to start one")
+
     def check(self, otherwise: str = "") -> None:
         """Check that the folder holds a run.
 

@@ -139,7 +139,7 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     is_run = path.is_dir() or (path == own.config_file and own.facts_file.is_file())
     file = own.config_file if is_run else path
     run = own if is_run and "output" not in overrides else RunFolder(load(file, overrides).output)
-    run.check(f"; output = {str(run.path)!r}: no run to resume there; leave --resume out to start one")
+    run.check_resumable()
     config = dataclasses.replace(run.settings(overrides), output=str(run.path))  # the folder may have moved
     if file.resolve() == run.config_file.resolve():
         return config, []
