@@ -34,7 +34,7 @@ from sage_fast.models.hunyuan15.spec import (
 from sage_fast.models.load import find_spec
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import H200_BF16_FLOPS
-from sage_fast.tools.plan import MEASURED_FLOPS, plan
+from sage_fast.tools.plan import plan, seconds_on_a_gpu
 from sage_fast.util.environment import environment
 
 REPOSITORY = Path(__file__).parent.parent
@@ -111,11 +111,6 @@ class Work:
         """FLOPs of rollout, anchor and training for one sample."""
         return sum(self.parts.values())
 
-    @property
-    def measured_seconds(self) -> float:
-        """Seconds of rollout, anchor and training for one sample, at the rates that one H100 reached at 480p."""
-        return sum(flops / MEASURED_FLOPS[part] for part, flops in self.parts.items())
-
 
 @functools.cache
 def _decode_flops(latents: tuple[int, int, int, int]) -> float:
@@ -185,7 +180,7 @@ def sizes() -> str:
         share = attention_flops(ARCHITECTURE, work.tokens, TEXT_TOKENS) / work.forward
         rows.append(
             [f"{work.frames} x {work.height} x {work.width}", f"{work.tokens:,}", f"{work.forward:.2e}", f"{share:.0%}",
-             _seconds(work.of_a_sample / H200_BF16_FLOPS), _seconds(work.measured_seconds),
+             *map(_seconds, seconds_on_a_gpu(work.parts)),
              _seconds(work.decode / H200_BF16_FLOPS),
              *(f"{size / 2**30:.1f} GiB" for size in kept)]
         )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 from collections.abc import Callable, Sequence
 
 from sage_fast.algorithm.resolved import Resolved
@@ -68,7 +69,7 @@ class Rollouts:
     windows: Sequence[int]
     shared: bool
 
-    @property
+    @functools.cached_property
     def prefixes(self) -> Sequence[int]:
         """Number of steps that the samples of each group share."""
         return self.windows if self.shared else [0] * len(self.windows)
@@ -115,16 +116,16 @@ def _assign_runs(tokens: Sequence[int], ranks: int, length: int, rollouts: Rollo
     groups = [sample // size for sample in range(len(tokens))]
     alike = [(tokens[sample], group if prefixes[group] else None) for sample, group in enumerate(groups)]
     work = [rollouts.count(range(group * size, group * size + size), tokens) for group in range(len(prefixes))]
-    free = [len(share_of(len(tokens), ranks, rank)) for rank in range(ranks)]
-    load = [0] * ranks
+    loads = [(0, len(share_of(len(tokens), ranks, rank)), rank) for rank in range(ranks)]  # work, free places, rank
+    heapq.heapify(loads)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     remaining = sorted(range(len(tokens)), key=lambda sample: (-work[groups[sample]], sample))
     while remaining:
-        rank = min((r for r in range(ranks) if free[r]), key=lambda r: (load[r], free[r], r))
-        run = [s for s in remaining[: min(length, free[rank])] if alike[s] == alike[remaining[0]]]
+        _, free, rank = heapq.heappop(loads)
+        run = [s for s in remaining[: min(length, free)] if alike[s] == alike[remaining[0]]]
         shares[rank] += run
-        load[rank] = rollouts.count(shares[rank], tokens)
-        free[rank] -= len(run)
+        if free > len(run):
+            heapq.heappush(loads, (rollouts.count(shares[rank], tokens), free - len(run), rank))
         del remaining[: len(run)]
     return shares
 
@@ -177,7 +178,7 @@ class IterationPlan:
         found = [(place, t) for place, group in enumerate(groups) for t in self.trained[group]]
         return sorted(found, key=lambda transition: transition[::-1])
 
-    @property
+    @functools.cached_property
     def anchored(self) -> list[Transition]:
         """The transitions at which the anchor runs."""
         free = self.anchor_is_free or self.resolved.objective.strategy.anchor is None

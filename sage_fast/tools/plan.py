@@ -195,13 +195,13 @@ def _forwards(resolved: Resolved, ranks: int) -> tuple[dict[str, int], float]:
 
     Both are means over the first iterations, with prompts of one length and an anchor that is never free.
     """
-    alike = resolved.config.sampling.sde_window == 0
-    count = 1 if alike else min(PLANNED_ITERATIONS, resolved.config.train.iterations)
+    config = resolved.config
+    count = min(PLANNED_ITERATIONS, config.train.iterations) if config.sampling.sde_window else 1  # else all are alike
     plans = [plan_iteration(resolved, [""], lambda prompt: 1, index, ranks=ranks) for index in range(count)]
     counts = [each.forwards() for each in plans]
-    longest = sum(max(map(each.rollouts.count, each.shares)) for each in plans)
-    steps = sum(each.rollouts.count(share) for each in plans for share in each.shares)
-    return {part: round(statistics.fmean(of[part] for of in counts)) for part in counts[0]}, longest / steps
+    longest = config.sampling.passes * sum(max(map(each.rollouts.count, each.shares)) for each in plans)
+    of_rollouts = sum(of["rollout"] for of in counts)
+    return {part: round(statistics.fmean(of[part] for of in counts)) for part in counts[0]}, longest / of_rollouts
 
 
 def _evaluations(
@@ -300,7 +300,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
     """Format FLOPs, times and GPU-hours of an iteration and of the run."""
 
     def work(label: str, count: int, flops: float, of_busiest: Mapping[str, float]) -> str:
-        times = map(_duration, _seconds(of_busiest))
+        times = map(_duration, seconds_on_a_gpu(of_busiest))
         return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
@@ -308,7 +308,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
     forward, together, e = plan.flops["forward"], sum(parts.values()), plan.evaluations
     evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
     slowest = {part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()}
-    hours = [_number(plan.ranks * seconds / 3600) for seconds in _seconds(slowest)]
+    hours = [_number(plan.ranks * seconds / 3600) for seconds in seconds_on_a_gpu(slowest)]
     rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
     return [
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
@@ -334,7 +334,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
     ]
 
 
-def _seconds(flops: Mapping[str, float]) -> tuple[float, float]:
+def seconds_on_a_gpu(flops: Mapping[str, float]) -> tuple[float, float]:
     """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates."""
     return sum(flops.values()) / H200_BF16_FLOPS, sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
 
