@@ -70,8 +70,8 @@ class Trainer:
         pause: Callable[[], object] = lambda: None,
         before_update: Callable[[], object] = lambda: None,
     ) -> None:
-        self.resolved, self.config, self.objective = resolved, resolved.config, resolved.objective
         config, objective = resolved.config, resolved.objective
+        self.resolved, self.config, self.objective = resolved, config, objective
         self.model = model
         self.policy = model.policy
         self.reward = reward
@@ -123,10 +123,9 @@ class Trainer:
             for update in updates:
                 self.update(batch, update, bar)
         self.refresh_anchor()
-        state = {"kl/lambda": self.kl.value, "learning_rate": self.engine.learning_rate}
-        return self.observer.row(
-            {"iteration": index, "optimizer_step": self.engine.steps, **state}, self.config.sampling.steps
-        )
+        state = {"iteration": index, "optimizer_step": self.engine.steps, "kl/lambda": self.kl.value}
+        state["learning_rate"] = self.engine.learning_rate
+        return self.observer.row(state, self.config.sampling.steps)
 
     def plan(self, index: int) -> IterationPlan:
         """Plan an iteration: its samples, transitions and updates."""

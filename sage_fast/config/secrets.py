@@ -41,7 +41,7 @@ def from_environment(value: Any, name: str) -> Any:
 
 
 def secret(variable: str) -> str:
-    """Return the value of an environment variable, "" without one, which `names_for_values` masks from now on."""
+    """Return the value of an environment variable, "" if there is none; `names_for_values` masks it from now on."""
     value = os.environ.get(variable, "")
     _given[value] = _given[value.strip()] = variable
     return value

@@ -73,7 +73,6 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     path = str(CHECKPOINTS.get(path, path))
     if Path(path).is_file():
         raise UserError(f"model.path = {given!r}: a single file; expected a folder in diffusers format")
-
     if not Path(path).is_dir():
         if not is_hub_id(path):
             raise UserError(

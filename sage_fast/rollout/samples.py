@@ -43,15 +43,14 @@ class SampleRollouts:
         watch: Stopwatch,
     ) -> None:
         self.policy, self.tables, self.batch, self.graphs, self.watch = policy, plan.tables, batch, graphs, watch
-        settings = plan.resolved.config
-        self.coefs = {
-            table: table.coefficients(settings.objective.log_prob).to(policy.device) for table in set(plan.tables)
-        }
+        config = plan.resolved.config
+        reduction, size = config.objective.log_prob, config.sampling.batch_size
+        self.coefs = {table: table.coefficients(reduction).to(policy.device) for table in set(plan.tables)}
         self.seeds = torch.tensor([sample.seed for sample in batch.samples])
         self.latent_seeds = torch.tensor([sample.latent_seed for sample in batch.samples])
         batch_keys = [(lengths[sample.prompt], self.tables[sample.group]) for sample in batch.samples]
         groups = [sample.group for sample in batch.samples]
-        self.batches = rollout_runs(batch_keys, groups, plan.rollouts, settings.sampling.batch_size)
+        self.batches = rollout_runs(batch_keys, groups, plan.rollouts, size)
         self.steps = sum(len(steps) for _, steps in self.batches)
         self._starts: dict[int, Tensor] = {}  # group -> latents after the steps that its samples share
 

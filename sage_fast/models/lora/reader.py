@@ -118,7 +118,8 @@ def read_adapter(
 
 
 def _fields(header: Mapping[str, str], beside: Path | None, part: str) -> dict[str, Any]:
-    """Return what a file states of its LoRA: peft's configuration in its header or beside it, or plain entries.
+    """Return what a file states of its LoRA: peft's configuration, in its header or in a file beside it, or else the
+    plain entries of its header.
 
     Raises:
         Fault: it cannot be read, or a field cannot be honoured.
