@@ -143,33 +143,39 @@ class Hub(BaseHTTPRequestHandler):
 
 
 LOAD = """
+import sys
 import torch
+from huggingface_hub import constants
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.load import load_model
+from sage_fast.models.load import load_model, reachable
 config = ModelConfig(path="someone/tiny", dtype="float32", lora_rank=4)
-model = load_model(config, SamplingConfig(), torch.device("cpu"), 0)
-model.load_encoder(SamplingConfig())
-print(model.spec.encoder_version())
+for line in sys.stdin:
+    constants.HF_HUB_OFFLINE = line == "offline\\n"
+    reachable.cache_clear()
+    model = load_model(config, SamplingConfig(), torch.device("cpu"), 0)
+    model.load_encoder(SamplingConfig())
+    print(model.spec.encoder_version(), flush=True)
 """
 
 
 def test_what_a_first_run_has_cached_works_offline(tmp_path: Path) -> None:
-    """Against a local hub, which lists a README.md that no run reads."""
+    """Against a local hub, which lists a README.md that no run reads. Its address is read when a process starts."""
     Hub.folder = write_tiny_checkpoint(tmp_path / "checkpoint")
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-        given = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
-        given |= {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
-
-        def run(**more: str) -> str:
-            command, root = [sys.executable, "-c", LOAD], Path(__file__).parents[1]
-            done = subprocess.run(command, env=given | more, capture_output=True, text=True, cwd=root)
-            assert done.returncode == 0, done.stderr[-4000:]
-            return done.stdout
-
-        first = run()
-        assert not list((tmp_path / "home").rglob("README.md"))
-        assert run(HF_HUB_OFFLINE="1") == first
-        server.shutdown()
-    assert run() == first
+        given = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
+        given |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HUB_DISABLE_XET": "1"}
+        command, root, pipe = [sys.executable, "-c", LOAD], Path(__file__).parents[1], subprocess.PIPE
+        with subprocess.Popen(command, env=given, cwd=root, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("online\n")
+            first = process.stdout.readline()
+            assert len(first) > 16
+            assert not list((tmp_path / "home").rglob("README.md"))
+            process.stdin.write("offline\n")
+            assert process.stdout.readline() == first
+            server.shutdown()
+            server.server_close()
+            process.stdin.write("online\n")
+            assert process.stdout.readline() == first
