@@ -17,7 +17,7 @@ from sage_fast.benchmarks.stock import STOCK, StockDecoder, StockPolicy
 from sage_fast.benchmarks.timing import Save, save_nothing
 
 from sage_fast.config.schema import Config
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.ops import implementation
 from sage_fast.parallel.muon import Muon
 from sage_fast.testbed.model import TestbedTransformer
@@ -63,7 +63,7 @@ def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: S
 
 def _trainer(config: Config, name: str) -> Trainer:
     log.info(f"loading the model for {name}")
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     for note in setup.model.notes:
         log.info(f"note: {note}")
     if name in STOCK:

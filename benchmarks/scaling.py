@@ -227,14 +227,14 @@ def measure(file: Path) -> None:
 
     The minimum over iterations 1 to 3, after a warm-up. CPU seconds, since other processes do not add to them.
     """
-    from sage_fast.loading import load_setup
+    from sage_fast.loading import load_setup, resolve
     from sage_fast.trainer import Trainer
 
     torch.set_num_threads(1)
     rows = {}
     for name, given in SMALL.items():
         config = small_config(given)
-        setup = load_setup(config)
+        setup = load_setup(resolve(config))
         setup.encode()
         trainer = Trainer(
             setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs

@@ -16,9 +16,10 @@ from torch import Tensor
 from sage_fast.algorithm.advantages import group_advantages
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.loader import build
-from sage_fast.loading import Setup, load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.ops import transition_score
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.rollout.setup import Setup
 
 STEPS, ETA, SHIFT = 6, 0.7, 5.0  # denoising steps, noise of the sampler, timestep shift
 PROMPTS, GROUP = 2, 8  # groups of an iteration, videos of a group
@@ -41,7 +42,7 @@ def main(iterations: int) -> list[float]:
     # 1. The model and the reward. A policy maps latents and conditions to velocities; a reward maps videos and prompts
     #    to named parts, of which `Scores.rewards` is the weighted sum.
     sizes = {"sampling.num_frames": 17, "sampling.height": 32, "sampling.width": 32}
-    setup = load_setup(build(sizes | {"model.dtype": "float32", "sampling.guidance_scale": 1.0}))
+    setup = load_setup(resolve(build(sizes | {"model.dtype": "float32", "sampling.guidance_scale": 1.0})))
     setup.encode()  # prompt -> embedding
     policy = setup.model.policy
     optimizer = torch.optim.AdamW(policy.parameters().values(), lr=RATE, weight_decay=0.0)

@@ -4,82 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompt_checks import check_captions, check_prompt_sets
 from sage_fast.data.prompts import Prompt, captions_of, configured_prompts, metadata_of, negatives_of
-from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.model import Model
 from sage_fast.parallel.fit import choose_checkpointing
-from sage_fast.rewards import CompositeReward, Judge, load_rewards
-from sage_fast.rollout.graphs import StepGraphs
+from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rollout.recorder import step_graphs
-from sage_fast.util.captions import Caption, prompt_key, split_key
+from sage_fast.rollout.setup import Setup
 from sage_fast.util.ranks import initialize, join_sequence_group, local_device, world_size
 
 
-@dataclasses.dataclass(kw_only=True)
-class Setup:
-    """Everything a command needs before it samples or trains; `encode` fills `embeddings`.
+def resolve(config: Config) -> Resolved:
+    """Join the ranks of a command that does not train, and resolve its settings; `check_trainable` does for a run.
 
-    Attributes:
-        judge: reward that evaluations alone use.
-        graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run without.
-        prompts, eval_prompts: keys (`Prompt.key`).
-        captions: key -> what to encode, for these, the empty and the negative prompts.
-        negatives: key -> negative prompt, where it is not empty.
-        eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
+    Raises:
+        UserError: as `Resolved.of`, or the ranks cannot share samples as `model.sequence_parallel` says.
     """
-
-    resolved: Resolved
-    model: Model
-    reward: CompositeReward
-    prompts: list[str]
-    eval_prompts: list[str]
-    judge: Judge | None = None
-    graphs: StepGraphs | None = None
-    captions: dict[str, Caption] = dataclasses.field(default_factory=dict)
-    negatives: dict[str, str] = dataclasses.field(default_factory=dict)
-    eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
-    embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
-
-    @property
-    def config(self) -> Config:
-        return self.resolved.config
-
-    def encode(self, cache: Path | None = None) -> None:
-        """Embed all prompts, each on one rank; see `encode_cached`. Collective.
-
-        Args:
-            cache: the folder to use unless `data.embedding_cache` is set; None keeps nothing on disk.
-        """
-        configured = self.config.data.embedding_cache
-        folder = Path(configured) if configured else cache
-        spec, sampling = self.model.spec, self.config.sampling
-        found = encode_cached(
-            self.captions,
-            lambda: self.model.load_encoder(sampling),
-            folder,
-            cache_key(spec, self.config.model.dtype, folder, sampling),
-            spec.condition,
-        )
-        self.embeddings = {
-            key: dataclasses.replace(
-                embedding, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1])
-            )
-            for key, embedding in found.items()
-        }
+    initialize(config.timeout_minutes)
+    check_sequence_parallel(config.model.sequence_parallel, world_size())
+    return Resolved.of(config)
 
 
 def load_setup(
-    config: Config | Resolved,
+    resolved: Resolved,
     prompts: Sequence[Prompt | str] | None = None,
     attention: AttentionBackend | None = None,
     *,
@@ -90,7 +42,7 @@ def load_setup(
     Each reward scores a dummy video before the model is loaded.
 
     Args:
-        config: the settings; those of a run are resolved already, and its ranks have joined.
+        resolved: the settings; the ranks have joined.
         prompts: replace the configured prompt files, for training and evaluation.
         attention: replaces `model.attention`.
         rewards: False for commands that only sample; `Setup.reward` is then empty.
@@ -98,12 +50,7 @@ def load_setup(
     Raises:
         UserError: something that the settings name is missing or does not fit.
     """
-    if isinstance(config, Config):
-        initialize(config.timeout_minutes)
-        check_sequence_parallel(config.model.sequence_parallel, world_size())
-        resolved = Resolved.of(config)
-    else:
-        resolved, config = config, config.config
+    config = resolved.config
     spec = find_spec(config.model.path, fetch=True)
     check_distilled(spec.distillation, resolved.objective)
     if prompts is None:

@@ -154,10 +154,11 @@ def _run_cell(config: Config) -> None:
     """Start or resume the run of a cell in this process (maybe one of several ranks); skip it if finished."""
     if is_finished(config):
         return
+    from sage_fast.loading import load_setup
     from sage_fast.report.finish import report_run
     from sage_fast.run.train import train
 
-    train(config, resume=(Path(config.output) / "config.yaml").is_file(), report=report_run)
+    train(config, load_setup, resume=(Path(config.output) / "config.yaml").is_file(), report=report_run)
 
 
 def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: Mapping[str, Config]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config, DType, Ratio
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.ops import implementation
 from sage_fast.trainer import Trainer
 from sage_fast.util.environment import environment
@@ -33,7 +33,7 @@ MEANS = ("ratio/clip_fraction", "ratio/mean", "kl/anchor", "kl/gradient_share")
 
 
 def trainer(config: Config) -> Trainer:
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     with tempfile.TemporaryDirectory() as folder:
         setup.encode(Path(folder))
     return Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)

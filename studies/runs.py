@@ -233,12 +233,12 @@ def train_one(config: Config, file: Path) -> float:
     import torch
 
     from sage_fast.eval.evaluation import evaluate
-    from sage_fast.loading import load_setup
+    from sage_fast.loading import load_setup, resolve
     from sage_fast.trainer import Trainer
     from sage_fast.util.environment import environment
 
     facts = environment(torch.device("cpu"), implementation(torch.device("cpu")))  # of the start, as is the commit
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     setup.encode()
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
     evaluations = [evaluate(setup, iteration=0)[0]]

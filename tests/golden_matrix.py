@@ -22,7 +22,7 @@ import torch
 
 from sage_fast.config.loader import load
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.trainer import Trainer
 from sage_fast.util.ranks import initialize, rank, shutdown
@@ -128,7 +128,7 @@ def tiny(overrides: dict[str, Any]) -> str:
 
 def loaded(file: Path, overrides: dict[str, Any]) -> str:
     """As the command loads it: one iteration and an evaluation."""
-    setup = load_setup(load(file, {key: str(value) for key, value in (FEW | overrides).items()}))
+    setup = load_setup(resolve(load(file, {key: str(value) for key, value in (FEW | overrides).items()})))
     setup.encode()
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     return digest([trainer.iteration(0), evaluate(setup, iteration=1)[0]], trainer)

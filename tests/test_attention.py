@@ -22,7 +22,7 @@ from torch import Tensor
 from sage_fast import cli
 from sage_fast import loading as setup
 from sage_fast.algorithm.objective import SURROGATES
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.attention.backends import ATTENTION, Attention, Backend, check_attention, usable
 from sage_fast.models.attention.flash4 import _package
 from sage_fast.models.attention.trial import LARGEST_ERROR, measure_attention, try_attention
@@ -354,7 +354,7 @@ def test_auto_skips_a_backend_whose_rollouts_round_otherwise(monkeypatch: pytest
 def test_without_a_limit_on_the_ratio_no_backend_is_skipped_for_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     with_candidates(monkeypatch, cudnn=another_plan, sdpa=ATTENTION["sdpa"])
     config = settings(objective__surrogate="nft", sampling__sampler="ode")
-    model = load_setup(config, rewards=False).model
+    model = load_setup(resolve(config), rewards=False).model
     assert model.attention_milliseconds.keys() == {"sdpa", "cudnn"}
     choose_attention(model, "cudnn", config.sampling, needs_agreement=False)
     assert model.attention == "cudnn"
@@ -380,7 +380,7 @@ def test_a_limit_on_rollout_steps_needs_agreement(surrogate: str, monkeypatch: p
     monkeypatch.setattr(setup, "load_model", load_model)
     sampler = "sage" if SURROGATES[surrogate].scores_rollout else "ode"
     with pytest.raises(Asked) as asked:
-        load_setup(settings(objective__surrogate=surrogate, sampling__sampler=sampler), rewards=False)
+        load_setup(resolve(settings(objective__surrogate=surrogate, sampling__sampler=sampler)), rewards=False)
     assert asked.value.args == (surrogate in ("clip", "kl_mask"),)
 
 

@@ -8,14 +8,10 @@ import pytest
 import torch
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
-from sage_fast.config.loader import build
 from sage_fast.config.schema import TrainConfig
 from sage_fast.parallel.optimizers import ema_decay
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.messages import config_warnings
-from sage_fast.tools.plan import dry_run
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from tests.tiny import perturb, settings, tiny_trainer
@@ -82,17 +78,6 @@ def test_an_average_for_export_does_not_keep_the_start() -> None:
     assert decays == sorted(decays)
     assert decays[-1] == 0.99
     assert ema_decay(TrainConfig(ema_decay=0.99), 1, warms_up=False) == 0.99
-
-
-@pytest.mark.parametrize(("iterations", "warns"), [(10, True), (11, False)])
-def test_rollouts_by_an_average_that_keeps_the_start_are_reported(iterations: int, warns: bool) -> None:
-    """At a decay of 0.9, 20 updates leave 12 % of the starting weights and 22 leave less than 10 %."""
-    average = {"train.ema_decay": 0.9, "train.iterations": iterations, "train.optimizer_steps": 2}
-    printed = " ".join(dry_run(build({"sampling.averaged_weights": True, **average}), 1, 80e9).split())
-    told = "train.ema_decay = 0.9: after 20 updates the averaged weights are still 12 % those of the start"
-    assert (told in printed) == warns
-    assert ("of the start" in printed) == warns
-    assert not config_warnings(Resolved.of(build(average | {"train.ema_decay": 0.99})))
 
 
 def test_one_update_needs_the_velocities_of_the_rollout_too() -> None:

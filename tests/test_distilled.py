@@ -18,7 +18,7 @@ from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
@@ -65,7 +65,7 @@ def test_an_ode_rollout_from_an_image_reproduces_the_pipeline(
     image = Image.effect_mandelbrot((64, 48), (-2, -1, 1, 1), 20).convert("RGB")
     image.save(tmp_path / "image.png")
     prompt = Prompt(text=PROMPTS[0], image=str(tmp_path / "image.png"))
-    setup = load_setup(tiny(folder, sampling__guidance_scale=guidance_scale), [prompt], rewards=False)
+    setup = load_setup(resolve(tiny(folder, sampling__guidance_scale=guidance_scale)), [prompt], rewards=False)
     setup.encode()
     policy, seeds, keys = setup.model.policy, torch.tensor([1]), setup.prompts
     table, latents = transition_table(sigma_schedule(8, SHIFT), "ode", 0.0), initial_latents(seeds, SPACE, CPU)
@@ -132,7 +132,7 @@ def test_the_table_knows_each_end(pair: tuple[StockPolicy, HunyuanVideo15Policy]
 )
 def test_an_iteration(checkpoint: Path, overrides: dict[str, Any]) -> None:
     config = tiny(checkpoint, sampling__sampler="precise", sampling__sde_window=2, **overrides)
-    setup = load_setup(config, PROMPTS, rewards=False)
+    setup = load_setup(resolve(config), PROMPTS, rewards=False)
     setup.encode()
     reward = CompositeReward(BrightnessReward(), config.reward)
     trainer = Trainer(setup.resolved, setup.model, reward, PROMPTS, setup.embeddings)
@@ -189,7 +189,7 @@ def test_a_step_of_the_mean_velocity(sampler: str, eta: float, of_velocity: floa
 def test_methods_that_a_mean_velocity_rules_out(checkpoint: Path, overrides: dict[str, Any], message: str) -> None:
     config = tiny(checkpoint, **overrides)
     with pytest.raises(UserError, match=message):
-        load_setup(config, PROMPTS, rewards=False)
+        load_setup(resolve(config), PROMPTS, rewards=False)
     objective = Objective.of(config)
     check_distilled(None, objective)
     check_distilled(Distillation(steps=(50,)), objective)
@@ -242,7 +242,7 @@ def test_weights_of_a_step_distilled_model_are_refused_by_one_that_does_not_say_
     assert "use_meanflow" not in config.read_text()
     given = {"model__tuning": "full", "model__weights": str(checkpoint)}
     with pytest.raises(UserError, match=r"use_meanflow is True, model\.path has False"):
-        load_setup(tiny(tmp_path / "plain", **given), PROMPTS, rewards=False)
+        load_setup(resolve(tiny(tmp_path / "plain", **given)), PROMPTS, rewards=False)
 
 
 def test_a_checkpoint_says_what_it_is_distilled_to(checkpoint: Path, tmp_path: Path) -> None:

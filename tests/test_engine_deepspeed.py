@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sage_fast import cli
 from sage_fast.config.loader import build, load
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel.deepspeed_config import deepspeed_settings
 from sage_fast.rewards import CompositeReward
@@ -255,9 +255,9 @@ def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sage_fast.parallel.importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(train_module, "load_setup", None)
+    config = settings(train__engine="zero2", output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"'zero2' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
-        train_module.train(settings(train__engine="zero2", output=str(tmp_path / "run")))
+        train_module.train(config, lambda *args, **kwargs: pytest.fail("the model was loaded"))
 
 
 def test_gradients_are_reduced_beside_the_backward_where_they_are_sharded() -> None:
@@ -282,7 +282,7 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
     overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2", "eval.num_prompts": "3",
                  "train.prompts_per_iteration": "1", "train.group_size": "3", "train.optimizer_steps": "1",
                  "eval.seeds_per_prompt": "1", "reward.on_failure": "stop"}  # fmt: skip
-    setup = load_setup(load(REPOSITORY / "configs" / "recipes" / "paper.yaml", overrides))
+    setup = load_setup(resolve(load(REPOSITORY / "configs" / "recipes" / "paper.yaml", overrides)))
     setup.encode(tmp_path)
     setup.reward = CompositeReward(Down(), setup.config.reward)
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)

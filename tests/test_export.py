@@ -27,7 +27,7 @@ from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.lora.export import converted, read_lora
 from sage_fast.models.model import Model
 from sage_fast.run.checkpoint import write_manifest
-from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder, keep_weights
+from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder
 from sage_fast.run.weights import save_weights
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.testbed.model import TestbedTransformer
@@ -471,7 +471,7 @@ def test_all_weights(tmp_path: Path) -> None:
     assert all(map(torch.equal, again.policy.snapshot().values(), model.policy.snapshot().values()))
 
 
-def test_a_checkpoint_of_which_only_the_weights_are_kept(
+def test_a_checkpoint_without_what_a_resume_reads(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The best one, which is older than the newest weights."""
@@ -480,8 +480,8 @@ def test_a_checkpoint_of_which_only_the_weights_are_kept(
     (checkpoint / TRAINING).mkdir()
     (checkpoint / STATE).write_bytes(b"large")
     write_manifest(checkpoint, [checkpoint / STATE, checkpoint / LORA_FILE])
-    keep_weights(checkpoint)
-    assert not (checkpoint / TRAINING).exists()
+    shutil.rmtree(checkpoint / TRAINING)
+    write_manifest(checkpoint, [checkpoint / LORA_FILE])
     files = {path.name for path in export(checkpoint, tmp_path / "best", BASE)}
     assert files == {path.name for path in export(run, tmp_path / "newest", BASE)}
     assert "in 5 iterations" in " ".join((tmp_path / "best" / "README.md").read_text().split())

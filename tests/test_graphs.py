@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.rollout import graphs as module
@@ -247,7 +247,7 @@ def test_another_threads_calls_do_not_spoil_a_capture() -> None:
 
 
 def test_the_cpu_has_none() -> None:
-    assert load_setup(settings()).graphs is None
+    assert load_setup(resolve(settings())).graphs is None
 
 
 def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
@@ -278,7 +278,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_evaluations_replay_the_graphs_of_the_one_before(tmp_path: Path, replayed: list[int]) -> None:
     config = settings(sampling__batch_size=2, eval__num_prompts=2)
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     setup.encode(tmp_path)
     expected = evaluate(setup, iteration=0)[0]
     setup.graphs = graphs = StepGraphs(setup.model.policy, rerun, max_memory=math.inf)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.load import find_spec
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.trainer import Trainer
@@ -83,7 +83,7 @@ def test_a_run_of_the_race_trains_in_this_world() -> None:
     config = config_of(Cell("nft_half", 1e-3, 0.0, SECOND), seed=0, quick=True)
     config.eval.num_prompts = 12
     assert isinstance(find_spec(config.model.path), Pairs)
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     setup.encode()
     before = evaluate(setup, iteration=0)[0]["reward"]
     assert 0.3 < sum(before) / len(before) < 1.5  # it follows prompts, and much is left to learn

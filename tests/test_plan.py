@@ -288,11 +288,11 @@ def test_bytes_of_the_text_encoders() -> None:
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_disk_of_a_run(tuning: str) -> None:
-    """The checkpoints that are kept, the next one while it is written, and the weights, final and best."""
+    """The checkpoints that are kept, the best and the next one while it is written, and the final weights."""
     given = SIZE | {"model.tuning": tuning, "train.keep_checkpoints": 3}
     result, lean = plan(build(given)), plan(build(given | {"train.keep_best": False}))
     weights = 4.0 * (result.trainable if tuning == "lora" else result.parameters)
-    assert sum(result.disk.values()) == 4 * result.checkpoint + 2 * weights
+    assert sum(result.disk.values()) == 5 * result.checkpoint + weights
     assert sum(lean.disk.values()) == 4 * result.checkpoint + weights
     assert result.checkpoint / result.trainable == pytest.approx(20, abs=0.1)
 

@@ -24,7 +24,7 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import Evaluation, evaluate
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hunyuan15 import decode
 from sage_fast.models.load import load_model
 from sage_fast.parallel.fit import graph_bytes
@@ -166,7 +166,7 @@ def test_nothing_is_left_behind() -> None:
 
 def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], Evaluation, list[str]]:
     """Load, train two iterations and evaluate; the last is what the graphs said."""
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     setup.encode(folder)
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
     rows = [trainer.iteration(index) for index in range(2)]

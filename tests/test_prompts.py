@@ -22,7 +22,7 @@ from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, metadata_of, negatives_of, read_prompts
 from sage_fast.eval.evaluation import prompts_and_seeds
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
@@ -232,7 +232,7 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
     """Otherwise the replay of the first rollouts would differ. `full` recomputes the conditioning, with gradients."""
     Path("train.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[:2]))  # the gate replays two
     config = tiny_config(model__tuning=tuning, train__prompts_per_iteration=2, train__group_size=2)
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     setup.encode()
     assert {text: known.negative for text, known in setup.embeddings.items() if known.negative} == {
         RED: LONG,
@@ -245,17 +245,17 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
 
 def test_seeds_of_prompts(files: Path) -> None:
     """The seed of a record is that of its first video, whatever the run's seed and the place in the file."""
-    setup = load_setup(tiny_config(eval__seeds_per_prompt=2))
+    setup = load_setup(resolve(tiny_config(eval__seeds_per_prompt=2)))
     texts, seeds = prompts_and_seeds(setup)
     assert texts == [RED, GREEN, RED, GREEN]
     assert seeds[0] == 11
-    other = load_setup(tiny_config(eval__seeds_per_prompt=2, seed=5))
+    other = load_setup(resolve(tiny_config(eval__seeds_per_prompt=2, seed=5)))
     changed = (prompts_and_seeds(other)[1] != seeds).tolist()
     assert changed == [False, True, False, True]
     assert len(set(seeds.tolist())) == 4
     assert any("training draws new noise" in note for note in setup.model.notes)
     assert not any("guidance" in note for note in setup.model.notes)
-    unguided = load_setup(tiny_config(sampling__guidance_scale=1.0))
+    unguided = load_setup(resolve(tiny_config(sampling__guidance_scale=1.0)))
     assert any("negative prompts have no effect" in note for note in unguided.model.notes)
 
 

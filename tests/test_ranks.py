@@ -36,7 +36,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
-from sage_fast.util.metrics import Stopwatch, slowest_and_fastest, straggler_line
+from sage_fast.util.metrics import Stopwatch, slowest_and_fastest
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests.ranks import run_ranks, screens
 from tests.tiny import (
@@ -521,15 +521,3 @@ def test_shipped_configurations_train_on_up_to_64_gpus_or_say_what_to_set(ranks:
             assert [name for name, _ in advice] == ["train.prompts_per_iteration", "model.sequence_parallel"]
             for name, value in advice:
                 check_trainable(load(file, {name: value}), ranks)
-
-
-def row_of(*work: float) -> dict[str, Any]:
-    seconds = [{"time/rollout": 1.0, "time/train": time, "time/wait": 9.0, "time/total": 20.0} for time in work]
-    return {"time/total": 20.0, "time/ranks": slowest_and_fastest(seconds)}
-
-
-def test_a_straggler_is_named_when_the_others_wait_for_it() -> None:
-    assert straggler_line(row_of(12, 15.5, 11)) == "rank 1 works 16.5 s, rank 2 12.0 s; train: 15.5 s on 1, 11.0 s on 2"
-    assert straggler_line(row_of(12, 13.5)) is None  # less than a tenth of the iteration
-    assert straggler_line({"time/total": 20.0}) is None
-    json.dumps(row_of(1, 2))

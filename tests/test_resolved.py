@@ -15,10 +15,9 @@ from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.models.load import find_spec
-from sage_fast.run.train import train
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import initialize
-from tests.tiny import settings
+from tests.tiny import settings, train
 
 FUNCTIONS = (initialize, check_trainable, check_sequence_parallel, find_spec)
 

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ from sage_fast.config.schema import Config
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.folder import STATE, RunFolder, digest
-from sage_fast.run.resume import KEPT, check_kept, value_of
+from sage_fast.run.resume import KEPT, check_kept
 from sage_fast.run.sources import resumed_settings
-from sage_fast.run.train import train as train_run
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
 from tests.test_cli import PAPER, SMALL
 from tests.test_trainer import resume
-from tests.tiny import settings, tiny_trainer
+from tests.tiny import settings, tiny_trainer, train
 
 
 def files(run: Path) -> dict[Path, bytes]:
@@ -55,13 +55,13 @@ def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> No
     expected = f"train.learning_rate stays 0.0003 as in the run, not 0.001 as in {PAPER}; "
     assert expected + "--train.learning_rate would change it" in lines
     said, own = load(PAPER), load(begun / "config.yaml")
-    differing = {name for name in settings_of(Config) if value_of(said, name) != value_of(own, name)}
+    differing = {name for name in settings_of(Config) if attrgetter(name)(said) != attrgetter(name)(own)}
     assert {line.split()[0] for line in lines} == differing - {"output", "train.iterations"}
 
 
 def test_a_run_folder_is_all_that_a_resume_needs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run has been moved, and its own file still has the old path."""
-    assert value_of(load(run / "config.yaml"), "output") != str(run)
+    assert load(run / "config.yaml").output != str(run)
     for source in (run, run / "config.yaml"):
         assert resumed_settings(str(source), {}) == (load(run / "config.yaml", {"output": str(run)}), [])
     before = (run / "config.yaml").read_text()
@@ -225,11 +225,11 @@ def test_settings_of_a_resume_from_python(run: Path, caplog: pytest.LogCaptureFi
     caplog.set_level("INFO")
     config = load(run / "config.yaml", {"output": str(run), "train.iterations": "2", "train.max_grad_norm": "0.5"})
     caplog.set_level(logging.INFO)
-    train_run(config, resume=True)
+    train(config, resume=True)
     assert "train.max_grad_norm = 0.5 from here on; it was 1.0" in caplog.messages
     assert load(run / "config.yaml") == config
     with pytest.raises(UserError, match="no run to resume"):
-        train_run(build({"output": str(run / "none")}), resume=True)
+        train(build({"output": str(run / "none")}), resume=True)
 
 
 @pytest.mark.fault("a resume without metrics.jsonl", "refused, nothing changed", 2)
@@ -312,7 +312,7 @@ def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixt
     fault = f"{LORA_FILE} has changed since it was written (SHA-256)"
     assert main(["eval", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"note: checkpoint iteration-000002 is damaged and is skipped: {fault}"
+    assert lines[0] == f"note: iteration-000002 cannot be used and is skipped: {fault}"
     assert lines[1] == f"weights of iteration 1: {first}"
     (first / "manifest.json").unlink()
     assert main(["sample", str(run), "--prompt", "a red circle moves left quickly"]) == 2
@@ -329,7 +329,7 @@ def test_damaged_final_weights_are_not_used(run: Path, capsys: pytest.CaptureFix
     assert main(["eval", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     fault = f"{LORA_FILE} has changed since it was written (SHA-256)"
-    assert lines[0] == f"note: weights/ is damaged and is skipped: {fault}"
+    assert lines[0] == f"note: weights cannot be used and is skipped: {fault}"
     assert lines[1] == f"weights of iteration 1: {run / 'checkpoints' / 'iteration-000001'}"
     named = ["--model.weights", str(run / "weights")]
     for command in (["sample", str(PAPER), "--prompt", "a"], ["sample", str(run), "--prompt", "a"], ["eval", str(run)],

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards.http import HttpReward
-from sage_fast.run.checkpoint import is_best
+from sage_fast.run.checkpoint import prune_checkpoints
+from sage_fast.run.folder import RunFolder, iteration_of
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
@@ -115,7 +116,8 @@ def test_the_best_checkpoint_is_told_by_the_videos_that_have_scores(tmp_path: Pa
         (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
         scores = {"iteration": iteration, "prompts": ["a", "b"], "seeds": [0, 1], "reward": rewards, "parts": {}}
         write_json(scores, tmp_path / "eval" / f"iteration-{iteration:06d}.json")
-    assert [i for i in (1, 2, 3) if is_best(tmp_path, i, {})] == [2]
+    prune_checkpoints(tmp_path, 1, {})
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [2, 3]
 
 
 # -- before a run -----------------------------------------------------------------------------------------------------
@@ -130,16 +132,16 @@ def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(mo
 
     monkeypatch.setattr("sage_fast.loading.load_model", fail)
     with pytest.raises(UserError, match=r"reward.weights names 'red'; reward 'testbed' returns \['mq', 'ta', 'vq'\]"):
-        load_setup(settings(reward__weights={"red": 1}))
+        load_setup(resolve(settings(reward__weights={"red": 1})))
     with pytest.raises(UserError, match=r"eval.judge = 'tests.reward_faults:nothing': .* has no 'nothing'"):
-        load_setup(settings(eval__judge="tests.reward_faults:nothing"))
+        load_setup(resolve(settings(eval__judge="tests.reward_faults:nothing")))
     for part in ("reward", "overall", "judge/x"):
         own = {"reward__name": "tests.reward_faults:Named", "reward__args": {"part": part}}
         with pytest.raises(UserError, match=rf"^reward 'tests.reward_faults:Named': .*part {part!r}.*prefix"):
-            load_setup(settings(**own, reward__weights={part: 1}))
+            load_setup(resolve(settings(**own, reward__weights={part: 1})))
     assert not loaded
     with pytest.raises(pytest.fail.Exception, match="the model"):
-        load_setup(settings(reward__name="no_such:Reward"), ["a red circle moves left quickly"], rewards=False)
+        load_setup(resolve(settings(reward__name="no_such:Reward")), ["a red circle moves left quickly"], rewards=False)
 
 
 PACKAGE = {

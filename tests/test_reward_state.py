@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer
 from sage_fast.util import torch_state
@@ -56,7 +56,7 @@ def rows(timeout: float) -> list[dict[str, Any]]:
         reward__name="bright:Bright", reward__weights={"bright": 1.0}, reward__timeout_seconds=timeout,
         train__prompts_per_iteration=1, train__group_size=2, sampling__steps=2,
     )  # fmt: skip
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     setup.encode()
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     done = [trainer.iteration(index) for index in range(2)]

@@ -19,7 +19,7 @@ from sage_fast.cli import main
 from sage_fast.config.loader import load
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.text import collate
@@ -170,7 +170,9 @@ def evaluations_that_fail(folder: Path) -> list[str]:
     given = {"model.sequence_parallel": 2, "sampling.batch_size": 1, "eval.num_prompts": 6, "timeout_minutes": 0.3,
              "eval.steps": 1, "eval.seeds_per_prompt": 1, "eval.judge": "null"}  # fmt: skip
     setup = load_setup(
-        load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
+        resolve(
+            load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
+        )
     )
     setup.encode(folder)
     submit = setup.reward.submit
@@ -201,7 +203,9 @@ def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torc
         "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
     }  # fmt: skip
     setup = load_setup(
-        load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
+        resolve(
+            load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
+        )
     )
     setup.encode(folder)
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)

@@ -20,11 +20,10 @@ from sage_fast.run import writer as writer_module
 from sage_fast.run.folder import STATE, RunFolder
 from sage_fast.run.messages import grace_warning
 from sage_fast.run.stop import DEBOUNCE, Stop
-from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import SIGNALS, NonFiniteError, Stopped
 from sage_fast.util.files import read_json, read_metrics
-from tests.tiny import CPU, settings
+from tests.tiny import CPU, settings, train
 
 
 @pytest.fixture

@@ -26,13 +26,13 @@ from sage_fast.commands.videos import save_videos
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.report.finish import report_run
 from sage_fast.run import trackers
+from sage_fast.run import train as train_module
 from sage_fast.run import writer as module
 from sage_fast.run.trackers import check_trackers
-from sage_fast.run.train import train
 from sage_fast.run.writer import MetricsWriter
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_metrics
-from tests.tiny import settings
+from tests.tiny import settings, train
 
 
 def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
@@ -391,13 +391,12 @@ def test_unknown_and_missing_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
         check_trackers(["comet_ml"])
 
 
-def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **options: object) -> None:
+def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    def fail(*args: object, **options: object) -> Any:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("sage_fast.run.train.load_setup", fail)
     with pytest.raises(UserError, match=r"tracking\.trackers"):
-        train(settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]))
+        train_module.train(settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]), fail)
     assert not (tmp_path / "run").exists()
 
 

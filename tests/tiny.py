@@ -17,7 +17,7 @@ from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.loader import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
@@ -25,6 +25,7 @@ from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.model import Model
 from sage_fast.rewards import CompositeReward, Reward
+from sage_fast.run import train as run
 from sage_fast.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.text_encoder import embed
 from sage_fast.testbed.world import train_prompts
@@ -173,10 +174,15 @@ def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:
             p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
+def train(config: Config, **options: Any) -> Path:
+    """Train as `sage-fast train` does."""
+    return run.train(config, load_setup, **options)
+
+
 def paper_trainer(folder: Path, **overrides: Any) -> Trainer:
     """The trainer of `configs/recipes/paper.yaml`, whose prompts are embedded into `folder`; keys as for `settings`."""
     given = {key.replace("__", "."): str(value) for key, value in overrides.items()}
     config = load(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml", given)
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     setup.encode(folder)
     return Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)

@@ -39,14 +39,14 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         raise UserError("--prompt '': expected text, such as --prompt 'a cat, asleep'")
     config = load_source("sample", options.config, overrides)
     from sage_fast.commands.videos import generate, save_videos
-    from sage_fast.loading import load_setup
+    from sage_fast.loading import load_setup, resolve
     from sage_fast.util.seeding import sample_seeds
 
     prompts = _given(options.prompt, options.image)
     prompts += read_prompts(options.prompts) if options.prompts else []
     folder = options.folder
     check_folder(folder)
-    setup = load_setup(config, prompts, rewards=False)
+    setup = load_setup(resolve(config), prompts, rewards=False)
     for note in setup.model.notes:
         log.info(f"note: {note}")
     keys = [prompt.key for prompt in prompts]

@@ -42,6 +42,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80))))
         return
     with heavy_imports("train"):
+        from sage_fast.loading import load_setup
         from sage_fast.report.finish import report_run
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.train import train
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):
-        train(config, resume=options.resume or restarted, report=report_run)
+        train(config, load_setup, resume=options.resume or restarted, report=report_run)
 
 
 def _check_gpus(options: argparse.Namespace) -> None:

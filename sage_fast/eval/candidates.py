@@ -22,9 +22,10 @@ from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, rewar
 from sage_fast.eval.playback import read_video
 from sage_fast.eval.video_folder import read_folder, scorers_of, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.rewards import CompositeReward, Judge, load_rewards
+from sage_fast.rewards import Judge, load_rewards
+from sage_fast.rewards.interface import Scorer
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, writing
@@ -111,7 +112,7 @@ class _Evaluator:
         known = [prompt.key for prompt in heldout] if self.models else known
         images = {key: {"image": path} for found in self.videos.values() for key, path in found.images.items()}
         metadata = images | metadata_of([*train, *heldout])
-        self.scorers: dict[str, CompositeReward] = {}
+        self.scorers: dict[str, Scorer] = {}
         device = str(local_device())
         for name, short in zip(scorers, short_names(scorers)):
             self.scorers[f"{short}/"] = scorer = Judge(name, config.reward, device, "--scorer", metadata)
@@ -122,7 +123,7 @@ class _Evaluator:
             return
         self.loaded = first = self.models[0]
         assert first.config is not None
-        self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
+        self.setup = load_setup(resolve(dataclasses.replace(config, model=first.config.model)))
         self.rewards = rewards_of(self.setup.reward, self.setup.judge, self.scorers)
         self._log_notes()
         self.prompts = set(prompts_and_seeds(self.setup)[0])

@@ -11,14 +11,13 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_plan import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import EvalConfig, SamplingConfig
-from sage_fast.loading import Setup
 from sage_fast.models.interface import Condition, pass_lengths
 from sage_fast.models.model import Model
-from sage_fast.rewards import CompositeReward, join_scores
-from sage_fast.rewards.composite import Pending
+from sage_fast.rewards.interface import Pending, Scorer, join_scores
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import gather_checked
+from sage_fast.rollout.setup import Setup
 from sage_fast.util.captions import split_key
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError
@@ -112,7 +111,7 @@ def evaluate(
     iteration: int,
     save: Callable[[int, str, Tensor], object] | None = None,
     pause: Callable[[], object] = lambda: None,
-    rewards: Mapping[str, CompositeReward] | None = None,
+    rewards: Mapping[str, Scorer] | None = None,
 ) -> tuple[Evaluation, list[Tensor]]:
     """Sample the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each, and score them.
 
@@ -141,15 +140,13 @@ def evaluate(
     return scores | about, videos
 
 
-def rewards_of(
-    reward: CompositeReward, judge: CompositeReward | None, scorers: Mapping[str, CompositeReward] | None = None
-) -> dict[str, CompositeReward]:
+def rewards_of(reward: Scorer, judge: Scorer | None, scorers: Mapping[str, Scorer] | None = None) -> dict[str, Scorer]:
     """Return prefix of the parts -> reward: the trained one, without a prefix, the judge, and further scorers."""
     return {"": reward, **({} if judge is None else {JUDGE_PART: judge}), **(scorers or {})}
 
 
 def score_videos(
-    rewards: Mapping[str, CompositeReward],
+    rewards: Mapping[str, Scorer],
     prompts: Sequence[str],
     seeds: Sequence[int],
     videos_of: Callable[[range], Chunks],

@@ -88,7 +88,13 @@ class Pending:
 
 
 class Scorer(Protocol):
-    """A reward as the trainer sees it; `rewards.composite.CompositeReward` is one."""
+    """A reward as training and evaluation see it; `rewards.composite.CompositeReward` is one.
+
+    Attributes:
+        weights: part -> its weight in the composite.
+    """
+
+    weights: Mapping[str, float]
 
     def submit(self, videos: Tensor, prompts: Sequence[str]) -> Pending:
         """Start to score `videos [B, F, 3, H, W]`."""

@@ -6,8 +6,7 @@
                                          trainable-*, ema-*, anchor-*, optimizer-<moment>-*, as run/shards.py has them
 
 A checkpoint is the state between two iterations, never within one. It is written to a temporary folder, which is
-renamed once every file is on disk. The manifest holds each file's size and SHA-256; loading verifies them. Of the best
-checkpoint, once it is old, only the weights are kept.
+renamed once every file is on disk. The manifest holds each file's size and SHA-256; loading verifies them.
 
 Only rank 0 lists folders. On a network file system the other ranks may not see new files yet.
 """
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from sage_fast.config.fields import is_finite
 from sage_fast.eval.scores import composite, mean_and_margin
@@ -38,12 +36,11 @@ from sage_fast.run.folder import (
     fault_of,
     files_of,
     iteration_of,
-    keep_weights,
 )
 from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.weights import save_weights
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import RankError, UserError, first_line, reason
+from sage_fast.util.errors import RankError, UserError, reason
 from sage_fast.util.files import PARTIAL, atomic_path, read_json, remove_folder, sync, write_json
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
@@ -110,53 +107,28 @@ def save_final_weights(run: Path, iteration: int, engine: Engine) -> None:
 
 
 def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None) -> None:
-    """Remove all but the last `keep` checkpoints and the weights of the best one. On rank 0 only.
+    """Remove all but the last `keep` checkpoints and the best one. On rank 0 only.
 
-    A checkpoint whose evaluation cannot be compared may be the best one, and its weights are kept too.
+    The best one has the highest mean held-out composite. One whose evaluation cannot be read or compared may be the
+    best, and stays too.
 
     Args:
-        weights: weights of the composite in which checkpoints are compared; None does not keep the best one.
+        weights: weights of the composite, since a resume may have changed them; None does not keep the best one.
     """
-    found = RunFolder(run).checkpoints()
-    rewards = {} if weights is None else _rewards(run, found, weights)
-    best = _best_of(rewards)
-    for folder in found[:-keep]:
-        kept = folder == best or math.isnan(rewards.get(folder, 0.0))
-        if kept and folder != best and (folder / TRAINING).is_dir():
-            log.info(wrapped(f"note: the weights of {folder.name} are kept: its evaluation cannot be compared"))
+    found, rewards = RunFolder(run).checkpoints(), dict[Path, float]()
+    for folder in found:
         try:
-            (keep_weights if kept else remove_folder)(folder)
-        except (OSError, UserError) as error:
-            log.info(wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}"))
-
-
-def is_best(run: Path, iteration: int, weights: Mapping[str, float]) -> bool:
-    """Whether this iteration's evaluation is better under `weights` than that of every checkpoint. Collective."""
-    folder = RunFolder(run).checkpoint(iteration)
-    best = _best_of(_rewards(run, [*RunFolder(run).checkpoints(), folder], weights))
-    return bool(broadcast_object(best == folder, 0))
-
-
-def _rewards(run: Path, folders: Iterable[Path], weights: Mapping[str, float]) -> dict[Path, float]:
-    """Return the mean held-out composite of each evaluated checkpoint; NaN if its evaluation cannot tell.
-
-    A resume may have changed the weights, so the composite is computed from the stored parts.
-    """
-    rewards = {}
-    for folder in folders:
-        try:
-            if (scores := RunFolder(run).evaluation(folder.name)) is not None:
+            if weights is not None and (scores := RunFolder(run).evaluation(folder.name)) is not None:
                 rewards[folder] = mean_and_margin(scores["prompts"], composite(scores, weights))[0]
-            elif not (folder / TRAINING).is_dir():  # only weights are left: it was the best one
-                rewards[folder] = math.nan
         except (OSError, UserError):
             rewards[folder] = math.nan
-    return rewards
-
-
-def _best_of(rewards: Mapping[Path, float]) -> Path | None:
-    """Return the checkpoint with the highest reward, the oldest of equals; None if there is none."""
-    return max((f for f in rewards if math.isfinite(rewards[f])), key=rewards.__getitem__, default=None)
+    best = max((folder for folder in rewards if math.isfinite(rewards[folder])), key=rewards.__getitem__, default=None)
+    for folder in found[:-keep]:
+        if folder != best and not math.isnan(rewards.get(folder, 0.0)):
+            try:
+                remove_folder(folder)
+            except OSError as error:
+                log.info(wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}"))
 
 
 def load_checkpoint(
@@ -174,30 +146,22 @@ def load_checkpoint(
         The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
 
     Raises:
-        UserError: there are checkpoints, but none can be resumed; or as `TrainingState.restore`.
+        UserError: as `RunFolder.first_sound` or `TrainingState.restore`.
     """
-    faults = []
-    for folder in reversed(broadcast_object(RunFolder(run).checkpoints(), 0)):
-        try:
-            if fault := _fault(folder):
-                raise UserError(fault)
-            with fail_together():
-                state, iteration = read_json(folder / STATE), iteration_of(folder)
-                expected = {**(counters or state), "iteration": iteration, "optimizer_steps": 0}
-                if not _is_like(state, expected) or state["iteration"] != iteration:
-                    raise UserError(f"{STATE} does not hold what a run writes after iteration {iteration}")
-            saved = TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder))
-        except (UserError, RankError, OSError, SafetensorError) as error:
-            faults.append(f"{folder.name}: {first_line(error)}")
-            log.info(wrapped(f"note: checkpoint {folder.name} cannot be resumed and is skipped: {first_line(error)}"))
-        else:
-            return iteration, state, saved.restore(engine)
-    if faults:
-        raise UserError(
-            f"{str(run / 'checkpoints')!r}: no checkpoint can be used ({'; '.join(faults)}); put a sound copy "
-            "there, or start another run with --output and no --resume; nothing was changed"
-        )
-    return None
+
+    def read(folder: Path) -> tuple[int, dict[str, Any], TrainingState]:
+        if fault := _fault(folder):
+            raise UserError(fault)
+        with fail_together():
+            state, iteration = read_json(folder / STATE), iteration_of(folder)
+            expected = {**(counters or state), "iteration": iteration, "optimizer_steps": 0}
+            if not _is_like(state, expected) or state["iteration"] != iteration:
+                raise UserError(f"{STATE} does not hold what a run writes after iteration {iteration}")
+        return iteration, state, TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder))
+
+    folder = RunFolder(run)
+    found = folder.first_sound(broadcast_object(folder.checkpoints()[::-1], 0), read)
+    return None if found is None else (*found[:2], found[2].restore(engine))
 
 
 def _is_like(value: Any, expected: Any) -> bool:

@@ -9,15 +9,17 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, iteration_of
-from sage_fast.run.resume import check_kept, differences, launcher
+from sage_fast.run.resume import check_kept, launcher
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import PARTIAL, remove, write_atomic
@@ -148,10 +150,11 @@ def claim_output(folder: Path, settings: str) -> None:
 def replace_settings(config: Config) -> None:
     """Write the settings of a resumed run, report the changes and keep the old file under another name. Collective."""
     run = RunFolder(config.output)
-    changed = differences(run.settings(), config)
+    pairs = {name: [*map(attrgetter(name), (run.settings(), config))] for name in settings_of(Config)}
     barrier()  # every rank has read the old settings
-    for line in changed:
-        log.info(line)
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    for name, (old, new) in changed.items():
+        log.info(f"{name} = {new!r} from here on; it was {old!r}")
     if rank() == 0 and changed:
         write_atomic(run.path / f"config.until-{len(run.rows):06d}.yaml", run.config_file.read_bytes())
         write_atomic(run.config_file, dump(config))

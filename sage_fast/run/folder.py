@@ -15,14 +15,18 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
 
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
-from sage_fast.util.errors import UserError
-from sage_fast.util.files import read_json, read_metrics, remove, write_json
+from sage_fast.util.errors import RankError, UserError, first_line
+from sage_fast.util.files import read_json, read_metrics, write_json
 
 log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 LARGEST = float.fromhex("0x1.fffffep127")
 """Largest float32: scores are float32."""
@@ -184,6 +188,28 @@ class RunFolder:
         found = [path for path in (self.path / "checkpoints").glob("iteration-*") if self.of_checkpoint(path)]
         return sorted(found, key=iteration_of)
 
+    def first_sound(self, folders: Iterable[Path], read: Callable[[Path], Found]) -> Found | None:
+        """Return what `read` returns of the first folder in which it finds no fault; None if there are no folders.
+
+        Each fault before it is a note.
+
+        Raises:
+            UserError: none can be used.
+        """
+        faults = []
+        for folder in folders:
+            try:
+                return read(folder)
+            except (UserError, RankError, OSError, SafetensorError) as error:
+                faults.append(f"{folder.name}: {first_line(error)}")
+                log.info(f"note: {folder.name} cannot be used and is skipped: {first_line(error)}")
+        if faults:
+            raise UserError(
+                f"run {str(self.path)!r}: no checkpoint can be used ({'; '.join(faults)}); put a sound copy there, or "
+                "begin another run; nothing was changed"
+            )
+        return None
+
     def newest_weights(self) -> tuple[Path, int]:
         """Return the folder of the newest weights and their iteration.
 
@@ -196,17 +222,18 @@ class RunFolder:
         found: list[tuple[float, Path]] = [(iteration_of(folder), folder) for folder in self.checkpoints()]
         if self.weights.is_dir():
             found = sorted([*found, (iteration_of_weights(self.weights), self.weights)])
-        if not found:
+        iterations = {folder: iteration for iteration, folder in reversed(found)}
+
+        def check(folder: Path) -> tuple[Path, int]:
+            if fault := fault_of_weights(folder):
+                raise UserError(fault)
+            if iterations[folder] == math.inf:
+                raise UserError(f"{MANIFEST} names no iteration")
+            return folder, int(iterations[folder])
+
+        if (newest := self.first_sound(iterations, check)) is None:
             raise UserError(f"run {str(self.path)!r} has neither a checkpoint nor weights yet")
-        faults = []
-        for iteration, folder in reversed(found):
-            fault = fault_of_weights(folder) or (f"{MANIFEST} names no iteration" if iteration == math.inf else None)
-            if fault is None:
-                return folder, int(iteration)
-            faults.append(f"{folder.name}: {fault}")
-            what = "weights/" if folder == self.weights else f"checkpoint {folder.name}"
-            log.info(f"note: {what} is damaged and is skipped: {fault}")
-        raise UserError(f"run {str(self.path)!r}: no checkpoint can be used ({'; '.join(faults)})")
+        return newest
 
 
 def read_scores(file: Path) -> dict[str, Any]:
@@ -296,18 +323,6 @@ def files_of(checkpoint: Path) -> list[str]:
     return [name.removeprefix(TRAINING) for name in _files(checkpoint) if name.startswith(TRAINING)]
 
 
-def keep_weights(checkpoint: Path) -> None:
-    """Remove the files that only a resume reads. The manifest comes first: a kill then leaves only superfluous files.
-
-    Raises:
-        OSError: a file cannot be changed.
-        UserError: the manifest is damaged.
-    """
-    kept = {name: entry for name, entry in _files(checkpoint).items() if not name.startswith(TRAINING)}
-    write_json({"files": kept}, checkpoint / MANIFEST)
-    remove(checkpoint / TRAINING)
-
-
 def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]], needed: str | None = None) -> str | None:
     """Return why a checkpoint cannot be used; None if the manifest's `chosen` files match their checksums.
 
@@ -321,7 +336,7 @@ def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]], needed:
     except UserError:
         return NOT_WRITTEN
     if needed not in {None, *expected}:
-        return f"it has no {needed}: only its weights were kept, or another version of sage-fast wrote it"
+        return f"it has no {needed}: another version of sage-fast wrote it"
     for name in chosen(sorted(expected)):
         size, file = expected[name]["bytes"], folder / name
         if not file.is_file():

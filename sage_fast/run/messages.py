@@ -14,10 +14,7 @@ from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig, TrainConfig
 from sage_fast.eval.scores import format_number
 from sage_fast.models.spec import Distillation
-from sage_fast.util.metrics import REWARD_PART, straggler_line
-
-LARGEST_START = 0.1
-"""Share of the starting weights in the averaged weights at the end of a run, above which a warning says so."""
+from sage_fast.util.metrics import REWARD_PART
 
 
 def method_of(objective: Objective, sampling: SamplingConfig) -> str:
@@ -51,7 +48,7 @@ def _kl_in_words(objective: Objective) -> str:
 
 
 def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
-    """Format an iteration's metrics and the time left as three lines; a fourth names a straggling rank.
+    """Format an iteration's metrics and the time left as three lines.
 
     They fit into 80 columns for up to four reward parts.
     """
@@ -68,8 +65,6 @@ def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str
         second, third = "no update: the rewards of every group are equal", ""
     lines = [first, f"{time_left(seconds_left):>{len(label)}}  {second}"]
     lines.append(f"{'':>{len(label)}}  {third}{row['time/total']:.1f} s")
-    if slow := straggler_line(row):
-        lines.append(f"{'':>{len(label)}}  {slow}")
     return "\n".join(lines)
 
 
@@ -125,25 +120,9 @@ def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) 
     )
 
 
-def average_warning(train: TrainConfig, averaged_weights: bool) -> str | None:
-    """Return that rollouts come from weights too near the start until the end; None if they do not."""
-    updates = train.iterations * train.optimizer_steps
-    left = train.ema_decay**updates
-    if not averaged_weights or left <= LARGEST_START:
-        return None
-    nearest = math.floor(1e4 * LARGEST_START ** (1 / updates)) / 1e4
-    return (
-        f"train.ema_decay = {train.ema_decay:g}: after {updates} updates the averaged weights are still "
-        f"{100 * left:.0f} % those of the start; expected at most {100 * LARGEST_START:.0f} %, with {nearest:g} or less"
-    )
-
-
 def config_warnings(resolved: Resolved, distillation: Distillation | None = None) -> list[str]:
     """Return what in the settings is likely to mislead or to train little; with it, to spoil a distilled checkpoint."""
     config, sampling = resolved.config, resolved.config.sampling
-    warnings = (
-        guidance_warning(resolved.objective, sampling.guidance_scale, config.eval_guidance_scale),
-        average_warning(config.train, sampling.averaged_weights),
-    )
+    guided = guidance_warning(resolved.objective, sampling.guidance_scale, config.eval_guidance_scale)
     distilled = [] if distillation is None else distillation_warnings(distillation, resolved)
-    return [*filter(None, warnings), *distilled]
+    return [*filter(None, [guided]), *distilled]

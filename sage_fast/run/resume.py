@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config.fields import settings_of
 from sage_fast.config.rewards import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.run.folder import RunFolder
@@ -36,8 +36,8 @@ def check_kept(config: Config) -> None:
     """
     begun = RunFolder(config.output).settings()
     for name in KEPT:
-        old, new = value_of(begun, name), value_of(config, name)
         if _kept(begun, name) != _kept(config, name):
+            old, new = map(attrgetter(name), (begun, config))
             raise UserError(
                 f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; continue without "
                 f"--{name}, or begin another run with another --output and no --resume; nothing was changed"
@@ -52,7 +52,7 @@ def _kept(config: Config, name: str) -> Any:
         return None if config.eval.judge is None else _scored_by(RewardEntry(name=config.eval.judge))
     if name.startswith("reward."):
         return _scored_by(config.reward)[name.removeprefix("reward.")]
-    return value_of(config, name)
+    return attrgetter(name)(config)
 
 
 def _scored_by(entry: RewardEntry) -> dict[str, Any]:
@@ -60,20 +60,6 @@ def _scored_by(entry: RewardEntry) -> dict[str, Any]:
     name, args = ("a server", {}) if entry.is_address else (entry.name, entry.args)
     args = {key: value for key, value in args.items() if key != "url" or entry.name not in CLIENTS}
     return {"name": name, "args": args, "normalisation": entry.normalisation, "prefix": entry.prefix}
-
-
-def differences(begun: Config, config: Config) -> list[str]:
-    """Return one line for each setting that has changed."""
-    pairs = {name: (value_of(begun, name), value_of(config, name)) for name in settings_of(Config)}
-    return [f"{name} = {new!r} from here on; it was {old!r}" for name, (old, new) in pairs.items() if old != new]
-
-
-def value_of(config: Config, name: str) -> Any:
-    """Return the value of the setting with a dotted name."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 # -- restarts by torchrun ---------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ import difflib
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from sage_fast.config.loader import keys_of, load
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, check_weights, fault_of_weights, iteration_of
-from sage_fast.run.resume import value_of
 from sage_fast.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
         return config, []
     given, lines = load(file), []
     for name in keys_of(file):
-        value, ignored = value_of(config, name), value_of(given, name)
+        value, ignored = map(attrgetter(name), (config, given))
         if value != ignored and name != "output" and not any(f"{key}.".startswith(f"{name}.") for key in overrides):
             lines.append(
                 f"{name} stays {value!r} as in the run, not {ignored!r} as in {file}; --{name} would change it"

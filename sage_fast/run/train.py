@@ -22,13 +22,13 @@ from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
 from sage_fast.eval.gains import hacking_in_run
-from sage_fast.loading import Setup, load_setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
 from sage_fast.parallel.fit import check_trajectories
+from sage_fast.rollout.setup import Setup
 from sage_fast.run import claim
-from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
+from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
 from sage_fast.run.folder import RunFolder, check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of, seconds_left
 from sage_fast.run.stop import Stop
@@ -44,13 +44,20 @@ from sage_fast.util.videos import numbered, save_video
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, *, resume: bool = False, report: Callable[..., object] = lambda *about: None) -> Path:
+def train(
+    config: Config,
+    load: Callable[..., Setup],
+    *,
+    resume: bool = False,
+    report: Callable[..., object] = lambda *about: None,
+) -> Path:
     """Train and write a run folder. An interrupted run leaves a checkpoint for `resume`.
 
     Args:
+        load: loads the prompts, the rewards and the model once the folder is locked; the commands pass
+            `sage_fast.loading.load_setup`.
         report: called on rank 0 after each evaluation and at the end with (folder, `eval.num_videos`, whether the run
-            is complete), to draw its page; the commands pass
-            `sage_fast.report.finish.report_run`.
+            is complete), to draw its page; the commands pass `sage_fast.report.finish.report_run`.
 
     Returns:
         The run folder.
@@ -67,7 +74,7 @@ def train(config: Config, *, resume: bool = False, report: Callable[..., object]
     if not resume:
         check_weights(config.model.weights)
     with Stop(config.train.grace_seconds) as stop, claim.locked(Path(config.output)):
-        run = Run(resolved, stop, report, resume=resume)
+        run = Run(resolved, stop, load, report, resume=resume)
         try:
             run.iterate()
             save_final_weights(run.folder, run.done, run.trainer.engine)
@@ -89,6 +96,7 @@ class Run:
     Args:
         resolved: settings, checked against the output folder.
         stop: its signals end the run.
+        load, report: as for `train`.
         resume: continue the run in the folder.
 
     Attributes:
@@ -97,7 +105,15 @@ class Run:
         writer: metrics and trackers; None on ranks other than 0.
     """
 
-    def __init__(self, resolved: Resolved, stop: Stop, report: Callable[..., object], *, resume: bool) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        stop: Stop,
+        load: Callable[..., Setup],
+        report: Callable[..., object],
+        *,
+        resume: bool,
+    ) -> None:
         config = resolved.config
         self.config, self.stop, self.report = config, stop, report
         self.folder, self.done = Path(config.output), 0
@@ -105,7 +121,7 @@ class Run:
         run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)
-        self.setup = setup = load_setup(resolved, attention=attention)
+        self.setup = setup = load(resolved, attention=attention)
         trajectories = check_trajectories(resolved, setup.model)
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
@@ -173,11 +189,9 @@ class Run:
                     warning := grace_warning(row, config.train, collective=trainer.policy.collective_forwards)
                 ):
                     log.warning(wrapped(f"warning: {warning}"))
-                if evaluated := self._evaluation_is_due:
+                if self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
-                regular = self.done == config.train.iterations or self.done % config.train.checkpoint_interval == 0
-                weights = config.reward.part_weights
-                if regular or (evaluated and config.train.keep_best and is_best(self.folder, self.done, weights)):
+                if self.done == count or self.done % config.train.checkpoint_interval == 0:
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:

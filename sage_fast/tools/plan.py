@@ -234,10 +234,10 @@ def _brief_memory(s: SamplingConfig, width: int, spec: Spec, mine: int) -> dict[
 
 def _disk(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
     kept, best = train.keep_checkpoints, train.keep_best
-    checkpoints = (kept + 1) * checkpoint_bytes(model, train, strategy, policy)
     return {
-        f"checkpoints: {kept}, and one being written": checkpoints,
-        "weights: final" + " and best" * best: (1 + best) * _exported_bytes(model, policy),
+        f"checkpoints: {kept},{' the best,' * best} and one being written": (kept + best + 1)
+        * checkpoint_bytes(model, train, strategy, policy),
+        "weights: final": _exported_bytes(model, policy),
     }
 
 

@@ -92,12 +92,12 @@ def profile_iteration(
         UserError: the folder already holds a profile, or a setting is impossible.
     """
     device = initialize(config.timeout_minutes)
-    check_trainable(config)
+    resolved = check_trainable(config)
     if not window_only and (folder / "profile.json").exists():
         raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
     with ranges("nvtx" if window_only else "torch"):
         log.info("loading the model")
-        setup = load_setup(config)
+        setup = load_setup(resolved)
         folder.mkdir(parents=True, exist_ok=True)
         with quiet():
             setup.encode(folder / "embeddings")

@@ -147,24 +147,3 @@ def slowest_and_fastest(seconds: Sequence[Mapping[str, float]]) -> dict[str, dic
         slowest, fastest = values.index(max(values)), values.index(min(values))
         ends[phase] = {"slowest": [slowest, values[slowest]], "fastest": [fastest, values[fastest]]}
     return ends
-
-
-SHARE_OF_STRAGGLERS, SECONDS_OF_STRAGGLERS = 0.1, 1.0
-"""Straggler thresholds for slowest minus fastest rank: share of the iteration, and seconds; both must be reached."""
-
-
-def straggler_line(row: Mapping[str, Any]) -> str | None:
-    """Return a line that names the straggler and the phase with the largest spread; None below the threshold."""
-    ends = dict(row.get("time/ranks", {}))
-    if not ends:
-        return None
-
-    def spread(phase: str) -> float:
-        return ends[phase]["slowest"][1] - ends[phase]["fastest"][1]
-
-    if spread("work") < max(SHARE_OF_STRAGGLERS * row["time/total"], SECONDS_OF_STRAGGLERS):
-        return None
-    phase = max((phase for phase in ends if phase != "work"), key=spread)
-    (slow, most), (fast, least) = (ends["work"][end] for end in ("slowest", "fastest"))
-    line = f"rank {slow} works {most:.1f} s, rank {fast} {least:.1f} s; {phase}: "
-    return line + ", ".join(f"{ends[phase][end][1]:.1f} s on {ends[phase][end][0]}" for end in ("slowest", "fastest"))

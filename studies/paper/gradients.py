@@ -162,7 +162,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
         groups: number of groups of 8 samples.
         steps: steps of the schedule; the paper has 20.
     """
-    from sage_fast.loading import load_setup
+    from sage_fast.loading import load_setup, resolve
     from sage_fast.trainer import Trainer
 
     found: list[Tensor] = []
@@ -180,7 +180,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
         "train.prompts_per_iteration": groups,
     }
     config = shipped("recipes/paper", overlay)
-    setup = load_setup(config)
+    setup = load_setup(resolve(config))
     setup.encode()
     trainer = Measuring(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     trainer.iteration(0)

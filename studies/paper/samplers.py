@@ -20,7 +20,7 @@ from studies.paper.mixture import Mixture, sample
 from studies.runs import shipped
 
 if TYPE_CHECKING:
-    from sage_fast.loading import Setup
+    from sage_fast.rollout.setup import Setup
 
 NOISY = ("sage", "flow", "dance", "cps", "exact")
 """`exact` is the sampler `precise`, as the study's variants call it."""
@@ -249,11 +249,11 @@ def _on_testbed(
     tables: Mapping[tuple[str, float], TransitionTable], quick: bool
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
     """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
-    from sage_fast.loading import load_setup
+    from sage_fast.loading import load_setup, resolve
     from sage_fast.testbed.model import allow_batches
     from studies.testbed.pretrain import WORLDS, draw, encode
 
-    setup = load_setup(shipped("recipes/paper"), rewards=False)
+    setup = load_setup(resolve(shipped("recipes/paper")), rewards=False)
     setup.encode()
     prompts, repeats = (setup.eval_prompts[:8], 1) if quick else (setup.eval_prompts, 2)
     videos = {

@@ -14,7 +14,7 @@ from sage_fast.cli import main
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.loading import load_setup
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.load import find_spec
 from sage_fast.run.folder import read_scores
 from sage_fast.testbed import BASE, BASE_I2V
@@ -198,7 +198,7 @@ def config(**changes: str) -> Config:
 
 @torch.no_grad()
 def test_the_policy_sees_what_the_base_was_trained_on() -> None:
-    setup = load_setup(config(), rewards=False)
+    setup = load_setup(resolve(config()), rewards=False)
     setup.encode()
     policy, prompts = setup.model.policy, setup.eval_prompts[:3] + setup.eval_prompts[24:26]
     x = torch.randn(len(prompts), 32, 5, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -217,7 +217,7 @@ def test_the_policy_sees_what_the_base_was_trained_on() -> None:
 
 
 def test_the_base_often_loses_what_the_image_shows() -> None:
-    setup = load_setup(config(eval__seeds_per_prompt="1", eval__num_prompts="24"))
+    setup = load_setup(resolve(config(eval__seeds_per_prompt="1", eval__num_prompts="24")))
     setup.encode()
     found, _ = evaluate(setup, iteration=0)
     means = {part: sum(values) / len(values) for part, values in found["parts"].items()}
