@@ -17,9 +17,10 @@ from sage_fast.config.schema import RewardConfig
 from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer
-from sage_fast.util import torch_state
+from sage_fast.util import process_state
+from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import import_plugin, running
-from sage_fast.util.torch_state import SETTINGS
+from sage_fast.util.process_state import SETTINGS
 from tests.tiny import settings
 
 REWARD = """
@@ -39,11 +40,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with no modules yet; the process's settings are checked at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setattr(torch_state, "_noted", set())
-    before = {name: torch_state._value(name) for name in SETTINGS}
+    monkeypatch.setattr(process_state, "_noted", set())
+    before = {name: process_state._value(name) for name in SETTINGS}
     yield tmp_path
     sys.modules.pop("bright", None)
-    assert {name: torch_state._value(name) for name in SETTINGS} == before
+    assert {name: process_state._value(name) for name in SETTINGS} == before
 
 
 def write(**lines: str) -> None:
@@ -77,21 +78,25 @@ def test_a_run_is_that_of_a_reward_without_the_lines(timeout: float) -> None:
 
 
 LINES = {
-    "set_grad_enabled": "torch.set_grad_enabled(False)",
-    "set_default_dtype": "torch.set_default_dtype(torch.bfloat16)",
-    "set_default_device": "torch.set_default_device('meta')",
-    "set_num_threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
-    "use_deterministic_algorithms": "torch.use_deterministic_algorithms(True, warn_only=True)",
-    "autograd.set_detect_anomaly": "torch.autograd.set_detect_anomaly(True)",
-    "autocast('cpu', enabled)": "torch.set_autocast_enabled('cpu', True)",
-    "autocast('cuda', dtype)": "torch.set_autocast_dtype('cuda', torch.bfloat16)",
-    "set_float32_matmul_precision": "torch.set_float32_matmul_precision('medium')",
-    "backends.cuda.matmul.fp32_precision": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-    "backends.fp32_precision": "torch.backends.fp32_precision = 'tf32'",
-    "backends.cudnn.allow_tf32": "torch.backends.cudnn.allow_tf32 = False",
-    "backends.cudnn.benchmark": "torch.backends.cudnn.benchmark = True",
-    "backends.mkldnn.enabled": "torch.backends.mkldnn.enabled = False",
-    "backends.cuda.enable_flash_sdp": "torch.backends.cuda.enable_flash_sdp(False)",
+    "torch.set_grad_enabled": "torch.set_grad_enabled(False)",
+    "torch.set_default_dtype": "torch.set_default_dtype(torch.bfloat16)",
+    "torch.set_default_device": "torch.set_default_device('meta')",
+    "torch.set_num_threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "torch.use_deterministic_algorithms": "torch.use_deterministic_algorithms(True, warn_only=True)",
+    "torch.autograd.set_detect_anomaly": "torch.autograd.set_detect_anomaly(True)",
+    "torch.autocast('cpu', enabled)": "torch.set_autocast_enabled('cpu', True)",
+    "torch.autocast('cuda', dtype)": "torch.set_autocast_dtype('cuda', torch.bfloat16)",
+    "torch.set_float32_matmul_precision": "torch.set_float32_matmul_precision('medium')",
+    "torch.backends.cuda.matmul.fp32_precision": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.fp32_precision": "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.allow_tf32": "torch.backends.cudnn.allow_tf32 = False",
+    "torch.backends.cudnn.benchmark": "torch.backends.cudnn.benchmark = True",
+    "torch.backends.mkldnn.enabled": "torch.backends.mkldnn.enabled = False",
+    "torch.backends.cuda.enable_flash_sdp": "torch.backends.cuda.enable_flash_sdp(False)",
+    "torch.inference_mode": "torch.kept = torch.inference_mode(True); torch.kept.__enter__()",
+    "os.chdir": "__import__('os').chdir('/')",
+    "signal.SIGTERM": "__import__('signal').signal(15, __import__('signal').SIG_IGN)",
+    "signal.SIGINT": "__import__('signal').signal(2, __import__('signal').SIG_DFL)",
 }
 
 
@@ -103,11 +108,18 @@ def test_a_setting_is_put_back_and_named_once(setting: str, place: str, caplog: 
     reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, timeout_seconds=0))
     for _ in range(2):
         reward(torch.rand(1, 2, 3, 8, 8), ["a"])
-    if (setting, place) == ("set_grad_enabled", "call"):
+    if (setting, place) == ("torch.set_grad_enabled", "call"):
         return  # a call is without gradients anyway
     (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
-    assert note.startswith("note: reward 'bright:Bright' changes torch.")
-    assert f"torch.{setting}" in note
+    assert note.startswith("note: reward 'bright:Bright' changes ")
+    assert setting in note
+
+
+def test_what_cannot_be_put_back_ends_the_run() -> None:
+    write(module="entered = torch.device('meta'); entered.__enter__()")
+    with pytest.raises(UserError, match=r"changes torch\.set_default_device for the whole process, which cannot be"):
+        load_reward(RewardConfig(name="bright:Bright"))
+    sys.modules["bright"].entered.__exit__(None, None, None)
 
 
 def test_a_failing_module_and_a_model_are_cleaned_up_after(caplog: pytest.LogCaptureFixture) -> None:

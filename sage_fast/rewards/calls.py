@@ -14,7 +14,7 @@ from torch import Tensor
 from sage_fast.rewards.backends import score_of
 from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.interface import Metadata
-from sage_fast.util.torch_state import restored
+from sage_fast.util.process_state import restored
 
 PART = re.compile(r"[\w.+/%$-]{1,100}")
 """Name of a part, which becomes one of metrics, columns and lines of a chart."""

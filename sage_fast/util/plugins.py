@@ -65,8 +65,8 @@ def import_plugin(place: str, setting: str) -> Any:
 
 
 def running(who: str) -> AbstractContextManager[None]:
-    """Return a context for the code of the plug-in `who`: `torch_state.restored`, which imports PyTorch."""
-    return pkgutil.resolve_name("sage_fast.util.torch_state:restored")(who)
+    """Return a context for the code of the plug-in `who`: `process_state.restored`, which imports PyTorch."""
+    return pkgutil.resolve_name("sage_fast.util.process_state:restored")(who)
 
 
 def _no_module(name: str, setting: str) -> UserError:
