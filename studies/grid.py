@@ -158,7 +158,7 @@ def _run_cell(config: Config) -> None:
     from sage_fast.report.finish import report_run
     from sage_fast.run.train import train
 
-    train(config, load_setup, resume=(Path(config.output) / "config.yaml").is_file(), report=report_run)
+    train(config, load_setup, report_run, resume=(Path(config.output) / "config.yaml").is_file())
 
 
 def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: Mapping[str, Config]) -> None:

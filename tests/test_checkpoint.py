@@ -439,7 +439,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(resume: bool, tmp_pat
         with pytest.raises(
             UserError, match=rf"another run is using it \(process {os.getpid()} on .*nothing was changed"
         ):
-            train_module.train(config, load, resume=resume)
+            train_module.train(config, load, print, resume=resume)
     with pytest.raises(AssertionError, match="loaded"):  # the lock has been given back
-        train_module.train(config, load, resume=resume)
+        train_module.train(config, load, print, resume=resume)
     assert (tmp_path / "run").exists() == resume, "a run that did not begin leaves no folder"

@@ -153,7 +153,7 @@ def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tm
 @pytest.mark.soak
 @needs_deepspeed
 def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
-    """ZeRO-1 and 2, offload and a LoRA: make two updates, then let each engine resume from the other's file.
+    """ZeRO-1 and 2, and a LoRA: make two updates, then let each engine resume from the other's file.
 
     From the same weights, updates differ by the rounding of bfloat16, in which Muon orthogonalises. The second update
     starts from weights that differ by this, and rank-one gradients amplify the difference.
@@ -215,9 +215,6 @@ def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
         assert sharded.memory[part] == pytest.approx(size * (inside / 8 + whole), rel=1e-3), part
     assert "engine zero3" in format_plan(sharded)
     assert max(map(len, format_plan(sharded).splitlines())) <= 80
-    offloaded = plan(build(full | {"train.engine": "zero3", "train.offload": "all"}), ranks=8)
-    assert sum(offloaded.memory.values()) < sum(sharded.memory.values()) - 2.99 * inside
-    assert offloaded.other_memory["optimizer state, host memory"] == 8 * inside / 8
 
 
 def test_the_authors_run_fits_their_64_gpus_of_80_gb() -> None:
@@ -240,9 +237,6 @@ def test_the_authors_run_fits_their_64_gpus_of_80_gb() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"train__offload": "optimizer"}, "needs train.engine = zero1 or zero2; the nearest choice for plain is none"),
-        ({"train__engine": "zero2", "train__offload": "all"}, "needs train.engine = zero3.*for zero2 is optimizer"),
-        ({"train__engine": "zero3", "train__offload": "optimizer"}, "zero1 or zero2.*choice for zero3 is all"),
         ({"train__engine": "zero4"}, "zero4"),
     ],
 )  # fmt: skip
@@ -257,7 +251,7 @@ def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
     monkeypatch.setattr("sage_fast.parallel.importlib.util.find_spec", lambda name: None)
     config = settings(train__engine="zero2", output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"'zero2' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
-        train_module.train(config, lambda *args, **kwargs: pytest.fail("the model was loaded"))
+        train_module.train(config, lambda *args, **kwargs: pytest.fail("the model was loaded"), print)
 
 
 def test_gradients_are_reduced_beside_the_backward_where_they_are_sharded() -> None:

@@ -32,7 +32,7 @@ RANKS = 4
 CASES: dict[str, dict[str, Any]] = {
     "full muon": {"model__tuning": "full", "model__gradient_checkpointing": "attention", "train__optimizer": "muon"},
     "full bfloat16": {"model__tuning": "full", "model__dtype": "bfloat16"},
-    "lora adamw": {"model__gradient_checkpointing": "full", "train__offload": "all"},
+    "lora adamw": {"model__gradient_checkpointing": "full"},
 }
 TOLERANCES = {"full muon": 2**-8, "full bfloat16": 2**-5, "lora adamw": 1e-5}
 """Of an update, relative to its size: Muon orthogonalises in bfloat16."""
@@ -42,7 +42,7 @@ WORDS = "a red circle moves left quickly"
 def engine(case: str, name: str) -> Engine:
     given = {"train__learning_rate": 1e-2, "train__weight_decay": 0.5, "train__eps": 1e-8, "train__ema_decay": 0.5}
     given |= {"sampling__guidance_scale": 2.0, "train__engine": name} | CASES[case]
-    config = settings(**given if name == "zero3" else given | {"train__offload": "none"})
+    config = settings(**given)
     policy = tiny_model(config, getattr(torch, config.model.dtype)).policy
     if config.model.tuning == "full":
         policy.transformer.float()
@@ -62,7 +62,7 @@ def test_the_root_has_an_argument_for_fsdp2_to_move_to_the_gpu(monkeypatch: pyte
             roots.append(module)
 
     with register_module_forward_pre_hook(before):
-        fsdp._shard(tiny_model(settings()).policy, cast(DeviceMesh, None), offload=False)
+        fsdp._shard(tiny_model(settings()).policy, cast(DeviceMesh, None))
     assert len(roots) == 1
 
 

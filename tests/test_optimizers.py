@@ -137,7 +137,7 @@ def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytes
     monkeypatch.setattr("sage_fast.parallel.importlib.util.find_spec", lambda name: None)
     config = settings(train__engine="zero1", output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"'zero1' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'"):
-        train_module.train(config, lambda *args, **kwargs: pytest.fail("the model was loaded"))
+        train_module.train(config, lambda *args, **kwargs: pytest.fail("the model was loaded"), print)
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:

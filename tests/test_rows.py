@@ -106,12 +106,6 @@ def test_a_sampler_is_refused_above_its_largest_eta(monkeypatch: pytest.MonkeyPa
         check_trainable(mine)
 
 
-def test_an_engine_offloads_what_its_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under its own name, with another row."""
-    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(ENGINES["plain"], offloads=("none", "optimizer")))
-    assert settings(train__offload="optimizer").train.engine == "plain"
-
-
 def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     row = dataclasses.replace(ENGINES["zero1"], shards=("state", "gradients"))
     mine = config_with(monkeypatch, ENGINES, row, train__engine="mine")

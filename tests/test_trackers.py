@@ -1,5 +1,6 @@
 """A run and its files: what trackers receive, what `--resume` continues, what colleagues can read."""
 
+import dataclasses
 import errno
 import json
 import logging
@@ -23,6 +24,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sage_fast.commands.videos import save_videos
+from sage_fast.config.loader import leaves
+from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.report.finish import report_run
 from sage_fast.run import trackers
@@ -35,11 +38,15 @@ from sage_fast.util.files import read_metrics
 from tests.tiny import settings, train
 
 
+def made(config: Config, run: Path, run_id: str, start: int = 0) -> MetricsWriter:
+    return MetricsWriter(config.tracking, leaves(dataclasses.asdict(config)), run, run_id, start)
+
+
 def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
     """Write two iterations between two evaluations of two videos, as a run does; return the videos."""
     run.mkdir(exist_ok=True)
     config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
-    writer = MetricsWriter(config, run, "0a1b2c3d", start)
+    writer = made(config, run, "0a1b2c3d", start)
     clips = [torch.rand(3, 3, 32, 32)] * 2
     videos = save_videos(clips, ["a", "b"], run / f"videos-{start}", 8)
     for iteration in (start, start + 2):
@@ -73,7 +80,7 @@ def test_tensorboard_gets_numbers_scores_settings_and_the_sheet(tmp_path: Path) 
     (image, _) = found.Images("heldout/videos")
     assert (image.width, image.height) == contact_sheet([torch.rand(3, 3, 32, 32)] * 2, ["a", "b"]).size
     (config,) = found.Tensors("config/text_summary")
-    assert b"    project: shapes" in config.tensor_proto.string_val[0]
+    assert b"    tracking.project: shapes" in config.tensor_proto.string_val[0]
 
 
 def test_a_resumed_run_replaces_what_comes_after_its_checkpoint(tmp_path: Path) -> None:
@@ -99,7 +106,7 @@ def test_a_row_that_finds_no_room_is_written_before_the_next_checkpoint(
     def full(file: object, line: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    writer = MetricsWriter(settings(tracking__trackers=[]), tmp_path, "0a1b2c3d")
+    writer = made(settings(tracking__trackers=[]), tmp_path, "0a1b2c3d")
     with monkeypatch.context() as patch:
         patch.setattr(module, "append_line", full)
         for fails in (lambda: writer.write({"iteration": 0}), writer.sync):
@@ -146,7 +153,7 @@ def test_wandb_takes_the_rows_after_a_crash(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = settings(tracking__trackers=["wandb"])
     for start, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):  # not closed the first time, as in a crash
-        writer = MetricsWriter(config, tmp_path, "0a1b2c3d", start)
+        writer = made(config, tmp_path, "0a1b2c3d", start)
         for iteration, reward in enumerate(rewards, start):
             writer.write({"iteration": iteration, "reward/mean": reward})
     writer.close()
@@ -250,7 +257,7 @@ def test_a_tracker_that_fails_is_noted_once_and_left_out(
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Dying)
     config = settings(tracking__trackers=["mlflow", "tensorboard"])
     caplog.set_level(logging.INFO)
-    writer = MetricsWriter(config, tmp_path, "0a1b2c3d")
+    writer = made(config, tmp_path, "0a1b2c3d")
     for i in range(6):
         writer.write({"iteration": i, "reward/mean": 10.0 + i})
     writer.close()
@@ -271,7 +278,7 @@ def test_a_tracker_that_cannot_be_closed_hides_no_error(
 
     monkeypatch.setattr(TensorBoardTracker, "finish", fail)
     caplog.set_level(logging.INFO)
-    writer = MetricsWriter(settings(tracking__trackers=["tensorboard"]), tmp_path, "0a1b2c3d")
+    writer = made(settings(tracking__trackers=["tensorboard"]), tmp_path, "0a1b2c3d")
     os.close(writer._file.fileno())  # nor can the record, whose rows are on the disk already
     writer.close()
     text = " ".join(" ".join(caplog.messages).split())
@@ -337,7 +344,7 @@ def test_a_tracker_that_hangs_or_exits_does_not_hold_or_end_the_run(
     hanging: type[Hanging], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    writer = MetricsWriter(settings(tracking__trackers=["mlflow", "tensorboard"]), tmp_path, "0a1b2c3d")
+    writer = made(settings(tracking__trackers=["mlflow", "tensorboard"]), tmp_path, "0a1b2c3d")
     for i in range(4):
         writer.write({"iteration": i, "reward/mean": 10.0 + i})
     writer.close()
@@ -396,7 +403,7 @@ def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
         raise AssertionError("loaded")
 
     with pytest.raises(UserError, match=r"tracking\.trackers"):
-        train_module.train(settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]), fail)
+        train_module.train(settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]), fail, fail)
     assert not (tmp_path / "run").exists()
 
 

@@ -35,18 +35,16 @@ pytestmark = pytest.mark.skipif(
 )
 WORDS = "a red circle moves left quickly"
 UPDATES = 2
-OTHERS = ["full zero1 muon", "full zero2 muon", "lora zero1 adamw", "lora zero2 adamw", "full zero1 adamw offload",
-          "full zero2 adamw offload"]  # fmt: skip
+OTHERS = ["full zero1 muon", "full zero2 muon", "lora zero1 adamw", "lora zero2 adamw"]
 
 
 def train_settings(name: str, **overrides: Any) -> TrainConfig:
-    """The settings of `<tuning> <engine> <optimizer>`, and `offload` perhaps."""
-    _, engine, optimizer, *offloads = name.split()
+    """The settings of `<tuning> <engine> <optimizer>`."""
+    _, engine, optimizer = name.split()
     given = {"train__weight_decay": 0.5, "train__max_grad_norm": 0.1, "train__eps": 1e-8, "train__ema_decay": 0.5}
     given |= {
         "train__engine": engine,
         "train__optimizer": optimizer,
-        "train__offload": "optimizer" if offloads else "none",
     }
     return settings(**given | overrides).train
 

@@ -174,9 +174,9 @@ def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:
             p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
-def train(config: Config, **options: Any) -> Path:
-    """Train as `sage-fast train` does."""
-    return run.train(config, load_setup, **options)
+def train(config: Config, *, report: run.Report = lambda *about: None, resume: bool = False) -> Path:
+    """Train as `sage-fast train` does, by default without a page."""
+    return run.train(config, load_setup, report, resume=resume)
 
 
 def paper_trainer(folder: Path, **overrides: Any) -> Trainer:

@@ -213,14 +213,14 @@ def checks(folder: Path) -> None:
         assert torch.equal(factor, sharded[name]), (name, factor.shape, sharded[name].shape)
 
 
-MUON = {"full zero1": {"train__offload": "optimizer"}, "full zero2": {}, "lora zero2": {}}
-"""Tuning and engine -> further settings."""
+MUON = ("full zero1", "full zero2", "lora zero2")
+"""Tuning and engine."""
 
 
 def muon_engine(name: str) -> Engine:
     """An engine with Muon; `eps` keeps AdamW's updates small for gradients that are only rounding."""
     tuning, engine = name.split()
-    given = {"train__learning_rate": 1e-2, "train__weight_decay": 0.5, "train__eps": 1e-8, **MUON.get(name, {})}
+    given = {"train__learning_rate": 1e-2, "train__weight_decay": 0.5, "train__eps": 1e-8}
     config = settings(model__tuning=tuning, train__engine=engine, train__optimizer="muon", **given)
     policy = tiny_model(config).policy
     freeze_dead_ends(policy.transformer)
@@ -267,8 +267,8 @@ def main(folder: Path) -> None:
             folder, "full", "zero3", "full-2", range(2, 3), model__gradient_checkpointing="attention"
         )
     else:
-        rows["full zero3 2"] = run(folder, "full", "zero3", "full-zero2-on-2", range(2, 3), train__offload="all")
-        rows["lora zero1 1"] = run(folder, "lora", "zero1", "lora-1", range(1, 3), train__offload="optimizer")
+        rows["full zero3 2"] = run(folder, "full", "zero3", "full-zero2-on-2", range(2, 3))
+        rows["lora zero1 1"] = run(folder, "lora", "zero1", "lora-1", range(1, 3))
         checks(folder)
     if rank() == 0:
         (folder / f"on-{world_size()}.json").write_text(json.dumps({"rows": rows}))

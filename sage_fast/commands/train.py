@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):
-        train(config, load_setup, resume=options.resume or restarted, report=report_run)
+        train(config, load_setup, report_run, resume=options.resume or restarted)
 
 
 def _check_gpus(options: argparse.Namespace) -> None:

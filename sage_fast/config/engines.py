@@ -1,4 +1,4 @@
-"""Capabilities of each choice of engine, optimizer, offload, tuning and dtype.
+"""Capabilities of each choice of engine, optimizer, tuning and dtype.
 
 The rest of the code asks a row what it can do, and never compares its name. Imports nothing heavy: what runs is named
 by a string, `module:name`.
@@ -18,13 +18,11 @@ class EngineRow:
         build: the class, called with (policy, settings of training, ema_warms_up).
         shards: what each rank holds a share of: `state` (the optimizer's), `gradients`, `weights`.
         package: what has to be installed, or None.
-        offloads: choices of `train.offload`; the last keeps most in host memory.
     """
 
     build: str
     shards: tuple[str, ...] = ()
     package: str | None = None
-    offloads: tuple[str, ...] = ("none",)
 
     @property
     def stage(self) -> int:
@@ -47,21 +45,15 @@ class EngineRow:
 
 
 def _zero(*shards: str) -> EngineRow:
-    build, offloads = "sage_fast.parallel.zero:ZeroEngine", ("none", "optimizer")
-    return EngineRow(build=build, shards=shards, package="deepspeed", offloads=offloads)
+    return EngineRow(build="sage_fast.parallel.zero:ZeroEngine", shards=shards, package="deepspeed")
 
 
 ENGINES = {
     "plain": EngineRow(build="sage_fast.parallel.plain:PlainEngine"),
     "zero1": _zero("state"),
     "zero2": _zero("state", "gradients"),
-    "zero3": EngineRow(
-        build="sage_fast.parallel.fsdp:FsdpEngine", shards=("state", "gradients", "weights"), offloads=("none", "all")
-    ),
+    "zero3": EngineRow(build="sage_fast.parallel.fsdp:FsdpEngine", shards=("state", "gradients", "weights")),
 }
-
-OFFLOADS: dict[str, tuple[str, ...]] = {"none": (), "optimizer": ("state",), "all": ("state", "weights")}
-"""Choice of `train.offload` -> what it keeps in host memory of what the engine shards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES
+from sage_fast.config.engines import ADAPTERS, BYTES
 from sage_fast.config.fields import Section, is_finite, within
 from sage_fast.config.secrets import bare_address
 from sage_fast.util.errors import UserError, nearest
@@ -33,7 +33,6 @@ AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4",
 Optimizer = Literal["adamw", "muon"]
 LearningRateSchedule = Literal["constant", "cosine", "linear"]
 EngineName = Literal["plain", "zero1", "zero2", "zero3"]
-Offload = Literal["none", "optimizer", "all"]
 OnFailure = Literal["drop", "stop"]
 
 
@@ -420,9 +419,6 @@ class TrainConfig(Section):
     hybrid_shard: bool = True
     """With `zero3` on several nodes, shard over the ranks of a node, so that only gradients cross nodes, once an
     update. Each node holds all shards: without it, they are spread over all ranks."""
-    offload: Offload = "none"
-    """What is kept and updated in host memory. `optimizer`: the optimizer state of `zero1` and `zero2`, their float32
-    master, the KL's anchor and the averaged weights. `all`: all that `zero3` shards, anchor and average included."""
     optimizer: Optimizer = "adamw"
     """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their adapters, and AdamW for the
     rest."""
@@ -459,13 +455,6 @@ class TrainConfig(Section):
     """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range. With several
     updates per iteration, also measure what rounding adds to the ratio after the first one: warn above a tenth, stop
     above a third. With `kl_mask` it is what rounding adds to the KL, compared with objective.kl_limit."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        offloads = ENGINES[self.engine].offloads
-        able = [name for name, row in ENGINES.items() if self.offload in row.offloads]
-        expected = f"needs train.engine = {' or '.join(able)}; the nearest choice for {self.engine} is {offloads[-1]}"
-        self.require(self.offload in offloads, "offload", expected)
 
     @property
     def samples(self) -> int:

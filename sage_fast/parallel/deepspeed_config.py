@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sage_fast.config.engines import ENGINES, OFFLOADS
+from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import TrainConfig
 
 BUCKET = 100_000_000
@@ -30,15 +30,12 @@ def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False)
         "allgather_bucket_size": bucket,
         "use_multi_rank_bucket_allreduce": False,  # reduce to the rank that updates: half the bytes
     }
-    if OFFLOADS[config.offload]:
-        zero["offload_optimizer"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.max_grad_norm,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler
         "steps_per_print": None,
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},

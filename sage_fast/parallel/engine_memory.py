@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from sage_fast.algorithm.objective import KLStrategy
-from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
+from sage_fast.config.engines import ENGINES, OPTIMIZERS
 from sage_fast.config.schema import ModelConfig, TrainConfig
 from sage_fast.models.policy import Policy
 from sage_fast.parallel import ranks_that_shard
@@ -33,7 +33,7 @@ from sage_fast.parallel.deepspeed_config import deepspeed_settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """Bytes that an engine holds on a rank, on the device or in host memory.
+    """Bytes that an engine holds on a rank.
 
     Attributes:
         frozen_weights, trained_weights: as forwards read them; they are there before training.
@@ -74,8 +74,8 @@ class EngineMemory:
 
 def engine_memory(
     model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy, ranks: int = 1
-) -> tuple[EngineMemory, EngineMemory]:
-    """Compute the memory an engine will hold on each rank: on the device, and in host memory (`train.offload`).
+) -> EngineMemory:
+    """Compute the memory an engine will hold on each rank.
 
     Args:
         model, train: sections of the settings.
@@ -83,7 +83,7 @@ def engine_memory(
         policy: with whole weights, on any device (including meta).
         ranks: of the run.
     """
-    row, offload = ENGINES[train.engine], OFFLOADS[train.offload]
+    row = ENGINES[train.engine]
     stored = row.stored_bytes(model.element_bytes)
     width = model.element_bytes if model.trains_adapter else stored
     snapshots = int(strategy.anchor is not None) + int(train.ema_decay > 0)
@@ -107,23 +107,17 @@ def engine_memory(
     whole = {name: p for name, p in weights.items() if row.gathers and id(p) not in in_units}
     share = 1 / ranks_that_shard(train, ranks) if row.shards else 1.0
     sharded = held({name: p for name, p in weights.items() if name not in whole}, share)
-    moved = ["optimizer_state", "master_weights", "anchor_and_averages"] if offload else []
-    moved += ["frozen_weights", "trained_weights"] if "weights" in offload else []
-    moved += ["gradients"] if offload and "gradients" in row.shards and stored == 4 else []
-    host = EngineMemory(**{part: getattr(sharded, part) for part in moved})
-    device = held(whole, 1.0) + dataclasses.replace(sharded, **dict.fromkeys(moved, 0.0))
-    trained = [p for name, p in policy.parameters().items() if name not in whole]
-    if offload and stored < 4:  # summed on the device
-        host = dataclasses.replace(host, gradients=share * 4 * sum(p.numel() for p in trained))
+    memory = held(whole, 1.0) + sharded
     if row.keeps_master:
-        device = dataclasses.replace(device, gradients_in_flight=_gradients_in_flight(trained, train, stored))
+        trained = [p for name, p in policy.parameters().items() if name not in whole]
+        memory = dataclasses.replace(memory, gradients_in_flight=_gradients_in_flight(trained, train, stored))
     if row.gathers:
         block = _block_in_flight(policy.sharded_units()[-1][0], model.element_bytes)
-        device = dataclasses.replace(device, block_in_flight=block)
+        memory = dataclasses.replace(memory, block_in_flight=block)
     if model.element_bytes < width:
         copied = sum(p.numel() for p in (whole or weights).values())
-        device = dataclasses.replace(device, autocast_copies=2.0 * copied)
-    return device, host
+        memory = dataclasses.replace(memory, autocast_copies=2.0 * copied)
+    return memory
 
 
 def _gradients_in_flight(trained: Sequence[Tensor], train: TrainConfig, width: int) -> float:

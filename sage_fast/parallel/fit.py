@@ -86,9 +86,9 @@ def training_room(resolved: Resolved, spec: Spec, policy: Policy, usable: float,
     config = resolved.config
     groups = ranks // config.model.sequence_parallel
     stored = {} if config.sampling.offload_trajectories else stored_rollouts(resolved, spec, groups)[1]
-    device, _ = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
-    taken = device.total - device.weights + sum(stored.values())
-    return MEMORY_SHARE * (usable - device.weights) - taken
+    held = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
+    taken = held.total - held.weights + sum(stored.values())
+    return MEMORY_SHARE * (usable - held.weights) - taken
 
 
 def stored_rollouts(resolved: Resolved, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:

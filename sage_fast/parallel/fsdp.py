@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from sage_fast.config.engines import OFFLOADS
 from sage_fast.models.policy import Policy, UnshardedStates
 from sage_fast.parallel import ranks_that_shard
 from sage_fast.parallel.muon import Partition
@@ -43,7 +42,7 @@ class FsdpEngine(PlainEngine):
         mesh, self.nodes = _meshes(policy.device, int(all_reduce(shards, "max")))  # nodes may differ in size
         matrices = {name for name, p in policy.parameters().items() if policy.is_muon(name, p)}
         self.parameters.clear()  # so that each whole weight is freed once it is sharded
-        _shard(policy, mesh, offload="weights" in OFFLOADS[self.config.offload])
+        _shard(policy, mesh)
         policy.states = ShardedStates(policy.device)
         named = policy.parameters()
         self.parameters = list(named.values())
@@ -72,9 +71,8 @@ class FsdpEngine(PlainEngine):
             if grad is not None:
                 grad = self.policy.states.part(grad)
                 if self.nodes is not None and isinstance(p, DTensor):
-                    on_device = grad.to(self.policy.device)
-                    dist.all_reduce(on_device, group=self.nodes)
-                    grad = on_device.div_(dist.get_world_size(self.nodes)).to(grad.device)
+                    dist.all_reduce(grad, group=self.nodes)
+                    grad.div_(dist.get_world_size(self.nodes))
             part.grad = grad
 
     def _gradient_norm(self) -> Tensor:
@@ -83,7 +81,7 @@ class FsdpEngine(PlainEngine):
                 part.grad
                 for p, part in zip(self.parameters, self.optimized.values())
                 if part.grad is not None and isinstance(p, DTensor) == sharded
-            ).to(self.policy.device)
+            )
             for sharded in (True, False)
         )
         copies = 1 if self.nodes is None else dist.get_world_size(self.nodes)
@@ -115,8 +113,7 @@ class ShardedStates(UnshardedStates):
     def whole(self, p: Tensor) -> Tensor:
         if not isinstance(p, DTensor):
             return p.detach()
-        part = p.to_local().detach().to(self.device)
-        return DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
+        return p.full_tensor().detach()
 
     def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         for name, p in parameters.items():
@@ -132,14 +129,13 @@ def _meshes(device: torch.device, shards: int) -> tuple[DeviceMesh, dist.Process
     return mesh["shard"], mesh.get_group("copy")
 
 
-def _shard(policy: Policy, mesh: DeviceMesh, *, offload: bool) -> None:
+def _shard(policy: Policy, mesh: DeviceMesh) -> None:
     """Shard the policy's units; a module runs its forward with its weights, and after it holds the shards."""
     shard = functools.partial(
         fully_shard,
         mesh=mesh,
         reshard_after_forward=True,
         mp_policy=MixedPrecisionPolicy(param_dtype=policy.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
-        offload_policy=CPUOffloadPolicy(pin_memory=policy.device.type == "cuda") if offload else OffloadPolicy(),
     )
     runs = policy.sharded_units()
     for p in nn.ModuleList(itertools.chain(*runs)).parameters():

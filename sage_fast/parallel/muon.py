@@ -127,4 +127,4 @@ class PartitionedMuon(Muon):
         whole = orthogonalized(whole.view(1, *mine.shape), eps).flatten() if mine else whole.bfloat16()
         updates = exchange(whole, taken, given, self.group).split(given)
         for (p, partition), update in zip(matrices, updates):
-            self._move([p], (update.to(p.device),), partition.shape)
+            self._move([p], (update,), partition.shape)

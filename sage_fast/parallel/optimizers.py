@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config.engines import OFFLOADS, OPTIMIZERS
+from sage_fast.config.engines import OPTIMIZERS
 from sage_fast.config.schema import TrainConfig
 from sage_fast.parallel.muon import Muon, Partition, PartitionedMuon
 
@@ -32,8 +32,7 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
 def adamw(
     parameters: Parameters, config: TrainConfig, is_muon: IsMuon, partitions: Partitions
 ) -> list[torch.optim.Optimizer]:
-    fused = True if OFFLOADS[config.offload] else None  # several times as fast on a CPU
-    return [torch.optim.AdamW(parameters.values(), betas=BETAS, fused=fused, **_shared(config))]
+    return [torch.optim.AdamW(parameters.values(), betas=BETAS, **_shared(config))]
 
 
 def muon(

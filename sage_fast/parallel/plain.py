@@ -119,7 +119,7 @@ class PlainEngine(Engine):
     def _forget_zero_gradients(self) -> None:
         """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero."""
         given = [(part, part.grad) for part in self.optimized.values() if part.grad is not None]
-        moving = [grad.any().to(self.policy.device) for _, grad in given]
+        moving = [grad.any() for _, grad in given]
         together = all_reduce(torch.stack(moving).int(), "max").tolist() if given else []
         for (part, _), moves in zip(given, together):
             if not moves:

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: ZeRO-1 and 2 (arXiv 1910.02054), with optional offload of the optimizer to the host.
+"""The DeepSpeed engine: ZeRO-1 and 2 (arXiv 1910.02054).
 
 DeepSpeed does not run our forward. It hooks the weights and receives every loss; it shards gradients, reduces, clips
 and gathers. DeepSpeed flattens each rank's weights into 1-D buffers, and the optimizers of the plain engine update
@@ -71,7 +71,7 @@ def join_deepspeed() -> None:
 class ZeroEngine(PlainEngine):
     """ZeRO over all ranks; one rank works too.
 
-    Each rank keeps its part of anchor and averaged weights, on the device of its part of the master.
+    Each rank keeps its part of anchor and averaged weights.
     """
 
     def _prepare(self) -> None:

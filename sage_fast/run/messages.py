@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
+
+from tqdm import tqdm
 
 from sage_fast.algorithm.distilled import distillation_warnings
 from sage_fast.algorithm.kl_weight import FEEDBACKS
@@ -48,10 +49,7 @@ def _kl_in_words(objective: Objective) -> str:
 
 
 def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
-    """Format an iteration's metrics and the time left as three lines.
-
-    They fit into 80 columns for up to four reward parts.
-    """
+    """Format an iteration's metrics and the time left as three lines of 80 columns, for up to four reward parts."""
     parts = {key.removeprefix(REWARD_PART): value for key, value in row.items() if key.startswith(REWARD_PART)}
     label = f"{row['iteration'] + 1:>5}/{iterations}"
     first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "
@@ -63,30 +61,8 @@ def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str
         third = f"gradient norm {row['grad_norm']:.1e}  learning rate {row['learning_rate']:.1e}  "
     else:
         second, third = "no update: the rewards of every group are equal", ""
-    lines = [first, f"{time_left(seconds_left):>{len(label)}}  {second}"]
-    lines.append(f"{'':>{len(label)}}  {third}{row['time/total']:.1f} s")
-    return "\n".join(lines)
-
-
-def seconds_left(done: int, iterations: int, interval: int, iteration: float, evaluations: Sequence[float]) -> float:
-    """Estimate the seconds that a run still takes after `done` iterations, those of its evaluations included.
-
-    Args:
-        iterations, interval: `train.iterations` and `eval.interval`.
-        iteration: mean seconds of an iteration.
-        evaluations: seconds of the evaluations so far; none count as 0.
-    """
-    due = 1 + ((iterations - 1) // interval - (done - 1) // interval if interval else 0)  # 1: that of the final weights
-    return iteration * (iterations - done) + due * sum(evaluations) / max(1, len(evaluations))
-
-
-def time_left(seconds: float) -> str:
-    """Format a duration in at most 8 characters, such as `35m left`; empty for 0."""
-    if seconds <= 0:
-        return ""
-    unit, size = next(((unit, size) for unit, size in (("s", 1), ("m", 60), ("h", 3600)) if seconds < 99 * size),
-                      ("d", 86400))  # fmt: skip
-    return f"{seconds / size:.0f}{unit} left"
+    third += f"{row['time/total']:.1f} s, {tqdm.format_interval(seconds_left)} left"
+    return f"\n{'':>{len(label)}}  ".join((first, second, third))
 
 
 def guidance_warning(objective: Objective, trained: float, evaluated: float) -> str | None:

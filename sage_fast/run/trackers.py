@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import logging
 import queue
-import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,8 +20,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from PIL.Image import Image
 from torch import Tensor
 
-from sage_fast.config.loader import dump, leaves
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.rewards.errors import fulfil
 from sage_fast.util.console import wrapped
@@ -48,7 +45,8 @@ class Tracker:
 
     Args:
         name: as in `tracking.trackers`.
-        config: resolved settings, for the tracker to show.
+        project: as in `tracking.project`.
+        settings: of the run by their dotted names, for the tracker to show.
         run: the run folder; its name is the name of the run.
         run_id: stable over `--resume`.
         iteration: the next iteration.
@@ -57,21 +55,20 @@ class Tracker:
         RunError: it does not start, for example for lack of a login.
     """
 
-    def __init__(self, name: str, config: Config, run: Path, run_id: str, iteration: int) -> None:
+    def __init__(self, name: str, project: str, settings: Values, run: Path, run_id: str, iteration: int) -> None:
         PartialState()  # required by the trackers' logger; it joins the process group of `ranks.initialize`
-        self.config, self.run, self.run_id, self.iteration = config, run, run_id, iteration
+        self.project, self.run, self.run_id, self.iteration = project, run, run_id, iteration
         self.tracker = self._make(LOGGER_TYPE_TO_CLASS[name])
         try:
             self.tracker.start()
-            self._store_settings()
+            self._store(settings)
         except (Exception, SystemExit) as error:  # each tracker has its own for a missing login or server
             raise RunError(f"tracker {name!r} does not start: {error}") from error
 
     def _make(self, kind: Any) -> Any:
-        return kind(self.config.tracking.project, *[self.run] * kind.requires_logging_directory)
+        return kind(self.project, *[self.run] * kind.requires_logging_directory)
 
-    def _store_settings(self) -> None:
-        settings = leaves(dataclasses.asdict(self.config))
+    def _store(self, settings: Values) -> None:
         plain = (bool, int, float, str, type(None))  # what trackers accept
         stored = {key: value if isinstance(value, plain) else str(value) for key, value in settings.items()}
         self.tracker.store_init_configuration(stored)
@@ -92,8 +89,9 @@ class TensorBoard(Tracker):
     def _make(self, kind: Any) -> Any:
         return kind("tensorboard", logging_dir=self.run, purge_step=self.iteration + 1 if self.iteration else None)
 
-    def _store_settings(self) -> None:  # its hyperparameter table would appear as a second run
-        self.tracker.log({"config": textwrap.indent(dump(self.config), "    ")}, step=self.iteration)
+    def _store(self, settings: Values) -> None:  # its hyperparameter table would appear as a second run
+        text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
+        self.tracker.log({"config": text}, step=self.iteration)
 
     def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
         self.tracker.log_images({"heldout/videos": np.asarray(sheet())[None]}, step=step, dataformats="NHWC")
@@ -105,7 +103,7 @@ class Trackio(Tracker):
     package = "trackio"
 
     def _make(self, kind: Any) -> Any:
-        return kind(self.config.tracking.project, name=f"{self.run.name}-{self.run_id}", resume="allow")
+        return kind(self.project, name=f"{self.run.name}-{self.run_id}", resume="allow")
 
     def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
         package = importlib.import_module(self.package)
@@ -124,10 +122,10 @@ class Wandb(Trackio):
 
     def _make(self, kind: Any) -> Any:
         run = self.run
-        return kind(self.config.tracking.project, name=run.name, id=self.run_id, resume="allow", dir=str(run))
+        return kind(self.project, name=run.name, id=self.run_id, resume="allow", dir=str(run))
 
-    def _store_settings(self) -> None:
-        super()._store_settings()
+    def _store(self, settings: Values) -> None:
+        super()._store(settings)
         self.tracker.tracker.define_metric("*", step_metric=self.STEP)
 
     def log(self, values: Values, step: int) -> None:
@@ -188,12 +186,13 @@ class Trackers:
         RunError: a tracker of a new run does not start, for example for lack of a login. A resumed run goes on.
     """
 
-    def __init__(self, config: Config, run: Path, run_id: str, iteration: int) -> None:
-        self._threads = {name: _Thread() for name in config.tracking.trackers}
+    def __init__(self, tracking: TrackingConfig, settings: Values, run: Path, run_id: str, iteration: int) -> None:
+        self._threads = {name: _Thread() for name in tracking.trackers}
         self._started: dict[str, Tracker] = {}
         for name, thread in self._threads.items():
             seconds = SECONDS_AT_ENDS if iteration > 0 else None
-            start = thread.call(TRACKERS.get(name, Tracker), name, config, run, run_id, iteration, seconds=seconds)
+            about = name, tracking.project, settings, run, run_id, iteration
+            start = thread.call(TRACKERS.get(name, Tracker), *about, seconds=seconds)
             error = start.exception() if start.done() else f"tracker {name!r} does not start within {seconds:g} s"
             if iteration > 0 and isinstance(error, RunError | str):
                 log.info(wrapped(f"note: {error}; it is left out, and metrics.jsonl has every row"))

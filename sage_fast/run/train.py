@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import pkgutil
@@ -18,7 +19,7 @@ import torch
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
-from sage_fast.config.loader import dump
+from sage_fast.config.loader import dump, leaves
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
 from sage_fast.eval.gains import hacking_in_run
@@ -30,7 +31,7 @@ from sage_fast.rollout.setup import Setup
 from sage_fast.run import claim
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
 from sage_fast.run.folder import RunFolder, check_weights, iteration_of
-from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of, seconds_left
+from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter
 from sage_fast.trainer import Trainer
@@ -43,21 +44,19 @@ from sage_fast.util.videos import numbered, save_video
 
 log = logging.getLogger(__name__)
 
+Load = Callable[..., Setup]
+"""Loads prompts, rewards and the model of settings that are resolved; `attention` replaces `model.attention`."""
+Report = Callable[[Path, int, bool], object]
+"""Draws the page of a run: its folder, `eval.num_videos`, and whether the run is complete."""
 
-def train(
-    config: Config,
-    load: Callable[..., Setup],
-    *,
-    resume: bool = False,
-    report: Callable[..., object] = lambda *about: None,
-) -> Path:
+
+def train(config: Config, load: Load, report: Report, *, resume: bool = False) -> Path:
     """Train and write a run folder. An interrupted run leaves a checkpoint for `resume`.
 
     Args:
-        load: loads the prompts, the rewards and the model once the folder is locked; the commands pass
-            `sage_fast.loading.load_setup`.
-        report: called on rank 0 after each evaluation and at the end with (folder, `eval.num_videos`, whether the run
-            is complete), to draw its page; the commands pass `sage_fast.report.finish.report_run`.
+        load: called once the folder is locked; the commands pass `sage_fast.loading.load_setup`.
+        report: called on rank 0 after each evaluation and at the end; the commands pass
+            `sage_fast.report.finish.report_run`.
 
     Returns:
         The run folder.
@@ -101,23 +100,14 @@ class Run:
 
     Attributes:
         done: complete iterations.
-        evaluation_seconds: of each evaluation of this process.
         writer: metrics and trackers; None on ranks other than 0.
     """
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        stop: Stop,
-        load: Callable[..., Setup],
-        report: Callable[..., object],
-        *,
-        resume: bool,
-    ) -> None:
+    def __init__(self, resolved: Resolved, stop: Stop, load: Load, report: Report, *, resume: bool) -> None:
         config = resolved.config
         self.config, self.stop, self.report = config, stop, report
         self.folder, self.done = Path(config.output), 0
-        self.evaluation_seconds: list[float] = []
+        self.writer: MetricsWriter | None = None
         run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)
@@ -146,7 +136,9 @@ class Run:
             log.warning(wrapped(f"warning: {warning}"))
         if resume:
             log.info(f"resumed after {self.done} iterations" if self.done else "no checkpoint: starting at iteration 1")
-        self.writer = MetricsWriter(config, self.folder, facts["run_id"], self.done) if rank() == 0 else None
+        if rank() == 0:
+            settings = leaves(dataclasses.asdict(config))
+            self.writer = MetricsWriter(config.tracking, settings, self.folder, facts["run_id"], self.done)
         stop.training = True
 
     def _resume(self) -> None:
@@ -172,8 +164,8 @@ class Run:
                 self.evaluate("before", 0, self._start_weights)
             if self._evaluation_is_due and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None:
                 self.evaluate(f"iteration-{self.done:06d}", self.done)
-            began, first = time.monotonic() - sum(self.evaluation_seconds), self.done
-            for index in range(first, config.train.iterations):
+            began, first, count = time.monotonic(), self.done, config.train.iterations
+            for index in range(first, count):
                 self.stop.boundary(trainer.device)
                 completed = _Completed(trainer)
                 row = trainer.iteration(index)
@@ -181,10 +173,8 @@ class Run:
                 row |= throughput(trainer, row)
                 if self.writer is not None:
                     self.writer.write(row)
-                seconds = (time.monotonic() - began - sum(self.evaluation_seconds)) / (self.done - first)
-                count = config.train.iterations
-                left = seconds_left(self.done, count, config.eval.interval, seconds, self.evaluation_seconds)
-                log.info(format_row(row, count, left))
+                seconds = (time.monotonic() - began) / (self.done - first)
+                log.info(format_row(row, count, seconds * (count - self.done)))
                 if index == first and (
                     warning := grace_warning(row, config.train, collective=trainer.policy.collective_forwards)
                 ):
@@ -211,7 +201,6 @@ class Run:
         Scores and videos go into the run folder and the trackers.
         """
         log.info(f"evaluate ({name})")
-        began = time.monotonic()
         folder, shown = RunFolder(self.folder).videos(name), self.config.eval.num_videos
         # The videos of `comparison.png` are chosen by the final scores, so all candidates are kept until then.
         keep_all = name in ("before", "after") or iteration == self.config.eval.interval
@@ -236,7 +225,6 @@ class Run:
                 log.warning(wrapped(f"warning: {found}"))
         if name != "after":  # `train` draws the complete run
             self.draw(complete=False)
-        self.evaluation_seconds.append(time.monotonic() - began)
 
     def draw(self, *, complete: bool) -> None:
         """Draw the run's page on rank 0. A failure is reported, and never ends a run."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.scores import columns_of, mean_and_margin
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
@@ -28,7 +28,8 @@ class MetricsWriter:
     after its start does not stop the run.
 
     Args:
-        config: resolved settings, for the trackers to show.
+        tracking: section of the settings.
+        settings: all of them by their dotted names, for the trackers to show.
         run: the run folder; its name is the name of the run.
         run_id: stable over `--resume`, so that trackers can continue the same run.
         iteration: the next iteration; rows from there on are dropped (on a resume).
@@ -37,13 +38,15 @@ class MetricsWriter:
         RunError: a tracker of a new run does not start, for example for lack of a login.
     """
 
-    def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:
+    def __init__(
+        self, tracking: TrackingConfig, settings: Mapping[str, Any], run: Path, run_id: str, iteration: int = 0
+    ) -> None:
         folder = RunFolder(run)
         path = folder.metrics_file
         kept = [row for row in folder.rows if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         trackers = pkgutil.resolve_name("sage_fast.run.trackers:Trackers")
-        self._trackers: Any = trackers(config, run.resolve(), run_id, iteration)
+        self._trackers: Any = trackers(tracking, settings, run.resolve(), run_id, iteration)
         self._file = path.open("ab", buffering=0)
         self._unwritten: list[str] = []
 

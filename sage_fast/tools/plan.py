@@ -158,7 +158,7 @@ def plan(
     counted, busiest_rollout = _forwards(resolved, ranks // sharing)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
     mine, stored = stored_rollouts(resolved, spec, ranks // sharing)
-    device, host = engine_memory(config.model, train, resolved.objective.strategy, policy, ranks)
+    held = engine_memory(config.model, train, resolved.objective.strategy, policy, ranks)
     stored, offloaded = ({}, stored) if s.offload_trajectories else (stored, {})
     apart |= stored | ({"CUDA graphs": graphs} if graphs else {})
     busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": busiest_rollout / sharing}
@@ -177,11 +177,11 @@ def plan(
         busiest=busiest,
         flops={"forward": cost.forward, **of_parts},
         evaluations=_evaluations(config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing),
-        memory={**device.by_label(), **apart, of_activations: checkpointing.mean(cost.activations)},
+        memory={**held.by_label(), **apart, of_activations: checkpointing.mean(cost.activations)},
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         other_memory=_brief_memory(s, config.model.element_bytes, spec, mine)
         | {f"activations, checkpointing {m}": n for m, n in cost.activations.items() if m != str(checkpointing)}
-        | {f"{part}, host memory": size for part, size in (host.by_label() | offloaded).items()},
+        | {f"{part}, host memory": size for part, size in offloaded.items()},
         engine=train.engine,
         loaded=float(config.model.element_bytes * base) + decoder,
         checkpoint=checkpoint_bytes(config.model, train, resolved.objective.strategy, policy),
@@ -246,8 +246,8 @@ def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrateg
 
     The trained weights are in it twice, once as sampling and export read them.
     """
-    train = dataclasses.replace(train, engine="plain", offload="none")
-    held, _ = engine_memory(model, train, strategy, policy)
+    train = dataclasses.replace(train, engine="plain")
+    held = engine_memory(model, train, strategy, policy)
     state = held.trained_weights + held.anchor_and_averages + held.optimizer_state
     return state + _exported_bytes(model, policy)
 

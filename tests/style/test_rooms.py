@@ -165,7 +165,6 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
         (schema.LearningRateSchedule, optimizers.SCHEDULES),
         (schema.Optimizer, engines.OPTIMIZERS),
         (schema.EngineName, engines.ENGINES),
-        (schema.Offload, engines.OFFLOADS),
         (schema.Tuning, engines.ADAPTERS),
         (schema.DType, engines.BYTES),
     ],
