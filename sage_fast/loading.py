@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Mapping, Sequence
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.rank_checks import check_sequence_parallel
-from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.data.prompt_checks import check_captions, check_prompt_sets
+from sage_fast.config.rewards import place_of_reward
+from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
+from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, shared_prompts
 from sage_fast.data.prompts import Prompt, captions_of, configured_prompts, metadata_of, negatives_of
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.rollout.setup import Setup
+from sage_fast.util.files import fingerprint
+from sage_fast.util.plugins import module_of
 from sage_fast.util.ranks import initialize, join_sequence_group, local_device, world_size
 
 
@@ -28,6 +32,27 @@ def resolve(config: Config) -> Resolved:
     initialize(config.timeout_minutes)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
     return Resolved.of(config)
+
+
+def contents_of(prompts: Sequence[Prompt], weights: str | None, rewards: Mapping[str, RewardEntry]) -> dict[str, str]:
+    """Return setting -> what its files and code hold, with a digest, so that a resume can tell what has changed.
+
+    Args:
+        prompts: of training.
+        weights: `model.weights`.
+        rewards: setting that holds the name of a reward -> the reward, which is loaded.
+    """
+    records = [(prompt.text, prompt.negative, prompt.image, prompt.metadata) for prompt in prompts]
+    images = [prompt.caption.image for prompt in prompts if prompt.image]
+    found = {"data.prompts": f"{len(prompts)} prompts ({fingerprint(repr(records).encode(), *images)})"}
+    if weights is not None:
+        found["model.weights"] = f"weights ({fingerprint(b'', weights)})"
+    for key, entry in rewards.items():
+        if not entry.is_address:
+            spec = importlib.util.find_spec(module_of(place_of_reward(entry.name, key), key))
+            files = [spec.origin] if spec is not None and spec.origin is not None else []
+            found[key] = f"code ({fingerprint(b'', *files)})"
+    return found
 
 
 def load_setup(
@@ -76,6 +101,8 @@ def load_setup(
     model.set_checkpointing(recomputation)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
+    if prompts is None and (note := shared_prompts(train_prompts, eval_prompts)):
+        model.notes.append(note)
     if prompts is None and any(prompt.seed is not None for prompt in train_prompts):
         model.notes.append(
             f"the seeds in {config.data.prompts} are for evaluation and samples; training draws new noise each time"
@@ -90,5 +117,6 @@ def load_setup(
         eval_prompts=[prompt.key for prompt in eval_prompts],
         captions=captions_of([*train_prompts, *eval_prompts]),
         negatives=negatives,
+        contents=contents_of(train_prompts, config.model.weights, config.named_rewards) if rewards else {},
         eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
     )

@@ -119,7 +119,7 @@ def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(monkeypatch: pytes
     lean = dataclasses.replace(OPTIMIZERS["adamw"], state_bytes=lambda is_muon: 1.0)
     mine = config_with(monkeypatch, OPTIMIZERS, lean, train__optimizer="mine")
     policy = tiny_model(mine).policy
-    planned = engine_memory(mine.model, mine.train, anchored, policy)[0].optimizer_state
+    planned = engine_memory(mine.model, mine.train, anchored, policy).optimizer_state
     assert planned == sum(p.numel() for p in policy.parameters().values())
 
 

@@ -443,7 +443,7 @@ def test_two_gpus_train_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("surrogate", "used"), [("clip", True), ("nft", False)])
 def test_run_json_holds_the_equalizer_only_where_the_loss_uses_it(surrogate: str, used: bool, tmp_path: Path) -> None:
     trainer = tiny_trainer(settings(objective__surrogate=surrogate, objective__equalizer=True))
-    assert (describe(trainer, tmp_path, 0)["equalizer"] is not None) == used
+    assert (describe(trainer, {}, tmp_path, 0)["equalizer"] is not None) == used
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 
 from sage_fast.config.loader import load
@@ -37,8 +36,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.dry_run:
         with heavy_imports("train"):
             from sage_fast.tools.plan import dry_run
+            from sage_fast.util.ranks import launched
 
-        ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
+        ranks = options.gpus or launched("WORLD_SIZE", 1)
         print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80))))
         return
     with heavy_imports("train"):

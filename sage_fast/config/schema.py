@@ -36,6 +36,8 @@ EngineName = Literal["plain", "zero1", "zero2", "zero3"]
 OnFailure = Literal["drop", "stop"]
 
 
+MOST_SAMPLES = 2**20
+"""Most samples of an iteration, each of which is planned."""
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
 
@@ -403,7 +405,7 @@ class TrainConfig(Section):
     """Rounds of rollout, reward and update."""
     prompts_per_iteration: int = within(2, least=1)
     """Groups per iteration, over all ranks."""
-    group_size: int = within(4, least=2)
+    group_size: int = within(4, least=2, most=2**20)
     """Samples per prompt. Their rewards are compared; one alone would have no advantage."""
     optimizer_steps: int = within(1, least=1)
     """Updates per iteration. Each trains every sample, on its own share of the trained steps."""
@@ -455,6 +457,13 @@ class TrainConfig(Section):
     """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range. With several
     updates per iteration, also measure what rounding adds to the ratio after the first one: warn above a tenth, stop
     above a third. With `kl_mask` it is what rounding adds to the KL, compared with objective.kl_limit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        nearest_valid = (
+            f"at most {MOST_SAMPLES:,} samples an iteration; {MOST_SAMPLES // self.group_size} is the nearest"
+        )
+        self.require(self.samples <= MOST_SAMPLES, "prompts_per_iteration", nearest_valid)
 
     @property
     def samples(self) -> int:

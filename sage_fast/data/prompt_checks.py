@@ -32,6 +32,14 @@ def check_prompt_sets(
             )
 
 
+def shared_prompts(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str | None:
+    """Return a note on held-out prompts that are trained on; None if there are none."""
+    keys = {prompt.key for prompt in train}
+    shared = [prompt.key for prompt in heldout if prompt.key in keys]
+    among = f"{len(shared)} of {len(heldout)} prompts of data.eval_prompts are also in data.prompts"
+    return f"{among}, such as {shared[0]!r}: their scores say little about new prompts" if shared else None
+
+
 def check_task(prompts: Sequence[Prompt], spec: Spec) -> None:
     """Check that every prompt has an image if the model takes images, and that none has one otherwise.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pkgutil
 
 from sage_fast.config.engines import ENGINES
@@ -11,6 +10,7 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy
 from sage_fast.parallel.engine import Engine
 from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import launched
 
 __all__ = ["Engine", "check_engine", "make_engine", "ranks_that_shard"]
 
@@ -26,7 +26,7 @@ def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = Tru
 
 def ranks_that_shard(config: TrainConfig, ranks: int) -> int:
     """Return how many of the `ranks` share one copy of what is sharded: with `train.hybrid_shard`, those of a node."""
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", NODE))
+    node = launched("LOCAL_WORLD_SIZE", NODE)
     hybrid = ENGINES[config.engine].gathers and config.hybrid_shard
     return node if hybrid and 1 < node < ranks and ranks % node == 0 else ranks
 

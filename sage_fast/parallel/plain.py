@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from sage_fast.parallel.engine import Engine, OptimizerState
 from sage_fast.parallel.optimizers import ema_decay, learning_rate, make_optimizers
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.ranks import all_reduce, data_size, world_size
+from sage_fast.util.ranks import all_reduce, data_size, launched, world_size
 
 FLAT_BYTES = 2**30
 """Gradients that are copied side by side to cross in one call; all weights together would be a second copy of them."""
@@ -166,7 +165,7 @@ class PlainEngine(Engine):
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
         if sum(sizes) > self._remembered_bytes:  # at the first call, and once the optimizer has allocated its state
             self._remembered = None
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            ranks = launched("LOCAL_WORLD_SIZE", 1)
             fits = 2 * ranks * sum(sizes) < free_bytes(torch.device("cpu"))
             if not int(all_reduce(torch.tensor(int(fits), device=self.policy.device), "min")):
                 return False

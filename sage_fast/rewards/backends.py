@@ -6,7 +6,6 @@ A name is that of a shipped reward, one of an installed package, `module:name` o
 from __future__ import annotations
 
 import inspect
-import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from sage_fast.rewards.errors import failure
 from sage_fast.rewards.failure_policy import Backend
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin, running
+from sage_fast.util.ranks import launched
 
 BACKENDS = {
     "inline": "sage_fast.rewards.inline:InProcess",
@@ -48,7 +48,7 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
     """
     if entry.is_address or entry.name in CLIENTS:
         return [load_reward(entry, key, device) for _ in range(max(1, entry.workers))]
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = launched("LOCAL_RANK", 0)
     if entry.workers:
         places = range(rank * entry.workers, (rank + 1) * entry.workers)
         return [backend_class("process")(entry, key, device_of(entry, device, place)) for place in places]

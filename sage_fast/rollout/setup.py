@@ -26,6 +26,7 @@ class Setup:
         prompts, eval_prompts: keys (`Prompt.key`).
         captions: key -> what to encode, for these, the empty and the negative prompts.
         negatives: key -> negative prompt, where it is not empty.
+        contents: setting -> what its files and code hold, with a digest.
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
@@ -38,6 +39,7 @@ class Setup:
     graphs: StepGraphs | None = None
     captions: dict[str, Caption] = dataclasses.field(default_factory=dict)
     negatives: dict[str, str] = dataclasses.field(default_factory=dict)
+    contents: dict[str, str] = dataclasses.field(default_factory=dict)
     eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
     embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
 

@@ -174,10 +174,13 @@ def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, 
     """Return the content of `run.json` for a run that starts or resumes at `iteration`.
 
     The run id, and the date, commit and command of the first start are kept; those of each resume are listed under
-    `resumed`. All other facts come from the newest start.
+    `resumed`. All other facts come from the newest start. A note says which setting names other contents than before.
     """
     start = {key: facts[key] for key in ("date", "commit", "command")}
     if not (first := RunFolder(run).facts):
         return {"run_id": secrets.token_hex(4), **facts}
+    for name, held in first.get("contents", {}).items():
+        if (holds := facts["contents"].get(name, held)) != held:
+            log.info(wrapped(f"note: {name} holds {holds} from here on; it held {held}"))
     kept = {"run_id": secrets.token_hex(4)} | {key: first[key] for key in ("run_id", *start) if key in first}
     return {**facts, **kept, "resumed": [*first.get("resumed", []), {"iteration": iteration, **start}]}

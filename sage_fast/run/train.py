@@ -130,7 +130,7 @@ class Run:
             self._resume()
         if world_size() == 1:  # a refused resume has left the folder as it was
             log_to(own_log)
-        facts = describe(trainer, self.folder, self.done)
+        facts = describe(trainer, setup.contents, self.folder, self.done)
         log.info(trajectories)
         for warning in config_warnings(resolved, setup.model.spec.distillation):
             log.warning(wrapped(f"warning: {warning}"))
@@ -315,13 +315,18 @@ def check_pairs(setup: Setup, run: Path) -> bool:
 # -- run.json and throughput ------------------------------------------------------------------------------------------
 
 
-def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
-    """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return its content."""
+def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration: int) -> dict[str, Any]:
+    """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return its content.
+
+    Args:
+        contents: `Setup.contents`.
+    """
     shape = trainer.policy.states.shape
     parameters = sum(shape(p).numel() for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
     trainable = sum(shape(p).numel() for p in trainer.engine.parameters)
     facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(sys.argv),
+        "contents": dict(contents),
         "ranks": world_size(),
         "model_is_local": Path(trainer.model.spec.path).is_dir(),
         "attention": trainer.model.attention,

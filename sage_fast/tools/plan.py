@@ -22,7 +22,7 @@ from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
-from sage_fast.data.prompt_checks import check_captions, check_prompt_sets
+from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, shared_prompts
 from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.load import check_shapes, find_spec, meta_policy
@@ -394,7 +394,8 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
         weights = " + ".join(f"{weight:g} {part}" for part, weight in entry.weights.items())
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {weights or 'only observes'}")
         notes += dry_run_reward(entry, key)
-    notes += [f"warning: {warning}" for warning in warnings]
+    shared = shared_prompts(train, heldout)
+    notes += [*[f"note: {shared}"] * bool(shared), *(f"warning: {warning}" for warning in warnings)]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -138,6 +139,17 @@ def make_folder_of(file: Path | None, option: str = "--json") -> None:
         if file.is_dir():
             raise UserError(f"{option} {str(file)!r}: a folder; expected a file")
         file.parent.mkdir(parents=True, exist_ok=True)
+
+
+def fingerprint(content: bytes, *paths: str | Path) -> str:
+    """Return the first digits of the SHA-256 of `content` and of the files at `paths`, or in them."""
+    found = hashlib.sha256(content)
+    for path in map(Path, paths):
+        for file in [path, *sorted(path.rglob("*"))]:
+            if file.is_file():
+                with file.open("rb") as opened:
+                    found.update(hashlib.file_digest(opened, "sha256").digest())
+    return f"SHA-256 {found.hexdigest()[:12]}"
 
 
 def append_line(file: BinaryIO, line: str) -> None:

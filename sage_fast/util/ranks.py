@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import reprlib
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from sage_fast.util.errors import RankError, RewardError, Stopped
+from sage_fast.util.errors import RankError, RewardError, RunError, Stopped, UserError, first_line
+
+
+def launched(name: str, default: int) -> int:
+    """Return a number that the launcher gives in the environment, such as WORLD_SIZE; `default` without a launcher.
+
+    Raises:
+        UserError: it is no whole number, or no rank is left.
+    """
+    text, least = os.environ.get(name) or str(default), min(default, 1)
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+        expected = f"expected a whole number from {least}, as torchrun sets it; without a launcher, unset it"
+        raise UserError(f"{name} = {reprlib.repr(text)} in the environment: {expected}")
+    return int(text)
 
 
 def local_device() -> torch.device:
@@ -30,7 +45,7 @@ def local_device() -> torch.device:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", launched("LOCAL_RANK", 0))
     torch.cuda.set_device(device)
     return device
 
@@ -40,17 +55,28 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
 
     Args:
         timeout_minutes: timeout of a collective; no effect on a group that is already joined.
+
+    Raises:
+        UserError: a variable of the launcher is missing or wrong.
+        RunError: the other ranks cannot be reached.
     """
-    device = local_device()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+    device, size, own = local_device(), launched("WORLD_SIZE", 1), launched("RANK", 0)
+    if size > 1 and not dist.is_initialized():
+        if own >= size:
+            raise UserError(f"RANK = {own} in the environment: expected less than WORLD_SIZE = {size}")
         timeout = timedelta(minutes=timeout_minutes)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timeout,
-            # NCCL connects eagerly and does not have to guess the device of a barrier.
-            device_id=device if device.type == "cuda" else None,
-            **_store_of_start(timeout),
-        )
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                timeout=timeout,
+                # NCCL connects eagerly and does not have to guess the device of a barrier.
+                device_id=device if device.type == "cuda" else None,
+                **_store_of_start(timeout),
+            )
+        except ValueError as error:
+            raise UserError(f"WORLD_SIZE = {size} in the environment: {first_line(error)}") from error
+        except dist.DistError as error:
+            raise RunError(f"rank {own} of {size} cannot join the others: {first_line(error)}") from error
     return device
 
 

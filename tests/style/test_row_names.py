@@ -40,8 +40,6 @@ ALLOWED = {
     "'attention' in recomputed": "a part of a block's FLOPs",
     "op == 'mean'": "an operation over the ranks",
     "'attention' in row": "a column of a benchmark's rows",
-    "name != 'all'": "all claims of a study",
-    "'all' in options.claims": "all claims of a study",
     "kl == 'fixed'": "the name of a study's variant",
     "name == DEFAULT": "the name of a study's variant",
     "name != DEFAULT": "the name of a study's variant",

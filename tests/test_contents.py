@@ -1,0 +1,179 @@
+"""Contents that changed under their name, and the variables of launchers."""
+
+import json
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sage_fast.cli import main
+from sage_fast.config.schema import RewardEntry, TrainConfig
+from sage_fast.data.prompt_checks import shared_prompts
+from sage_fast.data.prompts import Prompt
+from sage_fast.loading import contents_of, load_setup, resolve
+from sage_fast.run.claim import run_facts
+from sage_fast.run.folder import RunFolder
+from sage_fast.util.errors import UserError
+from tests.tiny import settings, train
+
+PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
+WORDS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves right slowly"]
+
+
+def records(folder: Path, words: list[str], **further: object) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, **further}) + "\n" for text in words))
+    return file
+
+
+def test_a_resume_says_that_the_prompts_are_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = {"data__prompts": str(records(tmp_path, WORDS)), "output": str(tmp_path / "run"), "eval__num_prompts": 1}
+    given |= {"train__iterations": 1, "sampling__steps": 2, "eval__steps": 1, "tracking__trackers": []}
+    caplog.set_level(logging.INFO)
+    train(settings(**given))
+    assert "from here on" not in caplog.text
+    before = json.loads((tmp_path / "run" / "run.json").read_text())["contents"]
+    assert before["data.prompts"].startswith("3 prompts (SHA-256 ")
+    records(tmp_path, WORDS[:2])
+    train(settings(**given | {"train__iterations": 2}), resume=True)
+    said = " ".join(" ".join(caplog.messages).split())
+    assert "note: data.prompts holds 2 prompts (SHA-256 " in said
+    assert f"from here on; it held {before['data.prompts']}" in said
+    assert "reward.name holds" not in said
+    facts = RunFolder(tmp_path / "run").facts
+    assert facts["contents"]["data.prompts"].startswith("2 prompts")
+    assert facts["contents"]["reward.name"] == before["reward.name"]
+
+
+def held(**fields: object) -> str:
+    return contents_of([Prompt(text="a", **fields)], None, {})["data.prompts"]  # type: ignore[arg-type]
+
+
+def test_negatives_and_metadata_belong_to_the_prompts() -> None:
+    found = [held(), held(negative="blurred"), held(metadata={"answer": 1}), held(metadata={"answer": 2})]
+    assert len(set(found)) == 4
+    assert held(where="p.txt:1") == held(where="p.txt:2") == found[0]
+
+
+def test_an_image_is_told_by_what_it_holds(tmp_path: Path) -> None:
+    found = []
+    for colour in ("red", "red", "blue"):
+        Image.new("RGB", (32, 32), colour).save(tmp_path / "first.png")
+        found.append(held(image="first.png", folder=str(tmp_path)))
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("inside", ["", "transformer/config.json"])
+def test_weights_are_told_by_what_their_file_or_folder_holds(inside: str, tmp_path: Path) -> None:
+    found, path = [], tmp_path / "weights"
+    file = path / inside if inside else path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for content in ("one", "one", "two"):
+        file.write_text(content)
+        found.append(contents_of([], str(path), {})["model.weights"])
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_reward_is_told_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for content in ("X = 1\n", "X = 1\n", "X = 2\n"):
+        (tmp_path / "code_of_mine.py").write_text(content)
+        entries = {"reward.name": RewardEntry(name="code_of_mine:Mine"), "eval.judge": RewardEntry(name="http://h:1")}
+        found.append(contents_of([], None, entries))
+    assert [*found[0]] == ["data.prompts", "reward.name"]
+    assert found[0] == found[1]
+    assert found[1]["reward.name"] != found[2]["reward.name"]
+
+
+@pytest.mark.parametrize(("contents", "said"), [({}, ""), ({"gone": "x"}, ""), ({"a": "old"}, "a holds new")])
+def test_contents_of_an_earlier_version_are_no_news(
+    contents: dict[str, str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = {"date": "d", "commit": "c", "command": "x"}
+    (tmp_path / "run.json").write_text(json.dumps({**start, "contents": contents}))
+    caplog.set_level(logging.INFO)
+    facts = run_facts(tmp_path, {**start, "contents": {"a": "new"}}, 1)
+    assert facts["contents"] == {"a": "new"}
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)
+
+
+def test_held_out_prompts_that_are_trained_on_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [Prompt(text=text) for text in WORDS]
+    assert shared_prompts(own[:2], own[2:]) is None
+    assert shared_prompts(own[:1], [Prompt(text=WORDS[0], image="other.png")]) is None
+    file = records(tmp_path, WORDS)
+    config = settings(data__prompts=str(file), data__eval_prompts=str(records(tmp_path / ".", WORDS)))
+    notes = load_setup(resolve(config)).model.notes
+    said = "3 of 3 prompts of data.eval_prompts are also in data.prompts, such as 'a red circle moves left quickly'"
+    assert any(said in note for note in notes)
+    assert main(["train", str(PAPER), "--dry-run", "--data.prompts", str(file), "--data.eval_prompts", str(file)]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WORLD_SIZE", "two"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-2"), ("WORLD_SIZE", "1.5"),
+     ("WORLD_SIZE", "9" * 5000), ("LOCAL_WORLD_SIZE", "x"), ("RANK", "first")],
+)  # fmt: skip
+def test_an_odd_number_of_a_launcher_is_one_line(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    command = ["train", str(PAPER), "--output", str(tmp_path / "run"), "--train.engine", "zero3"]
+    dry = [] if name == "RANK" else ["--dry-run"]
+    assert main([*command, *dry]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert f"{name} = '{value[:5]}" in error
+    assert "expected a whole number from" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1"}, 1, "rank 1 of 2 cannot join the others: "),
+        ({"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}, 1, "no-such-host.invalid"),
+        (
+            {"RANK": "7", "MASTER_ADDR": "127.0.0.1"},
+            2,
+            "RANK = 7 in the environment: expected less than",
+        ),
+        ({"RANK": "1"}, 2, "MASTER_ADDR expected, but not set"),
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, 2, "'http'"),
+    ],
+)
+def test_other_ranks_that_cannot_be_reached_are_one_line(
+    given: dict[str, str], status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"WORLD_SIZE": "2", "MASTER_PORT": port} | given).items():
+        monkeypatch.setenv(name, value)
+    output = ["--output", str(tmp_path / "run"), "--timeout_minutes", "0.01"]
+    assert main(["train", str(PAPER), *output]) == status
+    error = capsys.readouterr().err
+    assert len([line for line in error.splitlines() if line.startswith("sage-fast train: ")]) == 1
+    assert "Traceback" not in error
+    assert said in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"prompts_per_iteration": 10**10}, {"group_size": 10**10}, {"group_size": 10**5, "prompts_per_iteration": 10**5}],
+)
+def test_more_samples_than_can_be_planned_are_refused(given: dict[str, int]) -> None:
+    with pytest.raises(
+        UserError, match=r"train\.(prompts_per_iteration|group_size) = \d+: .*(nearest is \d|\d is the nearest)"
+    ):
+        TrainConfig(**given)  # type: ignore[arg-type]
