@@ -140,9 +140,9 @@ def attention(shape: tuple[int, int, int, int], device: torch.device) -> Iterato
             value = _data((batch, tokens, 3, heads, width), device, dtype, data)[:, :, 2]  # strided, as in the blocks
             inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
             with torch.no_grad():
-                forward = sustain(functools.partial(attend, query, key, value, None), flops, device)
+                forward = sustain(functools.partial(attend, query, key, value), flops, device)
             yield {"backend": name, "data": data, "direction": "forward", **forward}
-            out = attend(query, key, value, None)
+            out = attend(query, key, value)
             run = functools.partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
             yield {"backend": name, "data": data, "direction": "backward", **sustain(run, BACKWARD * flops, device)}
             del out, run

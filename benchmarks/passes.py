@@ -105,7 +105,7 @@ class Traffic(TorchDispatchMode):
         return {name: round(count / UNIT, 2) for name, count in self.bytes.most_common()}
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention as cuDNN lays out its result and gradients."""
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0].transpose(1, 2)
@@ -134,7 +134,7 @@ def count_block(model: ModelConfig) -> tuple[Traffic, Traffic]:
         rotary = torch.randn(TOKENS, head // 2, 2)
         # Gradients are returned, as inside a model, rather than accumulated in leaves.
         with torch.autocast("cpu", torch.bfloat16, enabled=not adapter), Traffic() as there:
-            outs = block(video, text, modulation, None, rotary, attend, False)
+            outs = block(video, text, modulation, rotary, attend, False)
         upstream = [torch.randn_like(out) for out in outs]
         wanted = [video, text, *trained] + [modulation] * modulation.requires_grad
         with Traffic() as back:

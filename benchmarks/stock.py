@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.encoder import IMAGE_TOKENS
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.testbed.model import allow_batches
 
 PADDED_TEXT, PADDED_GLYPHS = 1000, 256
@@ -36,6 +36,44 @@ STOCK: dict[str, dict[str, bool]] = {
 }
 """Path -> how it runs diffusers' forward (`StockPolicy`). `stock` is diffusers as it comes, with masked attention;
 `tuned` is without the mask, by cuDNN's attention on a GPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextBatch:
+    """A batch of prompts: `text [B, L, D]`, `glyphs [B, L2, D2]`, and bool masks `[B, L]`, `[B, L2]`.
+
+    A mask is None if all lengths are equal. With images: `images [B, N, D3]` and `frames [B, C, 1, H, W]`.
+    """
+
+    text: Tensor
+    text_mask: Tensor | None
+    glyphs: Tensor
+    glyphs_mask: Tensor | None
+    images: Tensor | None = None
+    frames: Tensor | None = None
+
+
+def pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Stack `[L, ...]` tensors, zero-padded, with a bool mask `[B, max L]`; the mask is None for equal lengths."""
+    lengths = [len(row) for row in rows]
+    if min(lengths) == max(lengths):
+        return torch.stack(list(rows)), None
+    padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+    return padded, mask.to(padded.device)
+
+
+def collate(embeddings: Sequence[TextEmbedding], device: torch.device, dtype: torch.dtype) -> TextBatch:
+    """Stack prompts, padded to the longest of them, on `device` in `dtype`."""
+    text, text_mask = pad([embedding.text.to(device, dtype) for embedding in embeddings])
+    glyphs, glyphs_mask = pad([embedding.glyphs.to(device, dtype) for embedding in embeddings])
+    images, frames = (
+        torch.stack(found).to(device, dtype) if (found := [t for t in tensors if t is not None]) else None
+        for tensors in ([e.image for e in embeddings], [e.frame for e in embeddings])
+    )
+    return TextBatch(
+        text=text, text_mask=text_mask, glyphs=glyphs, glyphs_mask=glyphs_mask, images=images, frames=frames
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +109,11 @@ class StockTable:
         texts = [self.embeddings[key] for key in keys]
         negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else []
         ends = self.policy._ends(self.sigmas)
-        negative = StockSchedule(self.sigmas, ends, self._batch(negatives)) if negatives else None
-        return StockSchedule(self.sigmas, ends, self._batch(texts), negative)
+        negative = StockSchedule(self.sigmas, ends, self.policy.batch(negatives)) if negatives else None
+        return StockSchedule(self.sigmas, ends, self.policy.batch(texts), negative)
 
     def at(self, keys: Sequence[Any], steps: Tensor) -> StockConditioning:
         return self.of(keys).at(steps)
-
-    def _batch(self, texts: Sequence[TextEmbedding]) -> TextBatch:
-        return collate(texts, self.policy.device, self.policy.dtype)
 
 
 class UnmaskedProcessor:
@@ -153,10 +188,18 @@ class StockPolicy(HunyuanVideo15Policy):
             end = None if inputs.end is None else 1000 * inputs.end
             return self.stock_forward(x.to(self.dtype), 1000 * inputs.sigma, inputs.text, end)
 
+    def batch(self, texts: Sequence[TextEmbedding]) -> TextBatch:
+        return collate(texts, self.device, self.dtype)
+
     def condition(
-        self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None, end: Tensor | None = None
+        self,
+        sigma: Tensor,
+        texts: Sequence[TextEmbedding],
+        negatives: Sequence[TextEmbedding] | None = None,
+        end: Tensor | None = None,
     ) -> Any:
-        return StockConditioning(sigma, text, StockConditioning(sigma, negative, end=end) if negative else None, end)
+        negative = None if negatives is None else StockConditioning(sigma, self.batch(negatives), end=end)
+        return StockConditioning(sigma, self.batch(texts), negative, end)
 
     def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> Any:
         return StockTable(self, sigmas.to(self.device, torch.float32), embeddings)

@@ -31,7 +31,7 @@ def resolve(config: Config) -> Resolved:
     """
     initialize(config.timeout_minutes)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
-    return Resolved.of(config)
+    return Resolved(config)
 
 
 def contents_of(prompts: Sequence[Prompt], weights: str | None, rewards: Mapping[str, RewardEntry]) -> dict[str, str]:

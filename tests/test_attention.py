@@ -40,22 +40,18 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = torch.einsum("bqhd,bkhd->bhqk", query.double(), key.double()) / query.shape[-1] ** 0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", F.softmax(scores, dim=-1), value.double())
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", usable(DEVICE, DTYPE))
-def test_backends_compute_attention(backend: str, masked: bool) -> None:
-    """Compare values and gradients, with and without a key mask."""
+def test_backends_compute_attention(backend: str) -> None:
+    """Compare values and gradients."""
     shape = (2, 77, 4, 64)
     inputs = [torch.randn(shape, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
     upstream = torch.randn(shape, device=DEVICE, dtype=DTYPE)
-    mask = torch.arange(77, device=DEVICE)[None] < torch.tensor([[77], [50]], device=DEVICE) if masked else None
-    out, expected = ATTENTION[backend](*inputs, mask), exact(*inputs, mask)
+    out, expected = ATTENTION[backend](*inputs), exact(*inputs)
     assert out.shape == shape
     tolerance = 1e-5 if torch.float32 == DTYPE else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
@@ -159,14 +155,14 @@ def test_flash4_is_an_operator_with_a_backward(flash4: Flash4) -> None:
     """The package itself needs a GPU: this is its interface. Values and gradients as of every backend."""
     inputs = [torch.randn(2, 77, 4, 64, requires_grad=True) for _ in range(3)]
     upstream = torch.randn(2, 4, 77, 64).transpose(1, 2)
-    out, expected = ATTENTION["flash4"](*inputs, None), exact(*inputs, None)
+    out, expected = ATTENTION["flash4"](*inputs), exact(*inputs)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     for mine, reference in zip(
         torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream.double())
     ):
         torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        assert torch.equal(ATTENTION["flash4"](*inputs, None), out)
+        assert torch.equal(ATTENTION["flash4"](*inputs), out)
     torch.library.opcheck(torch.ops.sage_fast_flash4.attention.default, inputs)
 
 
@@ -176,7 +172,7 @@ def test_flash4_compiles_once_for_all_processes(flash4: Flash4, tmp_path: Path) 
     (tmp_path / "cache").mkdir()
     with (tmp_path / "cache" / "lock").open("w") as compiling:
         fcntl.flock(compiling, fcntl.LOCK_EX)
-        thread = threading.Thread(target=lambda: ATTENTION["flash4"](*inputs, None), daemon=True)
+        thread = threading.Thread(target=lambda: ATTENTION["flash4"](*inputs), daemon=True)
         thread.start()
         thread.join(0.5)
         assert thread.is_alive()
@@ -187,7 +183,7 @@ def test_flash4_compiles_once_for_all_processes(flash4: Flash4, tmp_path: Path) 
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "cache")
     with (tmp_path / "cache" / "lock").open("w") as compiling:
         fcntl.flock(compiling, fcntl.LOCK_EX)
-        ATTENTION["flash4"](*inputs, None)  # compiled by now: it does not wait
+        ATTENTION["flash4"](*inputs)  # compiled by now: it does not wait
 
 
 def test_flash4_is_deterministic_where_pytorch_is_to_be(flash4: Flash4) -> None:
@@ -195,7 +191,7 @@ def test_flash4_is_deterministic_where_pytorch_is_to_be(flash4: Flash4) -> None:
     for asked in (False, True):
         torch.use_deterministic_algorithms(asked)
         try:
-            ATTENTION["flash4"](*inputs, None).sum().backward()
+            ATTENTION["flash4"](*inputs).sum().backward()
         finally:
             torch.use_deterministic_algorithms(False)
         assert flash4.deterministic is asked
@@ -233,10 +229,10 @@ def test_auto_measures_where_there_is_a_choice() -> None:
     assert all(trial.problem or trial.milliseconds > 0 for trial in measured.values())
 
 
-def forgetful(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def forgetful(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Leave out the keys of the last tile if it is not full."""
     whole = key.shape[1] // 64 * 64
-    return ATTENTION["sdpa"](query, key[:, :whole], value[:, :whole], mask)
+    return ATTENTION["sdpa"](query, key[:, :whole], value[:, :whole])
 
 
 class HalfGradient(torch.autograd.Function):
@@ -249,27 +245,27 @@ class HalfGradient(torch.autograd.Function):
         return gradient * 0.5
 
 
-def wrong_gradient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    return ATTENTION["sdpa"](query, HalfGradient.apply(key), value, mask)
+def wrong_gradient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return ATTENTION["sdpa"](query, HalfGradient.apply(key), value)
 
 
-def one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def one_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Correct in the first head only."""
-    out = ATTENTION["sdpa"](query, key, value, mask)
+    out = ATTENTION["sdpa"](query, key, value)
     return torch.cat([out[:, :, :1], out[:, :, :-1]], dim=2)
 
 
-def not_finite(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    return ATTENTION["sdpa"](query, key, value, mask) * torch.nan
+def not_finite(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return ATTENTION["sdpa"](query, key, value) * torch.nan
 
 
-def another_plan(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def another_plan(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Correct, but rounded differently without gradients: cuDNN and xformers choose another kernel there."""
-    out = ATTENTION["sdpa"](query, key, value, mask)
+    out = ATTENTION["sdpa"](query, key, value)
     return out if query.requires_grad else out * (1 + 2 * torch.finfo(out.dtype).eps)
 
 
-def broken(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def broken(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10\nmore lines")
 
 
@@ -405,9 +401,9 @@ def test_cudnn_runs_one_plan_in_rollouts_and_training() -> None:
     inputs = cudnn_inputs()
     upstream = torch.randn(2, 7, 3, 8)
     with cudnn_attention() as calls:
-        out = ATTENTION["cudnn"](*inputs, None)
+        out = ATTENTION["cudnn"](*inputs)
         with torch.no_grad():
-            assert torch.equal(ATTENTION["cudnn"](*inputs, None), out)
+            assert torch.equal(ATTENTION["cudnn"](*inputs), out)
         gradients = torch.autograd.grad(out, inputs, upstream)
         assert try_attention(ATTENTION["cudnn"], (2, 7, 3, 8), torch.device("cpu"), torch.float32).agrees
     assert all(statistics for _, statistics in calls)
@@ -416,7 +412,7 @@ def test_cudnn_runs_one_plan_in_rollouts_and_training() -> None:
             assert passed.data_ptr() == given.data_ptr()
             assert passed.stride() == given.transpose(1, 2).stride()
     assert out.is_contiguous()
-    expected = exact(*inputs, None)
+    expected = exact(*inputs)
     references = expected, *torch.autograd.grad(expected, inputs, upstream.double())
     for mine, reference in zip((out, *gradients), references, strict=True):
         torch.testing.assert_close(mine, reference.float(), rtol=1e-5, atol=1e-5)
@@ -431,7 +427,7 @@ def test_cudnn_is_checkpointed(mode: str) -> None:
     set_checkpointing(block, mode)
 
     def attend(*tensors: Tensor) -> Tensor:
-        return ATTENTION["cudnn"](*(tensor.sin() for tensor in tensors), None)
+        return ATTENTION["cudnn"](*(tensor.sin() for tensor in tensors))
 
     with cudnn_attention() as calls:
         expected = torch.autograd.grad(attend(*inputs), inputs, upstream)
@@ -446,10 +442,10 @@ def test_cudnn_is_checkpointed(mode: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sdpa_is_not_cudnn_by_another_name(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In half precision torch would try cuDNN first, so `sdpa` disables it there, with and without a mask."""
+    """In half precision torch would try cuDNN first, so `sdpa` disables it there."""
     seen: list[bool] = []
 
-    def record(query: Tensor, *others: Tensor, attn_mask: Tensor | None) -> Tensor:
+    def record(query: Tensor, *others: Tensor) -> Tensor:
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
         assert torch.backends.cuda.flash_sdp_enabled()
         assert torch.backends.cuda.math_sdp_enabled()
@@ -458,9 +454,8 @@ def test_sdpa_is_not_cudnn_by_another_name(dtype: torch.dtype, monkeypatch: pyte
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     with PretendCuda():
         inputs = [torch.randn(2, 7, 3, 8, device="cuda", dtype=dtype) for _ in range(3)]
-        for mask in (None, torch.ones(2, 7, dtype=torch.bool, device="cuda")):
-            ATTENTION["sdpa"](*inputs, mask)
-    assert seen == [dtype == torch.float32] * 2
+        ATTENTION["sdpa"](*inputs)
+    assert seen == [dtype == torch.float32]
 
 
 def test_the_choice_is_asked_for_by_name_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_an_average_for_export_does_not_keep_the_start() -> None:
 
 def test_one_update_needs_the_velocities_of_the_rollout_too() -> None:
     config = settings(**AVERAGED, kl__strategy="stepwise")
-    assert Objective.of(config).stores_velocities
+    assert Objective(config).stores_velocities
     check_trainable(config)  # without the average this KL is always 0, and refused
 
 

@@ -241,9 +241,9 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
         ):
             free = (need + coming + spare) / fit.MEMORY_SHARE
             monkeypatch.setattr(fit, "free_bytes", lambda device, free=free: free)
-            assert fit.choose_checkpointing(Resolved.of(config), model) == (expected, 0)
+            assert fit.choose_checkpointing(Resolved(config), model) == (expected, 0)
     asked = settings(model__gradient_checkpointing="attention")
-    assert fit.choose_checkpointing(Resolved.of(asked), model)[0] == CheckpointPlan("attention")
+    assert fit.choose_checkpointing(Resolved(asked), model)[0] == CheckpointPlan("attention")
 
 
 def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,11 +255,11 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     free = (cost.activations["none"] + graphs + 12 * trained - 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, left = fit.choose_checkpointing(Resolved.of(config), model)
+    chosen, left = fit.choose_checkpointing(Resolved(config), model)
     assert chosen == CheckpointPlan("attention", 1, 3)
     assert left >= graphs
     config.sampling.cuda_graphs = False
-    assert fit.choose_checkpointing(Resolved.of(config), model) == (CheckpointPlan("none", 3, 3), 0)
+    assert fit.choose_checkpointing(Resolved(config), model) == (CheckpointPlan("none", 3, 3), 0)
 
 
 def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.
     free = (cost.activations["none"] + 12 * trained + 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, left = fit.choose_checkpointing(Resolved.of(config), model)
+    chosen, left = fit.choose_checkpointing(Resolved(config), model)
     assert chosen == CheckpointPlan("none", 3, 3)
     assert left < cost.step
     weights = sum(p.nbytes for _, p in model.policy.named_parameters()) + 4.0 * cost.decoder_weights
@@ -299,7 +299,7 @@ def test_a_run_takes_the_mode_of_its_plan(
     monkeypatch.setattr(fit, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
     monkeypatch.setattr(fit, "world_size", lambda: ranks)
     monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
-    mode, left = fit.choose_checkpointing(Resolved.of(config), model)
+    mode, left = fit.choose_checkpointing(Resolved(config), model)
     memory, cost = plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory, spec.cost(config)
     assert f"activations, auto chooses {mode}" in memory
     assert ("CUDA graphs" in memory) == (left >= cost.step + cost.context)

@@ -190,7 +190,7 @@ def test_methods_that_a_mean_velocity_rules_out(checkpoint: Path, overrides: dic
     config = tiny(checkpoint, **overrides)
     with pytest.raises(UserError, match=message):
         load_setup(resolve(config), PROMPTS, rewards=False)
-    objective = Objective.of(config)
+    objective = Objective(config)
     check_distilled(None, objective)
     check_distilled(Distillation(steps=(50,)), objective)
 
@@ -208,7 +208,7 @@ def test_the_plan_refuses_and_warns(checkpoint: Path, tmp_path: Path) -> None:
 
 def warnings_of(distillation: Distillation | None, **overrides: Any) -> list[str]:
     suited = {"sampling__steps": 8, "eval__steps": 8, "sampling__sampler": "precise", "sampling__eta": 0.2}
-    return config_warnings(Resolved.of(settings(**suited | overrides)), distillation)
+    return config_warnings(Resolved(settings(**suited | overrides)), distillation)
 
 
 def test_settings_that_spoil_a_distilled_checkpoint_are_warned_of() -> None:

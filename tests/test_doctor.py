@@ -52,7 +52,7 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_wrong_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = ATTENTION["sdpa"]
-    wrong = dataclasses.replace(right, attend=lambda q, k, v, mask: 1.1 * right(q, k, v, mask))
+    wrong = dataclasses.replace(right, attend=lambda q, k, v: 1.1 * right(q, k, v))
     monkeypatch.setitem(ATTENTION, "sdpa", wrong)
     assert cli.main(["doctor"]) == 1
     printed = capsys.readouterr().out

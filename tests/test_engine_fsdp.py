@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scaling import count_gathers
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
-from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import Engine, fsdp, make_engine, ranks_that_shard
 from sage_fast.run.checkpoint import TrainingState, save_training_state
 from sage_fast.util.errors import NonFiniteError
@@ -68,7 +67,7 @@ def test_the_root_has_an_argument_for_fsdp2_to_move_to_the_gpu(monkeypatch: pyte
 
 def loss(policy: HunyuanVideo15Policy, seed: int, *, frozen: bool) -> Tensor:
     """A loss of one transition with guidance; of the blocks' weights alone if the conditions are frozen."""
-    text, negative = (collate([embeddings([WORDS])[words]], CPU, policy.dtype) for words in (WORDS, ""))
+    text, negative = ([embeddings([WORDS])[words]] for words in (WORDS, ""))
     with torch.set_grad_enabled(not frozen):
         inputs = policy.condition(torch.tensor([0.4]), text, negative)
     x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(seed))
@@ -207,7 +206,7 @@ def collectives(folder: Path, mode: str) -> None:
             model__tuning="full", model__dtype="bfloat16", model__gradient_checkpointing=mode, train__engine="zero3"
         )
     )
-    policy, text = trainer.policy, collate([embeddings([WORDS])[WORDS]], CPU, torch.bfloat16)
+    policy, text = trainer.policy, [embeddings([WORDS])[WORDS]]
     x, sigma, found = torch.randn(1, 32, 5, 4, 4), torch.tensor([0.4]), {}
     with torch.no_grad():
         with Collectives() as of_anchor:

@@ -29,7 +29,7 @@ def test_free_memory_counts_the_page_cache() -> None:
 
 
 def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved = Resolved.of(settings())
+    resolved = Resolved(settings())
     model = tiny_model(resolved.config)
     assert "host memory" in check_trajectories(resolved, model)
     monkeypatch.setattr("sage_fast.parallel.fit.free_bytes", lambda device: 1000)

@@ -85,14 +85,14 @@ def test_training_goes_on_at_its_own_scale_after_an_evaluation_that_fails() -> N
     ],
 )
 def test_a_warning_where_the_scales_differ_and_no_kl_acts(overrides: dict[str, Any], warns: bool) -> None:
-    objective = Objective.of(settings(**overrides))
+    objective = Objective(settings(**overrides))
     found = guidance_warning(objective, trained=1.0, evaluated=6.0)
     assert (found is not None) == warns
     if found:
         assert "sampling.guidance_scale = 1 in training and eval.guidance_scale = 6" in found
     assert guidance_warning(objective, trained=6.0, evaluated=6.0) is None
-    assert config_warnings(Resolved.of(settings(eval__guidance_scale=1.0, **overrides))) == []
-    assert config_warnings(Resolved.of(settings(sampling__guidance_scale=6.0, **overrides))) == []
+    assert config_warnings(Resolved(settings(eval__guidance_scale=1.0, **overrides))) == []
+    assert config_warnings(Resolved(settings(sampling__guidance_scale=6.0, **overrides))) == []
 
 
 def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:

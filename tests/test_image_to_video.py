@@ -21,7 +21,7 @@ from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.model import Model
@@ -38,6 +38,7 @@ SPACE = (32, 2, 3, 4)
 SAMPLING = SamplingConfig(num_frames=5, height=48, width=64)
 PLAIN, QUOTED = "the cat sings", 'a sign that says "the END" and “bye”'
 KEYS = [PLAIN, QUOTED]
+OTHER = "PLAIN with the image of QUOTED"
 EXACT = {"rtol": 2e-5, "atol": 2e-6}
 """Sums in float32 in another order, padded or not, differ by a few ulp of 1."""
 
@@ -84,6 +85,7 @@ def embeddings(model: Model, images: dict[str, Path]) -> dict[str, TextEmbedding
     for key, image in images.items():
         found[f"not {key}"] = encode(Caption("", str(image)))
         found[key] = dataclasses.replace(encode(Caption(key, str(image))), negative=f"not {key}")
+    found[OTHER] = dataclasses.replace(encode(Caption(PLAIN, str(images[QUOTED]))), negative=f"not {QUOTED}")
     return found
 
 
@@ -91,8 +93,8 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def batch_of(embeddings: dict[str, TextEmbedding], *keys: str) -> TextBatch:
-    return collate([embeddings[key] for key in keys], CPU, torch.float32)
+def batch_of(embeddings: dict[str, TextEmbedding], *keys: str) -> list[TextEmbedding]:
+    return [embeddings[key] for key in keys]
 
 
 def perturb_adapter(policy: HunyuanVideo15Policy) -> None:
@@ -168,7 +170,7 @@ def test_ode_rollout_and_decode_reproduce_the_pipeline(
     images: dict[str, Path],
     guidance_scale: float,
 ) -> None:
-    """A batch of two images, whose prompts have different lengths, against a call for each.
+    """Two images, whose prompts have different lengths, against a call for each.
 
     Guidance multiplies the rounding of what the two passes differ in.
     """
@@ -177,7 +179,8 @@ def test_ode_rollout_and_decode_reproduce_the_pipeline(
     table = transition_table(sigma_schedule(steps, SHIFT), "ode", 0.0)
     conditions = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
     coefs, seeds = table.coefficients(), torch.tensor([1, 2])
-    ours = rollout(model.policy, table, coefs, conditions, KEYS, seeds, latents)
+    samples = zip(KEYS, seeds.split(1), latents.split(1))
+    ours = torch.cat([rollout(model.policy, table, coefs, conditions, [key], *sample) for key, *sample in samples])
     videos = model.decoder(ours)
     pipeline.guider.guidance_scale = guidance_scale
     for key, start, latent, video in zip(KEYS, latents, ours, videos):
@@ -190,7 +193,9 @@ def test_ode_rollout_and_decode_reproduce_the_pipeline(
         torch.testing.assert_close(video, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [[PLAIN], [QUOTED, PLAIN], [PLAIN, PLAIN]], ids=["one", "two images", "a group"])
+@pytest.mark.parametrize(
+    "keys", [[PLAIN], [QUOTED], [OTHER, PLAIN], [PLAIN, PLAIN]], ids=["one", "glyphs", "two images", "a group"]
+)
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_values_and_gradients(
     checkpoint: Path, embeddings: dict[str, TextEmbedding], tuning: str, keys: list[str]
@@ -222,14 +227,14 @@ def test_image_and_text_matter(model: Model, embeddings: dict[str, TextEmbedding
     other = embeddings[QUOTED]
 
     def velocity(embedding: TextEmbedding) -> Tensor:
-        return model.policy.velocity(x, model.policy.condition(sigma, collate([embedding], CPU, torch.float32)))
+        return model.policy.velocity(x, model.policy.condition(sigma, [embedding]))
 
     v = velocity(known)
     for change in ({"text": other.text}, {"image": other.image}, {"frame": other.frame}):
         assert (velocity(dataclasses.replace(known, **change)) - v).abs().max() > 1e-4, change.keys()
 
 
-@pytest.mark.parametrize("keys", [[PLAIN] * 3, [PLAIN, QUOTED, PLAIN]], ids=["a group", "two images"])
+@pytest.mark.parametrize("keys", [[PLAIN] * 3, [PLAIN, OTHER, PLAIN]], ids=["a group", "two images"])
 @pytest.mark.parametrize("guidance_scale", [1.0, GUIDANCE_SCALE])
 @torch.no_grad()
 def test_tabulated_conditioning_is_that_of_the_step(
@@ -240,7 +245,7 @@ def test_tabulated_conditioning_is_that_of_the_step(
     sigmas, x = torch.tensor([0.95, 0.6, 0.2]), noise(3, *SPACE)
     tabulated = policy.conditioning_table(sigmas, embeddings).of(keys)
     copied = tree_map_only(torch.Tensor, torch.clone, tabulated)
-    negatives = batch_of(embeddings, *(f"not {key}" for key in keys)) if guidance_scale != 1 else None
+    negatives = batch_of(embeddings, *(embeddings[key].negative for key in keys)) if guidance_scale != 1 else None
     for steps in ([1], [2, 0, 1]):
         fresh = policy.condition(sigmas[steps].expand(3), batch_of(embeddings, *keys), negatives)
         for conditions in (tabulated, copied):
@@ -266,7 +271,7 @@ def test_a_trained_image_embedder_is_not_tabulated(checkpoint: Path, embeddings:
     policy = load(checkpoint, lora_targets=r"image_embedder\.linear_[12]").policy
     assert not policy.forward.conditioning_is_frozen
     table = policy.conditioning_table(torch.tensor([0.7]), embeddings)
-    v = policy.velocity(noise(2, *SPACE), table.at(KEYS, torch.tensor([0, 0])))
+    v = policy.velocity(noise(2, *SPACE), table.at([PLAIN, OTHER], torch.tensor([0, 0])))
     v.square().mean().backward()
     assert all(p.grad is not None for p in policy.parameters().values())
 
@@ -275,7 +280,7 @@ def test_a_trained_image_embedder_is_not_tabulated(checkpoint: Path, embeddings:
 def test_an_adapter_of_the_patches_reads_the_frame(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
     policy = load(checkpoint, lora_targets=r"x_embedder\.proj").policy
     perturb_adapter(policy)
-    x, sigma, batch = noise(2, *SPACE), torch.tensor([0.9, 0.3]), batch_of(embeddings, *KEYS)
+    x, sigma, batch = noise(2, *SPACE), torch.tensor([0.9, 0.3]), batch_of(embeddings, PLAIN, OTHER)
     stock = StockPolicy(policy.transformer, dtype=torch.float32)
     expected = stock.velocity(x, stock.condition(sigma, batch))
     torch.testing.assert_close(policy.velocity(x, policy.condition(sigma, batch)), expected, **EXACT)
@@ -289,7 +294,7 @@ def test_saved_lora_loads_into_the_pipelines_transformer(
     perturb_adapter(trained)
     save_weights(trained, tmp_path)
     stock = HunyuanVideo15Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer")
-    x, sigma, batch = noise(2, *SPACE), torch.tensor([0.9, 0.3]), batch_of(embeddings, *KEYS)
+    x, sigma, batch = noise(2, *SPACE), torch.tensor([0.9, 0.3]), batch_of(embeddings, PLAIN, OTHER)
     found = [StockPolicy(stock, dtype=torch.float32), trained]
     before, expected = (policy.velocity(x, policy.condition(sigma, batch)) for policy in found)
     assert (before - expected).abs().max() > 0.01

@@ -48,7 +48,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 )
 def test_a_method_in_words(settings: dict[str, str], method: str) -> None:
     config = from_overrides(settings)
-    assert method_of(Objective.of(config), config.sampling) == method
+    assert method_of(Objective(config), config.sampling) == method
 
 
 def test_the_log_corrected_samplers_are_those_of_one_sde() -> None:
@@ -59,7 +59,7 @@ def test_the_log_corrected_samplers_are_those_of_one_sde() -> None:
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_head_of_a_configuration_has_its_method(file: Path) -> None:
     what, config = file.read_text().splitlines()[0], load(file)
-    method = method_of(Objective.of(config), config.sampling)
+    method = method_of(Objective(config), config.sampling)
     assert ("SAGE-GRPO" in what) == method.startswith("SAGE-GRPO")
     assert ("DiffusionNFT variant" in what) == method.startswith("DiffusionNFT variant")
 

@@ -36,7 +36,7 @@ def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
 ) -> None:
     caplog.set_level(logging.INFO)
     config = settings(objective__ratio=ratio, objective__clip_range=1e-4, train__optimizer_steps=2)
-    value = check_rounding(*moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), Objective.of(config), 1e-5)
+    value = check_rounding(*moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), Objective(config), 1e-5)
     assert value == pytest.approx(share * 1e-4)
     (line,) = (" ".join(message.split()) for message in caplog.messages)
     assert f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias -2.0e-05, noise 5.0e-06)" in line
@@ -47,7 +47,7 @@ def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
 
 
 def test_more_than_a_third_stops() -> None:
-    objective = Objective.of(settings(objective__clip_range=1e-4, train__optimizer_steps=2))
+    objective = Objective(settings(objective__clip_range=1e-4, train__optimizer_steps=2))
     ones = torch.ones(3)
     with pytest.raises(ParityError, match=r"4.0e-01 of objective.clip_range \(1e-04\), more than a third: .*centred"):
         check_rounding(*moments(3.5e-5, 5e-6), ones, objective, 1e-5)
@@ -60,7 +60,7 @@ def test_more_than_a_third_stops() -> None:
 def test_what_counts_for_a_mask_by_the_kl_is_the_kl_of_rounding() -> None:
     """Its noise does no harm: the KL, which rounding raises, decides what is masked."""
     given = {"objective__surrogate": "kl_mask", "objective__kl_limit": 1e-4, "train__optimizer_steps": 2}
-    objective, ones = Objective.of(settings(**given)), torch.ones(3)
+    objective, ones = Objective(settings(**given)), torch.ones(3)
     assert check_rounding(*moments(2e-5, 1.0), ones, objective, 1e-5) == pytest.approx(2e-5)
     with pytest.raises(ParityError, match=r"4.0e-01 of objective.kl_limit .* a wider objective.kl_limit"):
         check_rounding(*moments(4e-5, 0.0), ones, objective, 1e-5)

@@ -31,7 +31,7 @@ from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, s
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
-from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
 from sage_fast.rollout.step import denoise
@@ -343,7 +343,7 @@ def block_and_inputs(tuning: str, dtype: torch.dtype) -> tuple[torch.nn.Module, 
         make_trainable(HunyuanVideo15(), transformer, ModelConfig(lora_rank=1, lora_alpha=1))
     streams = [torch.randn(1, count, 256, dtype=dtype, requires_grad=True) for count in (120, 40)]
     modulation = torch.randn(1, 2, 6, 256, dtype=dtype)
-    inputs = [*streams, modulation, None, torch.randn(120, 32, 2), ATTENTION["sdpa"], False]
+    inputs = [*streams, modulation, torch.randn(120, 32, 2), ATTENTION["sdpa"], False]
     forward = TextToVideoForward(transformer, dtype)
     forward.refresh()
     return forward.blocks[0], inputs
@@ -401,7 +401,7 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
         gradients = [p.grad for p in policy.parameters().values()]
         with Live(x, *transformer.parameters(), *weights, *gradients, policy.forward._rotary_of(x)) as live:
             if tuning == "full":
-                at = policy.condition(sigma, collate([embeddings[""]], x.device, dtype))
+                at = policy.condition(sigma, [embeddings[""]])
             policy.velocity(x, at).float().square().mean().backward()
         peaks[frames] = live.peak
     architecture = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 3}

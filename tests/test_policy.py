@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import find_spec, load_model, make_trainable
 from sage_fast.models.lora.adapter import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
@@ -85,12 +85,10 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def text_of(embeddings: dict[str, TextEmbedding], *prompts: str, dtype: torch.dtype = torch.float32) -> TextBatch:
-    return collate([embeddings[prompt] for prompt in prompts], CPU, dtype)
-
-
-def velocity(policy: HunyuanVideo15Policy, x: Tensor, sigma: Tensor, text: TextBatch) -> Tensor:
-    return policy.velocity(x, policy.condition(sigma, text))
+def velocity(policy: HunyuanVideo15Policy, x: Tensor, sigma: Tensor, texts: Sequence[TextEmbedding]) -> Tensor:
+    """Return the velocity of each sample alone, since a batch has prompts of one length."""
+    samples = zip(x.split(1), sigma.split(1), texts, strict=True)
+    return torch.cat([policy.velocity(x, policy.condition(sigma, [text])) for x, sigma, text in samples])
 
 
 def perturb_adapter(policy: HunyuanVideo15Policy) -> None:
@@ -120,7 +118,7 @@ def test_load_model_stores_weights_as_the_tuning_needs_them(
     assert base in frozen
     assert frozen <= {base, torch.float32}  # float32: adapters of the dead ends
     assert not any(p.requires_grad for p in model.decoder.vae.parameters())
-    text = text_of(embeddings, PLAIN, QUOTED, dtype=activations)
+    text = [embeddings[PLAIN], embeddings[QUOTED]]
     v = velocity(policy, noise(2, *SPACE), torch.tensor([0.9, 0.3]), text)
     assert v.shape == (2, *SPACE)
     assert v.dtype == activations
@@ -129,10 +127,10 @@ def test_load_model_stores_weights_as_the_tuning_needs_them(
 
 def test_bfloat16_stays_near_float32(checkpoint: Path, model: Model, embeddings: dict[str, TextEmbedding]) -> None:
     x, sigma = noise(1, *SPACE), torch.tensor([0.7])
-    exact = velocity(model.policy, x, sigma, text_of(embeddings, QUOTED))
+    exact = velocity(model.policy, x, sigma, [embeddings[QUOTED]])
     for tuning in ("lora", "full"):
         policy = load(checkpoint, tuning=tuning, dtype="bfloat16").policy
-        v = velocity(policy, x, sigma, text_of(embeddings, QUOTED, dtype=torch.bfloat16)).float()
+        v = velocity(policy, x, sigma, [embeddings[QUOTED]]).float()
         assert 0 < (v - exact).norm() / exact.norm() < 0.03
 
 
@@ -258,15 +256,19 @@ def test_embeddings_are_the_valid_tokens_of_the_pipeline(
     assert len(embedding.glyphs) == (len('Text "the END". Text "bye". ') + 1 if prompt == QUOTED else 0)
 
 
-def test_collate_pads_to_the_longest_and_not_at_all_in_a_group(embeddings: dict[str, TextEmbedding]) -> None:
-    mixed = text_of(embeddings, PLAIN, QUOTED)
-    lengths = [len(embeddings[prompt].text) for prompt in (PLAIN, QUOTED)]
-    assert mixed.text_mask.sum(1).tolist() == lengths
-    assert mixed.text.shape[1] == max(lengths)
-    assert mixed.glyphs_mask.sum(1).tolist() == [0, len(embeddings[QUOTED].glyphs)]
-    group = text_of(embeddings, PLAIN, PLAIN)
-    assert group.text_mask is None
-    assert group.glyphs.shape == (2, 0, mixed.glyphs.shape[2])
+@torch.no_grad()
+def test_prompts_of_one_length_share_a_batch_whatever_they_quote(
+    model: Model, embeddings: dict[str, TextEmbedding]
+) -> None:
+    """One has fewer tokens of text and as many more of glyphs."""
+    text, glyphs = embeddings[QUOTED].text, embeddings[QUOTED].glyphs
+    texts = [TextEmbedding(text=text[:n], glyphs=glyphs[: 10 - n]) for n in (4, 7)]
+    x, sigma = noise(2, *SPACE), torch.tensor([0.8, 0.2])
+    alone = velocity(model.policy, x, sigma, texts)
+    assert (alone - velocity(model.policy, x, sigma, texts[::-1])).abs().max() > 0.01
+    torch.testing.assert_close(model.policy.velocity(x, model.policy.condition(sigma, texts)), alone, **ROUNDING)
+    table = model.policy.conditioning_table(torch.tensor([0.8, 0.2]), dict(enumerate(texts)))
+    torch.testing.assert_close(model.policy.velocity(x, table.at([0, 1], torch.tensor([0, 1]))), alone, **ROUNDING)
 
 
 def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str, TextEmbedding]) -> None:
@@ -385,8 +387,8 @@ def test_velocity_without_padding_equals_the_padded_stock_forward(
 ) -> None:
     x, sigma = noise(len(prompts), *SPACE), torch.tensor([0.9876543, 0.5, 0.01])[: len(prompts)]
     with torch.no_grad():
-        v = velocity(model.policy, x, sigma, text_of(embeddings, *prompts))
-        other = velocity(model.policy, x, sigma, text_of(embeddings, *[""] * len(prompts)))
+        v = velocity(model.policy, x, sigma, [embeddings[prompt] for prompt in prompts])
+        other = velocity(model.policy, x, sigma, [embeddings[""]] * len(prompts))
     assert (v - other).abs().max() > 0.01  # the text matters, so the next line can fail
     torch.testing.assert_close(v, stock_velocity(pipeline, x, sigma, prompts), **ROUNDING)
 
@@ -402,7 +404,7 @@ def test_timestep_stays_float32_in_a_bfloat16_model(checkpoint: Path, embeddings
         time_embed.time_proj.register_forward_hook(lambda module, args, out: seen.append(args[0])),
         time_embed.timestep_embedder.register_forward_hook(lambda module, args, out: seen.append(out)),
     ]
-    velocity(policy, noise(1, *SPACE), sigma, text_of(embeddings, PLAIN, dtype=torch.bfloat16))
+    velocity(policy, noise(1, *SPACE), sigma, [embeddings[PLAIN]])
     for hook in hooks:
         hook.remove()
     timestep, temb = seen
@@ -423,14 +425,10 @@ def test_ode_rollout_reproduces_the_pipeline(
     model = load(checkpoint, guidance_scale)
     latents = initial_latents(torch.tensor([1, 2]), SPACE, CPU)
     table = transition_table(sigma_schedule(steps, SHIFT), "ode", 0.0)
-    ours = rollout(
-        model.policy,
-        table,
-        table.coefficients(),
-        model.policy.conditioning_table(table.sigmas[:-1], embeddings),
-        prompts,
-        torch.tensor([1, 2]),
-        latents,
+    conditions = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
+    samples = zip(prompts, torch.tensor([1, 2]).split(1), latents.split(1))
+    ours = torch.cat(
+        [rollout(model.policy, table, table.coefficients(), conditions, [key], *sample) for key, *sample in samples]
     )
     keys = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
     texts = dict(zip(keys, pipeline.encode_prompt(prompts, device=CPU, batch_size=2)))
@@ -456,7 +454,7 @@ def test_fresh_lora_is_the_base_model_exactly(
     checkpoint: Path, model: Model, embeddings: dict[str, TextEmbedding]
 ) -> None:
     base = HunyuanVideo15Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer").eval()
-    x, sigma, text = noise(2, *SPACE), torch.tensor([0.8, 0.2]), text_of(embeddings, PLAIN, QUOTED)
+    x, sigma, text = noise(2, *SPACE), torch.tensor([0.8, 0.2]), [embeddings[PLAIN], embeddings[QUOTED]]
     with torch.no_grad():
         expected = velocity(HunyuanVideo15Policy(base, dtype=torch.float32), x, sigma, text)
         torch.testing.assert_close(velocity(model.policy, x, sigma, text), expected, rtol=0, atol=0)
@@ -465,7 +463,7 @@ def test_fresh_lora_is_the_base_model_exactly(
 @torch.no_grad()
 def test_base_policy_is_the_initial_snapshot(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
     policy = load(checkpoint).policy
-    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED)
+    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), [embeddings[QUOTED]]
     initial, before = policy.snapshot(), velocity(policy, x, sigma, text)
     perturb_adapter(policy)
     trained = velocity(policy, x, sigma, text)
@@ -518,9 +516,9 @@ def test_seed_decides_the_adapter_and_leaves_the_global_generator_alone(checkpoi
     assert equal_states(again, model.policy.snapshot())
 
 
-def gradients(policy: HunyuanVideo15Policy, text: TextBatch) -> tuple[Tensor, dict[str, Tensor | None]]:
-    batch = len(text.text)
-    v = velocity(policy, noise(batch, *SPACE), torch.linspace(0.9, 0.2, batch), text)
+def gradients(policy: HunyuanVideo15Policy, texts: Sequence[TextEmbedding]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    batch = len(texts)
+    v = velocity(policy, noise(batch, *SPACE), torch.linspace(0.9, 0.2, batch), texts)
     parameters = policy.parameters()
     found = torch.autograd.grad(v.float(), list(parameters.values()), noise(*v.shape, seed=9), allow_unused=True)
     return v.detach(), dict(zip(parameters, found))
@@ -532,9 +530,9 @@ def test_every_trainable_parameter_gets_a_gradient(
 ) -> None:
     policy = load(checkpoint, tuning=tuning).policy
     perturb_adapter(policy)
-    _, found = gradients(policy, text_of(embeddings, PLAIN, QUOTED))
+    _, found = gradients(policy, [embeddings[PLAIN], embeddings[QUOTED]])
     assert [name for name, g in found.items() if g is None or not g.any()] == []
-    _, found = gradients(policy, text_of(embeddings, PLAIN))
+    _, found = gradients(policy, [embeddings[PLAIN]])
     idle = {".".join(name.split(".")[:1]) for name, g in found.items() if g is None or not g.any()}
     assert idle == ({"context_embedder_2"} if tuning == "full" else set())  # used only if a prompt quotes text
 
@@ -550,7 +548,7 @@ def test_frozen_dead_ends_are_dead_and_all_there_are(checkpoint: Path, embedding
     assert {name for name in frozen if not name.startswith(roots)} == set()
     assert all(any(name.startswith(root) for name in frozen) for root in roots)
     policy.transformer.requires_grad_(True)
-    _, found = gradients(policy, text_of(embeddings, PLAIN, QUOTED))
+    _, found = gradients(policy, [embeddings[PLAIN], embeddings[QUOTED]])
     assert {name for name, g in found.items() if g is None or not g.any()} == frozen
     freeze_dead_ends(policy.transformer)
     assert {name for name, p in policy.transformer.named_parameters() if not p.requires_grad} == frozen
@@ -560,7 +558,7 @@ def test_frozen_dead_ends_are_dead_and_all_there_are(checkpoint: Path, embedding
 def test_gradient_checkpointing_changes_no_bit(
     checkpoint: Path, embeddings: dict[str, TextEmbedding], tuning: str, dtype: str
 ) -> None:
-    text = text_of(embeddings, PLAIN, QUOTED, dtype=getattr(torch, dtype))
+    text = [embeddings[PLAIN], embeddings[QUOTED]]
     results = []
     for mode in ("none", "full", "attention"):
         model = load(checkpoint, tuning=tuning, dtype=dtype)
@@ -589,7 +587,7 @@ def test_saved_lora_loads_into_stock_diffusers_and_trains_on(
     perturb_adapter(trained)
     save_weights(trained, tmp_path)
     assert {t.dtype for t in load_file(tmp_path / LORA_FILE).values()} == {torch.float32}
-    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED, dtype=trained.dtype)
+    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), [embeddings[QUOTED]]
     expected = velocity(trained, x, sigma, text)
 
     # rank and alpha come from the file (scaling 12 / 4, not the 64 / 64 given here)
@@ -629,7 +627,7 @@ def test_full_weights_come_back(checkpoint: Path, embeddings: dict[str, TextEmbe
     config.write_text(json.dumps(layout))
     resumed = load(checkpoint, tuning="full", dtype="bfloat16", weights=str(tmp_path)).policy
     assert equal_states(resumed.snapshot(), trained.snapshot())
-    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED)
+    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), [embeddings[QUOTED]]
     torch.testing.assert_close(velocity(resumed, x, sigma, text), velocity(trained, x, sigma, text), rtol=0, atol=0)
 
 

@@ -25,7 +25,7 @@ from sage_fast.eval.evaluation import prompts_and_seeds
 from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
-from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.interface import pass_lengths
 from sage_fast.models.load import load_model
 from sage_fast.trainer import Trainer
@@ -194,7 +194,7 @@ def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
     x = torch.randn(2, policy.transformer.config.out_channels, 2, 4, 4)
 
     def by_hand(row: int, prompt: str, negative: str, step: int) -> torch.Tensor:
-        text, away = (collate([known[key]], CPU, policy.dtype) for key in (prompt, negative))
+        text, away = ([known[key]] for key in (prompt, negative))
         at = policy.condition(sigmas[step : step + 1], text, away)
         return policy.guided_velocity(x[row : row + 1], at)
 

@@ -46,13 +46,13 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
 def count_made(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
     """Count the objects that resolve settings."""
     for cls in (Objective, Resolved):
-        made = cls.of.__func__  # type: ignore[attr-defined]
+        made = cls.__init__
 
-        def counted(kind: Any, config: Config, made: Any = made) -> Any:
-            calls[f"{kind.__name__}.of"] += 1
-            return made(kind, config)
+        def counted(self: Any, config: Config, made: Any = made) -> None:
+            calls[type(self).__name__] += 1
+            made(self, config)
 
-        monkeypatch.setattr(cls, "of", classmethod(counted))
+        monkeypatch.setattr(cls, "__init__", counted)
 
 
 def test_a_run_resolves_its_settings_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -65,17 +65,17 @@ def test_a_run_resolves_its_settings_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     count_calls(monkeypatch, calls)
     count_made(monkeypatch, calls)
     train(config)
-    expected = {function.__name__: 1 for function in FUNCTIONS} | {"Objective.of": 1, "Resolved.of": 1}
+    expected = {function.__name__: 1 for function in FUNCTIONS} | {"Objective": 1, "Resolved": 1}
     assert calls == expected | {f"read {name}": 1 for name in SETS}
 
 
 def test_settings_outside_a_samplers_range_are_refused_before_a_table_is_made() -> None:
     with pytest.raises(UserError, match=r"sampling.eta = 1.5: cps is defined up to 1; the nearest is 1"):
-        Resolved.of(settings(sampling__sampler="cps", sampling__eta=1.5))
+        Resolved(settings(sampling__sampler="cps", sampling__eta=1.5))
 
 
 def test_the_trained_steps_of_an_iteration_are_as_many_in_every_other() -> None:
-    resolved = Resolved.of(settings(sampling__steps=10, train__timestep_fraction=0.35))
+    resolved = Resolved(settings(sampling__steps=10, train__timestep_fraction=0.35))
     draws = [resolved.trained_steps(resolved.table, iteration) for iteration in range(8)]
     assert {len(steps) for steps in draws} == {4}
     assert len(set(map(tuple, draws))) > 1

@@ -8,7 +8,6 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.models.hunyuan15.text import collate
 from sage_fast.ops import transition_score
 from sage_fast.ops.philox import philox_normal
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
@@ -59,8 +58,8 @@ def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None
     seeds = sample_seeds(0, 0, 0, range(4))
     rows, sigmas, coefs, policy, _ = roll(seeds, sampler, guidance)
     texts = embeddings(PROMPTS)
-    text = collate([texts[PROMPTS[i % 2]] for i in range(4)], CPU, torch.float32)
-    negative = collate([texts[""]] * 4, CPU, torch.float32)
+    text = [texts[PROMPTS[i % 2]] for i in range(4)]
+    negative = [texts[""]] * 4
     assert rows.log_probs
     for t in sorted({t for _, t in rows.trained}):
         micro = [(i, t) for i in range(4)]
@@ -95,7 +94,7 @@ def test_ode_is_the_euler_loop_of_diffusers() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(sigmas=torch.linspace(1, 0, 7)[:-1].numpy())
     texts = embeddings(PROMPTS)
-    text = collate([texts[prompt] for prompt in PROMPTS], CPU, torch.float32)
+    text = [texts[prompt] for prompt in PROMPTS]
     x = initial_latents(seeds, LATENT_SHAPE, CPU)
     with torch.no_grad():
         for timestep in scheduler.timesteps:

@@ -81,7 +81,7 @@ def test_no_transition_of_a_rollout_is_trained_before_the_window(sampler: str, s
     config = settings(
         sampling__sampler=sampler, sampling__steps=80, sampling__shift=9.0, objective__surrogate=surrogate
     )
-    resolved = Resolved.of(config)  # `sage` has silent steps at the start
+    resolved = Resolved(config)  # `sage` has silent steps at the start
     for window in [resolved.table, *(resolved.table.window(start, start + 7) for start in range(74))]:
         start = window.first_stochastic
         assert not window.c[:start].any()

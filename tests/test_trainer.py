@@ -285,9 +285,9 @@ def test_the_gate_measures_and_lets_pass_where_there_is_no_ratio(monkeypatch: py
 def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]) -> None:
     """In the first update the closed-form KL to the rollout policy and its gradient are 0, to rounding."""
     config = settings(kl__velocity_term="closed_form", **overrides)
-    assert not Objective.of(config).stores_velocities
+    assert not Objective(config).stores_velocities
     config.train.optimizer_steps = 2
-    assert Objective.of(config).stores_velocities
+    assert Objective(config).stores_velocities
 
 
 def test_a_kl_that_is_always_zero_is_refused() -> None:

@@ -54,7 +54,7 @@ def test_a_window_is_contiguous_and_that_of_all_prompts() -> None:
 def test_every_step_is_in_equally_many_windows(steps: int, length: int, each: int | None) -> None:
     """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer of them."""
     config = settings(sampling__steps=steps, sampling__sde_window=length)
-    resolved = Resolved.of(config)
+    resolved = Resolved(config)
     trained = [resolved.trained_steps(window) for window in resolved.windows]
     counts = Counter(step for window in trained for step in window)
     assert [len(window) for window in trained] == [length] * len(trained)

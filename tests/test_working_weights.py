@@ -19,14 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
-from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.rollout.samples import SampleRollouts
 from sage_fast.run.checkpoint import TrainingState, save_training_state
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import CPU, embeddings, settings, tiny_model
+from tests.tiny import embeddings, settings, tiny_model
 from tests.zero_runs import mixed_trainer
 
 pytestmark = pytest.mark.skipif(
@@ -60,7 +59,7 @@ def mixed_policy(name: str) -> HunyuanVideo15Policy:
 
 
 def loss_of(policy: HunyuanVideo15Policy, number: int) -> Tensor:
-    text = collate([embeddings([WORDS], torch.bfloat16)[WORDS]], CPU, torch.bfloat16)
+    text = [embeddings([WORDS], torch.bfloat16)[WORDS]]
     x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(number))
     return policy.velocity(x, policy.condition(torch.tensor([0.4]), text)).float().square().mean()
 

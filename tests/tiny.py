@@ -139,7 +139,7 @@ def captions(*texts: str) -> dict[str, Caption]:
 def resolved(objective: ObjectiveConfig, kl: KLConfig | None = None) -> Objective:
     """Resolve these sections, by default without a KL; the other settings do not matter to a loss."""
     kl = kl or KLConfig(strategy="none")
-    return Objective.of(dataclasses.replace(settings(), objective=objective, kl=kl))
+    return Objective(dataclasses.replace(settings(), objective=objective, kl=kl))
 
 
 def tiny_trainer(
@@ -148,13 +148,13 @@ def tiny_trainer(
     prompts = train_prompts()
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
     return Trainer(
-        Resolved.of(config), tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype)
+        Resolved(config), tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype)
     )
 
 
 def planned(config: Config, prompts: Sequence[str], iteration: int = 0) -> IterationPlan:
     """The plan of an iteration on one rank, with prompts of one length."""
-    return plan_iteration(Resolved.of(config), prompts, lambda prompt: 1, iteration)
+    return plan_iteration(Resolved(config), prompts, lambda prompt: 1, iteration)
 
 
 def rounding_of_advantages(row: dict[str, Any]) -> float:

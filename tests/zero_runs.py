@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
-from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, deepspeed_config, make_engine
 from sage_fast.rewards import CompositeReward
@@ -37,7 +36,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests import tiny
-from tests.tiny import CPU, BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
+from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
 
 SETTINGS: dict[str, Any] = {
     "train__optimizer_steps": 2,
@@ -104,7 +103,7 @@ def mixed_trainer(config: Config) -> Trainer:
     model, prompts = tiny_model(config, torch.bfloat16), train_prompts()
     model.policy.networks["transformer"].float()
     reward = CompositeReward(BrightnessReward(), config.reward)
-    return Trainer(Resolved.of(config), model, reward, prompts, embeddings(prompts, torch.bfloat16))
+    return Trainer(Resolved(config), model, reward, prompts, embeddings(prompts, torch.bfloat16))
 
 
 def memory(folder: Path, mode: str, engine: str = "zero3") -> None:
@@ -169,9 +168,7 @@ def resume(trainer: Trainer, run: Path) -> None:
 
 def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
     """Yield a loss of all weights, one of the blocks' weights alone, and one that is NaN."""
-    text = collate(
-        [embeddings(["a red circle moves left quickly"])["a red circle moves left quickly"]], CPU, torch.float32
-    )
+    text = [embeddings(["a red circle moves left quickly"])["a red circle moves left quickly"]]
     x, sigma = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(5)), torch.tensor([0.4])
     yield policy.velocity(x, policy.condition(sigma, text)).square().mean()
     with torch.no_grad():
@@ -230,7 +227,7 @@ def muon_engine(name: str) -> Engine:
 def muon_step(engine: Engine, number: int, ranks: Sequence[int]) -> dict[str, Tensor]:
     """Update by the mean of two losses, with this process computing those of `ranks`; return the whole weights."""
     policy, words = engine.policy, "a red circle moves left quickly"
-    text = collate([embeddings([words])[words]], CPU, torch.float32)
+    text = [embeddings([words])[words]]
     for place in ranks:
         x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(10 * number + place))
         engine.backward(policy.velocity(x, policy.condition(torch.tensor([0.4]), text)).square().mean(), 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.config.fields import require
 from sage_fast.models.spec import Distillation
 
 LARGEST_ETA = 0.2
@@ -19,10 +18,9 @@ def check_distilled(distillation: Distillation | None, objective: Objective) -> 
     Raises:
         UserError: it does, with a surrogate for the velocity at one noise level.
     """
-    require(
+    objective.settings.require(
         distillation is None or not distillation.mean_velocity or objective.surrogate.scores_rollout,
-        "objective.surrogate",
-        objective.settings.surrogate,
+        "surrogate",
         "fits the velocity at one noise level, and model.path is a step-distilled model, whose velocity is the mean "
         "over a step: its videos would blur; the nearest choice is 'clip'",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 from sage_fast.models.checkpointing import MODES, RECOMPUTED, CheckpointPlan
@@ -21,20 +20,19 @@ def flops(
         checkpointing: what the backward recomputes; None: model FLOPs.
         frozen_base: as for `training_flops`.
     """
-    per_transition = functools.partial(
-        training_flops, cost.forward, cost.attention, frozen_base=frozen_base, block_ends=cost.block_ends
-    )
-    if checkpointing is None:
-        per_training = per_transition(checkpointing=None)
-    else:
-        per_training = checkpointing.mean({mode: per_transition(checkpointing=mode) for mode in MODES})
-    per_forward = {"training": per_training}
-    parts = {part: count * per_forward.get(part, cost.forward) for part, count in counts.items()}
+
+    def of_transition(mode: str | None) -> float:
+        about = cost.forward, cost.attention, cost.block_ends
+        return training_flops(*about, checkpointing=mode, frozen_base=frozen_base)
+
+    by_mode = {mode: of_transition(mode) for mode in MODES}
+    transition = of_transition(None) if checkpointing is None else checkpointing.mean(by_mode)
+    parts = {part: count * (transition if part == "training" else cost.forward) for part, count in counts.items()}
     return parts | {"decode": videos * cost.decode}
 
 
 def training_flops(
-    forward: float, attention: float, *, checkpointing: str | None, frozen_base: bool, block_ends: float = 0.0
+    forward: float, attention: float, block_ends: float = 0.0, *, checkpointing: str | None, frozen_base: bool
 ) -> float:
     """Return the FLOPs of a forward, its recomputation with checkpointing, and a backward.
 

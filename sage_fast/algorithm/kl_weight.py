@@ -13,23 +13,21 @@ class FeedbackRow:
     """Response of lambda to what an optimizer step observes.
 
     Attributes:
-        too_large: factor on lambda when the KL is too large; None if lambda does not follow the KL.
-        too_small: factor on lambda when the KL is too small; None if lambda does not follow the KL.
+        factors: factors on lambda when the KL is too large and too small; None if lambda does not follow the KL.
         holds_share: lambda follows the KL's share of the gradient and has no warm-up.
         capped: the bound of lambda is `kl.lambda_max`, not `kl.lambda_limit`.
         starts_positive: lambda is multiplied from the start, so `kl.lambda_min` must be above 0.
     """
 
-    too_large: float | None = None
-    too_small: float | None = None
+    factors: tuple[float, float] | None = None
     holds_share: bool = False
     capped: bool = False
     starts_positive: bool = False
 
 
 FEEDBACKS = {
-    "paper": FeedbackRow(too_large=0.9, too_small=1.1, capped=True),
-    "ppo": FeedbackRow(too_large=1.1, too_small=0.9, starts_positive=True),
+    "paper": FeedbackRow(factors=(0.9, 1.1), capped=True),
+    "ppo": FeedbackRow(factors=(1.1, 0.9), starts_positive=True),
     "share": FeedbackRow(holds_share=True, starts_positive=True),
     "none": FeedbackRow(),
 }
@@ -68,14 +66,14 @@ class KLController:
         span = config.lambda_max - config.lambda_min
         if self.step <= config.warmup_steps:
             self.value = config.lambda_min + span * self.step / config.warmup_steps
-        elif row.too_large is None or row.too_small is None:
+        elif row.factors is None:
             self.value = config.lambda_max
         else:
             mean = sum(self.history) / len(self.history)
             if mean > 1.5 * config.target:
-                self.value *= row.too_large
+                self.value *= row.factors[0]
             elif mean < 0.5 * config.target:
-                self.value *= row.too_small
+                self.value *= row.factors[1]
             most = config.lambda_max if row.capped else config.lambda_limit
             self.value = min(max(self.value, config.lambda_min), most)
 

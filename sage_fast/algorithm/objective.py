@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import Config, KLConfig, ObjectiveConfig
+from sage_fast.config.schema import Config, ObjectiveConfig
 from sage_fast.ops import Row
 
 
@@ -137,24 +137,9 @@ SURROGATES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RatioRow:
-    """Preparation of the log-ratio for a surrogate that clips the ratio.
-
-    Attributes:
-        centred: add the KL to the rollout policy, so that the mean log-ratio is zero.
-        normalised: multiply by S_t, so that the clip acts alike at every step.
-    """
-
-    centred: bool
-    normalised: bool
-
-
-RATIOS = {
-    "plain": RatioRow(centred=False, normalised=False),
-    "centred": RatioRow(centred=True, normalised=False),
-    "normalised": RatioRow(centred=True, normalised=True),
-}
+RATIOS = {"plain": (False, False), "centred": (True, False), "normalised": (True, True)}
+"""Choice of `objective.ratio` -> whether the log-ratio that is clipped is centred, by adding the KL to the rollout
+policy, and whether it is multiplied by S_t."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,9 +183,8 @@ KL_STRATEGIES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss of a run: its settings, their rows, and what follows from them. `Objective.of` makes it.
+    """The loss of a run: its settings, their rows, and what follows from them.
 
     Attributes:
         settings: section `objective`.
@@ -220,45 +204,23 @@ class Objective:
         scores_noised: the loss needs a forward of the rollout policy at each noised sample.
     """
 
-    settings: ObjectiveConfig
-    kl: KLConfig
-    surrogate: SurrogateRow
-    strategy: KLStrategy
-    kl_acts: bool
-    closed_form: bool
-    equalizes: bool
-    centres_ratio: bool
-    normalises_ratio: bool
-    off_policy: bool
-    stores_velocities: bool
-    reuses_velocities: bool
-    scores_noised: bool
-
-    @classmethod
-    def of(cls, config: Config) -> Objective:
-        """Resolve the settings of a run."""
+    def __init__(self, config: Config) -> None:
         settings, kl, averaged = config.objective, config.kl, config.sampling.averaged_weights
-        surrogate, strategy, ratio = SURROGATES[settings.surrogate], KL_STRATEGIES[kl.strategy], RATIOS[settings.ratio]
+        surrogate, strategy = SURROGATES[settings.surrogate], KL_STRATEGIES[kl.strategy]
+        centred, normalised = RATIOS[settings.ratio]
         weight = (strategy.anchor is not None) * kl.beta_pos + strategy.velocity * kl.beta_vel
-        closed_form = kl.velocity_term == "closed_form"
-        centres = surrogate.centred or (surrogate.uses_ratio and ratio.centred)
-        off_policy = config.train.optimizer_steps > 1 or averaged
-        stores = off_policy and (centres or surrogate.uses_kl or (strategy.velocity and closed_form))
-        return cls(
-            settings=settings,
-            kl=kl,
-            surrogate=surrogate,
-            strategy=strategy,
-            kl_acts=kl.lambda_max > 0 and weight > 0,
-            closed_form=closed_form,
-            equalizes=settings.equalizer and not surrogate.uses_errors,
-            centres_ratio=centres,
-            normalises_ratio=surrogate.uses_ratio and ratio.normalised,
-            off_policy=off_policy,
-            stores_velocities=stores,
-            reuses_velocities=not averaged and (surrogate.scores_rollout or stores or not off_policy),
-            scores_noised=stores and not surrogate.scores_rollout,
-        )
+        self.settings, self.kl = settings, kl
+        self.surrogate, self.strategy = surrogate, strategy
+        self.kl_acts = kl.lambda_max > 0 and weight > 0
+        self.closed_form = kl.velocity_term == "closed_form"
+        self.equalizes = settings.equalizer and not surrogate.uses_errors
+        self.centres_ratio = surrogate.centred or (surrogate.uses_ratio and centred)
+        self.normalises_ratio = surrogate.uses_ratio and normalised
+        self.off_policy = config.train.optimizer_steps > 1 or averaged
+        needs_kl = self.centres_ratio or surrogate.uses_kl or (strategy.velocity and self.closed_form)
+        self.stores_velocities = stores = self.off_policy and needs_kl
+        self.reuses_velocities = not averaged and (surrogate.scores_rollout or stores or not self.off_policy)
+        self.scores_noised = stores and not surrogate.scores_rollout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -377,10 +339,10 @@ def gradient_norms(
     slopes = torch.autograd.grad(loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True)
     of_log_prob, of_kl = (torch.zeros_like(log_prob) if slope is None else slope for slope in slopes)
     residual, before = ((value.detach() - row.k) / row.w for value in (log_prob, scores.log_prob_old))
-    moved = kl_old.detach() / row.m
-    crossed = (before - residual - row.b.square() * moved) / (2 * row.b)
-    away, back = of_log_prob * row.w * row.b, of_kl * row.m
-    square = away.square() * residual - 2 * away * back * crossed + back.square() * moved
+    kl_distance = kl_old.detach() / row.m
+    cross_term = (before - residual - row.b.square() * kl_distance) / (2 * row.b)
+    grad_logp, grad_kl = of_log_prob * row.w * row.b, of_kl * row.m
+    square = grad_logp.square() * residual - 2 * grad_logp * grad_kl * cross_term + grad_kl.square() * kl_distance
     policy = 2 * (square.clamp(min=0) / numel).sqrt()
 
     def kl_norm(value: Tensor) -> Tensor:

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.transitions import SAMPLERS, TransitionTable, forward_table, sigma_schedule, transition_table
-from sage_fast.config.fields import require
+from sage_fast.algorithm.transitions import TransitionTable, forward_table, sigma_schedule, transition_table
 from sage_fast.config.schema import Config
 from sage_fast.util.seeding import permutation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """Settings, and what follows from several of their sections. `Resolved.of` makes it, once in a run.
+    """Settings, and what follows from several of their sections. A run makes it once.
+
+    `check_trainable` also checks that the settings can train.
 
     Attributes:
         config: the settings.
         objective: the loss.
         table: all T transitions of the configured sampler.
+
+    Raises:
+        UserError: eta is outside the sampler's range.
     """
 
-    config: Config
-    objective: Objective
-    table: TransitionTable
-
-    @classmethod
-    def of(cls, config: Config) -> Resolved:
-        """Resolve the settings of a run; `check_trainable` also checks that they can train.
-
-        Raises:
-            UserError: eta is outside the sampler's range.
-        """
-        s, largest = config.sampling, SAMPLERS[config.sampling.sampler].largest_eta
-        expected = f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
-        require(s.eta <= largest, "sampling.eta", s.eta, expected)
-        table = transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
-        return cls(config=config, objective=Objective.of(config), table=table)
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.objective = Objective(config)
+        sigmas = sigma_schedule(config.sampling.steps, config.sampling.shift)
+        self.table = transition_table(sigmas, config.sampling.sampler, config.sampling.eta)
 
     @functools.cached_property
     def windows(self) -> list[TransitionTable]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import SURROGATES, Objective
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.config.fields import require
 from sage_fast.config.rank_checks import check_ranks
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
@@ -24,7 +23,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
             without an average, one part to balance, a lambda that cannot move, or more ranks than samples.
     """
-    resolved, s, train = Resolved.of(config), config.sampling, config.train
+    resolved, s, train = Resolved(config), config.sampling, config.train
     trainable = min(len(resolved.trained_steps(table)) for table in resolved.windows)
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
@@ -33,12 +32,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             f"{rows} has no stochastic step to train, so there is no policy gradient; expected one that adds "
             f"noise, with eta above 0, or objective.surrogate = {forward}"
         )
-    require(
-        bool(resolved.table.stochastic_steps) or not s.shared_initial_noise,
-        "sampling.shared_initial_noise",
-        s.shared_initial_noise,
-        f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false",
-    )
+    noiseless = f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false"
+    s.require(bool(resolved.table.stochastic_steps) or not s.shared_initial_noise, "shared_initial_noise", noiseless)
     share = f" and train.timestep_fraction = {train.timestep_fraction:g}" * (train.timestep_fraction < 1)
     if trainable < train.optimizer_steps:
         raise UserError(
@@ -46,20 +41,17 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             f"sample; the nearest valid value is {trainable}"
         )
     _check_kl(resolved.objective)
-    require(
+    s.require(
         train.ema_decay > 0 or not s.averaged_weights,
-        "sampling.averaged_weights",
-        s.averaged_weights,
+        "averaged_weights",
         f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above 0, such as 0.9; the "
         "nearest choice is false",
     )
     weighted = [part for part, weight in config.reward.part_weights.items() if weight]
-    require(
+    config.objective.require(
         len(weighted) > 1 or not config.objective.balanced_rewards,
-        "objective.balanced_rewards",
-        config.objective.balanced_rewards,
-        f"the reward has one part with a weight, {weighted[0]}, and there is nothing to balance; the nearest choice is "
-        "false",
+        "balanced_rewards",
+        f"the reward has one part with a weight, {weighted[0]}, so nothing to balance; the nearest choice is false",
     )
     check_ranks(train, config.model.sequence_parallel, ranks or world_size())
     return resolved
@@ -72,10 +64,9 @@ def _check_kl(objective: Objective) -> None:
         UserError: the KL is always 0 or needs log-probs of the rollout where there are none, or lambda cannot move.
     """
     kl, strategy, feedback = objective.kl, objective.strategy, FEEDBACKS[objective.kl.feedback]
-    require(
+    kl.require(
         objective.surrogate.scores_rollout or not strategy.velocity or objective.closed_form,
-        "kl.velocity_term",
-        kl.velocity_term,
+        "velocity_term",
         f"objective.surrogate = {objective.settings.surrogate} scores no step of the rollout; the nearest choice is "
         "closed_form, or kl.strategy = moving",
     )
@@ -85,15 +76,10 @@ def _check_kl(objective: Objective) -> None:
             f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
             "update of an iteration; expected at least 2, or kl.strategy = 'none'"
         )
-    require(
-        kl.lambda_min > 0 or not feedback.starts_positive or not objective.kl_acts,
-        "kl.lambda_min",
-        kl.lambda_min,
-        f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07",
-    )
-    require(
+    positive = f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07"
+    kl.require(kl.lambda_min > 0 or not feedback.starts_positive or not objective.kl_acts, "lambda_min", positive)
+    kl.require(
         not feedback.holds_share or not strategy.velocity or strategy.anchor is not None or objective.closed_form,
-        "kl.feedback",
-        kl.feedback,
+        "feedback",
         f"strategy {kl.strategy!r} has a gradient to hold only with kl.velocity_term = closed_form",
     )

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sage_fast.util.errors import nearest
+from sage_fast.config.fields import require
 
 SAGE_CLAMP = 3e-3
 """Floor of 1 - sigma in the sage variance (paper, Appendix A.2, regime c)."""
@@ -38,14 +38,7 @@ def sigma_schedule(steps: int, shift: float) -> Tensor:
     Returns:
         float64 `[T+1]`, strictly decreasing from 1 to 0. Equal to diffusers'
         `FlowMatchEulerDiscreteScheduler(shift=shift)` as the HunyuanVideo 1.5 pipeline drives it.
-
-    Raises:
-        ValueError: `steps` below 1, or `shift` not above 0.
     """
-    if steps < 1:
-        raise ValueError(f"steps = {steps}: a schedule needs at least 1 step; the nearest valid value is 1")
-    if not (math.isfinite(shift) and shift > 0):
-        raise ValueError(f"shift = {shift}: expected a finite number above 0, such as 5 (480p) or 1 (no shift)")
     uniform = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return (shift * uniform / (1 + (shift - 1) * uniform)).clamp(max=1)  # rounding exceeds 1 at shift 0.1
 
@@ -107,20 +100,9 @@ def _dance_precise(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Te
     return _frozen(s, n, eta, 1 / s - 1 / n)
 
 
-def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:
-    if not c.any():  # eta = 0
-        return ()
-    notes = []
-    if 1 - s[0] < SAGE_CLAMP:
-        notes.append(
-            f"sage: step 0 is set by the clamp 1 - sigma >= {SAGE_CLAMP:g} (std {c[0]:.3g}); `precise` needs no clamp"
-        )
-    silent = int((c == 0).sum())
-    if silent:
-        notes.append(f"sage: {silent} step(s) lie wholly inside the clamp and are deterministic")
-    if n[-1] == 0:
-        notes.append(f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `precise` leaves none")
-    return tuple(notes)
+def _sage_notes(c: Tensor) -> tuple[str, ...]:
+    last = f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `precise` leaves none"
+    return (last,) if c[-1] > 0 else ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,13 +112,13 @@ class SamplerRow:
     Attributes:
         step: (s, n, eta) -> a, b, c; float64 `[T]` each.
         largest_eta: largest eta for which the sampler is defined.
-        notes: (s, n, c) -> sentences on clamped or unusual steps.
+        notes: c -> sentences on unusual steps.
         log_corrected: integrates the SDE of eta^2 s/(1-s) over the step, as SAGE-GRPO does, instead of its first order.
     """
 
     step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
     largest_eta: float = math.inf
-    notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
+    notes: Callable[[Tensor], tuple[str, ...]] = lambda c: ()
     log_corrected: bool = False
 
 
@@ -166,7 +148,7 @@ class TransitionTable:
         a: float64 `[T]`; the mean is a x + b v.
         b: float64 `[T]`.
         c: float64 `[T]`, the standard deviation. Rows with c = 0 are deterministic.
-        notes: sentences on clamped or unusual rows.
+        notes: sentences on unusual rows.
     """
 
     sampler: str
@@ -217,12 +199,8 @@ class TransitionTable:
 
     def _log_prob_weight(self, reduction: str) -> Tensor:
         """Return the factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, REDUCTIONS)}")
-        noisy = self.c > 0
-        if not REDUCTIONS[reduction]:
-            return torch.where(noisy, -1.0, 0.0).double()
-        return torch.where(noisy, -1 / (2 * self.c.square()), 0.0)
+        weight = -1 / (2 * self.c.square()) if REDUCTIONS[reduction] else -torch.ones_like(self.c)
+        return torch.where(self.c > 0, weight, 0.0)
 
     def coefficients(self, reduction: str = "mean") -> Tensor:
         """Return the table in the form the operators read.
@@ -236,11 +214,8 @@ class TransitionTable:
             KL = m mean((v - v_anchor)^2) (Eq. 11 with 2 x variance). Logarithms and quotients are computed here in
             float64. w = k = m = 0 where c = 0.
         """
-        w = self._log_prob_weight(reduction)
-        noisy = self.c > 0
-        k = torch.where(noisy, -(self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
-        if not REDUCTIONS[reduction]:
-            k = torch.zeros_like(k)
+        w, noisy = self._log_prob_weight(reduction), self.c > 0
+        k = torch.where(noisy & REDUCTIONS[reduction], -(self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
         m = torch.where(noisy, self.b.square() / (2 * self.c.square()), 0.0)
         return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
 
@@ -258,13 +233,13 @@ class TransitionTable:
         """
         return torch.ones_like(self.c) if REDUCTIONS[reduction] else 2 * self.c.square()
 
-    def equalizer(self, reduction: str = "mean", eps: float = 1e-8) -> Tensor:
-        """Return S_t = median(N) / (N_t + eps) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""
+    def equalizer(self, reduction: str = "mean") -> Tensor:
+        """Return S_t = median(N) / (N_t + 1e-8) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""
         scale = self.gradient_scale(reduction)
         noisy = self.c > 0
         if not noisy.any():
             return torch.zeros_like(scale)
-        return torch.where(noisy, scale[noisy].quantile(0.5) / (scale + eps), 0.0)
+        return torch.where(noisy, scale[noisy].quantile(0.5) / (scale + 1e-8), 0.0)
 
 
 def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTable:
@@ -276,23 +251,18 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
         eta: noise level, from 0 (the ODE, for every sampler) to the sampler's `largest_eta`.
 
     Raises:
-        ValueError: unknown sampler, eta out of range, or a schedule that is not strictly decreasing within [0, 1].
+        UserError: eta is outside the sampler's range.
+        ValueError: the schedule is not strictly decreasing within [0, 1].
     """
-    if sampler not in SAMPLERS:
-        raise ValueError(f"unknown sampler {sampler!r}; {nearest(sampler, SAMPLERS)}")
-    if not (math.isfinite(eta) and eta >= 0):
-        raise ValueError(f"eta = {eta}: expected a finite number of at least 0; the nearest valid value is 0")
     row = SAMPLERS[sampler]
-    if eta > row.largest_eta:
-        raise ValueError(
-            f"eta = {eta}: {sampler} is defined up to {row.largest_eta:g}; the nearest is {row.largest_eta:g}"
-        )
+    expected = f"{sampler} is defined up to {row.largest_eta:g}; the nearest is {row.largest_eta:g}"
+    require(eta <= row.largest_eta, "sampling.eta", eta, expected)
     sigmas = sigmas.detach().to("cpu", torch.float64)
     s, n = sigmas[:-1], sigmas[1:]
     if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
     a, b, c = row.step(s, n, float(eta))
-    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(s, n, c))
+    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(c))
 
 
 def forward_table(sigmas: Tensor) -> TransitionTable:

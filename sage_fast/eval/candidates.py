@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.data.prompt_checks import check_task
 from sage_fast.data.prompts import configured_prompts, metadata_of
@@ -168,7 +169,7 @@ class _Evaluator:
         gc.collect()
         torch.cuda.empty_cache()
         setup.model = load_model(settings, config.sampling, local_device(), config.seed, needs_agreement=False)
-        setup.resolved = dataclasses.replace(setup.resolved, config=dataclasses.replace(config, model=settings))
+        setup.resolved = Resolved(dataclasses.replace(config, model=settings))
         setup.graphs = step_graphs(setup.model.policy, setup.model.spec.cost(setup.config), room)
         if (setup.model.spec.path, setup.model.policy.dtype) != before:
             setup.encode()

@@ -59,7 +59,7 @@ def video_chunks(
     table = transition_table(sigma_schedule(settings.steps, sampling.shift), "ode", 0.0)
     device = model.policy.device
     coefs = table.coefficients().to(device)
-    shape = model.latent_shape(sampling)
+    shape = model.spec.latent_shape(sampling)
     # Prompts of equal length share a forward, without padding.
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])

@@ -7,17 +7,15 @@ by the KL of that movement (bias) and scatters (noise).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from sage_fast.algorithm.objective import Objective, StepConstants
 from sage_fast.config.schema import TrainConfig
-from sage_fast.models.policy import Policy
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.trajectories import on_device
@@ -56,7 +54,7 @@ def check_parity(
     Raises:
         ParityError: rounding would drown the ratio, or the KL that masks.
     """
-    objective, policy = replay.objective, replay.policy
+    objective = replay.objective
     row = objective.surrogate
 
     def first(samples: int) -> list[Micro]:
@@ -64,23 +62,19 @@ def check_parity(
         by_step = itertools.groupby(batch.trajectories.trained, key=lambda transition: transition[1])
         transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
         micros = replay.micro_batches(batch, transitions, train.batch_size)
-        return [*micros, *micros[-1:] * policy.states.padding(len(micros))]
+        return [*micros, *micros[-1:] * replay.policy.states.padding(len(micros))]
 
-    def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scores, index = replay.score(batch, micro, v_old), on_device([t for _, t in micro], policy.device)
-        change = (scores.log_prob - scores.log_prob_old).detach()
-        return change, scores.kl_old if row.uses_kl else constants.bias[index] * scores.kl_old
-
-    delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
+    changes = []
+    for micro in first(2):
+        scores = replay.score(batch, micro)
+        changes.append((scores.log_prob - scores.log_prob_old).detach().abs().max())
+    delta = float(all_reduce(torch.stack(changes).max(), "max"))
     metrics = {"log_prob/parity": delta}
     if row.uses_ratio:
         check_replay(delta, objective.settings.clip_range)
     if objective.off_policy and (row.uses_ratio or row.uses_kl):
-        velocity = functools.partial(replay.velocity, batch)
         distance = min(train.learning_rate, LARGEST_MOVE)
-        moments = moments_after_an_update(
-            policy, first(4), len(constants.bias), velocity, log_ratio, distance=distance, seed=seed
-        )
+        moments = moments_after_an_update(replay, batch, first(4), constants, distance=distance, seed=seed)
         metrics["log_prob/rounding"] = check_rounding(*moments, constants.equalizer, objective, distance)
     return metrics
 
@@ -119,42 +113,37 @@ def moved(state: Mapping[str, Tensor], distance: float, seed: int) -> dict[str, 
 
 @torch.no_grad()
 def moments_after_an_update(
-    policy: Policy,
-    micros: Sequence[Micro],
-    steps: int,
-    velocity: Callable[[Micro], Tensor],
-    log_ratio: Callable[[Micro, Tensor], tuple[Tensor, Tensor]],
-    *,
-    distance: float,
-    seed: int,
+    replay: Replay, batch: Batch, micros: Sequence[Micro], constants: StepConstants, *, distance: float, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Measure the log-ratio with every weight moved, then moved twice as far; restore the weights afterwards.
 
     Collective.
 
     Args:
-        policy: its weights are moved.
+        replay: its policy's weights are moved.
+        batch: the samples.
         micros: micro-batches to score.
-        steps: T.
-        velocity: micro-batch -> velocities under the present weights.
-        log_ratio: (micro-batch, its `v_old`) -> log-ratio and minus its expectation, each `[B]`.
+        constants: those of all steps, `[T]`.
         distance: of the first movement.
         seed: draws its direction.
 
     Returns:
         For each distance float64 `[T, 2]` on the host: bias and squared noise by step, averaged over the samples of all
-        ranks; 0 at steps without a transition.
+        ranks; 0 at steps without a transition. The bias is minus the expected log-ratio, or the KL that masks.
     """
-    v_old = [velocity(micro) for micro in micros]
-    near, far = (torch.zeros(steps, 3, dtype=torch.float64, device=policy.device) for _ in range(2))
-    for sums, factor in ((near, 1), (far, 2)):
+    policy, found = replay.policy, []
+    v_old = [replay.velocity(batch, micro) for micro in micros]
+    for factor in (1, 2):
+        sums = torch.zeros(len(constants.bias), 3, dtype=torch.float64, device=policy.device)
         with policy.using(moved(policy.parts(), factor * distance, seed)):
             for micro, v in zip(micros, v_old):
-                change, bias = log_ratio(micro, v)
-                found = torch.stack([bias, (change + bias).square(), torch.ones_like(bias)], dim=1)
-                sums.index_add_(0, torch.tensor([t for _, t in micro], device=policy.device), found.double())
-        all_reduce(sums)
-    near, far = (sums[:, :2] / sums[:, 2:].clamp(min=1) for sums in (near.cpu(), far.cpu()))
+                scores, steps = replay.score(batch, micro, v), on_device([t for _, t in micro], policy.device)
+                bias = scores.kl_old if replay.objective.surrogate.uses_kl else constants.bias[steps] * scores.kl_old
+                noise = scores.log_prob - scores.log_prob_old + bias
+                sums.index_add_(0, steps, torch.stack([bias, noise.square(), torch.ones_like(bias)], dim=1).double())
+        sums = all_reduce(sums).cpu()
+        found.append(sums[:, :2] / sums[:, 2:].clamp(min=1))
+    near, far = found
     return near, far
 
 
@@ -188,11 +177,9 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, objective: Obje
     if objective.surrogate.uses_kl:
         used, limited, setting = bias, "KL that masks", "kl_limit"
     else:
-        used, limited, setting = bias + noise, "log-ratio that is clipped", "clip_range"
-        if objective.centres_ratio:
-            used = noise
-        if objective.normalises_ratio:
-            used = used * equalizer.to(used)
+        limited, setting = "log-ratio that is clipped", "clip_range"
+        used = noise if objective.centres_ratio else bias + noise
+        used = used * equalizer.to(used) if objective.normalises_ratio else used
     step, limit = int(used.argmax()), getattr(objective.settings, setting)
     value = float(used[step])
     share = value / limit
@@ -201,17 +188,12 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, objective: Obje
         f"step {step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} of "
         f"objective.{setting} ({limit:.0e})"
     )
-    remedies = [
-        "train.optimizer_steps = 1",
-        f"a wider objective.{setting}",
-        "model.dtype = float32",
-        "a larger sampling.eta",
-    ]
-    if (
-        setting == "clip_range" and not objective.centres_ratio and bias[step] > noise[step]
-    ):  # otherwise centring would change little
-        remedies.insert(1, "objective.ratio = centred")
-    advice = f"the limit acts on rounding, not on the policy. Use {', '.join(remedies[:-1])}, or {remedies[-1]}"
+    would_centre = setting == "clip_range" and not objective.centres_ratio and bias[step] > noise[step]
+    advice = (
+        f"the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, "
+        f"{'objective.ratio = centred, ' * bool(would_centre)}a wider objective.{setting}, model.dtype = float32, or a "
+        "larger sampling.eta"
+    )
     if not share <= 1 / 3:
         raise ParityError(f"{found}, more than a third: {advice}")
     log.info(wrapped(f"{found}, more than a tenth: {advice}" if share > 0.1 else found))

@@ -43,7 +43,7 @@ def _kl_in_words(objective: Objective) -> str:
     row = FEEDBACKS[kl.feedback]
     if row.holds_share:
         return f"{kl.strategy} KL, {100 * kl.target_share:g} % of the gradient"
-    most = kl.lambda_max if row.capped or row.too_large is None else kl.lambda_limit
+    most = kl.lambda_max if row.capped or row.factors is None else kl.lambda_limit
     span = f"{kl.lambda_min:g} to {most:g}" if kl.lambda_min < most else f"{most:g}"
     return f"{kl.strategy} KL, lambda {span}"
 

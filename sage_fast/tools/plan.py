@@ -147,7 +147,7 @@ def plan(
     spec = spec or _published()
     s, train, sharing, rewards = config.sampling, config.train, config.model.sequence_parallel, rewards or {}
     check_heads(sharing, spec.heads)
-    policy, resolved = _meta_policy(spec, tuple(vars(config.model).items())), Resolved.of(config)
+    policy, resolved = _meta_policy(spec, tuple(vars(config.model).items())), Resolved(config)
     cost, latent, samples = spec.cost(config), spec.latent_shape(s), train.samples
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)

@@ -54,7 +54,7 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
 @torch.no_grad()
 def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: bool) -> Tensor:
     """Return the velocity, float64, with up-projections of this size."""
-    from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+    from sage_fast.models.hunyuan15.text import TextEmbedding
     from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM
 
     generator = torch.Generator().manual_seed(seed)
@@ -63,8 +63,7 @@ def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: 
             p.copy_(size * torch.randn(p.shape, generator=generator))
     x = torch.randn(4, 16, 5, 8, 8, generator=generator)
     words = TextEmbedding(text=torch.randn(7, TEXT_EMBED_DIM, generator=generator), glyphs=torch.zeros(0, 8))
-    text = collate([words] * len(x), x.device, policy.dtype)
-    conditioning = policy.condition(torch.full((len(x),), 0.6), text)
+    conditioning = policy.condition(torch.full((len(x),), 0.6), [words] * len(x))
     if not own_forward:
         return policy.velocity(x, conditioning).double()
     for projection in policy.forward.fused_linears:

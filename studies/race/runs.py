@@ -69,7 +69,7 @@ class Cell:
 
 def cells(recipe: str) -> list[Cell]:
     """Return the cells of a recipe's search in the first world."""
-    weights = _protocol()["search"]["kl_weight"] if Objective.of(_shipped(recipe)).kl_acts else [0.0]
+    weights = _protocol()["search"]["kl_weight"] if Objective(_shipped(recipe)).kl_acts else [0.0]
     return [Cell(recipe, rate, weight) for rate in _rates(recipe) for weight in weights]
 
 
@@ -118,7 +118,7 @@ def cost(recipe: str, world: str = FIRST) -> float:
 def used(recipe: str, world: str = FIRST, count: int = 0) -> float:
     """Return exaFLOPs of `count` iterations, or of a whole run: without the anchor in those after its refresh."""
     config, parts = _shipped(recipe, world), exaflops(_shipped(recipe, world))
-    count, objective = count or iterations(recipe, world), Objective.of(config)
+    count, objective = count or iterations(recipe, world), Objective(config)
     cycle = math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
     free = math.ceil(count / cycle) * (objective.strategy.moves and objective.reuses_velocities)
     return count * sum(parts.values()) - free * parts["anchor"]

@@ -284,7 +284,7 @@ def test_what_an_iteration_launches_is_listed(
     )  # fmt: skip
     model = load_model(config.model, config.sampling, CPU, seed=0)
     prompts, reward = train_prompts(), CompositeReward(BrightnessReward(), config.reward)
-    trainer = Trainer(Resolved.of(config), model, reward, prompts, embeddings(prompts, torch.bfloat16))
+    trainer = Trainer(Resolved(config), model, reward, prompts, embeddings(prompts, torch.bfloat16))
     with Launches(monkeypatch) as launches:
         assert trainer.iteration(0)["grad_norm"] > 0
     assert {"_norm_rotate_bwd_kernel", "_norm_modulate_bwd_kernel"} <= {launch.kernel for launch in launches.found}

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_fast.util.errors import UserError
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(query, key, value `[B, S, H, D]`, bool key mask `[B, S]` or None) -> `[B, S, H, D]`."""
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query, key, value `[B, S, H, D]`) -> `[B, S, H, D]`."""
 
 
 SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -30,21 +30,12 @@ SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPB
 That is a separate backend here, and `auto` needs a different one to fall back to."""
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     with sdpa_kernel(SDPA_KERNELS) if half else contextlib.nullcontext():
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=None if mask is None else mask[:, None, None])
+        out = F.scaled_dot_product_attention(query, key, value)
     return out.transpose(1, 2)
-
-
-def _without_mask(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attention:
-    """Add masks to a kernel that has none: masked batches, which are rare (mixed prompt lengths), go to SDPA."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return kernel(query, key, value) if mask is None else sdpa(query, key, value, mask)
-
-    return attend
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -69,7 +60,7 @@ def _from_package(name: str) -> Attention:
         out = load(name)(query, key, value)
         return out[0] if isinstance(out, tuple) else out  # flash-attn 3 may add the log-sum-exp
 
-    return _without_mask(kernel)
+    return kernel
 
 
 CUDNN_CUDA = (12, 9)
@@ -122,13 +113,13 @@ class Backend:
     is_reference: bool = False
     sums_dq_in_float32: bool = False
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return self.attend(query, key, value, mask)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.attend(query, key, value)
 
 
 ATTENTION = {
     "sdpa": Backend(attend=sdpa, operators=("scaled_dot_product",), cuda=False, half=False, is_reference=True),
-    "cudnn": Backend(attend=_without_mask(_cudnn), operators=("scaled_dot_product",), lacks=_cudnn_lacks),
+    "cudnn": Backend(attend=_cudnn, operators=("scaled_dot_product",), lacks=_cudnn_lacks),
     "flash": Backend(
         attend=_from_package("flash_attn:flash_attn_func"),
         operators=("flash_attn::",),

@@ -62,25 +62,15 @@ class SequenceParallel:
             video, text: video and text tokens of a sample.
 
         Returns:
-            (queries, keys, values `[B, S, H, D]` of this rank's video and text tokens, mask of `joint_mask`) ->
-            `[B, S, H, D]`.
+            (queries, keys, values `[B, S, H, D]` of this rank's video and text tokens) -> `[B, S, H, D]`.
         """
         runs = self._runs(video, text)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (_Exchange.apply(t, self._group, 2, 1) for t in (query, key, value))
-            return _Exchange.apply(_without_padding(query, key, value, mask, kernel, runs), self._group, 1, 2)
+            return _Exchange.apply(_without_padding(query, key, value, kernel, runs), self._group, 1, 2)
 
         return attend
-
-    def joint_mask(self, text_mask: Tensor, video: int) -> Tensor:
-        """Expand a text mask `[B, L]` to a bool mask `[B, video + L]` over all keys, in the order of joined parts."""
-        parts = []
-        for rank in range(self.size):
-            own, first = self._share(video, rank), rank * -(-text_mask.shape[1] // self.size)
-            real = text_mask[:, first : first + self._share(text_mask.shape[1], rank)]
-            parts.append(F.pad(real, (own, 0), value=True))
-        return torch.cat(parts, dim=1)
 
     def _share(self, count: int, rank: int) -> int:
         """Return how many of `count` tokens a rank has, without padding."""
@@ -114,20 +104,17 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.group, ctx.joined, ctx.cut), None, None, None
 
 
-def _without_padding(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: Attention, runs: Sequence[int]
-) -> Tensor:
+def _without_padding(query: Tensor, key: Tensor, value: Tensor, kernel: Attention, runs: Sequence[int]) -> Tensor:
     """Run `kernel` on `[B, S, H, D]` without the padding; outputs are zero where it was.
 
     Args:
-        mask: bool mask over the keys without padding, or None.
         kernel: attention over whole sequences.
         runs: lengths of the alternating runs of tokens and padding.
     """
     if len(runs) == 1:
-        return kernel(query, key, value, mask)
+        return kernel(query, key, value)
     query, key, value = (_joined(t.split(runs, dim=1)[::2]) for t in (query, key, value))
-    out = kernel(query, key, value, mask)
+    out = kernel(query, key, value)
     parts = list(out.split(runs[::2], dim=1))
     for place, length in enumerate(runs[1::2]):
         parts.insert(2 * place + 1, out.new_zeros(len(out), length, *out.shape[2:]))

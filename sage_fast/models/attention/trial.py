@@ -68,14 +68,14 @@ def try_attention(
     upstream = torch.randn(shape, device=device, dtype=dtype)
 
     def forward_and_backward() -> tuple[Tensor, ...]:
-        out = attention(query, key, value, None)
+        out = attention(query, key, value)
         return out, *torch.autograd.grad(out, inputs, upstream)
 
     times = []
     try:
         results = forward_and_backward()
         with torch.no_grad():
-            agrees = torch.equal(attention(query.detach(), key.detach(), value.detach(), None), results[0])
+            agrees = torch.equal(attention(query.detach(), key.detach(), value.detach()), results[0])
         errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
         del results
         for _ in range(3):
@@ -102,7 +102,7 @@ def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor)
     largest = [0.0] * len(results)
     for batch, head in ((0, 0), (-1, -1)):
         q, k, v, up = (t.detach()[batch, :, head].float()[None, :, None] for t in (*inputs, upstream))
-        out = sdpa(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), None)
+        out = sdpa(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         expected = (out, *torch.autograd.grad(out, (q, k, v), up))
         for i, (result, reference) in enumerate(zip(results, expected)):
             if result.shape != inputs[0].shape:

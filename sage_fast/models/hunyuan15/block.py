@@ -6,8 +6,7 @@ builds a [B, 1, S, S] mask. Here:
 - AdaLN is precomputed;
 - `norm_rotate` is one pass, and so is a gated residual with the norm after it;
 - the projection of the video tokens leaves rows for the text tokens, so attention reads the values where they were
-  written;
-- a mask, needed only if lengths differ, covers only keys.
+  written.
 
 The same operators run with and without autograd, so rollout and training round alike. benchmarks/passes.py counts the
 bytes they move.
@@ -45,7 +44,6 @@ class TextToVideoBlock(nn.Module):
         video: Tensor,
         text: Tensor,
         modulation: Tensor,
-        mask: Tensor | None,
         rotary: Tensor,
         attention: Attention,
         is_last: bool,
@@ -57,7 +55,6 @@ class TextToVideoBlock(nn.Module):
             text: `[B, L, d]` text tokens.
             modulation: `[1 or B, 2, 6, d]`, for video and text: shift, scale and gate of attention, then of the
                 feed-forward.
-            mask: bool `[B, N + L]` over keys; None if nothing is padded.
             rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
             attention: the attention kernel.
             is_last: whether this is the last block. Nothing reads its text tokens, so it returns None for them.
@@ -70,7 +67,7 @@ class TextToVideoBlock(nn.Module):
 
         video, video_in = residual_norm(video, scale, shift, pad=self.video_qkv.pad, pad_rows=text.shape[1])
         text, text_in = residual_norm(text, text_scale, text_shift, pad=self.text_qkv.pad)
-        video_out, text_out = self._attend(video_in, text_in, mask, rotary, attention)
+        video_out, text_out = self._attend(video_in, text_in, rotary, attention)
         video_out = self.video_out.unpadded(video_out)
         video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=self.video_ff.up.pad)
         video = self.video_ff(normed, video, ff_gate)
@@ -80,9 +77,7 @@ class TextToVideoBlock(nn.Module):
         text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=self.text_ff.up.pad)
         return video, self.text_ff(normed, text, text_ff_gate)
 
-    def _attend(
-        self, video: Tensor, text: Tensor, mask: Tensor | None, rotary: Tensor, attention: Attention
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, video: Tensor, text: Tensor, rotary: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
         """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output projections.
 
         `video` has L padding rows after its N tokens, for the text.
@@ -93,7 +88,7 @@ class TextToVideoBlock(nn.Module):
         )
         queries, keys = (attn.norm_q.weight, attn.norm_added_q.weight), (attn.norm_k.weight, attn.norm_added_k.weight)
         query, key, value = norm_rotate(joint, text_heads, *queries, *keys, rotary)
-        out = attention(query, key, value, mask).flatten(2)
+        out = attention(query, key, value).flatten(2)
         video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)
         return video_out, text_out
 

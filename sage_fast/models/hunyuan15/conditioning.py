@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.text import TextEmbedding, pad
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.interface import Key
 
 
@@ -29,7 +28,6 @@ class Inputs:
             of the feed-forward.
         final: `[1 or B, 2, d]`, scale and shift of the last norm.
         context: `[1 or B, L, d]`, image, glyph and text tokens.
-        mask: bool `[B, L]`, true for real tokens; None if nothing is padded.
         frame: `[1 or B, C, 1, H, W]` latents of the image that begins the video; None without one.
         negative: conditioning of the unconditional pass; None without guidance.
     """
@@ -37,7 +35,6 @@ class Inputs:
     modulation: Tensor
     final: Tensor
     context: Tensor
-    mask: Tensor | None
     frame: Tensor | None = None
     negative: Inputs | None = None
 
@@ -57,21 +54,16 @@ class Images(NamedTuple):
         """Return the tokens and after them a context `[1 or B, L, d]`."""
         return torch.cat([self.tokens.expand(len(context), -1, -1), context], dim=1)
 
-    def unmasked(self, mask: Tensor | None) -> Tensor | None:
-        """Return the mask of `beside`, given that of the context."""
-        return None if mask is None else F.pad(mask, (self.tokens.shape[1], 0), value=True)
-
 
 class BatchConditions(NamedTuple):
-    """Conditions of B samples at T steps: as `Inputs`, with a leading dimension T on all but the mask and the images.
+    """Conditions of B samples at T steps: as `Inputs`, with a leading dimension T on all but the images.
 
-    The context is without the images' tokens, which the mask covers.
+    The context is without the images' tokens.
     """
 
     modulation: Tensor
     final: Tensor
     context: Tensor
-    mask: Tensor | None
     images: Images | None = None
     negative: BatchConditions | None = None
 
@@ -88,7 +80,6 @@ class BatchConditions(NamedTuple):
             modulation=self.modulation.index_select(0, steps),
             final=self.final.index_select(0, steps),
             context=context,
-            mask=self.mask,
             frame=None if self.images is None else self.images.frame,
             negative=None if self.negative is None else self.negative.at(steps),
         )
@@ -117,7 +108,7 @@ class ConditionTable:
     _images: dict[Key, Images] = dataclasses.field(default_factory=dict, init=False)
 
     def of(self, keys: Sequence[Key]) -> BatchConditions:
-        """Return the conditions of a batch; prompts of different lengths are padded and masked."""
+        """Return the conditions of a batch, whose prompts have one number of tokens."""
         negatives = [self.embeddings[key].negative for key in keys]
         return self._batch(keys)._replace(negative=self._batch(negatives) if self.uses_guidance else None)
 
@@ -127,15 +118,11 @@ class ConditionTable:
 
     def _batch(self, keys: Sequence[Key]) -> BatchConditions:
         self._fill(keys)
-        if len(set(keys)) == 1:
-            context, mask = self._contexts[keys[0]][:, None], None
-        else:
-            padded, mask = pad([self._contexts[key].transpose(0, 1) for key in keys])  # [B, L, T, d]
-            context = padded.permute(2, 0, 1, 3)
-        own = [self._images[key] for key in (keys[:1] if context.shape[1] == 1 else keys) if key in self._images]
+        keys = keys[:1] if len(set(keys)) == 1 else keys
+        context = torch.stack([self._contexts[key] for key in keys], dim=1)
+        own = [self._images[key] for key in keys if key in self._images]
         images = Images(*map(torch.cat, zip(*own))) if own else None
-        mask = mask if images is None else images.unmasked(mask)
-        return BatchConditions(self.modulation, self.final, context, mask, images)
+        return BatchConditions(self.modulation, self.final, context, images)
 
     @torch.no_grad()
     def _fill(self, keys: Sequence[Key]) -> None:

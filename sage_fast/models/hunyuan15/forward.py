@@ -2,9 +2,9 @@
 
 diffusers' own forward finds the valid text tokens by boolean indexing (12 B + 1 host synchronisations), masks padding
 even if nothing is padded, builds a [B, 1, S, S] mask in every block, and recomputes the rotary tables, AdaLN and the
-refined text every time. Here a batch of prompts with equal lengths runs without a mask, so any attention kernel can
-serve it, and nothing synchronises. A batch of mixed lengths masks only keys. The weights are those of the stock
-modules, which stay unchanged: their own forward still works, and LoRA and `state_dict` are unaffected.
+refined text every time. Here the prompts of a batch have one length, so it runs without a mask, any attention kernel
+can serve it, and nothing synchronises. The weights are those of the stock modules, which stay unchanged: their own
+forward still works, and LoRA and `state_dict` are unaffected.
 
 Only video tokens are rotated, so the order of the others does not matter.
 """
@@ -23,7 +23,7 @@ from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention
 from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.hunyuan15.block import TextToVideoBlock
 from sage_fast.models.hunyuan15.conditioning import Images, Inputs
-from sage_fast.models.hunyuan15.text import TextBatch
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.ops.norm_modulate import norm_modulate
 
@@ -88,17 +88,14 @@ class TextToVideoForward(nn.Module):
         rotary = self._rotary_of(x)
         hidden = self._embed(x, conditioning.frame)
         context = conditioning.context.expand(batch, -1, -1)
-        mask, attention, tokens, sequence = conditioning.mask, self.attention, hidden.shape[1], self.sequence
+        attention, tokens, sequence = self.attention, hidden.shape[1], self.sequence
         if sequence is not None:
             attention = sequence.attention(attention, tokens, context.shape[1])
-            mask = None if mask is None else sequence.joint_mask(mask, tokens)
             hidden, context, rotary = sequence.part(hidden), sequence.part(context), sequence.part(rotary[None])[0]
-        elif mask is not None:
-            mask = F.pad(mask, (tokens, 0), value=True)
         for layer, block in enumerate(self.blocks):
             modulation = conditioning.modulation[:, layer]
             is_last = layer == len(self.blocks) - 1
-            arguments = (hidden, context, modulation, mask, rotary, attention, is_last)
+            arguments = (hidden, context, modulation, rotary, attention, is_last)
             if model.gradient_checkpointing and torch.is_grad_enabled():
                 hidden, context = model._gradient_checkpointing_func(block, *arguments)
             else:
@@ -133,33 +130,30 @@ class TextToVideoForward(nn.Module):
         last = model.norm_out.linear(temb).view(len(timestep), 2, -1)
         return rows.view(len(timestep), len(model.transformer_blocks), 2, 6, -1), last
 
-    def context(self, timestep: Tensor, text: TextBatch) -> tuple[Tensor, Tensor | None]:
-        """Return glyph and refined text tokens `[R, L2 + L, d]`, and their bool mask if lengths differ."""
+    def context(self, timestep: Tensor, texts: Sequence[TextEmbedding]) -> Tensor:
+        """Return glyph and refined text tokens `[R, L2 + L, d]` of R prompts, which have one number of tokens."""
+        if len({len(text.glyphs) for text in texts}) > 1:
+            return torch.cat([self.context(time, [text]) for time, text in zip(timestep.split(1), texts)])
         model = self.transformer
         kinds = model.cond_type_embed.weight
-        refined = model.context_embedder(text.text, timestep, text.text_mask) + kinds[0]
-        if text.text_mask is not None:
-            # Masked rows of the refiner's output may hold anything, nan included. As attention values they must be
-            # finite.
-            refined = torch.where(text.text_mask[..., None], refined, 0)
-        if text.glyphs.shape[1] == 0 and not (self.uses_all_embedders and torch.is_grad_enabled()):
-            return refined, text.text_mask
-        glyphs = model.context_embedder_2(text.glyphs) + kinds[1]
-        if text.text_mask is None and text.glyphs_mask is None:
-            return torch.cat([glyphs, refined], dim=1), None
-        masks = [
-            torch.ones(t.shape[:2], dtype=torch.bool, device=t.device) if mask is None else mask
-            for t, mask in ((glyphs, text.glyphs_mask), (refined, text.text_mask))
-        ]
-        return torch.cat([glyphs, refined], dim=1), torch.cat(masks, dim=1)
+        refined = model.context_embedder(self._stacked(texts, "text"), timestep, None) + kinds[0]
+        if len(texts[0].glyphs) == 0 and not (self.uses_all_embedders and torch.is_grad_enabled()):
+            return refined
+        glyphs = model.context_embedder_2(self._stacked(texts, "glyphs")) + kinds[1]
+        return torch.cat([glyphs, refined], dim=1)
 
-    def images(self, text: TextBatch) -> Images | None:
+    def images(self, texts: Sequence[TextEmbedding]) -> Images | None:
         """Return the images of a batch, as they enter the first block; None without images."""
-        if text.images is None or text.frames is None:
+        if texts[0].image is None:
             return None
         model = self.transformer
-        tokens = model.image_embedder(text.images) + model.cond_type_embed.weight[2]
-        return Images(tokens.to(self.dtype), text.frames)
+        tokens = model.image_embedder(self._stacked(texts, "image")) + model.cond_type_embed.weight[2]
+        return Images(tokens.to(self.dtype), self._stacked(texts, "frame"))
+
+    def _stacked(self, texts: Sequence[TextEmbedding], field: str) -> Tensor:
+        """Stack a tensor of every prompt, on the device and in the dtype of the activations."""
+        rows = torch.stack([getattr(text, field) for text in texts])
+        return rows.to(self.transformer.cond_type_embed.weight.device, self.dtype)
 
     @property
     def conditioning_is_frozen(self) -> bool:

@@ -15,7 +15,7 @@ from sage_fast.models.attention.backends import Attention
 from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.hunyuan15.conditioning import ConditionTable, Images, Inputs
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
-from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.interface import Key
 from sage_fast.models.policy import Policy
 
@@ -61,30 +61,32 @@ class HunyuanVideo15Policy(Policy):
             return self.forward(x.to(self.dtype), inputs)
 
     def condition(
-        self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None, end: Tensor | None = None
+        self,
+        sigma: Tensor,
+        texts: Sequence[TextEmbedding],
+        negatives: Sequence[TextEmbedding] | None = None,
+        end: Tensor | None = None,
     ) -> Inputs:
         """Compute the conditioning of B samples, differentiably.
 
         Args:
             sigma: float32 `[B]` in [0, 1]; the network's timestep is 1000 sigma.
-            text: B prompts.
-            negative: B negative prompts, for guidance.
+            texts: B prompts with one number of tokens.
+            negatives: B negative prompts, for guidance.
             end: sigma at the end of the step, float32 `[B]`, for a network with a mean velocity.
         """
         with self._autocast():
             ends = None if end is None else 1000 * end
             modulation, final = self.forward.modulation(1000 * sigma, self.dtype, ends)
 
-            def conditioning(batch: TextBatch) -> Inputs:
-                context, mask = self.forward.context(1000 * sigma, batch)
-                if (images := self.forward.images(batch)) is not None:
-                    context, mask = images.beside(context), images.unmasked(mask)
-                return Inputs(
-                    modulation=modulation, final=final, context=context.to(self.dtype), mask=mask, frame=batch.frames
-                )
+            def conditioning(texts: Sequence[TextEmbedding]) -> Inputs:
+                context, images = self.forward.context(1000 * sigma, texts), self.forward.images(texts)
+                frame = None if images is None else images.frame
+                context = (context if images is None else images.beside(context)).to(self.dtype)
+                return Inputs(modulation=modulation, final=final, context=context, frame=frame)
 
             return dataclasses.replace(
-                conditioning(text), negative=conditioning(negative) if negative is not None else None
+                conditioning(texts), negative=None if negatives is None else conditioning(negatives)
             )
 
     @torch.no_grad()
@@ -99,11 +101,10 @@ class HunyuanVideo15Policy(Policy):
         timesteps = 1000 * sigmas
 
         def contextualize(embeddings: Sequence[TextEmbedding]) -> tuple[Tensor, Images | None]:
-            once, times = collate(embeddings, self.device, self.dtype), (len(timesteps), 1, 1)  # equal lengths: no mask
-            text = dataclasses.replace(once, text=once.text.repeat(times), glyphs=once.glyphs.repeat(times))
+            texts = [embedding.to(self.device, self.dtype) for embedding in embeddings]
             with self._autocast():
-                context, _ = self.forward.context(timesteps.repeat_interleave(len(embeddings)), text)
-                images = self.forward.images(once)
+                context = self.forward.context(timesteps.repeat_interleave(len(texts)), texts * len(timesteps))
+                images = self.forward.images(texts)
             return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings))), images
 
         with self._autocast():
@@ -117,11 +118,9 @@ class HunyuanVideo15Policy(Policy):
         """Compute the conditioning at `steps` with gradients."""
         sigma, ends = sigmas[steps].expand(len(keys)), self._ends(sigmas)
         end = None if ends is None else ends[steps].expand(len(keys))
-        negatives = [embeddings[key].negative for key in keys]
-        text, negative = (
-            collate([embeddings[key] for key in row], self.device, self.dtype) for row in (keys, negatives)
-        )
-        return self.condition(sigma, text, negative if self.uses_guidance else None, end)
+        texts = [embeddings[key] for key in keys]
+        negatives = [embeddings[text.negative] for text in texts] if self.uses_guidance else None
+        return self.condition(sigma, texts, negatives, end)
 
     def _ends(self, starts: Tensor) -> Tensor | None:
         """Return where each step of a schedule ends, if the network takes it: where the next one begins, at last 0."""
