@@ -48,7 +48,7 @@ def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int
     x = torch.randn(count, *spec.latent_shape(sampling), device=device)
     tokens = spec.tokens(x.shape[1:]) + known[PROMPT].tokens
     if (shape := spec.attention_shape(sampling)) is not None:
-        policy.set_attention(ATTENTION[fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))])
+        policy.attention = ATTENTION[fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))]
     with torch.no_grad():
         table = policy.conditioning_table(torch.tensor([0.7]), known)
         inputs = table.of([PROMPT] * count).at(torch.zeros(1, dtype=torch.int64, device=device))

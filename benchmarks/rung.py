@@ -246,7 +246,7 @@ class Rung:
     # -- contenders ---------------------------------------------------------------------------------------------------
 
     def _set_attention(self, path: str) -> None:
-        self.ours.set_attention(ATTENTION[ATTENTIONS.get(path, self.attention)])
+        self.ours.attention = ATTENTION[ATTENTIONS.get(path, self.attention)]
 
     def contenders(self, part: str, paths: Collection[str] = PATHS) -> dict[str, Callable[[], Any]]:
         """Return path -> a function that runs a part once; `train` is a forward and a backward.

@@ -147,7 +147,7 @@ def count_gathers(policy: HunyuanVideo15Policy) -> dict[str, tuple[int, int]]:
         of_adaln = len(calls)
         context = torch.zeros(1, 1, modulation.shape[-1], dtype=policy.dtype)
         x = torch.zeros(1, policy.transformer.config.out_channels, 1, 1, 1, dtype=policy.dtype)
-        policy.forward(x, Inputs(modulation=modulation, final=final, context=context))
+        policy.forward(x, Inputs(modulation=modulation, final=final, context=context), policy.attention)
     for hook in hooks:
         hook.remove()
     parts = {"rollout": calls[of_adaln:], "anchor": calls, "training": 2 * calls}

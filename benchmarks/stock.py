@@ -108,7 +108,7 @@ class StockTable:
     def of(self, keys: Sequence[Any]) -> StockSchedule:
         texts = [self.embeddings[key] for key in keys]
         negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else []
-        ends = self.policy._ends(self.sigmas)
+        ends = self.policy.step_ends(self.sigmas)
         negative = StockSchedule(self.sigmas, ends, self.policy.batch(negatives)) if negatives else None
         return StockSchedule(self.sigmas, ends, self.policy.batch(texts), negative)
 

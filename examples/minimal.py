@@ -68,7 +68,7 @@ def main(iterations: int) -> list[float]:
         seeds = torch.arange(len(prompts)) + iteration * len(prompts)
         stored.clear()
         conditioning = policy.conditioning_table(table.sigmas[:-1], setup.embeddings)
-        noise = initial_latents(seeds, setup.model.latent_shape(setup.config.sampling), policy.device)
+        noise = initial_latents(seeds, setup.model.spec.latent_shape(setup.config.sampling), policy.device)
         latents = rollout(policy, table, coefs, conditioning, prompts, seeds, noise, record=record)
         with torch.no_grad():
             videos = setup.model.decoder(latents)  # float32 [B, F, 3, H, W] in [0, 1]

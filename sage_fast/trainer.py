@@ -85,7 +85,7 @@ class Trainer:
         self.anchor = self.policy.snapshot() if objective.strategy.anchor is not None else None
         self.anchor_is_current = True
         self.anchor_step = 0
-        self.latent_shape = model.latent_shape(config.sampling)
+        self.latent_shape = model.spec.latent_shape(config.sampling)
         reduction, scored = config.objective.log_prob, resolved.scored(resolved.table)
         self.constants = StepConstants(
             equalizer=scored.equalizer(reduction).to(self.device, torch.float32),

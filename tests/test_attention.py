@@ -200,7 +200,7 @@ def test_flash4_is_deterministic_where_pytorch_is_to_be(flash4: Flash4) -> None:
 @pytest.mark.parametrize(("mode", "again"), [("attention", 0), ("full", 1)])
 def test_checkpointing_keeps_what_flash4_gave(flash4: Flash4, mode: str, again: int) -> None:
     model = tiny_model(settings())
-    model.policy.set_attention(ATTENTION["flash4"])
+    model.policy.attention = ATTENTION["flash4"]
     model.set_checkpointing(CheckpointPlan(mode))
     x, sigma, text = model_inputs(PROMPTS[:1])
     v = model.policy.velocity(x, model.policy.condition(sigma, text))

@@ -212,7 +212,7 @@ def test_free_bytes() -> None:
 
 def test_submit_on_the_cpu() -> None:
     model = tiny_model(settings())
-    latents = torch.randn(3, *model.latent_shape(settings().sampling))
+    latents = torch.randn(3, *model.spec.latent_shape(settings().sampling))
     assert torch.equal(model.decoder.submit(latents).result(), model.decoder(latents))
 
 
@@ -246,7 +246,7 @@ class OneChunk(BrightnessReward):
 def test_chunks_score_as_one_batch_and_are_held_one_at_a_time() -> None:
     config = settings()
     model = tiny_model(config)
-    latents = torch.randn(7, *model.latent_shape(config.sampling))
+    latents = torch.randn(7, *model.spec.latent_shape(config.sampling))
     prompts = [f"prompt {i}" for i in range(7)]
     reward = OneChunk()
     scorer = VideoScorer(model.decoder, CompositeReward(reward, config.reward), Stopwatch(CPU))

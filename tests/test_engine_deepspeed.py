@@ -293,8 +293,7 @@ def test_text_that_is_not_there_gives_its_embedder_a_gradient_of_zero() -> None:
     model = tiny_model(settings(model__tuning="full"))
     forward, text = model.policy.forward, [embeddings([])[""]]
     plain = forward.context(torch.tensor([400.0]), text)
-    forward.uses_all_embedders = True
-    context = forward.context(torch.tensor([400.0]), text)
+    context = forward.context(torch.tensor([400.0]), text, every=True)
     assert torch.equal(context, plain)
     context.sum().backward()
     for p in model.policy.transformer.context_embedder_2.parameters():

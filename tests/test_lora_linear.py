@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.load import make_trainable
-from sage_fast.models.lora.linear import FusedLinear, feed_forward
+from sage_fast.models.lora.linear import FeedForward, FusedLinear
 from sage_fast.testbed.model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda
@@ -295,8 +295,8 @@ def test_feed_forward(dtype: torch.dtype, adapted: str) -> None:
         projection.refresh(dtype)
     stream, gate = (torch.randn(*size).to(dtype).requires_grad_() for size in ((2, 5, 33), (2, 33)))
     exact_stream, exact_gate = (t.detach().double().requires_grad_() for t in (stream, gate))
-    y = feed_forward(up, down, F.pad(x, (0, up.pad)), stream, gate)
-    frozen = feed_forward(up, down, F.pad(x, (0, up.pad)), stream, gate.detach())
+    y = FeedForward(up, down)(F.pad(x, (0, up.pad)), stream, gate)
+    frozen = FeedForward(up, down)(F.pad(x, (0, up.pad)), stream, gate.detach())
     assert torch.equal(frozen, y)
     expected = exact_stream + exact_gate[:, None] * exact[1](F.gelu(exact[0](ideal), approximate="tanh"))
     upstream = torch.randn(2, 5, 33).to(dtype)

@@ -221,7 +221,7 @@ def test_latent_shape_and_decode_equal_the_pipeline(
     checkpoint: Path, pipeline: HunyuanVideo15Pipeline, model: Model
 ) -> None:
     sampling = SamplingConfig(num_frames=5, height=48, width=64)
-    assert model.latent_shape(sampling) == SPACE
+    assert model.spec.latent_shape(sampling) == SPACE
     latents = noise(2, *SPACE)
     videos = model.decoder(latents)
     assert videos.shape == (2, 5, 3, 48, 64)

@@ -231,7 +231,7 @@ def test_conditions_are_keyed_by_anything(folder: Path, guidance: float) -> None
     texts = {keys[0]: "snow falls", keys[1]: "snow melts", None: ""}
     conditions = {key: dataclasses.replace(encode(Caption(text)), negative=None) for key, text in texts.items()}
     table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
-    shape, seeds = model.latent_shape(config.sampling), torch.arange(2)
+    shape, seeds = model.spec.latent_shape(config.sampling), torch.arange(2)
     known, noise = model.policy.conditioning_table(table.sigmas[:-1], conditions), initial_latents(seeds, shape, CPU)
     given = model.policy, table, table.coefficients(), known
     both, alone = rollout(*given, keys, seeds, noise), rollout(*given, keys[1:], seeds[1:], noise[1:])

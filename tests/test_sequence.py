@@ -102,7 +102,7 @@ def forwards(folder: Path) -> None:
         expected, exact = run(model, x, upstream, conditions)
         group = sequence_group()
         assert group is not None
-        model.policy.forward.sequence = SequenceParallel(group, torch.device("cpu"))
+        model.policy.sequence = SequenceParallel(group, torch.device("cpu"))
         results = {}
         every_mode = size == 2 and prompts == "two prompts"  # which has a second pass
         for mode in MODES if every_mode else ("none", "attention"):  # "attention" keeps what the ranks exchanged
@@ -151,7 +151,7 @@ def all_of_it(folder: Path) -> None:
     join_sequence_group(4)
     config = settings(sampling__batch_size=2, sampling__steps=2, reward__on_failure="stop")
     trainer = tiny_trainer(config, FailsOnRankOne())
-    trainer.policy.forward.sequence = SequenceParallel(sequence_group(), torch.device("cpu"))
+    trainer.policy.sequence = SequenceParallel(sequence_group(), torch.device("cpu"))
     try:
         trainer.iteration(0)
     except RewardError as error:

@@ -72,7 +72,7 @@ def reference(name: str) -> Iterator[tuple[float, dict[str, Tensor]]]:
     policy, config = mixed_policy(name), train_settings(name)
     rounded = policy.parameters()
     master = {n: torch.nn.Parameter(p.detach().clone()) for n, p in rounded.items()}
-    policy.use_all_weights()
+    policy.uses_all_weights = True
     by_muon = {n for n, p in master.items() if name.endswith("muon") and policy.is_muon(n, p)}
     kind = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     optimizers: list[torch.optim.Optimizer] = [

@@ -235,7 +235,7 @@ def load_model(
     if ignored:
         notes = [*notes, f"model.path = {spec.path!r}: fields of config.json are not known here: {sorted(ignored)}"]
     if (group := sequence_group()) is not None:
-        policy.enable_sequence_parallel(SequenceParallel(group, device))
+        policy.sequence = SequenceParallel(group, device)
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
     choose_attention(model, config.attention, sampling, needs_agreement)
     return model
@@ -277,7 +277,7 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
         if problem := next(filter(None, (trial.why_skipped(needs_agreement) for trial in tried)), None):
             model.notes.append(f"model.attention = {asked!r}: {problem}; train.parity_gate tells whether it matters")
     model.attention = asked
-    model.policy.set_attention(ATTENTION[asked])
+    model.policy.attention = ATTENTION[asked]
 
 
 def _check_same(source: str, part: str, config: Mapping[str, Any]) -> None:

@@ -44,10 +44,6 @@ class Model:
             first = blocks[: -(-chosen.count * len(blocks) // chosen.blocks)]
             set_checkpointing(network, chosen.mode, others=others, first=first)
 
-    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
-        """(C, T, H, W) of one video's latents."""
-        return self.spec.latent_shape(sampling)
-
     def load_encoder(self, sampling: SamplingConfig) -> Encoder:
         """Load the encoders; dropping the returned function releases them.
 

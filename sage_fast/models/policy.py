@@ -87,6 +87,12 @@ class Policy:
 
     Attributes:
         states: storage of snapshots; a sharding engine sets its own.
+        attention: the attention kernel in use; None for a model that calls its own. Set only if `Spec.attention_shape`
+            returns a shape.
+        sequence: a `SequenceParallel` if ranks share a sample, each with a part of its tokens. Set only if `Spec.heads`
+            allows it.
+        uses_all_weights: forwards with gradients give one to every trained weight, so that all ranks reduce the same
+            set.
         blocks: attribute name of the list of blocks in each network.
     """
 
@@ -97,6 +103,9 @@ class Policy:
         self.dtype = dtype
         self.guidance_scale = guidance_scale
         self.states = UnshardedStates()
+        self.attention: Callable[..., Tensor] | None = None
+        self.sequence: Any = None
+        self.uses_all_weights = False
 
     @property
     def device(self) -> torch.device:
@@ -139,24 +148,8 @@ class Policy:
         """
         raise NotImplementedError
 
-    @property
-    def attention(self) -> Callable[..., Tensor] | None:
-        """The attention kernel in use; None for a model that calls its own."""
-        return None
-
-    def set_attention(self, attention: Callable[..., Tensor]) -> None:
-        """Set the attention kernel; called only if `Spec.attention_shape` returns a shape."""
-        raise NotImplementedError
-
-    def enable_sequence_parallel(self, sequence: Any) -> None:
-        """Run on this rank's part of the tokens, given a `SequenceParallel`; called only if `Spec.heads` allows it."""
-        raise NotImplementedError
-
     def refresh(self) -> None:
         """Pick up changed weights. Call before replaying a recorded forward; a normal forward does it itself."""
-
-    def use_all_weights(self) -> None:
-        """Make each later forward give a gradient to every trained weight, so that all ranks reduce the same set."""
 
     def velocities(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """Return the conditional and, with guidance, the unconditional velocity."""

@@ -53,7 +53,7 @@ class FsdpEngine(PlainEngine):
             if isinstance(p, DTensor)
         }
         self.optimizers = make_optimizers(self.optimized, self.config, lambda name, _: name in matrices, partitions)
-        policy.use_all_weights()
+        policy.uses_all_weights = True
         if policy.has_adapter:
             log.info(
                 wrapped(

@@ -97,7 +97,7 @@ class ZeroEngine(PlainEngine):
         partitions = {name: Partition(shape=p.shape, sizes=tuple(states.sizes(p))) for name, p in named.items()}
         self.optimized = dict(zip(named, self.parts))
         self.optimizers = make_optimizers(self.optimized, self.config, lambda name, _: name in matrices, partitions)
-        self.policy.use_all_weights()
+        self.policy.uses_all_weights = True
 
     def _note(self, number: int, grad: Tensor) -> None:
         self._moves[number].logical_or_(grad.any())

@@ -68,7 +68,7 @@ def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: 
         return policy.velocity(x, conditioning).double()
     for projection in policy.forward.fused_linears:
         projection.pad, projection._adapters = 0, []
-    return policy.forward(x.to(policy.dtype), conditioning).double()
+    return policy.forward(x.to(policy.dtype), conditioning, policy.attention).double()
 
 
 def responses(sizes: Sequence[float], path: str, seeds: int) -> dict[float, tuple[float, float]]:

@@ -274,7 +274,7 @@ def _videos(setup: Setup, table: TransitionTable, prompts: Sequence[str], repeat
     model = setup.model
     seeds = torch.arange(len(prompts)) + 1000 * repeat
     conditioning = model.policy.conditioning_table(table.sigmas[:-1], {p: setup.embeddings[p] for p in prompts})
-    x = initial_latents(seeds, model.latent_shape(setup.config.sampling), model.policy.device)
+    x = initial_latents(seeds, model.spec.latent_shape(setup.config.sampling), model.policy.device)
     x = rollout(model.policy, table, table.coefficients(), conditioning, prompts, seeds, x)
     return model.decoder.submit(x).result()
 

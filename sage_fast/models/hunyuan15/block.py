@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sage_fast.models.attention.backends import Attention
-from sage_fast.models.lora.linear import FusedLinear, feed_forward
+from sage_fast.models.lora.linear import FeedForward, FusedLinear
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
@@ -37,7 +37,9 @@ class TextToVideoBlock(nn.Module):
         self.video_qkv = FusedLinear(self.attn, "to_q", "to_k", "to_v")
         self.text_qkv = FusedLinear(self.attn, "add_q_proj", "add_k_proj", "add_v_proj")
         self.video_out, self.text_out = FusedLinear(self.attn.to_out, "0"), FusedLinear(self.attn, "to_add_out")
-        self.video_ff, self.text_ff = FeedForward(block.ff), FeedForward(block.ff_context)
+        self.video_ff, self.text_ff = (
+            FeedForward(FusedLinear(ff.net[0], "proj"), FusedLinear(ff.net, "2")) for ff in (block.ff, block.ff_context)
+        )
 
     def forward(
         self,
@@ -91,15 +93,3 @@ class TextToVideoBlock(nn.Module):
         out = attention(query, key, value).flatten(2)
         video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)
         return video_out, text_out
-
-
-class FeedForward(nn.Module):
-    """diffusers' FeedForward with tanh GELU."""
-
-    def __init__(self, ff: Any) -> None:
-        super().__init__()
-        self.up, self.down = FusedLinear(ff.net[0], "proj"), FusedLinear(ff.net, "2")
-
-    def forward(self, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
-        """Add the result for x `[B, S, d + up.pad]` to the stream `[B, S, d]`, times the gate `[B, d]`."""
-        return feed_forward(self.up, self.down, x, stream, gate)

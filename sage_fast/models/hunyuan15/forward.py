@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
-from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention
+from sage_fast.models.attention.backends import Attention
 from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.hunyuan15.block import TextToVideoBlock
 from sage_fast.models.hunyuan15.conditioning import Images, Inputs
@@ -49,19 +49,12 @@ class TextToVideoForward(nn.Module):
     Args:
         transformer: the stock transformer; its weights are shared.
         dtype: dtype of activations.
-
-    Attributes:
-        attention: the attention kernel.
-        sequence: how ranks share samples; None if they do not.
     """
 
     def __init__(self, transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype) -> None:
         super().__init__()
         self.transformer = transformer
         self.dtype = dtype
-        self.attention: Attention = ATTENTION[REFERENCE]
-        self.uses_all_embedders = False  # run them even on empty text, so that all ranks have the same gradients
-        self.sequence: SequenceParallel | None = None
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
         self.blocks = nn.ModuleList(TextToVideoBlock(block) for block in transformer.transformer_blocks)
         norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm1_context)]
@@ -75,12 +68,16 @@ class TextToVideoForward(nn.Module):
         for projection in self.fused_linears:
             projection.refresh(self.dtype)
 
-    def forward(self, x: Tensor, conditioning: Inputs) -> Tensor:
+    def forward(
+        self, x: Tensor, conditioning: Inputs, attention: Attention, sequence: SequenceParallel | None = None
+    ) -> Tensor:
         """Return the velocity, `[B, C, T, H, W]`.
 
         Args:
             x: `[B, C, T, H, W]` latents in the activation dtype.
             conditioning: conditioning of B samples.
+            attention: the attention kernel.
+            sequence: how ranks share samples; None if they do not.
         """
         model = self.transformer
         config = model.config
@@ -88,7 +85,7 @@ class TextToVideoForward(nn.Module):
         rotary = self._rotary_of(x)
         hidden = self._embed(x, conditioning.frame)
         context = conditioning.context.expand(batch, -1, -1)
-        attention, tokens, sequence = self.attention, hidden.shape[1], self.sequence
+        tokens = hidden.shape[1]
         if sequence is not None:
             attention = sequence.attention(attention, tokens, context.shape[1])
             hidden, context, rotary = sequence.part(hidden), sequence.part(context), sequence.part(rotary[None])[0]
@@ -130,14 +127,17 @@ class TextToVideoForward(nn.Module):
         last = model.norm_out.linear(temb).view(len(timestep), 2, -1)
         return rows.view(len(timestep), len(model.transformer_blocks), 2, 6, -1), last
 
-    def context(self, timestep: Tensor, texts: Sequence[TextEmbedding]) -> Tensor:
-        """Return glyph and refined text tokens `[R, L2 + L, d]` of R prompts, which have one number of tokens."""
+    def context(self, timestep: Tensor, texts: Sequence[TextEmbedding], every: bool = False) -> Tensor:
+        """Return glyph and refined text tokens `[R, L2 + L, d]` of R prompts, which have one number of tokens.
+
+        `every` runs the embedder of glyphs without glyphs too, so that all ranks have the same gradients.
+        """
         if len({len(text.glyphs) for text in texts}) > 1:
-            return torch.cat([self.context(time, [text]) for time, text in zip(timestep.split(1), texts)])
+            return torch.cat([self.context(time, [text], every) for time, text in zip(timestep.split(1), texts)])
         model = self.transformer
         kinds = model.cond_type_embed.weight
         refined = model.context_embedder(self._stacked(texts, "text"), timestep, None) + kinds[0]
-        if len(texts[0].glyphs) == 0 and not (self.uses_all_embedders and torch.is_grad_enabled()):
+        if len(texts[0].glyphs) == 0 and not every:
             return refined
         glyphs = model.context_embedder_2(self._stacked(texts, "glyphs")) + kinds[1]
         return torch.cat([glyphs, refined], dim=1)

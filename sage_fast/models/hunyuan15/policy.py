@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
-from sage_fast.models.attention.backends import Attention
-from sage_fast.models.attention.sequence import SequenceParallel
-from sage_fast.models.hunyuan15.conditioning import ConditionTable, Images, Inputs
+from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention
+from sage_fast.models.hunyuan15.conditioning import BatchConditions, Images, Inputs
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.interface import Key
@@ -35,19 +34,7 @@ class HunyuanVideo15Policy(Policy):
         super().__init__({"transformer": transformer}, dtype=dtype, guidance_scale=guidance_scale)
         self.transformer = transformer
         self.forward = TextToVideoForward(transformer, dtype)
-
-    @property
-    def attention(self) -> Attention:
-        return self.forward.attention
-
-    def set_attention(self, attention: Attention) -> None:
-        self.forward.attention = attention
-
-    def enable_sequence_parallel(self, sequence: SequenceParallel) -> None:
-        self.forward.sequence = sequence
-
-    def use_all_weights(self) -> None:
-        self.forward.uses_all_embedders = True
+        self.attention: Attention = ATTENTION[REFERENCE]
 
     def sharded_units(self) -> list[Sequence[nn.Module]]:
         return [list(self.forward.adaln), list(self.forward.blocks)]
@@ -58,7 +45,7 @@ class HunyuanVideo15Policy(Policy):
     def velocity(self, x: Tensor, inputs: Inputs) -> Tensor:
         self.forward.refresh()
         with self._autocast():
-            return self.forward(x.to(self.dtype), inputs)
+            return self.forward(x.to(self.dtype), inputs, self.attention, self.sequence)
 
     def condition(
         self,
@@ -80,7 +67,8 @@ class HunyuanVideo15Policy(Policy):
             modulation, final = self.forward.modulation(1000 * sigma, self.dtype, ends)
 
             def conditioning(texts: Sequence[TextEmbedding]) -> Inputs:
-                context, images = self.forward.context(1000 * sigma, texts), self.forward.images(texts)
+                every = self.uses_all_weights and torch.is_grad_enabled()
+                context, images = self.forward.context(1000 * sigma, texts, every), self.forward.images(texts)
                 frame = None if images is None else images.frame
                 context = (context if images is None else images.beside(context)).to(self.dtype)
                 return Inputs(modulation=modulation, final=final, context=context, frame=frame)
@@ -89,42 +77,78 @@ class HunyuanVideo15Policy(Policy):
                 conditioning(texts), negative=None if negatives is None else conditioning(negatives)
             )
 
-    @torch.no_grad()
     def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> ConditionTable:
-        """Compute the conditioning of every prompt at every noise level with the present weights.
+        return ConditionTable(self, sigmas, embeddings)
 
-        Args:
-            sigmas: `[T]` in [0, 1], where each step begins; the last step ends at 0.
-            embeddings: key -> embedding; with guidance, including the negative prompts.
-        """
-        sigmas = sigmas.to(self.device, torch.float32)
-        timesteps = 1000 * sigmas
-
-        def contextualize(embeddings: Sequence[TextEmbedding]) -> tuple[Tensor, Images | None]:
-            texts = [embedding.to(self.device, self.dtype) for embedding in embeddings]
-            with self._autocast():
-                context = self.forward.context(timesteps.repeat_interleave(len(texts)), texts * len(timesteps))
-                images = self.forward.images(texts)
-            return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings))), images
-
-        with self._autocast():
-            modulation, final = self.forward.modulation(timesteps, self.dtype, self._ends(timesteps))
-        trained = None if self.forward.conditioning_is_frozen else functools.partial(self._trained, sigmas, embeddings)
-        return ConditionTable(modulation, final, embeddings, contextualize, self.uses_guidance, trained)
-
-    def _trained(
-        self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding], keys: Sequence[Key], steps: Tensor
-    ) -> Inputs:
-        """Compute the conditioning at `steps` with gradients."""
-        sigma, ends = sigmas[steps].expand(len(keys)), self._ends(sigmas)
-        end = None if ends is None else ends[steps].expand(len(keys))
-        texts = [embeddings[key] for key in keys]
-        negatives = [embeddings[text.negative] for text in texts] if self.uses_guidance else None
-        return self.condition(sigma, texts, negatives, end)
-
-    def _ends(self, starts: Tensor) -> Tensor | None:
+    def step_ends(self, starts: Tensor) -> Tensor | None:
         """Return where each step of a schedule ends, if the network takes it: where the next one begins, at last 0."""
         return torch.cat([starts[1:], starts.new_zeros(1)]) if self.forward.has_mean_velocity else None
+
+
+class ConditionTable:
+    """Conditions at every step of a rollout; each prompt's part is computed on first use.
+
+    If the weights behind it are frozen, as under LoRA on the blocks, training reads the same table.
+
+    Args:
+        policy: its weights make the conditions.
+        sigmas: `[T]` in [0, 1], where each step begins; the last step ends at 0.
+        embeddings: key -> embedding; with guidance, including the negative prompts.
+
+    Attributes:
+        modulation: `[T, layers, 2, 6, d]`.
+        final: `[T, 2, d]`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, policy: HunyuanVideo15Policy, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> None:
+        self.policy, self.embeddings = policy, embeddings
+        self.sigmas = sigmas.to(policy.device, torch.float32)
+        times = 1000 * self.sigmas
+        with policy._autocast():
+            self.modulation, self.final = policy.forward.modulation(times, policy.dtype, policy.step_ends(times))
+        self._contexts: dict[Key, Tensor] = {}  # glyph and text tokens `[T, L, d]`
+        self._images: dict[Key, Images] = {}
+
+    def of(self, keys: Sequence[Key]) -> BatchConditions:
+        """Return the conditions of a batch, whose prompts have one number of tokens."""
+        negatives = [self.embeddings[key].negative for key in keys]
+        return self._batch(keys)._replace(negative=self._batch(negatives) if self.policy.uses_guidance else None)
+
+    def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
+        """Return rows of the table; if the weights behind it are trained, recompute them with gradients."""
+        if self.policy.forward.conditioning_is_frozen:
+            return self.of(keys).at(steps)
+        texts = [self.embeddings[key] for key in keys]
+        negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else None
+        sigma, ends = self.sigmas[steps].expand(len(keys)), self.policy.step_ends(self.sigmas)
+        return self.policy.condition(sigma, texts, negatives, None if ends is None else ends[steps].expand(len(keys)))
+
+    def _batch(self, keys: Sequence[Key]) -> BatchConditions:
+        self._fill(keys)
+        keys = keys[:1] if len(set(keys)) == 1 else keys
+        context = torch.stack([self._contexts[key] for key in keys], dim=1)
+        own = [self._images[key] for key in keys if key in self._images]
+        images = Images(*map(torch.cat, zip(*own))) if own else None
+        return BatchConditions(self.modulation, self.final, context, images)
+
+    @torch.no_grad()
+    def _fill(self, keys: Sequence[Key]) -> None:
+        """Compute missing contexts, prompts of equal length together."""
+        policy, times = self.policy, 1000 * self.sigmas
+        missing: dict[tuple[int, int], list[Key]] = defaultdict(list)
+        for key in dict.fromkeys(keys):
+            if key not in self._contexts:
+                embedding = self.embeddings[key]
+                missing[len(embedding.text), len(embedding.glyphs)].append(key)
+        for group in missing.values():
+            texts = [self.embeddings[key].to(policy.device, policy.dtype) for key in group]
+            with policy._autocast():
+                contexts = policy.forward.context(times.repeat_interleave(len(texts)), texts * len(times))
+                images = policy.forward.images(texts)
+            self._contexts |= zip(group, contexts.to(policy.dtype).unflatten(0, (len(times), -1)).unbind(1))
+            if images is not None:
+                self._images |= zip(group, map(Images, images.tokens.split(1), images.frame.split(1)))
 
 
 def freeze_dead_ends(transformer: Any, *, takes_images: bool = False) -> None:

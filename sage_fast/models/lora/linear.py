@@ -14,8 +14,7 @@ copy. `refresh` rewrites s B, and A in the activation dtype, when the adapter ha
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +37,10 @@ def padding_for(rank: int, bytes_per_value: int) -> int:
     return -(-rank // 64) * 64 if bytes_per_value == 2 else rank
 
 
-@dataclasses.dataclass(frozen=True)
-class _Adapter:
+class _Adapter(NamedTuple):
     down: Tensor  # A [r, d_in]
     up: Tensor  # B [d_out, r]
     scale: float
-
-    @property
-    def rank(self) -> int:
-        return len(self.down)
 
 
 class FusedLinear(nn.Module):
@@ -113,18 +107,18 @@ class FusedLinear(nn.Module):
             if base.bias is not None:
                 self._bias[rows].copy_(base.bias)
             if adapter is not None:
-                columns = slice(column, column + adapter.rank)
+                columns = slice(column, column + len(adapter.down))
                 self._buffer[rows, width:][:, columns].copy_(adapter.up * adapter.scale)
                 self._buffer[height:, :width][columns].copy_(adapter.down)
                 self._columns.append((rows.start, rows.stop, adapter.scale))
-                column += adapter.rank
+                column += len(adapter.down)
             row = rows.stop
         self._adapters = adapters
         self._seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
 
     def _is_joined(self, bases: list[Any], adapters: list[_Adapter | None]) -> bool:
         """Whether `_buffer` is laid out for these adapters and its left part is still the layers' weight."""
-        if [a and a.rank for a in adapters] != [a and a.rank for a in self._adapters]:
+        if [a and len(a.down) for a in adapters] != [a and len(a.down) for a in self._adapters]:
             return False
         parts = self._buffer[: len(self._buffer) - self.pad].split([base.out_features for base in bases])
         return all(
@@ -134,7 +128,7 @@ class FusedLinear(nn.Module):
 
     def _join(self, bases: list[Any], adapters: list[_Adapter | None]) -> None:
         like, width = bases[0].weight, bases[0].in_features
-        self.pad = padding_for(sum(a.rank for a in adapters if a is not None), like.itemsize)
+        self.pad = padding_for(sum(len(a.down) for a in adapters if a is not None), like.itemsize)
         rows = [base.out_features for base in bases]
         self._buffer = like.new_zeros(sum(rows) + self.pad, width + self.pad)
         self._bias = like.new_zeros(sum(rows))
@@ -350,28 +344,39 @@ class _GeluBiasGrad(torch.autograd.Function):
         return dx, sums[:, 0].to(ctx.dtype)
 
 
-def feed_forward(up: FusedLinear, down: FusedLinear, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
-    """Return stream + gate down(gelu(up(x))), with tanh GELU: the end of a block.
-
-    In a recomputation (`is_recomputing`) the result is another tensor, of another shape: nothing may read it.
+class FeedForward(nn.Module):
+    """diffusers' FeedForward with tanh GELU, and the gated residual after it: the end of a block.
 
     Args:
         up, down: the two layers.
-        x: `[B, S, d + up.pad]`; its padding is overwritten.
-        stream: `[B, S, d]`.
-        gate: `[B, d]`.
     """
-    if up.pad and down.pad:
-        return _FeedForward.apply(
-            x, stream, gate, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
-            torch.is_grad_enabled(), *up.factors, *down.factors,
-        )  # fmt: skip
-    (layer,) = up.layers
-    if _is_at_hand(layer) and layer.bias.requires_grad:
-        hidden = _GeluBiasGrad.apply(F.linear(x, layer.weight, layer.bias.detach()), layer.bias)
-    else:
-        hidden = F.gelu(up(x), approximate="tanh")
-    return gated_sum(stream, down.unpadded(hidden), gate)
+
+    def __init__(self, up: FusedLinear, down: FusedLinear) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
+        """Return stream + gate down(gelu(up(x))).
+
+        In a recomputation (`is_recomputing`) the result is another tensor, of another shape: nothing may read it.
+
+        Args:
+            x: `[B, S, d + up.pad]`; its padding is overwritten.
+            stream: `[B, S, d]`.
+            gate: `[B, d]`.
+        """
+        up, down = self.up, self.down
+        if up.pad and down.pad:
+            return _FeedForward.apply(
+                x, stream, gate, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
+                torch.is_grad_enabled(), *up.factors, *down.factors,
+            )  # fmt: skip
+        (layer,) = up.layers
+        if _is_at_hand(layer) and layer.bias.requires_grad:
+            hidden = _GeluBiasGrad.apply(F.linear(x, layer.weight, layer.bias.detach()), layer.bias)
+        else:
+            hidden = F.gelu(up(x), approximate="tanh")
+        return gated_sum(stream, down.unpadded(hidden), gate)
 
 
 def _is_at_hand(layer: nn.Module) -> bool:
