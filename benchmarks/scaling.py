@@ -195,8 +195,7 @@ def overlap() -> str:
     iteration = 4 * work.of_a_sample / H200_BF16_FLOPS
     decode = work.decode / H200_BF16_FLOPS
     rows = [
-        ["decode of all but the last chunk, during the rollout", "done", f"{3 * decode / iteration:.1%}"],
-        ["decode of the last chunk, during the anchor's forwards", "not done", f"{decode / iteration:.1%}"],
+        ["decode, during the next rollout or the anchor's forwards", "not done", f"{4 * decode / iteration:.1%}"],
         ["scoring of the last chunk, during the first updates", "not done", "at most the time to score one chunk"],
         ["rollout of the next iteration, during this one's updates", "not done: off-policy",
          f"at most {work.steps * work.forward / work.of_a_sample:.0%}"],

@@ -141,10 +141,7 @@ class Trainer:
     # -- rollout ------------------------------------------------------------------------------------------------------
 
     def rollout(self, plan: IterationPlan) -> tuple[Batch, Scores]:
-        """Generate and score the samples; return this rank's, with what training needs, and all scores.
-
-        On a GPU, decoding one batch overlaps the rollout of the next.
-        """
+        """Generate and score the samples; return this rank's, with what training needs, and all scores."""
         watch, collective = self.observer.watch, self.policy.collective_forwards
         scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=collective)
         averaged = self.config.sampling.averaged_weights

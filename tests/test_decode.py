@@ -207,26 +207,7 @@ def test_free_bytes() -> None:
     assert MIB < free_bytes(CPU) < 2**50
 
 
-# -- streams, chunks --------------------------------------------------------------------------------------------------
-
-
-def test_submit_on_the_cpu() -> None:
-    model = tiny_model(settings())
-    latents = torch.randn(3, *model.spec.latent_shape(settings().sampling))
-    assert torch.equal(model.decoder.submit(latents).result(), model.decoder(latents))
-
-
-@pytest.mark.gpu
-def test_submit_runs_beside_the_current_stream() -> None:
-    vae = load_vae().cuda()
-    decoder = VideoDecoder(vae)
-    for _ in range(20):
-        latents = torch.randn(4, 32, 5, 4, 4, device="cuda")
-        expected = decoder(latents.clone())
-        pending = decoder.submit(latents)
-        del latents
-        torch.randn(4, 32, 5, 4, 4, device="cuda").fill_(9.0)  # may take over the memory of `latents`
-        torch.testing.assert_close(pending.result().clone(), expected, rtol=0, atol=1e-4)
+# -- chunks -----------------------------------------------------------------------------------------------------------
 
 
 class OneChunk(BrightnessReward):

@@ -15,16 +15,11 @@ from typing import Any
 import nvtx
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import DeviceType
 
 from sage_fast.cli import main
 from sage_fast.config.loader import load
-from sage_fast.config.schema import RewardConfig
-from sage_fast.models.decoder import PendingVideos
 from sage_fast.models.load import find_spec
-from sage_fast.rewards import CompositeReward
-from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.tools.plan import plan
 from sage_fast.tools.profile import (
     COLUMNS,
@@ -39,7 +34,7 @@ from sage_fast.tools.profile import (
     phase_changes,
     phase_table,
 )
-from sage_fast.util import metrics, profiling
+from sage_fast.util import profiling
 from sage_fast.util.metrics import Stopwatch
 from sage_fast.util.profiling import PHASES, annotate, ranges
 from tests.ranks import command_on_ranks
@@ -150,37 +145,6 @@ def test_peak_memory_belongs_to_all_open_phases(monkeypatch: pytest.MonkeyPatch)
     assert Stopwatch(torch.device("cpu")).peaks() == {}
 
 
-def test_a_profile_has_the_seconds_of_every_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a made-up device with a main and a decode stream: three rollouts of 5 s, each followed by a decode of 2 s."""
-    now, ends = [0.0], {"main": 0.0, "decode": 0.0}
-
-    def launch(stream: str, seconds: float) -> None:
-        ends[stream] = max(ends[stream], now[0]) + seconds
-
-    def submit(latents: Tensor) -> PendingVideos:
-        launch("decode", 2)
-        return PendingVideos(videos=latents, event=None)
-
-    def seconds_of_phases() -> dict[str, float]:
-        watch = Stopwatch(torch.device("cuda"))
-        reward = CompositeReward(lambda videos, prompts: {"bright": videos}, RewardConfig(weights={"bright": 1.0}))
-        scorer = VideoScorer(SimpleNamespace(submit=submit), reward, watch)
-        for _ in range(3):
-            with watch("rollout"):
-                launch("main", 5)
-            scorer.submit(torch.zeros(1), ["a prompt"])
-        scorer.finish()
-        return {phase: watch.seconds()[f"time/{phase}"] for phase in ("rollout", "decode", "total")}
-
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: now.append(max(now.pop(), *ends.values())))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    assert seconds_of_phases() == {"rollout": 15, "decode": 2, "total": 17}  # two decodes are hidden
-    with ranges("torch"):
-        assert seconds_of_phases() == {"rollout": 15, "decode": 6, "total": 21}
-
-
 def test_the_page_names_each_phase_in_its_table_of_ranges() -> None:
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "profile.md").read_text()
     table = page.split("## Ranges")[1].split("```")[1]
@@ -241,9 +205,6 @@ def test_profile_prints_what_it_writes(profiled: tuple[Path, str, dict[str, Any]
     assert sorted(path.name for path in folder.iterdir()) == ["embeddings", "profile.json", "rank-000.json.gz"]
     for word in ("MFU", "rollout", "rank-000.json.gz"):
         assert word in printed
-    on_gpu = {phase: row | {"busy_seconds": 0.0} for phase, row in result["phases"].items()}
-    waits = "each decode is waited for"
-    assert (waits in printed, waits in format_profile(result | {"phases": on_gpu})) == (False, True)
 
 
 def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, str, dict[str, Any]]) -> None:

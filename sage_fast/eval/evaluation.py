@@ -50,8 +50,6 @@ def video_chunks(
 ) -> Chunks:
     """Sample videos with the ODE and yield them in chunks of at most `sampling.batch_size` prompts.
 
-    On a GPU, decoding a chunk overlaps with the rollout of the next one.
-
     Args:
         pause: called after each step; an exception it raises ends the sampling.
         graphs: CUDA graphs to replay steps from.
@@ -64,7 +62,7 @@ def video_chunks(
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
     runs = bucket_by_length([lengths[prompts[i]] for i in order], sampling.batch_size)
-    pending, dummy = None, next(iter(embeddings))
+    dummy = next(iter(embeddings))
 
     def generate(keys: Sequence[str], own: Tensor) -> Tensor:
         conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
@@ -74,12 +72,7 @@ def video_chunks(
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
         for run in model.policy.states.pad_to_largest(runs, lambda: generate([dummy], seeds.new_zeros(1))):
             chosen = order[run]
-            latents = generate([prompts[i] for i in chosen], seeds[chosen])
-            if pending is not None:
-                yield pending[0], pending[1].result()
-            pending = chosen, model.decoder.submit(latents)
-        if pending is not None:
-            yield pending[0], pending[1].result()
+            yield chosen, model.decoder(generate([prompts[i] for i in chosen], seeds[chosen]))
 
 
 def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sage_fast.models.decoder import Decoder, PendingVideos
+from sage_fast.models.decoder import Decoder
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
 from sage_fast.util.errors import RewardError
 from sage_fast.util.metrics import Stopwatch
@@ -50,10 +50,7 @@ def gather_checked(reward: Scorer, numbers: Sequence[int], scores: Scores) -> Sc
 
 
 class VideoScorer:
-    """Decoder and scorer of one iteration's latents.
-
-    On a GPU, decoding a chunk overlaps what the caller does after `submit`, such as the rollout of the next chunk. Only
-    one chunk's videos exist at a time: they are scored before the next chunk is decoded.
+    """Decoder and scorer of one iteration's latents, chunk by chunk.
 
     The ranks of a sequence group all have the latents. They take turns at the chunks; `finish` returns all scores on
     every rank of the group.
@@ -63,7 +60,7 @@ class VideoScorer:
     Args:
         decoder: decodes latents into videos.
         reward: scores the videos.
-        watch: receives the times of `decode` and `reward`, without the parts hidden behind a rollout.
+        watch: receives the times of `decode` and `reward`.
         collective: other ranks' forwards wait for this rank's, so a reward failure is raised in `finish` only.
     """
 
@@ -72,31 +69,35 @@ class VideoScorer:
         self.reward = reward
         self.watch = watch
         self.collective = collective
-        self._pending: tuple[PendingVideos, list[str]] | None = None
         self._submitted = 0
         self._failure: RewardError | None = None
         self._scores: list[Pending | Scores] = []
 
     def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
-        """Score the previous chunk, then start to decode `latents [B, C, T, H, W]`.
+        """Decode a chunk, `latents [B, C, T, H, W]`, and score its videos.
 
         Raises:
-            RewardError: the reward failed on the previous chunk, with `on_failure = stop` and without `collective`.
+            RewardError: the reward failed, with `on_failure = stop` and without `collective`.
         """
         self._submitted += 1
         if (self._submitted - 1) % sequence_size() != sequence_rank():
             return
-        self._score_pending()
-        with self.watch("decode", wait=False):
-            self._pending = (self.decoder.submit(latents), list(prompts))
+        with self.watch("decode"):
+            videos = self.decoder(latents)
+        with self.watch("reward"):
+            try:
+                self._scores.append(self.reward.submit(videos, list(prompts)))
+            except RewardError as error:
+                self._fail(error)
+            self._collect(wait=False)
 
     def finish(self) -> Scores:
-        """Score the last chunk and return the scores of all chunks in order.
+        """Return the scores of all chunks in order.
 
         Raises:
-            RewardError: the reward failed on the last chunk (with `collective`, on any) and `on_failure = stop`.
+            RewardError: the reward failed on a chunk in the background (with `collective`, on any) and `on_failure =
+                stop`.
         """
-        self._score_pending()
         if any(isinstance(scores, Pending) for scores in self._scores):
             with self.watch("reward"):
                 self._collect(wait=True)
@@ -108,20 +109,6 @@ class VideoScorer:
             raise RewardError(failure)
         in_turn = itertools.zip_longest(*(scores for scores, _ in ranks))
         return join_scores([scores for turn in in_turn for scores in turn if scores is not None])
-
-    def _score_pending(self) -> None:
-        if self._pending is None:
-            return
-        pending, prompts = self._pending
-        self._pending = None
-        with self.watch("decode"):
-            videos = pending.result()
-        with self.watch("reward"):
-            try:
-                self._scores.append(self.reward.submit(videos, prompts))
-            except RewardError as error:
-                self._fail(error)
-            self._collect(wait=False)
 
     def _collect(self, *, wait: bool) -> None:
         """Collect the scores that are ready; with `wait`, wait for all."""

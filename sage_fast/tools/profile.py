@@ -279,8 +279,6 @@ def format_profile(result: Mapping[str, Any]) -> str:
     images = f" and {count} image tokens" if (count := result.get("image_tokens", 0)) else ""
     lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens{images} a prompt")
     lines.append("HFU: FLOPs over time and ceiling; MFU: those of the model, without what a backward recomputes")
-    if gpu:
-        lines.append("each decode is waited for; in a run it overlaps the rollout of the next batch")
     if peaks := result["peak_bytes"]:
         found = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
         planned = result["planned_bytes"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.util.profiling import PHASES, WAIT, annotate, is_profiled
+from sage_fast.util.profiling import PHASES, WAIT, annotate
 from sage_fast.util.ranks import all_gather_object, world_size
 
 REWARD_PART = "reward_part/"
@@ -88,8 +88,8 @@ class Stopwatch:
         self._open: list[str] = []
 
     @contextlib.contextmanager
-    def __call__(self, phase: str, *, wait: bool = True) -> Iterator[None]:
-        """Add the block's seconds to `phase`. Without `wait` this is launch time, except under torch.profiler."""
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the block's seconds to `phase`."""
         start = time.perf_counter()
         self._note_peak()
         self._open.append(phase)
@@ -97,7 +97,7 @@ class Stopwatch:
             with annotate(phase):
                 yield
                 # Wait inside the range, so that it covers every kernel of the phase.
-                if (wait or is_profiled()) and self.device.type == "cuda":
+                if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
         finally:
             self._note_peak()

@@ -39,11 +39,6 @@ def annotate(name: str, index: int | None = None) -> AbstractContextManager[Any]
     return _range(name if index is None else f"{name} {index}")
 
 
-def is_profiled() -> bool:
-    """Whether torch.profiler is on: it counts kernels in the phase in which they run, so no phase may leave any."""
-    return "torch" in _tools
-
-
 @contextlib.contextmanager
 def ranges(*tools: str) -> Iterator[None]:
     """Switch ranges on within a block, for the tools `nvtx`, `torch` (torch.profiler) or both.

@@ -263,7 +263,7 @@ def _on_testbed(
     vae = allow_batches(setup.model.decoder.vae)
     world, generator = WORLDS["testbed"], torch.Generator().manual_seed(0)
     latents = torch.cat([encode(vae, draw(world, prompt, 1, generator)) for prompt in setup.eval_prompts])
-    floor = manifold_distances(setup.model.decoder.submit(vae.config.scaling_factor * latents).result())
+    floor = manifold_distances(setup.model.decoder(vae.config.scaling_factor * latents))
     return {key: manifold_distances(clips).numpy() for key, clips in videos.items()}, floor.numpy()
 
 
@@ -276,7 +276,7 @@ def _videos(setup: Setup, table: TransitionTable, prompts: Sequence[str], repeat
     conditioning = model.policy.conditioning_table(table.sigmas[:-1], {p: setup.embeddings[p] for p in prompts})
     x = initial_latents(seeds, model.spec.latent_shape(setup.config.sampling), model.policy.device)
     x = rollout(model.policy, table, table.coefficients(), conditioning, prompts, seeds, x)
-    return model.decoder.submit(x).result()
+    return model.decoder(x)
 
 
 def _draw_distances(axes: Axes, distances: Distances, title: str) -> None:
