@@ -14,7 +14,6 @@ from sage_fast import cli
 from sage_fast.config.loader import build, load
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
-from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel.deepspeed_config import deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module

@@ -147,9 +147,7 @@ def tiny_trainer(
 ) -> Trainer:
     prompts = train_prompts()
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
-    return Trainer(
-        Resolved(config), tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype)
-    )
+    return Trainer(Resolved(config), tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype))
 
 
 def planned(config: Config, prompts: Sequence[str], iteration: int = 0) -> IterationPlan:
