@@ -188,33 +188,6 @@ def test_a_step_may_be_replayed_anywhere_in_a_rollout() -> None:
         assert_same_bits(list(found), expected[1 + 4 * t : 5 + 4 * t])
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_the_first_graph_of_a_size_is_measured_and_the_faster_way_kept(
-    faster: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy = tiny_model(settings()).policy
-    caplog.set_level(logging.INFO)
-    measured: list[StepGraph] = []
-
-    def timer(graph: StepGraph) -> tuple[float, float]:
-        measured.append(graph)
-        return (0.8, 0.9) if faster else (0.9, 0.8)
-
-    graphs = StepGraphs(policy, rerun, max_memory=math.inf, timer=timer)
-    for prompts in (PROMPTS[:1], PROMPTS[:1] * 2):
-        for _ in range(3):
-            assert_same_bits(roll(policy, prompts, 0, graphs), roll(policy, prompts))
-    first, second = PROMPTS[:2], PROMPTS[1:]  # of the size before, with a prompt for each sample
-    twice(policy, first, graphs)
-    assert_same_bits(twice(policy, second, graphs), roll(policy, second))
-    assert len(measured) == 2
-    assert len(graphs) == (3 if faster else 0)
-    times = "a step takes {} ms replayed and {} ms without".format(*(("800.0", "900.0")[:: 1 if faster else -1]))
-    names = ("CUDA graphs for rollouts of 1 samples", "CUDA graphs for rollouts of 2 samples")
-    names = names if faster else ("no CUDA graph for this rollout",) * 2
-    assert caplog.messages == [f"{name}: {times}" for name in names]
-
-
 def test_falls_back_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     policy = tiny_model(settings()).policy
     caplog.set_level(logging.INFO)

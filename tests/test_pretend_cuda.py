@@ -28,10 +28,9 @@ from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hunyuan15 import decode
 from sage_fast.models.load import load_model
 from sage_fast.parallel.fit import graph_bytes
-from sage_fast.rollout import recorder
-from sage_fast.rollout.graphs import StepGraph, StepGraphs
+from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.rollout.recorder import seconds_of, step_graphs
+from sage_fast.rollout.recorder import step_graphs
 from sage_fast.rollout.step import denoise
 from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.tools.operators import OPERATORS
@@ -42,17 +41,6 @@ from tests.tiny import embeddings, settings, tiny_model, with_images
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPT = "a red circle moves left quickly"
-
-
-@pytest.fixture(autouse=True)
-def replays_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are measured, and replayed whatever this machine's clock says."""
-
-    def timed(graph: StepGraph) -> tuple[float, float]:
-        assert min(seconds_of(graph)) > 0
-        return 0.0, 1.0
-
-    monkeypatch.setattr(recorder, "seconds_of", timed)
 
 
 FEW = {"sampling__steps": 3, "sampling__batch_size": 2, "train__group_size": 2, "train__batch_size": 4}

@@ -19,25 +19,6 @@ from sage_fast.ops import Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Errors:
-    """Errors of x0_hat = x_s - s v, each `[B]` and a mean over the elements; `plus` and `minus` have no gradient.
-
-    Attributes:
-        present: mean((x0_hat - x0)^2) of v.
-        rollout: the same of v_old.
-        moved: mean((s (v - v_old))^2).
-        plus: mean |x0_hat - x0| of v+.
-        minus: the same of v-.
-    """
-
-    present: Tensor
-    rollout: Tensor
-    moved: Tensor
-    plus: Tensor
-    minus: Tensor
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored:
     """What a surrogate sees of a micro-batch, each `[B]`.
 
@@ -45,13 +26,13 @@ class Scored:
         log_ratio: log-ratio to the rollout policy, centred and normalised where the settings say so.
         kl_old: KL to the rollout policy, in closed form.
         advantage: A_i.
-        errors: errors of the predicted final sample, for a row that uses them.
+        noised: all scores of noised samples and their coefficients, for a row that uses the errors behind them.
     """
 
     log_ratio: Tensor
     kl_old: Tensor
     advantage: Tensor
-    errors: Errors | None = None
+    noised: tuple[TransitionScores, Row] | None = None
 
 
 def _clipped_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
@@ -86,14 +67,19 @@ def _plain_log_prob(scored: Scored, objective: ObjectiveConfig) -> Tensor:
 def _nft(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Negative DiffusionNFT loss (arXiv 2509.16117) on x0 times advantage_clamp / beta.
 
-    Each branch is divided by its mean error.
+    Each branch is divided by its mean error. The residual of a noised sample is x0 - x0_hat with x0_hat = x_s - s v,
+    and b is -s, so the errors, means over the elements, follow from the scores: `present` of v, `rollout` of v_old,
+    `moved` between both, `plus` and `minus` of v+ and v-.
     """
-    errors, beta, clamp = scored.errors, objective.nft_beta, objective.advantage_clamp
-    assert errors is not None
-    even = errors.rollout + beta**2 * errors.moved
-    odd = beta * (errors.present - errors.rollout - errors.moved)
+    assert scored.noised is not None
+    scores, row = scored.noised
+    present, rollout = ((value - row.k) / row.w for value in (scores.log_prob, scores.log_prob_old))
+    moved, (plus, minus) = row.b.square() * scores.kl_old / row.m, scores.errors
+    beta, clamp = objective.nft_beta, objective.advantage_clamp
+    even = rollout + beta**2 * moved
+    odd = beta * (present - rollout - moved)
     share = 0.5 + 0.5 * scored.advantage / clamp
-    plus, minus = (even + odd) / errors.plus.clamp(min=1e-5), (even - odd) / errors.minus.clamp(min=1e-5)
+    plus, minus = (even + odd) / plus.clamp(min=1e-5), (even - odd) / minus.clamp(min=1e-5)
     return -clamp / beta * (share * plus + (1 - share) * minus)
 
 
@@ -107,12 +93,11 @@ class SurrogateRow:
         clipped: mask `[B]`: where the clip or the KL mask is active; its mean is `ratio/clip_fraction`.
         uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
         uses_kl: needs the KL to the rollout policy in closed form.
-        uses_errors: needs the errors of the predicted final sample, and weighs the noise levels itself; only on
-            noised samples.
+        uses_errors: needs the errors of the predicted final sample at `objective.nft_beta`, and weighs the noise levels
+            itself; only on noised samples.
         centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
         scores_rollout: scores the steps of the rollout (reverse process), which itself yields their log-probs and
             velocities; otherwise the final samples with new noise (docs/explanation/forward-process.md).
-        has_beta: uses `objective.nft_beta`.
     """
 
     title: str
@@ -123,7 +108,6 @@ class SurrogateRow:
     uses_errors: bool = False
     centred: bool = False
     scores_rollout: bool = True
-    has_beta: bool = False
 
 
 SURROGATES = {
@@ -131,7 +115,7 @@ SURROGATES = {
     "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio, clipped=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
     "nft": SurrogateRow(
-        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True, scores_rollout=False, has_beta=True
+        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True, scores_rollout=False
     ),
     "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=False),
 }  # fmt: skip
@@ -285,8 +269,8 @@ def sage_loss(objective: Objective, scores: TransitionScores, steps: StepConstan
         log_ratio = log_ratio + steps.bias * kl_old
         if objective.normalises_ratio:
             log_ratio, weight = steps.equalizer * log_ratio, weight / steps.equalizer
-    errors = errors_on_x0(scores, steps.row) if surrogate.uses_errors else None
-    scored = Scored(log_ratio=log_ratio, kl_old=kl_old, advantage=scores.advantage, errors=errors)
+    noised = scores, steps.row
+    scored = Scored(log_ratio=log_ratio, kl_old=kl_old, advantage=scores.advantage, noised=noised)
     policy = -weight * surrogate.value(scored, objective.settings)
     velocity = kl_old if objective.closed_form else scores.log_prob_old - scores.log_prob
     regularizer = torch.zeros_like(policy)
@@ -303,13 +287,6 @@ def sage_loss(objective: Objective, scores: TransitionScores, steps: StepConstan
         ratio=torch.exp(log_ratio.detach()),
         clipped=surrogate.clipped(scored, objective.settings).float(),
     )
-
-
-def errors_on_x0(scores: TransitionScores, row: Row) -> Errors:
-    """Return the errors behind the scores of noised samples, where the residual is x0 - x0_hat and b is -s."""
-    present, rollout = ((value - row.k) / row.w for value in (scores.log_prob, scores.log_prob_old))
-    moved, (plus, minus) = row.b.square() * scores.kl_old / row.m, scores.errors
-    return Errors(present=present, rollout=rollout, moved=moved, plus=plus, minus=minus)
 
 
 def gradient_norms(

@@ -146,8 +146,7 @@ class SamplingConfig(Section):
     batch_size: int = within(4, least=1)
     """Samples denoised together."""
     cuda_graphs: bool = True
-    """Replay denoising steps from CUDA graphs, where they fit in memory and are measured to be faster. Results are
-    bit-identical."""
+    """Replay denoising steps from CUDA graphs, where they fit in memory. Results are bit-identical."""
     offload_trajectories: bool = False
     """Keep the trained steps in pinned host memory instead of GPU memory."""
 

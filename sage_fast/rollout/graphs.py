@@ -93,10 +93,6 @@ class StepGraph:
         return self._inputs.latents, *self._outputs
 
 
-Timer = Callable[[StepGraph], tuple[float, float]]
-"""Seconds of a step replayed from a graph, and of one without."""
-
-
 class StepGraphs:
     """Graphs by shape, bounded in number and memory; the least recently used is evicted first.
 
@@ -104,23 +100,19 @@ class StepGraphs:
         policy: whose steps are recorded.
         record: a `recorder.CudaRecorder`.
         max_memory: bytes that all graphs together may keep.
-        timer: measures the first graph of each latent shape, whose steps then run in the faster way; None replays
-            unmeasured.
 
     Attributes:
         refused: shapes -> why their steps run without a graph.
     """
 
-    def __init__(self, policy: Policy, record: Recorder, max_memory: float, timer: Timer | None = None) -> None:
+    def __init__(self, policy: Policy, record: Recorder, max_memory: float) -> None:
         self.policy = policy
         self.record = record
         self.max_memory = max_memory
-        self.timer = timer
         self.refused: dict[tuple[Any, ...], str] = {}
         self._graphs: OrderedDict[tuple[Any, ...], StepGraph] = OrderedDict()
         self._pool = 0  # bytes
         self._seen: set[tuple[Any, ...]] = set()
-        self._timed: set[tuple[Any, ...]] = set()
         self._failed = False
 
     def prepare(self, coefs: Tensor, conditions: BatchConditions, seeds: Tensor, latents: Tensor) -> StepGraph | None:
@@ -132,7 +124,7 @@ class StepGraphs:
         self.policy.refresh()  # a replay does not do this
         shapes = tuple((t.shape, t.dtype) for t in inputs.tensors())
         key = (weights_key(self.policy), self.policy.guidance_scale, shapes)
-        if key in self.refused or latents.shape in self.refused or (self._failed and key not in self._graphs):
+        if key in self.refused or (self._failed and key not in self._graphs):
             return None
         if key not in self._seen:
             self._seen.add(key)
@@ -155,7 +147,7 @@ class StepGraphs:
         return len(self._graphs)
 
     def _recorded(self, key: tuple[Any, ...], inputs: StepInputs) -> StepGraph | None:
-        """Record a graph; return None if that fails, if it needs too much memory, or if it is the slower way."""
+        """Record a graph; return None if that fails or if it needs too much memory."""
         if not self._graphs:
             self._pool = 0  # its last graph freed it
         try:
@@ -170,15 +162,6 @@ class StepGraphs:
             needed, allowed = (size / 2**30 for size in (needed, self.max_memory))
             self._refuse(key, f"it would keep {needed:.2f} GiB, and all may keep {allowed:.2f} GiB")
             return None
-        shape = inputs.latents.shape
-        if self.timer is not None and shape not in self._timed:
-            self._timed.add(shape)
-            replayed, plain = self.timer(graph)
-            found = f"a step takes {1e3 * replayed:.1f} ms replayed and {1e3 * plain:.1f} ms without"
-            if plain < replayed:
-                self._refuse(shape, found)
-                return None
-            log.info(f"CUDA graphs for rollouts of {len(inputs.latents)} samples: {found}")
         return graph
 
     def _kept(self, graphs: Iterable[StepGraph]) -> int:

@@ -1,9 +1,8 @@
-"""What records CUDA graphs of denoising steps and measures them."""
+"""What records CUDA graphs of denoising steps."""
 
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.models.policy import Policy
 from sage_fast.models.spec import Cost
-from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
+from sage_fast.rollout.graphs import Recordable, StepGraphs
 from sage_fast.util.environment import format_bytes
 
 log = logging.getLogger(__name__)
@@ -58,23 +57,10 @@ class CudaRecorder:
         return graph.replay, outputs, torch.cuda.memory_reserved() - before
 
 
-def seconds_of(graph: StepGraph) -> tuple[float, float]:
-    """Time a step replayed and one without the graph, in turns; return the faster of two of each, in seconds."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(2):
-        for step, found in zip((graph.replay, graph.run), seconds):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-    return min(seconds[0]), min(seconds[1])
-
-
 def step_graphs(policy: Policy, cost: Cost, room: float) -> StepGraphs | None:
     """Return graphs for a policy's rollouts, of up to `room` bytes; None if one does not fit."""
     if (first := cost.step + cost.context) <= room:
-        return StepGraphs(policy, CudaRecorder(), room, seconds_of)
+        return StepGraphs(policy, CudaRecorder(), room)
     if room:
         log.info(
             f"no CUDA graphs: a step keeps {format_bytes(first)}, and training leaves {format_bytes(max(room, 0))}"

@@ -31,7 +31,7 @@ def method_of(objective: Objective, sampling: SamplingConfig) -> str:
         words.append(f"noise in {sampling.sde_window} of {sampling.steps} steps")
     if equalized or row.scores_rollout:
         words.append("equalizer" if equalized else "no equalizer")
-    if row.has_beta:
+    if row.uses_errors:
         words.append(f"beta {objective.settings.nft_beta:g}")
     return f"{'SAGE-' * own}{row.title}: {', '.join(words)}, {_kl_in_words(objective)}"
 
