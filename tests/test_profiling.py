@@ -79,11 +79,11 @@ def test_ranges_of_an_iteration(recorded: Recording) -> None:
         for k in range(config.sampling.steps)
     ]
     rollout = [("rollout",), *[path for step in steps for path in step]]
-    submit, score = [("decode",)], [("decode",), ("reward",)]  # a chunk is scored after the next one's rollout
+    scored = [("decode",), ("reward",)]
     micro = [("train", "forward"), ("train", "backward")]
     assert recorded.pushed == [
         ("rollout",),  # conditioning
-        *[*rollout, *submit, *rollout, *score, *submit, *score],
+        *[*rollout, *scored, *rollout, *scored],
         *[("anchor",), ("train",), *micro * 4, ("train", "optimizer")],  # 30 transitions, 8 at a time
     ]
     assert not any(recorded.stacks.values())
