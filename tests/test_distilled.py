@@ -114,7 +114,7 @@ def test_the_table_knows_each_end(pair: tuple[StockPolicy, HunyuanVideo15Policy]
     prompts = [PROMPTS[0]] * 3
     table, ends = policy.conditioning_table(sigmas, texts), torch.tensor([0.6, 0.2, 0.0])
     for steps in ([1], [2, 0, 1]):
-        fresh = policy._trained(sigmas, texts, prompts, torch.tensor(steps))
+        fresh = table.trained(prompts, torch.tensor(steps))
         torch.testing.assert_close(
             policy.velocity(x, table.of(prompts).at(torch.tensor(steps))), policy.velocity(x, fresh), rtol=0, atol=1e-6
         )

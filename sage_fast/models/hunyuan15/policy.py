@@ -117,8 +117,10 @@ class ConditionTable:
 
     def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
         """Return rows of the table; if the weights behind it are trained, recompute them with gradients."""
-        if self.policy.forward.conditioning_is_frozen:
-            return self.of(keys).at(steps)
+        return self.of(keys).at(steps) if self.policy.forward.conditioning_is_frozen else self.trained(keys, steps)
+
+    def trained(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
+        """Compute the conditions at `steps` with gradients."""
         texts = [self.embeddings[key] for key in keys]
         negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else None
         sigma, ends = self.sigmas[steps].expand(len(keys)), self.policy.step_ends(self.sigmas)
