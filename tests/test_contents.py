@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from sage_fast.cli import main
-from sage_fast.config.schema import RewardEntry, TrainConfig
+from sage_fast.config.schema import RewardEntry, SamplingConfig, TrainConfig
 from sage_fast.data.prompt_checks import shared_prompts
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import contents_of, load_setup, resolve
@@ -173,7 +173,14 @@ def test_other_ranks_that_cannot_be_reached_are_one_line(
     [{"prompts_per_iteration": 10**10}, {"group_size": 10**10}, {"group_size": 10**5, "prompts_per_iteration": 10**5}],
 )
 def test_more_samples_than_can_be_planned_are_refused(given: dict[str, int]) -> None:
-    with pytest.raises(
-        UserError, match=r"train\.(prompts_per_iteration|group_size) = \d+: .*(nearest is \d|\d is the nearest)"
-    ):
+    with pytest.raises(UserError, match=r"train\.(prompts_per_iteration|group_size) = \d+: expected .*nearest is \d"):
         TrainConfig(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_frames": 4 * 10**10 + 1}, {"height": 16 * 10**11}, {"num_frames": 10**6 + 1, "width": 16 * 10**5}]
+)
+def test_a_video_that_is_too_large_to_plan_is_refused(given: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=r"sampling\.num_frames = \d+: expected at most 17,179,869,184 pixels"):
+        SamplingConfig(**given)  # type: ignore[arg-type]
+    assert SamplingConfig(num_frames=1001, height=2160, width=3840).height == 2160

@@ -36,8 +36,8 @@ EngineName = Literal["plain", "zero1", "zero2", "zero3"]
 OnFailure = Literal["drop", "stop"]
 
 
-MOST_SAMPLES = 2**20
-"""Most samples of an iteration, each of which is planned."""
+MOST_SAMPLES, MOST_PIXELS = 2**20, 2**34
+"""Most samples of an iteration, each of which is planned, and most pixels of all frames of a video."""
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
 
@@ -157,6 +157,8 @@ class SamplingConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        most = f"expected at most {MOST_PIXELS:,} pixels in num_frames x height x width, such as 81 x 480 x 832"
+        self.require(self.num_frames * self.height * self.width <= MOST_PIXELS, "num_frames", most)
         all_steps = f"expected 0 (all steps) to sampling.steps; the nearest is {self.steps}"
         self.require(self.sde_window <= self.steps, "sde_window", all_steps)
         no_window = "there is no window with sampling.sde_window = 0; the nearest choice is false"
@@ -459,10 +461,8 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        nearest_valid = (
-            f"at most {MOST_SAMPLES:,} samples an iteration; {MOST_SAMPLES // self.group_size} is the nearest"
-        )
-        self.require(self.samples <= MOST_SAMPLES, "prompts_per_iteration", nearest_valid)
+        most = f"{MOST_SAMPLES:,} samples an iteration; the nearest is {MOST_SAMPLES // self.group_size}"
+        self.require(self.samples <= MOST_SAMPLES, "prompts_per_iteration", f"expected at most {most}")
 
     @property
     def samples(self) -> int:
