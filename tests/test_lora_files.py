@@ -142,10 +142,16 @@ def header(entries: dict[str, str]) -> Callable[[Path, dict[str, Tensor]], Path]
     return write
 
 
-def peft_folder(folder: Path, tensors: dict[str, Tensor]) -> Path:
+def kohya(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    """Without a network-wide alpha in the header, and with alphas of one element."""
+    alphas = {k.replace("lora_A.weight", "alpha"): torch.tensor([16.0]) for k in tensors if "lora_A" in k}
+    return header({"ss_network_alpha": "None", "ss_network_dim": "Dynamic"})(folder, tensors | alphas)
+
+
+def peft_folder(folder: Path, tensors: dict[str, Tensor], prefix: str = "base_model.model.") -> Path:
     (folder / "peft").mkdir()
     LoraConfig(r=4, lora_alpha=16, target_modules=["to_q"]).save_pretrained(folder / "peft")
-    save_file({f"base_model.model.{k}": t for k, t in tensors.items()}, folder / "peft" / "adapter_model.safetensors")
+    save_file({f"{prefix}{k}": t for k, t in tensors.items()}, folder / "peft" / "adapter_model.safetensors")
     return folder / "peft"
 
 
@@ -159,8 +165,15 @@ def peft_folder(folder: Path, tensors: dict[str, Tensor]) -> Path:
         header({"ss_network_alpha": "16", "ss_network_dim": "4"}),
         header({METADATA: json.dumps({"transformer.r": 4, "transformer.lora_alpha": 16, "text_encoder.r": 8})}),
         header({METADATA: json.dumps({"lora_alpha": 16, "lora_dropout": 0.5, "bias": "none"})}),
+        header({METADATA: json.dumps({"r": 4}), "lora_alpha": "16"}),
+        header({"lora_alpha": "8", "use_rslora": "True"}),
+        header({"alpha_pattern": '{".*": 16}', "lora_alpha": "3"}),
+        header({"network_alpha": "16", "network_dim": "4", "peft_type": "LORA"}),
         peft_folder,
         lambda folder, tensors: peft_folder(folder, tensors) / "adapter_model.safetensors",
+        lambda folder, tensors: peft_folder(folder, tensors, "") / "adapter_model.safetensors",
+        lambda folder, tensors: peft_folder(folder, tensors, "transformer.") / "adapter_model.safetensors",
+        kohya,
     ],
 )
 def test_alpha_is_found_wherever_it_stands(write: Callable[[Path, dict[str, Tensor]], Path], tmp_path: Path) -> None:
@@ -205,8 +218,11 @@ def test_without_an_alpha_the_rank_is_taken_with_a_note(tmp_path: Path, caplog: 
         {"alpha_pattern": {"(": 1}},
         {"rank_pattern": {"to_q": 3}},
         {"alpha_pattern": 3},
+        {"use_rslora": "false"},
+        {"lora_alpha": 10**400},
+        {"lora_alpha": 1e300},
     ],
-    ids=str,
+    ids=lambda fields: str(fields)[:40],
 )
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], tmp_path: Path) -> None:
     tensors, _ = own_file(adapted(), tmp_path)
@@ -215,6 +231,23 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: dict[str, An
     (name,) = fields
     words = {"rank_pattern": "its r is 3", "alpha_pattern": "alpha"}
     assert words.get(name, "alpha" if name == "lora_alpha" else f"its {name} is ") in text
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"use_dora": "true"}, "its use_dora is True"),
+        ({"lora_alpha": "16", METADATA: '{"lora_alpha": 8}'}, "states lora_alpha twice, as 8 and 16"),
+        ({"alpha": "8", "network_alpha": "16"}, "states lora_alpha twice"),
+        ({METADATA: "[" * 100_000}, "cannot be read"),
+        ({METADATA: '"r"'}, "cannot be read"),
+        ({"lora_alpha": "[" * 100_000}, "cannot be read"),
+    ],
+    ids=lambda given: str(given)[:40],
+)
+def test_a_header_that_cannot_be_honoured_is_refused(entries: dict[str, str], words: str, tmp_path: Path) -> None:
+    tensors, _ = own_file(adapted(), tmp_path)
+    assert words in refusal(header(entries)(tmp_path, tensors))
 
 
 def test_nothing_else_of_a_configuration_acts(tmp_path: Path) -> None:
@@ -243,6 +276,8 @@ def test_nothing_else_of_a_configuration_acts(tmp_path: Path) -> None:
         ("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", "is missing"),
         ("transformer_blocks.0.attn.to_q.diff_b", "holds '"),
         ("transformer_blocks.9.attn.to_q.alpha", "is missing"),
+        ("transformer_blocks.0.attn.to_q.lora_down.weight", "holds A of transformer_blocks.0.attn.to_q twice"),
+        ("transformer_blocks.0.attn.to_q.lora_A.default.weight", "holds A of transformer_blocks.0.attn.to_q twice"),
     ],
 )
 def test_a_tensor_too_many_is_refused(key: str, words: str, tmp_path: Path) -> None:
@@ -255,3 +290,11 @@ def test_a_layer_in_two_layouts_is_refused(tmp_path: Path) -> None:
     tensors, config = own_file(adapted(), tmp_path)
     both = {k: t.clone() for k, t in (tensors | converted(tensors, config, comfyui)).items()}
     assert " twice" in refusal(header({})(tmp_path, both))
+
+
+@pytest.mark.parametrize("kind", "AB")
+def test_a_kernel_of_another_size_is_refused(kind: str, tmp_path: Path) -> None:
+    tensors, _ = own_file(adapted(targets="x_embedder.proj"), tmp_path)
+    key = f"x_embedder.proj.lora_{kind}.weight"
+    tensors[key] = tensors[key].repeat(1, 1, 3, 3, 3)
+    assert f"was made for another model: x_embedder.proj.lora_{kind}" in refusal(header({})(tmp_path, tensors))

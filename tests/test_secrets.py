@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import json
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ from torch import Tensor
 
 from sage_fast.cli import main
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.config.secrets import from_environment
+from sage_fast.config.secrets import from_environment, secret
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.rewards.dry_run import dry_run_reward
+from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.http import HttpReward
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.errors import UserError
@@ -127,3 +131,35 @@ def test_errors_of_a_reward_name_the_variable(how: str, workers: int, monkeypatc
     with pytest.raises(UserError, match=r"no answer from https://me:\$\{SAGE_KEY\}@there") as caught:
         CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
     assert "sk-7" not in str(caught.value)
+
+
+class Tells:
+    """Shows its token in what it returns."""
+
+    def __init__(self, token: str, how: str) -> None:
+        self.token, self.how = token, how
+
+    def score(self, videos: Tensor, prompts: list[str]) -> Any:
+        if self.how == "type":
+            return type(self.token, (), {})()
+        return {f"{self.token}": [0.5] * len(prompts)} if self.how == "part" else {"a": self.token}
+
+
+@pytest.mark.parametrize("how", ["part", "type", "value"])
+@pytest.mark.parametrize("token", [SECRET, "sk-hunter2"])
+def test_what_a_reward_returns_shows_no_secret(how: str, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGE_KEY", token)
+    entry = RewardConfig(name="tests.test_secrets:Tells", args={"token": "${SAGE_KEY}", "how": how}, weights={"a": 1.0})
+    with pytest.raises(UserError) as caught:
+        CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
+    assert "returned" in str(caught.value) or "expected" in str(caught.value)
+    assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spell", [repr, json.dumps, html.escape, urllib.parse.quote, lambda text: json.dumps([text])])
+def test_a_secret_is_masked_as_answers_spell_it(spell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGE_KEY", "Schlüssel \"7'\\<x>/")
+    value = secret("SAGE_KEY")
+    shown = str(RewardFailure(f"status 401: not {spell(value)}, but another"))
+    assert "${SAGE_KEY}" in shown
+    assert "7" not in shown

@@ -5,8 +5,11 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +19,7 @@ SHORTEST = 4
 """Shortest value of the environment that is masked in texts: any text holds shorter ones by chance."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _given: dict[str, str] = {}
-"""Value -> name of the variables that were read."""
+"""Value, or how an answer may write it -> name of the variable that was read."""
 
 
 def from_environment(value: Any, name: str) -> Any:
@@ -43,7 +46,10 @@ def from_environment(value: Any, name: str) -> Any:
 def secret(variable: str) -> str:
     """Return the value of an environment variable, "" if there is none; `names_for_values` masks it from now on."""
     value = os.environ.get(variable, "")
-    _given[value] = _given[value.strip()] = variable
+    bare = value.strip()
+    quoted = urllib.parse.quote(bare), urllib.parse.quote(bare, safe="")
+    as_answers_write = (json.dumps(bare)[1:-1], repr(bare)[1:-1], html.escape(bare), *quoted)
+    _given.update(dict.fromkeys((value, bare, *as_answers_write), variable))
     return value
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.config.secrets import names_for_values
 from sage_fast.rewards.backends import score_of
 from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.interface import Metadata
@@ -48,7 +49,8 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
             f"returned {type(returned).__name__}; expected a mapping of parts to [B], such as {{'sharpness': scores}}"
         )
     parts = {}
-    for part, value in returned.items():
+    for name, value in returned.items():
+        part = names_for_values(name) if isinstance(name, str) else name
         if not isinstance(part, str) or not PART.fullmatch(part):
             raise RewardFailure(f"returned a part named {part!r}; expected 1 to 100 letters, digits and _ . - + / % $")
         try:

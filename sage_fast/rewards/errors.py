@@ -29,8 +29,12 @@ class RewardFailure(Exception):
     """A call without scores: the reward failed, or crashed, hung, could not start or was not reached.
 
     Args:
-        text: as formatted by `failure`: one line that says what happened, then frames if there are any.
+        text: as formatted by `failure`: one line that says what happened, then frames if there are any. It shows no
+            value of a secret.
     """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(names_for_values(text))
 
 
 class SomeFailed(RewardFailure):
@@ -43,7 +47,7 @@ class SomeFailed(RewardFailure):
 
     def __init__(self, errors: dict[int, str], parts: dict[str, Tensor]) -> None:
         super().__init__(next(iter(errors.values())))
-        self.errors, self.parts = errors, parts
+        self.errors, self.parts = {i: names_for_values(text) for i, text in errors.items()}, parts
 
 
 def failure(error: BaseException) -> str:

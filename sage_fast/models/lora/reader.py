@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,9 +37,16 @@ IDLE = {
 """Fields of peft's configuration that change nothing once the factors are there."""
 INITIALISATIONS = ("gaussian", "orthogonal", "eva", True, False)
 """Values of `init_lora_weights` that leave the base weights as they are."""
-HEADER = {**dict.fromkeys(("lora_alpha", "alpha", "ss_network_alpha"), "lora_alpha"),
-          **dict.fromkeys(("r", "rank", "lora_rank", "ss_network_dim"), "r")}  # fmt: skip
+HEADER = {
+    **{field: field for field in vars(LoraConfig())},
+    **dict.fromkeys(("alpha", "network_alpha", "ss_network_alpha"), "lora_alpha"),
+    **dict.fromkeys(("rank", "lora_rank", "network_dim", "ss_network_dim"), "r"),
+}
 """Plain entry of a file's header -> the field that it states."""
+LARGEST_ALPHA = 1e6
+"""Larger ones are no alpha: the factors' sums overflow."""
+WORDS = {"None": None, "Dynamic": None, "True": True, "False": False}
+"""Values of Python that kohya's scripts write into a header."""
 FACTOR = re.compile(r"(.+?)\.(?:(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|(alpha))")
 KINDS = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B", "alpha": "alpha"}
 PREFIXES = r"base_model\.model\.|model\.|diffusion_model\.|lora_unet_|lora_transformer_"
@@ -82,7 +88,10 @@ def read_adapter(
     odd = []
     for key, tensor in tensors.items():
         if match := FACTOR.fullmatch(key):
-            groups[match[1]][KINDS[match[2] or match[3]]] = tensor
+            kind = KINDS[match[2] or match[3]]
+            if kind in groups[match[1]]:
+                raise Fault(f": holds {kind} of {match[1]} twice")
+            groups[match[1]][kind] = tensor
         else:
             odd.append(key)
     if not any("A" in group for group in groups.values()):
@@ -90,10 +99,10 @@ def read_adapter(
     if odd:
         raise Fault(f": holds {odd[0]!r}; expected nothing but `<layer>.lora_A.weight` and `<layer>.lora_B.weight`")
     beside = file.with_name("adapter_config.json")
-    is_peft = any(name.startswith("base_model.model.") for name in groups) and beside.is_file()
-    fields = _fields(header, beside if is_peft else None, part)
+    is_peft = file.stem == "adapter_model" or any(name.startswith("base_model.model.") for name in groups)
+    fields = _fields(header, beside if is_peft and beside.is_file() else None, part)
     if "lora_alpha" not in fields and not any("alpha" in group for group in groups.values()):
-        log.info(wrapped(f"note: model.weights = {file}: states no alpha, so that its rank is taken: the scale is 1"))
+        log.info(wrapped(f"note: model.weights = {file}: states no alpha, so that the rank is taken for it"))
     known, factors, alphas = _known(layers, layouts), dict[str, tuple[Tensor, Tensor]](), dict[str, float]()
     for name, group in groups.items():
         bare = re.sub(rf"^(?:{re.escape(part)}\.|{PREFIXES})*", "", name)
@@ -124,22 +133,36 @@ def _fields(header: Mapping[str, str], beside: Path | None, part: str) -> dict[s
     Raises:
         Fault: it cannot be read, or a field cannot be honoured.
     """
-    plain = {key.removeprefix(f"{part}."): value for key, value in header.items()}
+
+    def of_part(entries: Mapping[str, Any]) -> dict[str, Any]:  # a pipeline names each part's
+        own = {key.removeprefix(f"{part}."): value for key, value in entries.items() if key.startswith(f"{part}.")}
+        return {key: value for key, value in (own or entries).items() if value is not None}
+
     try:
         if (text := header.get(LORA_ADAPTER_METADATA_KEY)) is None and beside is not None:
             text = beside.read_text(encoding="utf-8")
-        stated = {HEADER[key]: json.loads(value) for key, value in plain.items() if key in HEADER}
-        fields = stated if text is None else dict(json.loads(text))
-    except (OSError, ValueError, TypeError) as error:
+        fields = of_part({} if text is None else dict(json.loads(text)))
+        plain = {key.removeprefix(f"{part}."): _plain(value) for key, value in header.items()}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Fault(f": its configuration cannot be read: {error}") from error
-    own = {key.removeprefix(f"{part}."): value for key, value in fields.items() if key.startswith(f"{part}.")}
-    fields = {key: value for key, value in (own or fields).items() if value is not None}  # a pipeline names each part's
+    for key, value in plain.items():
+        if key in HEADER and value is not None and fields.setdefault(HEADER[key], value) != value:
+            raise Fault(f": states {HEADER[key]} twice, as {fields[HEADER[key]]!r} and {value!r}")
     defaults = vars(LoraConfig()) | {"peft_type": "LORA"}
+    if not isinstance(fields.get("use_rslora", False), bool):
+        raise Fault(f": its use_rslora is {fields['use_rslora']!r}; expected true or false")
     for key, value in fields.items():
         acts = value and key not in ACTING | IDLE and value != defaults.get(key)
         if acts and not (key == "init_lora_weights" and value in INITIALISATIONS):
             raise Fault(f": its {key} is {value!r}, which changes the result and cannot be honoured here")
     return fields
+
+
+def _plain(value: str) -> Any:
+    """Return what an entry of a header states: JSON, a word of Python, or the text itself."""
+    with contextlib.suppress(json.JSONDecodeError):
+        return json.loads(value)
+    return WORDS.get(value, value)
 
 
 def _known(layers: Iterable[str], layouts: Iterable[Layout]) -> dict[str, list[tuple[str, ExportTarget]]]:
@@ -197,7 +220,8 @@ def _split(
     for layer, target in targets:
         shape = layers[layer]
         for kind, factor, axis, width in (("A", a, 1, shape[1]), ("B", b, 0, shape[0] * fused)):
-            if factor.ndim != len(shape) or factor.shape[axis] != width:
+            kernel = shape[2:] if kind == "A" else torch.Size([1] * len(shape[2:]))
+            if factor.shape[axis] != width or factor.shape[2:] != kernel:
                 raise Fault(f"{another}{kind}.weight has shape {list(factor.shape)}, expected width {width}")
         up = b.chunk(fused)[target.position]
         up = torch.cat(up.chunk(2)[::-1]) if target.swaps_halves else up
@@ -222,9 +246,9 @@ def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: i
 
     if (r := of_layer("r", "rank_pattern")) not in (None, rank):
         raise Fault(f": its r is {r!r}, and the factors of {layer} have rank {rank}")
-    alpha = of_layer("lora_alpha", "alpha_pattern") if stated is None else stated.tolist()
+    alpha = of_layer("lora_alpha", "alpha_pattern") if stated is None else stated.squeeze().tolist()
     if alpha is None:
         return rank
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < LARGEST_ALPHA:
         raise Fault(f": the alpha of {layer} is {alpha!r}; expected a number above 0")
     return alpha
