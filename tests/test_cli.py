@@ -239,7 +239,6 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     assert evaluations[0]["reward"] != evaluations[1]["reward"]
     judged = [scores["parts"]["judge/alignment"] for scores in evaluations]  # the judge in configs/recipes/paper.yaml
     assert judged[0] != judged[1]
-    assert (run / "comparison.png").is_file()
 
 
 def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,8 +390,8 @@ REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
     [
         (["--reward.name", "videoalgin"], "did you mean 'videoalign'?"),
         (["--reward.args", "{}"], "reward.name = 'videoalign': args: missing a required argument: 'path'"),
-        (["--reward.args.pth", "x"], "args: VideoAlignReward takes no 'pth'; expected one of path"),
-        (["--reward.args.path", "./nowhere"], "reward.args.path = './nowhere': no such folder; expected one that holds "
+        (["--reward.args.pth", "x"], "args: no 'pth'; expected one of path"),
+        (["--reward.args.path", "./nowhere"], "reward.args.path = './nowhere': no such folder; expected one with "
                                               "model_config.json, or a hub id"),
         (["--reward.args.path", "configs"], "reward.args.path = 'configs': expected a folder that holds model_config"),
         (["--reward.args.base", "configs"], "reward.args.base = 'configs': expected a folder that holds config.json"),
@@ -500,7 +499,7 @@ def test_word_unknown_to_the_testbed_is_found_before_the_run_folder_is_made(
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a purple circle moves left quickly\n")
     assert train(tmp_path / "run", "--data.prompts", str(tmp_path / "prompts.txt")) == 2
-    assert 'does not know the word "purple"' in capsys.readouterr().err
+    assert 'does not know "purple"' in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -386,17 +386,6 @@ def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
         torch.testing.assert_close(own, weight, rtol=0.01, atol=1e-3)
 
 
-def test_the_card_has_the_picture_of_its_run(run: Path, tmp_path: Path) -> None:
-    (run / "comparison.png").write_bytes(b"png")
-    export(run, tmp_path / "out", BASE)
-    assert "](comparison.png)" in (tmp_path / "out" / "README.md").read_text()
-    assert (tmp_path / "out" / "comparison.png").read_bytes() == b"png"
-    shutil.copytree(run / "weights", run / "checkpoints" / "iteration-000012")  # newer than the picture
-    export(run, tmp_path / "newer", BASE)
-    assert "comparison.png" not in (tmp_path / "newer" / "README.md").read_text()
-    assert not (tmp_path / "newer" / "comparison.png").exists()
-
-
 def test_the_card_has_no_scores_of_other_weights(run: Path, tmp_path: Path) -> None:
     """A run that was resumed and stopped has newer weights than the last evaluation."""
     shutil.copytree(run / "weights", run / "checkpoints" / "iteration-000012")

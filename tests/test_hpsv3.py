@@ -121,7 +121,7 @@ def test_the_published_file_is_loaded_whole() -> None:
         nn.Linear(3584, 1024), nn.ReLU(), nn.Dropout(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     ).to("meta")
     loader = object.__new__(HPSv3Reward)
-    loader.config, loader.dtype, loader.attention = config, torch.bfloat16, "sdpa"
+    loader.config, loader.dtype = config, torch.bfloat16
     network = loader.build(reward, weights)
     assert 2 * sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16) == HPSv3Reward.gpu_bytes
     assert {p.dtype for p in network.rm_head.parameters()} == {torch.float32}

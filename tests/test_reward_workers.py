@@ -204,7 +204,7 @@ def test_all_processes_make_their_reward_before_the_first_call(process: Any, tmp
 
 
 def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
-    why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: Fingerprint takes no 'hwo'; .*did you mean 'how'"
+    why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: no 'hwo'; .*did you mean 'how'"
     with pytest.raises(UserError, match=why):
         process(args={"hwo": 1}).check(SMALL, ["a"])
 
@@ -286,21 +286,20 @@ def test_forks_of_a_reward_and_what_is_printed_do_no_harm(process: Any) -> None:
 # -- several together -------------------------------------------------------------------------------------------------
 
 
-def test_several_rewards_with_weights_normalisation_and_prefix() -> None:
+def test_several_rewards_with_weights_and_prefix() -> None:
     same = {"name": "tests.reward_faults:Fingerprint"}
     settings = RewardConfig(several=[
-        same | {"weights": {"print": 2.0}, "normalisation": {"print": [0.25, 0.5]}},
+        same | {"weights": {"print": 2.0}},
         same | {"weights": {"print": -1.0}, "prefix": "second_"},
         {"name": "tests.reward_faults:Returns", "args": {"what": "ints"}, "weights": {"a": 0}},
     ])  # fmt: skip
     reward = CompositeReward.of(settings)
     reward.check(SMALL, ["a"])
-    assert reward.parts == ["a", "print", "print_raw", "second_print", "second_watched", "watched"]
+    assert reward.parts == ["a", "print", "second_print", "second_watched", "watched"]
     prints = fingerprints(VIDEOS[:4]).float()
     scores = reward(VIDEOS[:4], PROMPTS[:4])
-    torch.testing.assert_close(scores.parts["print_raw"], prints)
-    torch.testing.assert_close(scores.parts["print"], (prints - 0.25) / 0.5)
-    torch.testing.assert_close(scores.rewards, 2 * (prints - 0.25) / 0.5 - prints)
+    torch.testing.assert_close(scores.parts["print"], prints)
+    torch.testing.assert_close(scores.rewards, 2 * prints - prints)
     assert settings.part_weights == {"print": 2.0, "second_print": -1.0, "a": 0}
 
     twice = CompositeReward.of(RewardConfig(several=[same | {"weights": {"print": 2.0}}, same | {"weights": {}}]))

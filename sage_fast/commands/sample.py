@@ -55,17 +55,14 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         seeds[place] = seed
     with writing(folder):
         setup.encode(folder / "embeddings")
-        videos = generate(config, setup.model, keys, setup.embeddings, seeds, setup.graphs)
+        videos = generate(setup, keys, seeds)
         print(*save_videos(videos, keys, folder, setup.model.spec.fps), sep="\n")
 
 
 def _given(texts: Sequence[str], images: Sequence[str]) -> list[Prompt]:
     """Return the prompts of the command line."""
     if len(images) not in (0, min(1, len(texts)), len(texts)):
-        raise UserError(
-            f"--image: given {len(images)} times, with --prompt given {len(texts)} times; expected one for all prompts "
-            "or one for each"
-        )
+        raise UserError(f"--image: {len(images)} for {len(texts)} of --prompt; expected one for all, or one for each")
     prompts = []
     for text, image in zip(texts, itertools.cycle(images or [""])):
         where = f"--image {image!r}" if image else f"--prompt {text!r}"

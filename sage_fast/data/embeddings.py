@@ -165,7 +165,4 @@ def _checksum(file: Path, tensors: Mapping[str, Tensor]) -> str:
 def _note_unsound(files: Iterable[Path]) -> None:
     """Log that files which exist cannot be used."""
     if unsound := [file for file in files if file.exists()]:
-        log.warning(
-            f"note: {len(unsound)} embeddings are damaged, of another prompt, or without a checksum, and are encoded "
-            f"again, such as {unsound[0]}"
-        )
+        log.warning(f"note: {len(unsound)} embeddings do not fit their checksum and are made again: {unsound[0]} ...")

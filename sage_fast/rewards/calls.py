@@ -44,9 +44,7 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
         RewardFailure: it is not a mapping of names to `count` numbers each.
     """
     if not isinstance(returned, Mapping):
-        raise RewardFailure(
-            f"returned {type(returned).__name__}; expected a mapping of parts to [B], such as {{'sharpness': scores}}"
-        )
+        raise RewardFailure(f"returned {type(returned).__name__}; expected a mapping of parts to [{count}]")
     parts = {}
     for part, value in returned.items():
         if not isinstance(part, str) or not PART.fullmatch(part):
