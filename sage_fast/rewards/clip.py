@@ -43,7 +43,7 @@ class CLIPScoreReward(FrameReward):
         *,
         processor: str | None = None,
         num_frames: int = 8,
-        device: str | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__(device, num_frames)
         try:
@@ -96,7 +96,7 @@ class PickScoreReward(CLIPScoreReward):
         *,
         processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         num_frames: int = 8,
-        device: str | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__(path, processor=processor, num_frames=num_frames, device=device)
 

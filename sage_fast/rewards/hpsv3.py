@@ -54,7 +54,7 @@ class HPSv3Reward(Qwen2VLReward):
         path: str = "MizzenAI/HPSv3",
         *,
         base: str = "Qwen/Qwen2-VL-7B-Instruct",
-        device: str | None = None,
+        device: str = "cpu",
         dtype: Precision | None = None,
         num_frames: int = 8,
     ) -> None:

@@ -65,11 +65,9 @@ class Qwen2VLReward(FrameReward):
     min_frame_pixels: int
     max_frame_pixels: int
 
-    def __init__(self, base: str, device: str | None, dtype: Precision | None, num_frames: int) -> None:
+    def __init__(self, base: str, device: str, dtype: Precision | None, num_frames: int) -> None:
         super().__init__(device, num_frames)
-        if dtype is None:
-            on_cuda = self.device.type == "cuda" if self.device is not None else torch.cuda.is_available()
-            dtype = "bfloat16" if on_cuda else "float32"
+        dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
         self.dtype = getattr(torch, dtype)

@@ -61,7 +61,7 @@ class VideoAlignReward(Qwen2VLReward):
         path: str,
         *,
         base: str = "Qwen/Qwen2-VL-2B-Instruct",
-        device: str | None = None,
+        device: str = "cpu",
         dtype: Precision | None = None,
         video_fps: float = 24.0,
     ) -> None:
