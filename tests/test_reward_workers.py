@@ -303,7 +303,7 @@ def test_several_rewards_with_weights_and_prefix() -> None:
     assert settings.part_weights == {"print": 2.0, "second_print": -1.0, "a": 0}
 
     twice = CompositeReward.of(RewardConfig(several=[same | {"weights": {"print": 2.0}}, same | {"weights": {}}]))
-    with pytest.raises(UserError, match=r"\[1\].name = .*returns 'print', and so does .*; give one of them a prefix"):
+    with pytest.raises(UserError, match=r"\[1\].name = .*returns 'print', and so does .*; give one a prefix"):
         twice.check(SMALL, ["a"])
 
 
