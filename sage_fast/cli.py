@@ -132,6 +132,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a user error, 1 for a failed run."""
+    for name in ("stdin", "stdout", "stderr"):  # None if closed, as by `>&-`: files would take their descriptors
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     words = list(sys.argv[1:] if arguments is None else arguments)
     status = guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words))
     if any(thread.name == HANGING for thread in threading.enumerate()):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,17 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert done.returncode == 0
     assert "train" in done.stdout
     assert "--sampling.eta 0.7" in done.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_command_works_without_the_standard_streams(closed: str, tmp_path: Path) -> None:
+    start = f"exec {shlex.quote(sys.executable)} -m sage_fast"
+    for words in ("init here", "init --list", "--version"):
+        done = subprocess.run(["bash", "-c", f"{start} {words} {closed}"], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "here" / "config.yaml").is_file()
+    done = subprocess.run(["bash", "-c", f"{start} init here {closed}"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, "already holds" in done.stderr) == (2, "2>" not in closed)
 
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from sage_fast.cli import main; "

@@ -122,6 +122,13 @@ def test_contact_sheet_of_videos_with_fewer_frames_than_cells():
     assert sheet.width == 20 + 200 + 24 + 4 * 128 + 3 * 3 + 20
 
 
+@pytest.mark.parametrize("letter", ["a", "ä", "猫", "\U00020000"])
+def test_names_of_videos_are_limited_in_bytes(letter, tmp_path):
+    (file,) = save_videos([ramp()], [letter * 100], tmp_path, 8)
+    assert len(file.name.encode()) < 150
+    assert letter.lower() * 20 in file.name
+
+
 def test_mp4_is_read_back(tmp_path):
     save_mp4(tmp_path / "a.mp4", ramp(9, 128, 192), fps=8)
     whole = read_video(tmp_path / "a.mp4")

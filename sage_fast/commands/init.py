@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sage_fast.config.loader import load
 from sage_fast.data.prompts import SETS, read_prompts
-from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.errors import UserError, nearest, printable
 from sage_fast.util.files import write_atomic
 
 _FOLDER = Path(str(files("sage_fast.configs") / "demo.yaml")).parent
@@ -47,7 +47,7 @@ def add_arguments(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.list == (options.folder is not None):
         raise UserError("expected either FOLDER, as in sage-fast init FOLDER [--config NAME], or --list")
-    print(list_configurations() if options.list else init(options.folder, options.config))
+    print(printable(list_configurations() if options.list else init(options.folder, options.config)))
 
 
 def list_configurations() -> str:
@@ -82,18 +82,20 @@ def init(folder: Path, name: str) -> str:
     if name not in (names := _shipped()):
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
     config = load(_FOLDER / f"{name}.yaml")
-    on_testbed, suffix = config.model.path.startswith("testbed"), Path(config.data.prompts).suffix or ".txt"
-    own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
-    extra = "my_rewards.py" if on_testbed else "slurm.sbatch"
-    texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))}
-    texts[extra] = (_FOLDER / extra).read_text(encoding="utf-8")
-    images: dict[str, str] = {}
+    suffix = Path(config.data.prompts).suffix or ".txt"
+    texts, images, captions = {"config.yaml": ""}, dict[str, str](), set[str]()
     for file, given in (("prompts", config.data.prompts), ("heldout", config.data.eval_prompts)):
         source = _FOLDER / given.removeprefix("configs/")
         prompts = read_prompts(given if given in SETS else str(source))
         lines = "".join(f"{prompt.text}\n" for prompt in prompts)
         texts[file + suffix] = lines if given in SETS else source.read_text(encoding="utf-8")
         images |= {prompt.image: prompt.caption.image for prompt in prompts if prompt.image}
+        captions |= {prompt.text for prompt in prompts}
+    on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}
+    own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
+    texts["config.yaml"] = _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))
+    extra = "my_rewards.py" if on_testbed else "slurm.sbatch"
+    texts[extra] = (_FOLDER / extra).read_text(encoding="utf-8")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
     if found := [file for file in (*texts, *images) if (folder / file).exists()]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.run.sources import check_folder, load_source
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     with writing(folder):
         setup.encode(folder / "embeddings")
         videos = generate(setup, keys, seeds)
-        print(*save_videos(videos, keys, folder, setup.model.spec.fps), sep="\n")
+        files = save_videos(videos, keys, folder, setup.model.spec.fps)
+        print(printable("\n".join(map(str, files))))
 
 
 def _given(texts: Sequence[str], images: Sequence[str]) -> list[Prompt]:

@@ -71,7 +71,8 @@ def _folders(candidates: Sequence[Candidate], folder: Path | None) -> list[Path 
     """Return a video folder for each candidate, named after it."""
     names: list[str] = []
     for candidate in candidates:
-        name = re.sub(r"[^\w.-]+", "-", candidate.label).strip(".-")[:80] or "source"
+        slug = re.sub(r"[^\w.-]+", "-", candidate.label).strip(".-").encode()[:80].decode(errors="ignore")
+        name = slug or "source"
         names.append(name if name not in names else f"{name}-{len(names)}")
     return [None if folder is None else folder / "videos" / name for name in names]
 

@@ -41,7 +41,7 @@ def write_evaluation(
         write_json(several if len(sets) > 1 else sets[0].evaluation, json)
     if folder is not None:
         write_atomic(folder / "evaluation.md", f"{found.text}\n")
-        print(_write_page(folder / "evaluation.html", found, count))
+        _write_page(folder / "evaluation.html", found, count)
 
 
 SCORED_BY = ("eval.judge", *(f"reward.{name}" for name in ("name", "args", "weights", "several")))
@@ -108,11 +108,11 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     print(printable(found.text))
     of_runs = {"own": own, "charts": _charts(runs), "settings": settings}
-    print(_write_page(folder / "comparison.html", found, ROWS * bool(in_common), " · ".join(sources), **of_runs))
+    _write_page(folder / "comparison.html", found, ROWS * bool(in_common), " · ".join(sources), **of_runs)
 
 
-def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of_runs: Any) -> Path:
-    """Write a self-contained page.
+def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of_runs: Any) -> None:
+    """Write a self-contained page and print its path.
 
     Args:
         count: number of rows of videos to show.
@@ -133,7 +133,7 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
         **({"own": {}, "charts": [], "settings": []} | of_runs),
     )
     write_atomic(path, page)
-    return path
+    print(printable(str(path)))
 
 
 def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:
