@@ -351,6 +351,29 @@ def no_encoder(*given: Any) -> None:
     raise AssertionError("the text encoders were loaded")
 
 
+def test_what_an_encoder_cuts_is_said(there: Path) -> None:
+    """By prompt, tokens and limit: the language model reads 1000 tokens, and ByT5 256 of quoted text, a byte each."""
+    long, quoted = "ab " * 1200, f'a sign says "{"x" * 300}"'
+    (there / "more.txt").write_text(f"a cat\n{long}\n{quoted}\n")
+    status, out = embed("--prompts", "more.txt")
+    flat = " ".join(out.split())
+    assert status == 0
+    assert f"note: prompt '{long[:60].strip()}' has 2402 tokens; 1000 are read" in flat.replace("ab ' has", "ab' has")
+    assert f"note: prompt {quoted[:60]!r} has 310 tokens in quotes; 256 are read" in flat
+    assert out.count("note: prompt") == 2
+
+
+def test_prompts_with_one_embedding_are_told(there: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin = "a b c " * 600
+    prompts = [begin + "one", begin + "two", "a cat", "a dog"]
+    encode = load_encoder("model", torch.float32, CPU)
+    found = encode_cached(captions(*prompts), lambda: encode, None, "m", TextEmbedding)
+    assert torch.equal(found[prompts[0]].text, found[prompts[1]].text)
+    lines = [" ".join(message.split()) for message in caplog.messages if "have one embedding" in message]
+    assert len(lines) == 1
+    assert f"{begin}one' and '{begin}two' have one embedding" in lines[0]
+
+
 def test_a_full_cache_loads_no_encoder(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sage_fast.models.hunyuan15.encoder, "load_encoder", no_encoder)
     assert f"{TEXTS} texts, of which 0 were encoded now" in embed()[1]
