@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_fast.rewards import hpsv3
 from sage_fast.rewards.hpsv3 import TEMPLATE, HPSv3Reward
 from sage_fast.util.errors import UserError
 from tests.test_videoalign import Reference, size, videos
@@ -35,7 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tens
 @pytest.fixture
 def reward(tiny: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HPSv3Reward:
     base, weights = tiny
-    monkeypatch.setattr(hpsv3, "PIXELS", 8 * 28 * 28)
+    monkeypatch.setattr(HPSv3Reward, "min_frame_pixels", 8 * 28 * 28)
+    monkeypatch.setattr(HPSv3Reward, "max_frame_pixels", 8 * 28 * 28)
     return HPSv3Reward(str(write_hpsv3(tmp_path / "HPSv3", weights)), base=str(base), num_frames=2)
 
 

@@ -180,9 +180,9 @@ def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[P
         (["THEIRS"], "--reward.name NAME"),
         (["RUN", "THEIRS"], "none of its prompts"),
         (["RUN", "--scorer", "no:such"], "--scorer = 'no:such'"),
-        (["RUN", "--scorer", ""], "--scorer = ''"),
+        (["RUN", "--scorer", ""], "--scorer '': expected LABEL=NAME"),
         (["RUN", "--scorer", "testbed", "--scorer", "testbed"], "two sources are called 'testbed'"),
-        (["RUN", "--scorer", "judge=testbed"], "eval.judge is called judge; expected another label"),
+        (["RUN", "--scorer", "judge=testbed"], "--scorer 'testbed': expected LABEL=NAME, and a label other than judge"),
         (["RUN", "--folder", "THEIRS"], "expected a new or an empty folder"),
     ],
 )

@@ -35,8 +35,8 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     make_folder_of(options.json)
     candidates, config = read_candidates(options.source, overrides)
     scorers = labelled(options.scorer)
-    if "judge" in scorers:
-        raise UserError(f"--scorer {scorers['judge']!r}: eval.judge is called judge; expected another label")
+    if wrong := {"", "judge"} & scorers.keys():
+        raise UserError(f"--scorer {scorers[wrong.pop()]!r}: expected LABEL=NAME, and a label other than judge")
     for note in notes_on(candidates, config.sampling, config.eval_guidance_scale):
         log.info(note)
     with heavy_imports("eval"):
