@@ -222,8 +222,8 @@ def test_one_name_means_one_image(there: Path) -> None:
         captions_of(prompts)
     assert str(error.value) == (
         f"prompt file '{there}/test/p.jsonl', line 1: image = '{there}/test/ball.png'; the same prompt has "
-        f"'{there}/train/ball.png' in prompt file '{there}/train/p.jsonl', line 1; expected one image for a prompt, in "
-        "training and evaluation alike"
+        f"'{there}/train/ball.png' in prompt file '{there}/train/p.jsonl', line 1; expected one image for a prompt "
+        "everywhere"
     )
 
 

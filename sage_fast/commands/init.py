@@ -83,19 +83,19 @@ def init(folder: Path, name: str) -> str:
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
     config = load(_FOLDER / f"{name}.yaml")
     suffix = Path(config.data.prompts).suffix or ".txt"
-    texts, images, captions = {"config.yaml": ""}, dict[str, str](), set[str]()
+    files, images, captions = dict[str, str](), dict[str, str](), set[str]()
     for file, given in (("prompts", config.data.prompts), ("heldout", config.data.eval_prompts)):
         source = _FOLDER / given.removeprefix("configs/")
         prompts = read_prompts(given if given in SETS else str(source))
         lines = "".join(f"{prompt.text}\n" for prompt in prompts)
-        texts[file + suffix] = lines if given in SETS else source.read_text(encoding="utf-8")
+        files[file + suffix] = lines if given in SETS else source.read_text(encoding="utf-8")
         images |= {prompt.image: prompt.caption.image for prompt in prompts if prompt.image}
         captions |= {prompt.text for prompt in prompts}
     on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}
     own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
-    texts["config.yaml"] = _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))
+    settings = _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))
     extra = "my_rewards.py" if on_testbed else "slurm.sbatch"
-    texts[extra] = (_FOLDER / extra).read_text(encoding="utf-8")
+    texts = {"config.yaml": settings, extra: (_FOLDER / extra).read_text(encoding="utf-8"), **files}
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
     if found := [file for file in (*texts, *images) if (folder / file).exists()]:

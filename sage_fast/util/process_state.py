@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -93,8 +94,12 @@ def end_started() -> None:
                 each.kill()
 
 
-def _descendants() -> set[psutil.Process]:
-    return {*psutil.Process().children(recursive=True)}
+def _children() -> set[psutil.Process]:
+    found: set[psutil.Process] = set()
+    for file in Path("/proc/self/task").glob("*/children"):  # of a thread; psutil would read all of /proc
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            found.update(map(psutil.Process, map(int, file.read_text().split())))
+    return found
 
 
 @contextlib.contextmanager
@@ -104,11 +109,11 @@ def restored(who: str) -> Iterator[None]:
     Raises:
         UserError: one cannot be put back, such as a device whose `with` block was entered and never left.
     """
-    before, others = {name: _value(name) for name in SETTINGS}, _descendants()
+    before, others = {name: _value(name) for name in SETTINGS}, _children()
     try:
         yield
     finally:
-        if (started := _descendants() - others) and not _started:
+        if (started := _children() - others) and not _started:
             Finalize(None, end_started, exitpriority=0)  # before multiprocessing waits for its children
         _started.update(started)
         changed = [name for name, value in before.items() if _value(name) != value]
