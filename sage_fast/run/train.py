@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 Load = Callable[..., Setup]
 """Loads prompts, rewards and the model of settings that are resolved; `attention` replaces `model.attention`."""
-Report = Callable[[Path, int, bool], object]
-"""Draws the page of a run: its folder, `eval.num_videos`, and whether the run is complete."""
+Report = Callable[[Path, bool], object]
+"""Draws the page of a run: its folder, and whether the run is complete."""
 
 
 def train(config: Config, load: Load, report: Report, *, resume: bool = False) -> Path:
