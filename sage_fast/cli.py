@@ -37,49 +37,37 @@ class Command(NamedTuple):
 
     Attributes:
         help: one line that starts with a verb.
-        module: has `add_arguments(add_argument)` and `run(options, overrides)`, which returns the exit status; None is
-            0. Importing it takes no time: `run` imports what is heavy.
         settings: the command's positional arguments in its usage line, if every setting is an option of it too. `run`
             gets the given ones as `overrides`, dotted key -> value as typed.
+        module: has `add_arguments(add_argument)` and `run(options, overrides)`, which returns the exit status; None is
+            0. Importing it takes no time: `run` imports what is heavy. By default the one in `commands` of its name.
     """
 
     help: str
-    module: str
     settings: str = ""
-
-    def load(self) -> Any:
-        """Import the module."""
-        return importlib.import_module(f"sage_fast.{self.module}")
+    module: str = ""
 
 
 COMMANDS = {
-    "init": Command("write a configuration, a reward and prompts to start from into a folder", "commands.init"),
-    "train": Command(
-        "train a policy; leaves a run folder with weights, metrics, videos and a report", "commands.train", "CONFIG"
-    ),
-    "embed": Command(
-        "encode all prompts into data.embedding_cache, so that training loads no text encoder",
-        "commands.embed",
-        "CONFIG",
-    ),
-    "sample": Command("generate videos with the ODE sampler", "commands.sample", "CONFIG"),
-    "eval": Command(
-        "score runs, checkpoints or videos on the held-out prompts, with intervals",
-        "commands.eval",
-        "SOURCE [SOURCE ...]",
-    ),
-    "compare": Command("compare runs, finished or not, on one page", "commands.compare"),
-    "serve-reward": Command("score videos for other runs, over HTTP", "commands.serve", "CONFIG"),
-    "report": Command("write the report.html of a run, finished or still running", "commands.report"),
-    "export": Command(
-        "write the weights of a run for diffusers, peft, ComfyUI and the original code, with a model card",
-        "commands.export",
-    ),
-    "bench": Command("time the operators, the rollout or whole iterations against stock code", "benchmarks.command"),
-    "profile": Command("time one iteration by phase and by kernel", "commands.profile", "CONFIG"),
-    "doctor": Command("check what is installed, whether it works and gives the right numbers", "commands.doctor"),
+    "init": Command("write a configuration, a reward and prompts to start from into a folder"),
+    "train": Command("train a policy; leaves a run folder with weights, metrics, videos and a report", "CONFIG"),
+    "embed": Command("encode all prompts into data.embedding_cache, as training would do at its start", "CONFIG"),
+    "sample": Command("generate videos with the ODE sampler", "CONFIG"),
+    "eval": Command("score runs, checkpoints or videos on the held-out prompts", "SOURCE [SOURCE ...]"),
+    "compare": Command("compare runs, finished or not, on one page"),
+    "serve-reward": Command("score videos for other runs, over HTTP", "CONFIG", "commands.serve"),
+    "report": Command("write the report.html of a run, finished or still running"),
+    "export": Command("write the weights of a run for other programs, with a model card"),
+    "bench": Command("time operators, rollouts or iterations against stock code", module="benchmarks.command"),
+    "profile": Command("time one iteration by phase and by kernel", "CONFIG"),
+    "doctor": Command("check what is installed, whether it works and gives the right numbers"),
 }
 """Commands by name, in the order the help lists them."""
+
+
+def load(name: str) -> Any:
+    """Import the module of a command."""
+    return importlib.import_module(f"sage_fast.{COMMANDS[name].module or f'commands.{name}'}")
 
 
 def _parser(commands: Collection[str], *, list_settings: bool = False) -> argparse.ArgumentParser:
@@ -113,7 +101,7 @@ def _parser(commands: Collection[str], *, list_settings: bool = False) -> argpar
 
             subparser.epilog = "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in YAML."
             add_settings(subparser)
-        command.load().add_arguments(subparser.add_argument)
+        load(name).add_arguments(subparser.add_argument)
     return parser
 
 
@@ -144,6 +132,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a user error, 1 for a failed run."""
+    for name in ("stdin", "stdout", "stderr"):  # None if closed, as by `>&-`: files would take their descriptors
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     words = list(sys.argv[1:] if arguments is None else arguments)
     status = guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words))
     if any(thread.name == HANGING for thread in threading.enumerate()):
@@ -188,7 +179,7 @@ def _run(arguments: list[str]) -> int:
     leave_logs()
     log_to_screen(quiet=getattr(options, "quiet", False))
     with ranges(*tools_of_environment()):
-        return COMMANDS[options.command].load().run(options, overrides) or 0
+        return load(options.command).run(options, overrides) or 0
 
 
 def _output_is_closed() -> bool:

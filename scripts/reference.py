@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from sage_fast.cli import COMMANDS, Command
+from sage_fast.cli import COMMANDS, load
 from sage_fast.config.fields import Setting, kind, meanings, own_settings, sections
 from sage_fast.config.schema import Config
 
@@ -46,7 +46,7 @@ def commands_page() -> str:
     """Return the page of all commands: for each its usage, arguments and options."""
     text = COMMAND_LINE
     for name, command in COMMANDS.items():
-        actions = _actions(command)
+        actions = _actions(name)
         usage = [name, *(_words(action) for action in actions if not action.option_strings)]
         usage += ["[OPTION ...]", *["[--SETTING VALUE ...]"] * bool(command.settings)]
         rows = [(f"`{_words(action)}`", _meaning(action)) for action in actions]
@@ -64,14 +64,14 @@ def _yaml(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _actions(command: Command) -> list[argparse.Action]:
+def _actions(command: str) -> list[argparse.Action]:
     parser, actions = argparse.ArgumentParser(), []
 
     def add(*names: str, **options: object) -> argparse.Action:
         actions.append(parser.add_argument(*names, **options))  # type: ignore[arg-type]
         return actions[-1]
 
-    command.load().add_arguments(add)
+    load(command).add_arguments(add)
     return actions
 
 

@@ -155,7 +155,7 @@ def _run_cell(config: Config) -> None:
     if is_finished(config):
         return
     from sage_fast.loading import load_setup
-    from sage_fast.report.finish import report_run
+    from sage_fast.report.page import report_run
     from sage_fast.run.train import train
 
     train(config, load_setup, report_run, resume=(Path(config.output) / "config.yaml").is_file())

@@ -82,7 +82,6 @@ def serve() -> None:
     gc.disable()  # imports are a fifth faster without the collector
     import torch
 
-    import sage_fast.report.finish
     import sage_fast.report.page
     import sage_fast.run.trackers
     import sage_fast.run.train

@@ -29,7 +29,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chain")
     base = write_qwen2_vl(folder / "qwen2-vl")
     published = write_video_reward(folder / "VideoReward", published_weights(base))
-    video_align = {"path": str(published), "base": str(base), "min_frame_pixels": 56 * 56}
+    video_align = {"path": str(published), "base": str(base)}
     clip = str(write_clip(folder / "clip"))
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     (folder / "heldout.txt").write_text("\n".join(HELD_OUT))

@@ -45,6 +45,14 @@ def expected_cosines(folder: Path, clip: Tensor, frames: list[int], prompt: str)
         return model(pixel_values=pixels, **words).logits_per_image[:, 0] / model.logit_scale.exp()
 
 
+def test_what_clip_cuts_is_said_once(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reward = CLIPScoreReward(str(tiny), num_frames=1)
+    for _ in range(2):
+        reward.score(videos(2), ["a short one", "a ball " * 20])
+    (line,) = caplog.messages
+    assert " ".join(line.split()) == f"note: prompt {('a ball ' * 20)[:60]!r} has 62 tokens; CLIP reads 24"
+
+
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (41, 60), (90, 50)])
 def test_scores_are_those_of_their_definitions(tiny: Path, height: int, width: int) -> None:
     clips = videos(3, 9, height, width)

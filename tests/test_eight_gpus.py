@@ -37,7 +37,6 @@ def make_small(config: Path, model: Path) -> None:
     for section, settings in SMALL.items():
         tree.setdefault(section, {}).update(settings)
     tree["model"]["path"] = str(model)
-    tree["reward"]["args"]["min_frame_pixels"] = 28 * 28
     config.write_text(yaml.safe_dump(tree))
 
 

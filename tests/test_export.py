@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sage_fast import cli
+from sage_fast.cli import main
 from sage_fast.commands.card import model_card
 from sage_fast.commands.export_formats import export
 from sage_fast.config.loader import dump
@@ -386,15 +387,10 @@ def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
         torch.testing.assert_close(own, weight, rtol=0.01, atol=1e-3)
 
 
-def test_the_card_has_the_picture_of_its_run(run: Path, tmp_path: Path) -> None:
-    (run / "comparison.png").write_bytes(b"png")
-    export(run, tmp_path / "out", BASE)
-    assert "](comparison.png)" in (tmp_path / "out" / "README.md").read_text()
-    assert (tmp_path / "out" / "comparison.png").read_bytes() == b"png"
-    shutil.copytree(run / "weights", run / "checkpoints" / "iteration-000012")  # newer than the picture
-    export(run, tmp_path / "newer", BASE)
-    assert "comparison.png" not in (tmp_path / "newer" / "README.md").read_text()
-    assert not (tmp_path / "newer" / "comparison.png").exists()
+def test_what_export_prints_steers_no_terminal(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(run), str(tmp_path / "a\x1b[2J"), "--base", BASE]) == 0
+    assert "a\\x1b[2J/README.md" in (out := capsys.readouterr().out)
+    assert "\x1b" not in out
 
 
 def test_the_card_has_no_scores_of_other_weights(run: Path, tmp_path: Path) -> None:

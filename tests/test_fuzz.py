@@ -27,6 +27,7 @@ from sage_fast.config.loader import build, dump, load
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import KEYS, read_prompts
 from sage_fast.eval.comparison import compare
+from sage_fast.report.comparison import write_comparison
 from sage_fast.report.page import checks, read_run, write_report
 from sage_fast.run.folder import read_scores
 from sage_fast.run.sources import load_run, resumed_settings
@@ -320,6 +321,25 @@ def test_damaged_runs_as_the_source_of_a_command(files: dict[str, bytes | None])
 def test_reports_of_damaged_runs(files: dict[str, bytes | None]) -> None:
     with scratch() as folder, ours():
         assert write_report(written(folder, files)).is_file()
+
+
+@pytest.mark.fault(
+    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+)
+@pytest.mark.charts
+@cases(30)
+@given(st.integers(0, 8 * len(whole_run()["config.yaml"]) - 1))
+def test_settings_with_one_wrong_bit(bit: int) -> None:
+    content = bytearray(whole_run()["config.yaml"])
+    content[bit // 8] ^= 1 << bit % 8
+    with scratch() as folder:
+        runs = {"a": folder / "a", "b": folder / "b"}
+        for run in runs.values():
+            written(run, dict(whole_run()))
+        (runs["a"] / "config.yaml").write_bytes(content)
+        for read in (lambda: write_report(runs["a"]), lambda: write_comparison(runs, folder / "out")):
+            with ours():
+                read()
 
 
 @pytest.mark.fault(

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-import sage_fast.report.finish  # noqa: F401  for conftest.py, which leaves out the charts
+import sage_fast.report.page  # noqa: F401  for conftest.py, which leaves out the charts
 from sage_fast.cli import main as sage_fast_main
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import load
@@ -226,7 +226,7 @@ def test_several_gpus_are_torchruns(
     (line,) = [line for line in out.splitlines() if "are finished" in line]
     summary, _, command = line.partition("; to compare them: ")
     assert summary == "2 of 4 runs are finished"
-    assert sage_fast_main([*shlex.split(command)[1:], "--videos", "1"]) == 0  # which has the table
+    assert sage_fast_main(shlex.split(command)[1:]) == 0  # which has the table
     assert [command[-1] for command in commands] == ["flow-broken", "exact-broken"]
     python, *module = commands[0][:3]
     assert (python, module) == (sys.executable, ["-m", "torch.distributed.run"])

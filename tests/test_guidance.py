@@ -49,7 +49,7 @@ def test_evaluations_are_sampled_at_their_own_scale() -> None:
 
 def test_samples_are_those_of_evaluations() -> None:
     (guided, ours) = (
-        generate(trainer.config, trainer.model, [PROMPT], trainer.embeddings, torch.tensor([1]))[0]
+        generate(setup_of(trainer), [PROMPT], torch.tensor([1]))[0]
         for trainer in (
             tiny_trainer(settings(sampling__guidance_scale=3.0)),
             tiny_trainer(settings(eval__guidance_scale=3.0)),

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sage_fast.rewards import hpsv3
 from sage_fast.rewards.hpsv3 import TEMPLATE, HPSv3Reward
 from sage_fast.util.errors import UserError
 from tests.test_videoalign import Reference, size, videos
@@ -35,7 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tens
 @pytest.fixture
 def reward(tiny: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HPSv3Reward:
     base, weights = tiny
-    monkeypatch.setattr(hpsv3, "PIXELS", 8 * 28 * 28)
+    monkeypatch.setattr(HPSv3Reward, "min_frame_pixels", 8 * 28 * 28)
+    monkeypatch.setattr(HPSv3Reward, "max_frame_pixels", 8 * 28 * 28)
     return HPSv3Reward(str(write_hpsv3(tmp_path / "HPSv3", weights)), base=str(base), num_frames=2)
 
 
@@ -121,7 +121,7 @@ def test_the_published_file_is_loaded_whole() -> None:
         nn.Linear(3584, 1024), nn.ReLU(), nn.Dropout(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     ).to("meta")
     loader = object.__new__(HPSv3Reward)
-    loader.config, loader.dtype, loader.attention = config, torch.bfloat16, "sdpa"
+    loader.config, loader.dtype = config, torch.bfloat16
     network = loader.build(reward, weights)
     assert 2 * sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16) == HPSv3Reward.gpu_bytes
     assert {p.dtype for p in network.rm_head.parameters()} == {torch.float32}

@@ -222,8 +222,8 @@ def test_one_name_means_one_image(there: Path) -> None:
         captions_of(prompts)
     assert str(error.value) == (
         f"prompt file '{there}/test/p.jsonl', line 1: image = '{there}/test/ball.png'; the same prompt has "
-        f"'{there}/train/ball.png' in prompt file '{there}/train/p.jsonl', line 1; expected one image for a prompt, in "
-        "training and evaluation alike"
+        f"'{there}/train/ball.png' in prompt file '{there}/train/p.jsonl', line 1; expected one image for a prompt "
+        "everywhere"
     )
 
 
@@ -280,8 +280,8 @@ def test_a_model_without_images_refuses_one(there: Path) -> None:
     with pytest.raises(UserError) as error:
         check_captions(read_prompts(file), find_spec("random:testbed"))
     assert str(error.value) == (
-        f"prompt file {file!r}, line 2: image = 'a.png', and model.path = 'random:testbed' is text-to-video; expected "
-        "a prompt without an image (one that is for a reward needs another key)"
+        f"prompt file {file!r}, line 2: image = 'a.png', and model.path = 'random:testbed' is text-to-video; "
+        "an image for a reward needs another key"
     )
 
 
@@ -463,7 +463,7 @@ def test_samples_of_the_command_line_have_images(folder: Path) -> None:
     for images, expected in (
         (
             ["--image", "red.png"] * 3,
-            "--image: given 3 times, with --prompt given 2 times; expected one for all prompts",
+            "--image: 3 for 2 of --prompt; expected one for all, or one for each",
         ),
         ([], "--prompt 'a square': model.path = "),
         (["--image", "none.png"], f"--image 'none.png': image '{folder}/none.png': no such file"),

@@ -242,6 +242,11 @@ def test_the_next_commands_of_init_can_be_pasted(name: str, tmp_path: Path) -> N
     assert max(map(len, commands)) <= 80
 
 
+def test_init_does_not_obey_its_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "a\x1b[2J")]) == 0
+    assert "a\\x1b[2J: wrote" in capsys.readouterr().out
+
+
 def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("mine\n")
     assert main(["init", str(tmp_path)]) == 2

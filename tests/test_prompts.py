@@ -51,7 +51,7 @@ def test_every_command_refuses_a_prompt_in_one_line_that_steers_no_terminal(
     options += ["--prompts", "p.txt"] if name == "sample" else ["--data.prompts", "p.txt"]
     assert main([name, "c.yaml", *options]) == 2
     out, err = capfd.readouterr()
-    assert 'does not know the word "\\x1b[2Jquickly"' in err
+    assert 'does not know "\\x1b[2Jquickly"' in err
     assert (out + err).replace("\n", "").isprintable()
     assert not Path("run").exists()
     assert not list(tmp_path.glob("cache/*.safetensors"))
@@ -351,6 +351,29 @@ def no_encoder(*given: Any) -> None:
     raise AssertionError("the text encoders were loaded")
 
 
+def test_what_an_encoder_cuts_is_said(there: Path) -> None:
+    """By prompt, tokens and limit: the language model reads 1000 tokens, and ByT5 256 of quoted text, a byte each."""
+    long, quoted = "ab " * 1200, f'a sign says "{"x" * 300}"'
+    (there / "more.txt").write_text(f"a cat\n{long}\n{quoted}\n")
+    status, out = embed("--prompts", "more.txt")
+    flat = " ".join(out.split())
+    assert status == 0
+    assert f"note: prompt '{long[:60].strip()}' has 2402 tokens; 1000 are read" in flat.replace("ab ' has", "ab' has")
+    assert f"note: prompt {quoted[:60]!r} has 310 tokens in quotes; 256 are read" in flat
+    assert out.count("note: prompt") == 2
+
+
+def test_prompts_with_one_embedding_are_told(there: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin = "a b c " * 600
+    prompts = [begin + "one", begin + "two", "a cat", "a dog"]
+    encode = load_encoder("model", torch.float32, CPU)
+    found = encode_cached(captions(*prompts), lambda: encode, None, "m", TextEmbedding)
+    assert torch.equal(found[prompts[0]].text, found[prompts[1]].text)
+    lines = [" ".join(message.split()) for message in caplog.messages if "have one embedding" in message]
+    assert len(lines) == 1
+    assert f"{begin}one' and '{begin}two' have one embedding" in lines[0]
+
+
 def test_a_full_cache_loads_no_encoder(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sage_fast.models.hunyuan15.encoder, "load_encoder", no_encoder)
     assert f"{TEXTS} texts, of which 0 were encoded now" in embed()[1]
@@ -387,7 +410,7 @@ def test_ranks_share_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_cache_has_to_be_named(there: Path) -> None:
     status, out = embed("--data.embedding_cache", "null")
     assert status == 2
-    assert "expected the folder that runs share, such as --data.embedding_cache embeddings" in out
+    assert "expected the folder that runs share, such as embeddings" in out
 
 
 def test_the_cache_holds_what_the_encoders_give(there: Path) -> None:

@@ -104,7 +104,6 @@ OTHERS: dict[str, Any] = {
     "sampling.guidance_scale": 2.0,
     "reward.name": "testbed-judge",
     "reward.args": {"folder": 1},
-    "reward.normalisation": {"vq": [1.0, 2.0]},
     "reward.prefix": "x_",
     "reward.several": [{"name": "testbed-judge", "weights": {"alignment": 1}}],
     "eval.steps": 3,
@@ -136,7 +135,7 @@ def test_where_a_reward_runs_and_what_its_parts_weigh_may_change(tmp_path: Path)
     begun = [entry, {"name": "testbed", "weights": {}, "prefix": "x_"}]
     changes: list[tuple[int, dict[str, Any], bool]] = [
         (0, {"name": "http://two:9000", "args": {}, "workers": 3}, True),
-        (1, {"device": "cpu", "weights": {"mq": 2.0}, "normalisation": {}}, True),
+        (1, {"device": "cpu", "weights": {"mq": 2.0}}, True),
         (1, {"name": "http://two:9000"}, False),
         (1, {"prefix": "y_"}, False),
         (1, {"args": {"fps": 3}}, False),

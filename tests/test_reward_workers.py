@@ -35,7 +35,7 @@ from sage_fast.rewards.failure_policy import TIMEOUTS
 from sage_fast.rewards.http import HttpReward, read_request
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.process import ChildProcess
-from sage_fast.rewards.server import RewardServer
+from sage_fast.rewards.server import FIRST_BYTES, RewardServer
 from sage_fast.util.errors import UserError
 from tests.reward_faults import Fingerprint, Returns, fingerprints
 
@@ -204,7 +204,7 @@ def test_all_processes_make_their_reward_before_the_first_call(process: Any, tmp
 
 
 def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
-    why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: Fingerprint takes no 'hwo'; .*did you mean 'how'"
+    why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: no 'hwo'; .*did you mean 'how'"
     with pytest.raises(UserError, match=why):
         process(args={"hwo": 1}).check(SMALL, ["a"])
 
@@ -286,25 +286,24 @@ def test_forks_of_a_reward_and_what_is_printed_do_no_harm(process: Any) -> None:
 # -- several together -------------------------------------------------------------------------------------------------
 
 
-def test_several_rewards_with_weights_normalisation_and_prefix() -> None:
+def test_several_rewards_with_weights_and_prefix() -> None:
     same = {"name": "tests.reward_faults:Fingerprint"}
     settings = RewardConfig(several=[
-        same | {"weights": {"print": 2.0}, "normalisation": {"print": [0.25, 0.5]}},
+        same | {"weights": {"print": 2.0}},
         same | {"weights": {"print": -1.0}, "prefix": "second_"},
         {"name": "tests.reward_faults:Returns", "args": {"what": "ints"}, "weights": {"a": 0}},
     ])  # fmt: skip
     reward = CompositeReward.of(settings)
     reward.check(SMALL, ["a"])
-    assert reward.parts == ["a", "print", "print_raw", "second_print", "second_watched", "watched"]
+    assert reward.parts == ["a", "print", "second_print", "second_watched", "watched"]
     prints = fingerprints(VIDEOS[:4]).float()
     scores = reward(VIDEOS[:4], PROMPTS[:4])
-    torch.testing.assert_close(scores.parts["print_raw"], prints)
-    torch.testing.assert_close(scores.parts["print"], (prints - 0.25) / 0.5)
-    torch.testing.assert_close(scores.rewards, 2 * (prints - 0.25) / 0.5 - prints)
+    torch.testing.assert_close(scores.parts["print"], prints)
+    torch.testing.assert_close(scores.rewards, 2 * prints - prints)
     assert settings.part_weights == {"print": 2.0, "second_print": -1.0, "a": 0}
 
     twice = CompositeReward.of(RewardConfig(several=[same | {"weights": {"print": 2.0}}, same | {"weights": {}}]))
-    with pytest.raises(UserError, match=r"\[1\].name = .*returns 'print', and so does .*; give one of them a prefix"):
+    with pytest.raises(UserError, match=r"\[1\].name = .*returns 'print', and so does .*; give one a prefix"):
         twice.check(SMALL, ["a"])
 
 
@@ -538,11 +537,20 @@ def test_the_token_does_not_come_back_in_an_answer(answer: bytes, monkeypatch: p
     assert not re.search("tok.{,5}en7|xyz", str(error.value)), error.value
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a\nb", "x" * 101, "a<b>", "${KEY}", "\u202e"])
+@pytest.mark.parametrize("name", ["", " a", "a ", "a\tb", "a\nb", "x" * 101, "a<b>", "${KEY}", "\u202e"])
 def test_names_of_parts_have_an_alphabet(name: str) -> None:
     with pytest.raises(RewardFailure, match=r"returned a part named .*; expected 1 to 100 letters, digits and _"):
         checked({name: [1.0]}, 1)
-    assert list(checked({"größe/v1.0-$%+_": [1.0]}, 1)) == ["größe/v1.0-$%+_"]
+    assert list(checked({"größe/v1.0-$%+_": [1.0], "Motion Score": [1.0]}, 1)) == ["Motion Score", "größe/v1.0-$%+_"]
+
+
+def test_tensors_of_every_layout_are_read_or_refused() -> None:
+    row = torch.tensor([0.0, 2.0])
+    for given in (row.to_sparse(), row.to_sparse().coalesce()):
+        assert checked({"a": given}, 2)["a"].tolist() == [0, 2]
+    for odd in (row.to("meta"), torch.nested.nested_tensor([row, row[:1]]), torch.ones(2, 1).to_sparse()):
+        with pytest.raises(RewardFailure, match=r"part 'a': expected (numbers|shape)"):
+            checked({"a": odd}, 2)
 
 
 def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,6 +579,34 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
 
 
 BEGUN = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+
+
+@pytest.mark.parametrize(("size", "in_place"), [(16, 60.0), (256, 0.1)], ids=["small", "large"])
+def test_40_bodies_that_drip_keep_no_place(
+    size: int, in_place: float, server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small request needs none, and a large one gets one soon: a body that others wait for has less time."""
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_OF_GRACE", 60.0)
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_IN_PLACE", in_place)
+    head = (
+        b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9000000\r\n\r\n"
+    )
+    done = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection.sendall(head + b"x" * (FIRST_BYTES + 1))
+            while not done.wait(0.05):
+                connection.sendall(b"x")
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            connection = stack.enter_context(socket.create_connection(server.socket.getsockname()))
+            threading.Thread(target=drip, args=(connection,), daemon=True).start()
+        stack.callback(done.set)
+        time.sleep(0.5)
+        videos = torch.rand(1, 5, 3, size, size)
+        assert HttpReward(server.address).score(videos, ["a"], [{}], 40)["print"].isfinite().all()
 
 
 def is_closed(connection: socket.socket, within: float, drip: bytes = b"") -> bool:
@@ -693,3 +729,38 @@ def test_no_process_outlives_its_owner(how: str, tmp_path: Path) -> None:
     while in_group(child) and time.monotonic() < end:
         time.sleep(0.05)
     assert in_group(child) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_the_code_of_a_reward_has_started_ends_with_the_run(workers: int, tmp_path: Path) -> None:
+    """At the import, in a session of its own, and in a call."""
+    (tmp_path / "starts.py").write_text(
+        "import os, subprocess, torch\n"
+        "def start(**options):\n"
+        "    with open('pids', 'a') as file:\n"
+        '        file.write(f\'{subprocess.Popen(["sleep", "1000"], **options).pid}\\n\')\n'
+        "start(start_new_session=True)\n"
+        "def score(videos, prompts):\n"
+        "    start()\n"
+        "    return {'a': torch.ones(len(prompts))}\n"
+    )
+    code = (
+        "from sage_fast.config.schema import RewardConfig\n"
+        "from sage_fast.rewards import CompositeReward\n"
+        "import torch\n"
+        "if __name__ == '__main__':\n"
+        f"    config = RewardConfig(name='starts:score', weights={{'a': 1.0}}, workers={workers})\n"
+        "    reward = CompositeReward.of(config)\n"
+        "    assert reward(torch.rand(1, 5, 3, 8, 8), ['a']).rewards.tolist() == [1]\n"
+    )
+    (tmp_path / "program.py").write_text(code)
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    assert not [pid for pid in pids if is_alive(int(pid))]
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()

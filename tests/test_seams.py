@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parent.parent
 MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "testbed")
 ENGINES = ("parallel.plain", "parallel.zero", "parallel.settings")
 BACKENDS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
-REPORT = ("report.page", "report.charts", "report.html", "report.finish", "report.comparison")
+REPORT = ("report.page", "report.charts", "report.html", "report.comparison")
 OTHERS = ("benchmarks.", "tools", "cli", "run.trackers", "commands")
 
 

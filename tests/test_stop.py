@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from sage_fast.report.finish import report_run
+from sage_fast.report.page import report_run
 from sage_fast.run import writer as writer_module
 from sage_fast.run.folder import STATE, RunFolder
 from sage_fast.run.messages import grace_warning
@@ -307,8 +307,8 @@ def test_a_run_warns_once_after_its_first_iteration(tmp_path: Path, caplog: pyte
 def drawn(calls: list[tuple[str, bool]]) -> Any:
     """Draw the page and note its status line; the first time, fail as a library that draws might."""
 
-    def report(run: Path, count: int, complete: bool) -> None:
-        report_run(run, count, complete)
+    def report(run: Path, complete: bool) -> None:
+        report_run(run, complete)
         status = re.search(r'<p class="soft">(.*?)</p>', (run / "report.html").read_text())
         assert status is not None
         calls.append((status[1], complete))
@@ -346,4 +346,3 @@ def test_the_page_of_a_stopped_run_holds_its_last_iteration(tmp_path: Path, monk
         train(config(tmp_path / "run"), report=drawn(calls))
     assert [complete for _, complete in calls] == [False, False]
     assert calls[-1][0] == "Stopped early, or still running: 2 of 3 iterations."
-    assert not (tmp_path / "run" / "comparison.png").exists()

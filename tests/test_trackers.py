@@ -15,19 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
 from accelerate.tracking import TensorBoardTracker
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sage_fast.commands.videos import save_videos
 from sage_fast.config.loader import leaves
 from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
-from sage_fast.report.finish import report_run
+from sage_fast.report.page import report_run
 from sage_fast.run import trackers
 from sage_fast.run import train as train_module
 from sage_fast.run import writer as module
@@ -423,20 +421,6 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         os.umask(umask)
     return run
-
-
-def test_comparison_keeps_the_base_column(resumed: Path) -> None:
-    sheet = np.asarray(Image.open(resumed / "comparison.png"))
-    left, top, width = 20 + 200 + 24, 20 + 34, 3 * 128 + 2 * 3
-    assert sheet.shape[1] == left + 2 * width + 24 + 20
-    shown = []
-    for column, name in enumerate(("before", "after")):
-        x = left + column * (width + 24)
-        first = sheet[top : top + 128, x : x + 128].astype(int)
-        videos = sorted((resumed / "videos" / name).glob("*.mp4"))
-        shown.append([video.name for video in videos if np.abs(first - iio.imread(video)[0]).mean() < 3])
-    assert len(shown[0]) == 1
-    assert shown[0] == shown[1]
 
 
 def test_run_json_keeps_the_first_start_and_lists_the_others(resumed: Path) -> None:

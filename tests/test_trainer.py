@@ -519,20 +519,19 @@ def test_recorded_gradient_norm_is_that_at_the_velocity(batch_size: int, monkeyp
 
 def test_videos_come_back_in_the_order_of_the_prompts() -> None:
     """Videos are sampled by length and returned in the order of the call; each is what it is alone."""
-    config = settings(sampling__batch_size=2)
-    trainer = tiny_trainer(config)
+    setup = setup_of(1, sampling__batch_size=2)
     prompts = ["a red circle moves left quickly", "", "a blue square moves up slowly", ""]
     seeds = torch.arange(4)
-    videos = generate(config, trainer.model, prompts, trainer.embeddings, seeds)
+    videos = generate(setup, prompts, seeds)
     for i, prompt in enumerate(prompts):
-        (alone,) = generate(config, trainer.model, [prompt], trainer.embeddings, seeds[i : i + 1])
+        (alone,) = generate(setup, [prompt], seeds[i : i + 1])
         torch.testing.assert_close(videos[i], alone, rtol=1e-3, atol=1e-3)
     assert (videos[0] - videos[2]).abs().max() > 0.01
     assert (videos[1] - videos[3]).abs().max() > 0.01
 
 
-def setup_of(videos: int) -> Setup:
-    trainer = tiny_trainer(settings(eval__num_prompts=videos))
+def setup_of(videos: int, **changes: Any) -> Setup:
+    trainer = tiny_trainer(settings(eval__num_prompts=videos, **changes))
     return Setup(
         resolved=trainer.resolved,
         model=trainer.model,

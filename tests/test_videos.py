@@ -1,6 +1,5 @@
 """MP4 files are read back; pictures are checked at places where a frame must be."""
 
-import json
 import resource
 import subprocess
 from pathlib import Path
@@ -14,9 +13,7 @@ from PIL import Image
 
 from sage_fast.commands.videos import save_videos
 from sage_fast.eval.playback import read_video
-from sage_fast.eval.sheets import comparison_sheet, contact_sheet
-from sage_fast.report.finish import write_picture
-from sage_fast.run.folder import RunFolder
+from sage_fast.eval.sheets import contact_sheet
 from sage_fast.util.videos import save_mp4
 
 
@@ -125,16 +122,11 @@ def test_contact_sheet_of_videos_with_fewer_frames_than_cells():
     assert sheet.width == 20 + 200 + 24 + 4 * 128 + 3 * 3 + 20
 
 
-def test_comparison_sheet_puts_labels_side_by_side():
-    columns = {"base": [ramp(9)] * 2, "final": [1 - ramp(9)] * 2}
-    sheet = comparison_sheet(columns, ["a red circle", "x" * 500], num_frames=2)
-    first = 20 + 200 + 24
-    second = first + 2 * 128 + 3 + 24
-    y = 20 + 34 + 64
-    assert grey(sheet, first + 64, y) == 0
-    assert grey(sheet, second + 64, y) == 255
-    # A caption without a place to break stays in its column.
-    assert np.asarray(sheet.convert("L"))[20 + 34 + 128 + 14 : -20, 221:243].min() == 255
+@pytest.mark.parametrize("letter", ["a", "ä", "猫", "\U00020000"])
+def test_names_of_videos_are_limited_in_bytes(letter, tmp_path):
+    (file,) = save_videos([ramp()], [letter * 100], tmp_path, 8)
+    assert len(file.name.encode()) < 150
+    assert letter.lower() * 20 in file.name
 
 
 def test_mp4_is_read_back(tmp_path):
@@ -142,8 +134,6 @@ def test_mp4_is_read_back(tmp_path):
     whole = read_video(tmp_path / "a.mp4")
     assert whole.shape == (9, 3, 128, 192)
     torch.testing.assert_close(whole.mean((1, 2, 3)), torch.linspace(0, 1, 9), atol=0.02, rtol=0)
-    torch.testing.assert_close(read_video(tmp_path / "a.mp4", 3), whole[[0, 4, 8]])
-    torch.testing.assert_close(read_video(tmp_path / "a.mp4", 20), whole)
 
 
 @pytest.mark.parametrize("size", [(128, 192), (480, 832), (720, 1280)])
@@ -178,41 +168,3 @@ def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):
     assert save_videos([ramp()], ["一只猫 / Öl_1"], folder / "new", 8)[0].name == "00-一只猫-öl-1.mp4"
     assert {path.name for path in folder.glob("*.png")} == {f"contact-sheet-{n}.png" for n in ("00", "02", "103")}
     assert list(tmp_path.iterdir()) == [folder]
-
-
-def write_evaluation(run, name, iteration, videos):
-    (run / "eval").mkdir(exist_ok=True)
-    prompts = [f"prompt {i}" for i in range(len(videos))]
-    scores = {"iteration": iteration, "prompts": prompts, "seeds": list(range(len(videos)))}
-    scores |= {"reward": [None] * len(videos), "parts": {}}
-    (run / "eval" / f"{name}.json").write_text(json.dumps(scores))
-    save_videos(videos, prompts, run / "videos" / name, 8)
-
-
-def compared(run, count=6):
-    write_picture(RunFolder(run), count)
-    return run / "comparison.png" if (run / "comparison.png").exists() else None
-
-
-def test_comparison_of_a_run_shows_base_first_and_last(tmp_path):
-    """Show the prompts that all evaluations share; the grey identifies the column."""
-    flat = torch.ones(5, 3, 32, 32)
-    write_evaluation(tmp_path, "before", 0, [0.2 * flat] * 3)
-    write_evaluation(tmp_path, "iteration-000004", 4, [0.6 * flat] * 2)
-    write_evaluation(tmp_path, "iteration-000002", 2, [0.4 * flat] * 2)
-    write_evaluation(tmp_path, "after", 6, [0.8 * flat] * 2)
-    path = compared(tmp_path)
-    assert path == tmp_path / "comparison.png"
-    sheet = Image.open(path)
-    left, step = 20 + 200 + 24, 3 * 128 + 2 * 3 + 24
-    assert sheet.size == (left + 3 * step - 24 + 20, 20 + 34 + 2 * 128 + 14 + 20)
-    greys = [grey(sheet, left + i * step + 64, 20 + 34 + 64) for i in range(3)]
-    assert greys == pytest.approx([51, 102, 204], abs=4)
-
-
-def test_comparison_of_a_run_without_videos_in_common(tmp_path):
-    assert compared(tmp_path) is None
-    write_evaluation(tmp_path, "before", 0, [ramp()])
-    write_evaluation(tmp_path, "after", 6, [])
-    assert compared(tmp_path) is None
-    assert not (tmp_path / "comparison.png").exists()

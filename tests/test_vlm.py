@@ -182,7 +182,7 @@ def test_answers_that_are_no_scores(answer: str, why: str, vlm: VLM) -> None:
     ({"template": "NOTES"}, r"expected \{prompt\} and one 'Name Score \(1-5\): X' per part, got \[\]"),
     ({"template": "TWICE"}, r"per part, got \['motion', 'motion'\]"),
     ({"num_frames": 0}, "num_frames = 0: expected at least 1"), ({"url": "localhost:8000"}, "expected an address such"),
-    ({"modle": "a"}, "VLMReward takes no 'modle'; expected one of .*did you mean 'model'"),
+    ({"modle": "a"}, "args: no 'modle'; expected one of .*did you mean 'model'"),
 ])  # fmt: skip
 def test_settings_are_checked_by_a_dry_run_too(
     args: dict[str, Any], why: str, vlm: VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Any

@@ -29,7 +29,7 @@ def model_card(
     """Return the README.md of a run's weights on the hub.
 
     Args:
-        run: its evaluations are shown, and named is its picture.
+        run: its evaluations are shown.
         iteration: iterations the weights were trained for; may exceed that of the last evaluation.
         base: hub id of the base model.
         files: names of the files beside the card.
@@ -46,28 +46,23 @@ def model_card(
         pipeline_tag=task,
         tags=[task, "sage-fast", *(["lora"] if lora else [])],
     )
-    evaluation, is_evaluated = _evaluation(run, iteration)
-    picture = run.picture.name if is_evaluated and run.picture.is_file() else None
     shown: dict[str, Any] = {"run": run.path.resolve().name, "version": __version__, "spec": spec, "base": base}
-    shown |= {"config": config, "iteration": iteration, "evaluation": evaluation, "picture": picture}
+    shown |= {"config": config, "iteration": iteration, "evaluation": _evaluation(run, iteration)}
     shown |= {"settings": _settings(dataclasses.asdict(config), base), "lora_file": LORA_FILE}
     shown["files"] = sorted(file for file in files if file.endswith(".safetensors") and "/" not in file)
     return str(ModelCard.from_template(data, str(Path(__file__).parent / "card.md.j2"), **shown))
 
 
-def _evaluation(run: RunFolder, iteration: int) -> tuple[str, bool]:
-    """Return the table of scores before and after training, or why there is none, and whether there is one."""
+def _evaluation(run: RunFolder, iteration: int) -> str:
+    """Return the table of scores before and after training, or why there is none."""
     for note in run.evaluations[1]:
         log.warning(wrapped(f"note: {note}"))
     sets = run.video_sets()
     if not sets.keys() >= {"before", "after"}:
-        return "There are no evaluations from before and after training.", False
+        return "There are no evaluations from before and after training."
     if (last := sets["after"].iteration) != iteration:
-        return (
-            f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration {last}.",
-            False,
-        )
-    return compare([sets["before"], sets["after"]]).text, True
+        return f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration {last}."
+    return compare([sets["before"], sets["after"]]).text
 
 
 def _settings(settings: dict[str, Any], base: str | None) -> str:

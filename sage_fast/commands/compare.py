@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.run.sources import check_folder, existing, labelled
-from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS
 
 log = logging.getLogger(__name__)
@@ -17,16 +16,13 @@ log = logging.getLogger(__name__)
 def add_arguments(add: Callable[..., object]) -> None:
     add("run", metavar="RUN", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it")
     add("--folder", type=Path, default="comparison", help="where the page goes (default: comparison)")
-    add("--videos", type=int, metavar="N", default=6, help="rows of videos on the page (default: 6)")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    if options.videos < 1:
-        raise UserError(f"--videos {options.videos}: expected at least 1")
     check_folder(options.folder)
     expected = f"a run folder, or a folder with {VIDEOS}"
     sources = {label: existing(source, expected) for label, source in labelled(options.run).items()}
     log.info(f"sage-fast compare: reading {', '.join(sources)}")
     from sage_fast.report.comparison import write_comparison
 
-    write_comparison(sources, options.folder, options.videos)
+    write_comparison(sources, options.folder)

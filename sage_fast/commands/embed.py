@@ -39,10 +39,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
     data, dtype = config.data, config.model.dtype
     if data.embedding_cache is None:
-        raise UserError(
-            "data.embedding_cache = None: expected the folder that runs share, such as --data.embedding_cache "
-            "embeddings, here and in training"
-        )
+        raise UserError("data.embedding_cache = None: expected the folder that runs share, such as embeddings")
     sources = [options.prompts] if options.prompts else [data.prompts, data.eval_prompts]
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
     captions, device = captions_of(prompts), initialize(config.timeout_minutes)

@@ -25,7 +25,7 @@ BASE = "base"
 def add_arguments(add: Callable[..., object]) -> None:
     sources = "YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it"
     add("source", metavar="SOURCE", nargs="+", help=sources)
-    add("--scorer", action="append", default=[], metavar="NAME", help="an extra reward; may be given several times")
+    add("--scorer", action="append", default=[], metavar="NAME", help="an extra reward, or LABEL=NAME; may be repeated")
     add("--folder", type=Path, help="new or empty folder for the videos, the table, and a page with both")
     add("--json", type=Path, metavar="FILE", help="write every score to FILE")
     add("--quiet", action="store_true", help="no progress bar")
@@ -34,6 +34,9 @@ def add_arguments(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     make_folder_of(options.json)
     candidates, config = read_candidates(options.source, overrides)
+    scorers = labelled(options.scorer)
+    if wrong := {"", "judge"} & scorers.keys():
+        raise UserError(f"--scorer {scorers[wrong.pop()]!r}: expected LABEL=NAME, and a label other than judge")
     for note in notes_on(candidates, config.sampling, config.eval_guidance_scale):
         log.info(note)
     with heavy_imports("eval"):
@@ -43,7 +46,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         from sage_fast.util.ranks import rank
 
     with fail_fast(config.timeout_minutes):
-        found = evaluate_candidates(candidates, config, options.scorer, options.folder)
+        found = evaluate_candidates(candidates, config, scorers, options.folder)
         if rank() == 0:
             write_evaluation(*found, config.eval.num_videos, folder=options.folder, json=options.json)
 

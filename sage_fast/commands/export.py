@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.run.sources import existing, heavy_imports
+from sage_fast.util.errors import printable
 
 
 def add_arguments(add: Callable[..., object]) -> None:
@@ -20,4 +21,4 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     with heavy_imports("export"):
         from sage_fast.commands.export_formats import export
 
-    print(*export(run, options.folder, options.base), sep="\n")
+    print(printable("\n".join(map(str, export(run, options.folder, options.base)))))

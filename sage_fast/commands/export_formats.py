@@ -65,8 +65,6 @@ def _write(source: Path, folder: Path, base: str | None) -> None:
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     card = model_card(run, config, spec, iteration=iteration, base=base, files=names)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    if f"({run.picture.name})" in card:
-        shutil.copyfile(run.picture, folder / run.picture.name)
 
 
 def _base(path: str, base: str | None, spec: Spec) -> str | None:

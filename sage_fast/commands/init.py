@@ -6,7 +6,6 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from sage_fast.config.loader import load
 from sage_fast.data.prompts import SETS, read_prompts
-from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.errors import UserError, nearest, printable
 from sage_fast.util.files import write_atomic
 
 _FOLDER = Path(str(files("sage_fast.configs") / "demo.yaml")).parent
@@ -33,12 +32,8 @@ OWN_REWARD = {
 }
 """Settings that point at an example of a reward, made for the testbed. Other configurations keep their own reward."""
 
-TESTBED_PROMPT = "a red circle moves left quickly"
-REAL_PROMPT = "a red fox trots through fresh snow"
-LAUNCH = {True: "sage-fast", False: "torchrun --nproc-per-node 8 -m sage_fast"}
-"""Whether a configuration is for the testbed -> how it is started."""
-
-
+PROMPTS = {True: "a red circle moves left quickly", False: "a red fox trots through fresh snow"}
+"""Whether a configuration is for the testbed -> a prompt to sample."""
 EVIDENCE = "# Evidence: "
 """Beginning of the second line of a shipped configuration; the first says what it trains."""
 
@@ -52,7 +47,7 @@ def add_arguments(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.list == (options.folder is not None):
         raise UserError("expected either FOLDER, as in sage-fast init FOLDER [--config NAME], or --list")
-    print(list_configurations() if options.list else init(options.folder, options.config))
+    print(printable(list_configurations() if options.list else init(options.folder, options.config)))
 
 
 def list_configurations() -> str:
@@ -87,32 +82,29 @@ def init(folder: Path, name: str) -> str:
     if name not in (names := _shipped()):
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
     config = load(_FOLDER / f"{name}.yaml")
-    sources = [
-        source if source in SETS else str(_FOLDER / source.removeprefix("configs/"))
-        for source in (config.data.prompts, config.data.eval_prompts)
-    ]
-    prompts, suffix = [read_prompts(source) for source in sources], Path(sources[0]).suffix or ".txt"
-    captions = {prompt.text for name in SETS for prompt in read_prompts(name)}
-    on_testbed = captions.issuperset(prompt.text for prompt in prompts[0])
-    images = {prompt.image: prompt.caption.image for prompt in itertools.chain(*prompts) if prompt.image}
+    suffix = Path(config.data.prompts).suffix or ".txt"
+    files, images, captions = dict[str, str](), dict[str, str](), set[str]()
+    for file, given in (("prompts", config.data.prompts), ("heldout", config.data.eval_prompts)):
+        source = _FOLDER / given.removeprefix("configs/")
+        prompts = read_prompts(given if given in SETS else str(source))
+        lines = "".join(f"{prompt.text}\n" for prompt in prompts)
+        files[file + suffix] = lines if given in SETS else source.read_text(encoding="utf-8")
+        images |= {prompt.image: prompt.caption.image for prompt in prompts if prompt.image}
+        captions |= {prompt.text for prompt in prompts}
+    on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}
     own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
-    texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))}
+    settings = _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))
     extra = "my_rewards.py" if on_testbed else "slurm.sbatch"
-    texts[extra] = (_FOLDER / extra).read_text(encoding="utf-8")
-    for file, source, records in zip(("prompts", "heldout"), sources, prompts):
-        lines = "".join(f"{prompt.text}\n" for prompt in records)
-        texts[file + suffix] = lines if source in SETS else Path(source).read_text(encoding="utf-8")
+    texts = {"config.yaml": settings, extra: (_FOLDER / extra).read_text(encoding="utf-8"), **files}
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
     if found := [file for file in (*texts, *images) if (folder / file).exists()]:
-        raise UserError(
-            f"{str(folder)!r} already holds {', '.join(found)}; choose another folder (nothing was changed)"
-        )
+        raise UserError(f"{str(folder)!r} already holds {', '.join(found)}; expected another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
         write_atomic(folder / file, text)
-    for image, source in images.items():
-        write_atomic(folder / image, Path(source).read_bytes())
+    for image, path in images.items():
+        write_atomic(folder / image, Path(path).read_bytes())
     wrote = f"{', '.join(texts)}{f' and {len(images)} images' if images else ''}"
     return f"{folder}: wrote {wrote}\n{_next_commands(folder, f'heldout{suffix}', on_testbed=on_testbed)}"
 
@@ -127,12 +119,13 @@ def _own_settings(file: Path, own: Mapping[str, str]) -> str:
 
 
 def _next_commands(folder: Path, heldout: str, *, on_testbed: bool) -> str:
-    prompt = f'--prompt "{TESTBED_PROMPT if on_testbed else REAL_PROMPT}"'
-    rows = [
-        (f"cd {shlex.quote(str(folder))}", ""),
-        (f"sage-fast train config.yaml --dry-run{'' if on_testbed else ' --gpus 8'}", "sizes, memory, time"),
-        (f"{LAUNCH[on_testbed]} train config.yaml", "or --resume"),
-        (f"sage-fast sample runs/first {f'--prompts {heldout}' if heldout.endswith('.jsonl') else prompt}", ""),
-        ("sage-fast eval runs/first", f"scores on {heldout}"),
+    launch, more = ("sage-fast", "") if on_testbed else ("torchrun --nproc-per-node 8 -m sage_fast", " --gpus 8")
+    prompt = f"--prompts {heldout}" if heldout.endswith(".jsonl") else f'--prompt "{PROMPTS[on_testbed]}"'
+    commands = [
+        f"cd {shlex.quote(str(folder))}",
+        f"sage-fast train config.yaml --dry-run{more}  # sizes, memory, time",
+        f"{launch} train config.yaml  # or --resume",
+        f"sage-fast sample runs/first {prompt}",
+        f"sage-fast eval runs/first  # scores on {heldout}",
     ]
-    return "\n".join(["next:", *(f"  {command:<42}{f'  # {note}' if note else ''}".rstrip() for command, note in rows)])
+    return "\n  ".join(["next:", *commands])

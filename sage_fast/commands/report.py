@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from sage_fast.run.sources import existing
+from sage_fast.util.errors import printable
 
 log = logging.getLogger(__name__)
 
@@ -20,4 +21,4 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     log.info(f"sage-fast report: reading {run}")
     from sage_fast.report.page import write_report
 
-    print(write_report(run))
+    print(printable(str(write_report(run))))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.run.sources import check_folder, load_source
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
 
 log = logging.getLogger(__name__)
@@ -55,17 +55,15 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         seeds[place] = seed
     with writing(folder):
         setup.encode(folder / "embeddings")
-        videos = generate(config, setup.model, keys, setup.embeddings, seeds, setup.graphs)
-        print(*save_videos(videos, keys, folder, setup.model.spec.fps), sep="\n")
+        videos = generate(setup, keys, seeds)
+        files = save_videos(videos, keys, folder, setup.model.spec.fps)
+        print(printable("\n".join(map(str, files))))
 
 
 def _given(texts: Sequence[str], images: Sequence[str]) -> list[Prompt]:
     """Return the prompts of the command line."""
     if len(images) not in (0, min(1, len(texts)), len(texts)):
-        raise UserError(
-            f"--image: given {len(images)} times, with --prompt given {len(texts)} times; expected one for all prompts "
-            "or one for each"
-        )
+        raise UserError(f"--image: {len(images)} for {len(texts)} of --prompt; expected one for all, or one for each")
     prompts = []
     for text, image in zip(texts, itertools.cycle(images or [""])):
         where = f"--image {image!r}" if image else f"--prompt {text!r}"

@@ -40,9 +40,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     try:
         from sage_fast.rewards.server import LOOPBACK, RewardServer
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"serve-reward needs {error.name}: pip install starlette uvicorn, or the extra [serve]"
-        ) from error
+        raise UserError(f"serve-reward needs {error.name}: pip install starlette uvicorn") from error
 
     if options.host not in LOOPBACK and not token():
         raise UserError(f"--host {options.host}: expected {LOOPBACK[0]}, or a password in {TOKEN} for server and runs")

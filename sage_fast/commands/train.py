@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         return
     with heavy_imports("train"):
         from sage_fast.loading import load_setup
-        from sage_fast.report.finish import report_run
+        from sage_fast.report.page import report_run
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.train import train
 
@@ -62,10 +62,8 @@ def _check_gpus(options: argparse.Namespace) -> None:
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} {value:g}: expected {'at least 1' if name == '--gpus' else 'GB above 0'}")
         if value is not None and not options.dry_run:
-            raise UserError(
-                f"{name} goes with --dry-run; to train on GPUs: "
-                f"torchrun --nproc-per-node {options.gpus or 'N'} -m sage_fast train {options.config}"
-            )
+            start = f"torchrun --nproc-per-node {options.gpus or 'N'} -m sage_fast train {options.config}"
+            raise UserError(f"{name} goes with --dry-run; to train on GPUs: {start}")
 
 
 def _is_restart(run: RunFolder, timeout_minutes: float) -> bool:

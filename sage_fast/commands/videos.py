@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import video_chunks
 from sage_fast.eval.sheets import contact_sheet
-from sage_fast.models.interface import Condition
-from sage_fast.models.model import Model
-from sage_fast.rollout.graphs import StepGraphs
+from sage_fast.rollout.setup import Setup
 from sage_fast.util.files import atomic_path
 from sage_fast.util.videos import numbered, save_video
 
 
-def generate(
-    config: Config,
-    model: Model,
-    prompts: Sequence[str],
-    embeddings: Mapping[Any, Condition],
-    seeds: Tensor,
-    graphs: StepGraphs | None = None,
-) -> list[Tensor]:
+def generate(setup: Setup, prompts: Sequence[str], seeds: Tensor) -> list[Tensor]:
     """Collect the videos of `video_chunks` in prompt order, each `[F, 3, H, W]` on the CPU."""
     videos: dict[int, Tensor] = {}
-    with model.policy.at_guidance(config.eval_guidance_scale):
-        sampled = video_chunks(config.sampling, config.eval, model, prompts, embeddings, seeds, graphs=graphs)
-        for chosen, chunk in sampled:
+    with setup.model.policy.at_guidance(setup.config.eval_guidance_scale):
+        for chosen, chunk in video_chunks(setup, prompts, seeds):
             videos.update(zip(chosen, chunk.cpu()))
     return [videos[i] for i in range(len(prompts))]
 

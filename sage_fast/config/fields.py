@@ -39,11 +39,9 @@ KINDS = {
     str: "text",
     types.NoneType: "null",
     list[str]: "a list of text, such as [one, two]",
-    list[float]: "a list of numbers, such as [0, 1]",
     list[dict[str, Any]]: "a list of mappings, such as [{name: one}, {name: two}]",
     dict[str, Any]: "a mapping of names to values, such as {name: 1}",
     dict[str, float]: "a mapping of names to numbers, such as {name: 1}",
-    dict[str, list[float]]: "a mapping of names to lists of numbers, such as {name: [0, 1]}",
 }
 """Type of a setting, or of what it holds -> the type in words."""
 _PYTHON: dict[Any, Any] = {bool: bool, int: int, float: int | float, str: str}

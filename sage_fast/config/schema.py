@@ -182,12 +182,9 @@ class RewardEntry(Section):
     """Weights of the composite reward R = sum of weight x part. The paper's setting A is 1, 1, 1 and B is 0.5, 0.5, 1.
     Weights given on the command line replace those of the file, which replace the default: '{red: 1}', or
     --reward.weights.red 1."""
-    normalisation: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    """Part -> [mean, std]. (part - mean) / std is weighted and logged instead of the part, and the original value is
-    logged as <part>_raw. The numbers are fixed, so that scores of two runs are comparable: '{vq: [3.68, 2.25]}'."""
     prefix: str | None = None
-    """Prefix for the names of its parts, such as clip_, for two rewards with a part of the same name. `weights` and
-    `normalisation` use the names without it."""
+    """Prefix for the names of its parts, such as clip_, for two rewards with a part of the same name. `weights` use the
+    names without it."""
     device: str | None = None
     """Device of the reward, if not the rank's own: cpu, cuda:7, or a comma-separated list that the ranks and their
     workers take in turn. Passed to a class that takes `device`; the videos are already there."""
@@ -202,10 +199,6 @@ class RewardEntry(Section):
             name = "reward.name" if isinstance(self, RewardConfig) else "name"
             raise UserError(f"{name} = {bare!r}: expected this address alone, without a user or a query")
         self.require(all(map(is_finite, self.weights.values())), "weights", "expected finite weights")
-        pairs = "expected [mean, std], two finite numbers of which the second is above 0, such as [3.68, 2.25]"
-        for values in self.normalisation.values():
-            fits = len(values) == 2 and all(map(is_finite, values)) and values[1] > 0
-            self.require(fits, "normalisation", pairs)
         self.require(_is_plain(self.args), "args", "expected numbers, text, lists and mappings with names")
         listed = "expected cpu, cuda or cuda:N, or several of them with commas, such as cuda:6,cuda:7"
         self.require(all(map(_DEVICE.fullmatch, self.devices)), "device", listed)
@@ -236,7 +229,7 @@ class RewardConfig(RewardEntry):
 
     several: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Several rewards in place of `name`: a list of mappings, each with a name and weights and, where needed, args,
-    normalisation, prefix, device and workers."""
+    prefix, device and workers."""
     on_failure: OnFailure = "drop"
     """What to do with a sample whose reward still fails after the retries. `drop`: drop it from its group and count it
     as `reward/dropped`. `stop`: stop the run."""

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.spec import Spec
 from sage_fast.util.captions import Caption
-from sage_fast.util.console import Progress
+from sage_fast.util.console import Progress, wrapped
 from sage_fast.util.files import write_atomic
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
@@ -78,12 +78,16 @@ def fill_cache(captions: Mapping[str, Caption], encoder_factory: Callable[[], En
     share = dict(itertools.islice(captions.items(), rank(), None, world_size()))
     missing = {key: file for key, file in _files(cache, model, share).items() if _read(file) is None}
     _note_unsound(missing.values())
+    notes: list[str] = []
     with fail_together(), Progress("encode", len(missing), "prompt") as bar:
         encoder = functools.cache(encoder_factory)
         for key, file in missing.items():
-            _write(encoder()(captions[key]), file)
+            _write(condition := encoder()(captions[key]), file)
+            notes += condition.notes
             bar.update()
-    return sum(all_gather_object(len(missing)))
+    encoded = all_gather_object((len(missing), notes))
+    _log_notes(note for _, found in encoded for note in found)
+    return sum(count for count, _ in encoded)
 
 
 def encode_cached(
@@ -126,11 +130,27 @@ def encode_cached(
                         _write(known[key], files[key])
             for key in block:
                 sent = broadcast_object(known.get(key), sources[key])
+                _log_notes(sent.notes)
                 # Prefer the file if this rank sees it: memory-mapped, the ranks of a node share it in the page cache.
                 tensors = _read(files[key]) if key in files else None
                 known[key] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
+    pairs = _same(known) if rank() == 0 else ()
+    _log_notes(f"prompts {a!r} and {b!r} have one embedding: the model cannot tell them apart" for a, b in pairs)
     return {key: known[key] for key in captions}
+
+
+def _log_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        log.warning(wrapped(f"note: {note}"))
+
+
+def _same(known: Mapping[str, Condition]) -> Iterator[tuple[str, str]]:
+    """Yield each key whose embedding is that of an earlier key, after that key."""
+    firsts: dict[str, str] = {}
+    for key, condition in known.items():
+        if (first := firsts.setdefault(_checksum(Path(), condition.tensors()), key)) != key:
+            yield first, key
 
 
 def _write(condition: Condition, file: Path) -> None:
@@ -165,7 +185,4 @@ def _checksum(file: Path, tensors: Mapping[str, Tensor]) -> str:
 def _note_unsound(files: Iterable[Path]) -> None:
     """Log that files which exist cannot be used."""
     if unsound := [file for file in files if file.exists()]:
-        log.warning(
-            f"note: {len(unsound)} embeddings are damaged, of another prompt, or without a checksum, and are encoded "
-            f"again, such as {unsound[0]}"
-        )
+        log.warning(f"note: {len(unsound)} embeddings do not fit their checksum and are made again: {unsound[0]} ...")

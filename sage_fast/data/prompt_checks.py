@@ -54,8 +54,8 @@ def check_task(prompts: Sequence[Prompt], spec: Spec) -> None:
             )
         if prompt.image and not spec.takes_images:
             raise UserError(
-                f"{prompt.where}: image = {prompt.image!r}, and model.path = {spec.path!r} is text-to-video; expected "
-                "a prompt without an image (one that is for a reward needs another key)"
+                f"{prompt.where}: image = {prompt.image!r}, and model.path = {spec.path!r} is text-to-video; an image "
+                "for a reward needs another key"
             )
 
 

@@ -166,8 +166,7 @@ def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
                 name = textwrap.shorten(key, 60)
                 raise UserError(
                     f"{prompt.where}: {name} = {repr(own.get(key))[:200]}; the same prompt has "
-                    f"{repr(other.get(key))[:200]} in {first.where}; expected one {name} for a prompt, in training and "
-                    "evaluation alike"
+                    f"{repr(other.get(key))[:200]} in {first.where}; expected one {name} for a prompt everywhere"
                 )
     return known
 
@@ -187,9 +186,7 @@ def _text_of(source: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = len(re.findall(rb"\r\n|\r|\n", content[: error.start])) + 1
-        raise UserError(
-            f"prompt file {source!r}, line {line}: not UTF-8 (byte {error.start}); save it as UTF-8 text"
-        ) from error
+        raise UserError(f"prompt file {source!r}, line {line}: not UTF-8; save it as UTF-8 text") from error
 
 
 def _json_fields(line: str, where: str) -> Fields:

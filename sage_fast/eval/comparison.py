@@ -45,17 +45,14 @@ def compare(sets: Sequence[VideoSet], watched: tuple[str, ...] = (JUDGE_PART,)) 
 
 
 def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
-    """Return notes on how the prompts, seeds and scorers of two sets differ.
+    """Return notes on how the prompts and seeds of two sets differ.
 
     Raises:
         UserError: they have no prompt in common.
     """
     ours, theirs, names = set(first.keys), set(other.keys), f"{first.label} and {other.label}"
     if not ours & theirs:
-        raise UserError(
-            f"{names} hold different prompts, such as {first.prompts[0]!r} and {other.prompts[0]!r}: there is no pair "
-            "of videos to compare"
-        )
+        raise UserError(f"{names} hold different prompts, such as {first.prompts[0]!r} and {other.prompts[0]!r}")
     notes = []
     if ours != theirs:
         notes.append(f"{names} have {len(ours & theirs)} videos of the same prompts: gains are over these.")
@@ -63,11 +60,6 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
         seeds = dict(zip(first.keys, first.seeds))
         if any(seeds.get(key, seed) != seed for key, seed in zip(other.keys, other.seeds)):
             notes.append(f"{names} have different seeds: pairs share only the prompt.")
-    if apart := [name for name in other.scores if name in first.scores and not first.scored_alike(name, other)]:
-        notes.append(
-            f"{other.label} and {first.label} have another reward, or other arguments or weights of it, for "
-            f"{', '.join(map(shown_name, apart))}: no gain is shown. sage-fast eval scores both alike."
-        )
     return notes
 
 

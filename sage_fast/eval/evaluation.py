@@ -10,11 +10,8 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.config.schema import EvalConfig, SamplingConfig
-from sage_fast.models.interface import Condition, pass_lengths
-from sage_fast.models.model import Model
+from sage_fast.models.interface import pass_lengths
 from sage_fast.rewards.interface import Pending, Scorer, join_scores
-from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import gather_checked
 from sage_fast.rollout.setup import Setup
@@ -38,23 +35,15 @@ and to the paths of their images.
 
 @torch.no_grad()
 def video_chunks(
-    sampling: SamplingConfig,
-    settings: EvalConfig,
-    model: Model,
-    prompts: Sequence[str],
-    embeddings: Mapping[Any, Condition],
-    seeds: Tensor,
-    *,
-    pause: Callable[[], object] = lambda: None,
-    graphs: StepGraphs | None = None,
+    setup: Setup, prompts: Sequence[str], seeds: Tensor, *, pause: Callable[[], object] = lambda: None
 ) -> Chunks:
     """Sample videos with the ODE and yield them in chunks of at most `sampling.batch_size` prompts.
 
     Args:
         pause: called after each step; an exception it raises ends the sampling.
-        graphs: CUDA graphs to replay steps from.
     """
-    table = transition_table(sigma_schedule(settings.steps, sampling.shift), "ode", 0.0)
+    model, sampling, embeddings = setup.model, setup.config.sampling, setup.embeddings
+    table = transition_table(sigma_schedule(setup.config.eval.steps, sampling.shift), "ode", 0.0)
     device = model.policy.device
     coefs = table.coefficients().to(device)
     shape = model.spec.latent_shape(sampling)
@@ -67,7 +56,7 @@ def video_chunks(
     def generate(keys: Sequence[str], own: Tensor) -> Tensor:
         conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
         x = initial_latents(own, shape, device)
-        return rollout(model.policy, table, coefs, conditioning, keys, own, x, on_step=bar.update, graphs=graphs)
+        return rollout(model.policy, table, coefs, conditioning, keys, own, x, on_step=bar.update, graphs=setup.graphs)
 
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
         for run in model.policy.states.pad_to_largest(runs, lambda: generate([dummy], seeds.new_zeros(1))):
@@ -118,11 +107,7 @@ def evaluate(
     keys, seeds = prompts_and_seeds(setup)
 
     def sample(share: range) -> Chunks:
-        own = [keys[i] for i in share]
-        rows, graphs = seeds[share.start : share.stop], setup.graphs
-        return video_chunks(
-            config.sampling, config.eval, model, own, setup.embeddings, rows, pause=pause, graphs=graphs
-        )
+        return video_chunks(setup, [keys[i] for i in share], seeds[share.start : share.stop], pause=pause)
 
     rewards = rewards or rewards_of(setup.reward, setup.judge)
     kept, waits = config.eval.num_videos, model.policy.collective_forwards
@@ -133,9 +118,9 @@ def evaluate(
     return scores | about, videos
 
 
-def rewards_of(reward: Scorer, judge: Scorer | None, scorers: Mapping[str, Scorer] | None = None) -> dict[str, Scorer]:
-    """Return prefix of the parts -> reward: the trained one, without a prefix, the judge, and further scorers."""
-    return {"": reward, **({} if judge is None else {JUDGE_PART: judge}), **(scorers or {})}
+def rewards_of(reward: Scorer, judge: Scorer | None) -> dict[str, Scorer]:
+    """Return prefix of the parts -> reward: the trained one, without a prefix, and the judge."""
+    return {"": reward} | ({} if judge is None else {JUDGE_PART: judge})
 
 
 def score_videos(

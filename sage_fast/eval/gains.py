@@ -23,7 +23,7 @@ class Row:
             `MIN_PROMPTS`).
         videos, prompts: numbers of videos and prompts with this score.
         gain, gain_margin: mean paired difference to the first set and its margin; None for the first set, and where
-            another reward computed the score.
+            that has no such score.
         pairs: number of pairs with this score in both sets.
     """
 
@@ -55,7 +55,7 @@ def table(sets: Sequence[VideoSet]) -> list[Row]:
 def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
     mean, margin, prompts = _mean(values := videos.by_key(name))
     row = Row(score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=prompts)
-    if videos is first or not first.scored_alike(name, videos):
+    if videos is first or name not in first.scores:
         return row
     gain, gain_margin, _ = _mean(gains := gains_of(name, first, videos))
     return dataclasses.replace(row, gain=gain, gain_margin=gain_margin, pairs=len(gains))

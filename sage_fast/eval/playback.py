@@ -13,7 +13,6 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 from sage_fast.util.errors import UserError
-from sage_fast.util.frames import evenly_spaced
 from sage_fast.util.videos import for_ffmpeg, save_mp4
 
 ANIMATIONS = (".webp", ".gif", ".png")
@@ -51,15 +50,13 @@ def _frames(path: Path, about: dict[str, Any]) -> Iterator[np.ndarray]:
         raise UserError(f"{path}: cannot be read as a video: it ends after {count} of about {expected:.0f} frames")
 
 
-def read_video(path: Path, num_frames: int | None = None) -> Tensor:
-    """Read float32 `[F, 3, H, W]` in [0, 1]: all frames, or `num_frames` evenly spaced ones from first to last.
+def read_video(path: Path) -> Tensor:
+    """Read all frames, float32 `[F, 3, H, W]` in [0, 1].
 
     Raises:
         UserError: the file cannot be read, or is cut off.
     """
-    frames = list(_frames(path, {}))
-    frames = [frames[i] for i in evenly_spaced(len(frames), num_frames or len(frames))]
-    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) / 255
+    return torch.from_numpy(np.stack([*_frames(path, {})])).permute(0, 3, 1, 2) / 255
 
 
 def for_browser(path: Path) -> tuple[str, bytes]:
@@ -69,7 +66,8 @@ def for_browser(path: Path) -> tuple[str, bytes]:
         UserError: the file cannot be read, or is cut off.
     """
     about: dict[str, Any] = {}
-    frames = sum(1 for _ in _frames(path, about))
+    for _ in _frames(path, about):  # also a check
+        pass
     suffix = path.suffix.lower()
     if suffix in ANIMATIONS:
         return f"image/{suffix[1:]}", path.read_bytes()
@@ -77,5 +75,5 @@ def for_browser(path: Path) -> tuple[str, bytes]:
         return f"video/{suffix[1:]}", path.read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "video.mp4"
-        save_mp4(file, read_video(path, frames), about["fps"])
+        save_mp4(file, read_video(path), about["fps"])
         return "video/mp4", file.read_bytes()

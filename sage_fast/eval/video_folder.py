@@ -9,45 +9,18 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import VIDEOS, read_json, write_atomic, write_json
+from sage_fast.util.files import VIDEOS, write_atomic
 
 OWN = ("file", "prompt", "image", "seed")
 """Columns of a `videos.csv` that are no scores."""
-SCORERS = "scorers.json"
-"""File beside a `videos.csv` of `sage-fast eval`: `VideoSet.scorers`."""
-
-
-def scorers_of(
-    reward: Mapping[str, Any], watching: Mapping[str, str | None], scores: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return score -> what computed it, as text that is equal for equal scorers: name, arguments and normalisation.
-
-    Args:
-        reward: the section `reward` of the settings.
-        watching: prefix of parts, such as that of `eval.judge` -> name of the reward that computed them.
-        scores: the evaluation; its weights, if it holds them, belong to the composite's scorer.
-    """
-    entries = reward.get("several") or [reward]
-    scorers = [[entry.get(key) or None for key in ("name", "args", "normalisation")] for entry in entries]
-    weighed = [{f"{e.get('prefix') or ''}{part}": w for part, w in (e.get("weights") or {}).items()} for e in entries]
-    found: dict[str, str] = {}
-    for part in scores["parts"]:
-        own = [scorer for scorer, parts in zip(scorers, weighed) if part in parts]
-        watcher = next((name for prefix, name in watching.items() if part.startswith(prefix)), None)
-        found[part] = json.dumps(watcher or (own if len(own) == 1 else scorers), sort_keys=True)
-    weights = scores.get("weights") or {part: weight for parts in weighed for part, weight in parts.items()}
-    composite = {part: [weight, found.get(part)] for part, weight in weights.items() if weight != 0}
-    return found | {"reward": json.dumps(composite, sort_keys=True)}
 
 
 def read_folder(label: str, folder: Path) -> VideoSet:
@@ -82,14 +55,12 @@ def read_folder(label: str, folder: Path) -> VideoSet:
             images[row["prompt"].strip()] = os.path.realpath(folder / image)
     scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in OWN}
     seeds = [row.get("seed", "") for row in rows]
-    scorers = folder / SCORERS
     return VideoSet(
         label=label,
         prompts=[row["prompt"].strip() for row in rows],
         files=files,
         seeds=[int(seed) for seed in seeds] if all(seed.isdecimal() for seed in seeds) else None,
         scores={name: values for name, values in scores.items() if values is not None},
-        scorers=read_json(scorers) if scorers.is_file() else {},
         images=images,
     )
 
@@ -104,7 +75,7 @@ def _numbers(texts: Sequence[str]) -> list[float] | None:
 
 
 def write_folder(videos: VideoSet, folder: Path) -> None:
-    """Write `videos.csv` and what computed its scores; every video must have a file."""
+    """Write `videos.csv`; every video must have a file."""
     table = io.StringIO(newline="")
     given = {"image": bool(videos.images), "seed": bool(videos.seeds)}
     columns = ["file", "prompt", *(name for name, has in given.items() if has), *videos.scores]
@@ -118,6 +89,4 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
         writer.writerow(
             numbers | {"file": os.path.relpath(file, folder), "prompt": prompt, "image": image, "seed": seed}
         )
-    if videos.scorers:
-        write_json(videos.scorers, folder / SCORERS)
     write_atomic(folder / VIDEOS, table.getvalue())

@@ -24,10 +24,9 @@ class VideoSet:
         prompts: one per video.
         seeds: one per video; None if unknown.
         scores: name -> N numbers, NaN if missing; `reward`, the composite, comes first.
-        scorers: name -> what computed the score, as `scorers_of` returns it; a missing name is not known.
         files: one per video; None where the file was not kept.
         images: prompt -> path of its image, where it has one that is known.
-        iteration: iterations the policy was trained for, where that is known.
+        evaluation: the evaluation that gave the scores, as in `eval/*.json`; empty if a file did.
     """
 
     label: str
@@ -35,9 +34,13 @@ class VideoSet:
     files: list[Path | None]
     seeds: list[int] | None = None
     scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    scorers: dict[str, str] = dataclasses.field(default_factory=dict)
     images: dict[str, str] = dataclasses.field(default_factory=dict)
-    iteration: int = 0
+    evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def iteration(self) -> int:
+        """Iterations the policy was trained for, where that is known."""
+        return self.evaluation.get("iteration", 0)
 
     @functools.cached_property
     def keys(self) -> list[Key]:
@@ -67,10 +70,6 @@ class VideoSet:
             scores={name: [values[i] for i in indices] for name, values in self.scores.items()},
         )
 
-    def scored_alike(self, name: str, other: VideoSet) -> bool:
-        """Whether both have this score, and the same scorer computed it, as far as is known."""
-        return {name} <= self.scores.keys() & other.scores.keys() and self.scorers.get(name) == other.scorers.get(name)
-
 
 def from_evaluation(
     label: str, scores: Mapping[str, Any], files: Mapping[int, Path], weights: Mapping[str, float] | None = None
@@ -88,5 +87,5 @@ def from_evaluation(
         scores={name: [as_float(value) for value in values] for name, values in columns.items()},
         files=[files.get(number) for number in range(len(scores["prompts"]))],
         images=dict(scores.get("images", {})),
-        iteration=scores["iteration"],
+        evaluation=scores,
     )

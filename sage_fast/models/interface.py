@@ -29,9 +29,11 @@ class Condition:
 
     Attributes:
         negative: key of the condition that guidance steers away from.
+        notes: lines of text about its encoding, for the user; not cached.
     """
 
     negative: Key = ""
+    notes: Any = ()
 
     @property
     def tokens(self) -> int:

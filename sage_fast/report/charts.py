@@ -30,7 +30,7 @@ Lines = Mapping[str, tuple[Sequence[MetricsRow], np.ndarray]]
 """Label -> rows, and one value per row."""
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
-TEAL, RED, GREY, YELLOW = "#2aa3ad", "#dc5252", "#8a8f98", "#d3b53c"
+TEAL, RED, GREY = "#2aa3ad", "#dc5252", "#8a8f98"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
 # Placeholders that `themed_svg` replaces with the colours of the page's style sheet.
 _TEXT, _LINE = "#010203", "#040506"
@@ -170,41 +170,17 @@ def _marker(rows: Sequence[MetricsRow]) -> dict[str, Any]:
 
 
 def ratio(rows: Sequence[MetricsRow]) -> str | None:
-    """Draw the importance ratio minus 1: minimum to maximum as a band, the mean as a line."""
-    low, mean, high = (column(rows, f"ratio/{key}") - 1 for key in ("min", "mean", "max"))
-    if np.isnan(mean).all() and np.isnan(low).all():
-        return None
-    x, marker = _iterations(rows), _marker(rows)
-
-    def draw(axes: Axes) -> None:
-        axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
-        axes.plot(x, high, color=BLUE, linewidth=0.9, alpha=0.7, label="max", **marker)
-        axes.plot(x, mean, color=BLUE, label="mean", **marker)
-        axes.plot(x, low, color=BLUE, linewidth=0.9, alpha=0.7, linestyle="--", label="min", **marker)
-
-    return _chart(draw, "ratio", "Importance ratio", "ratio - 1")
+    """Draw the importance ratio minus 1: its largest, mean and smallest value."""
+    data = {key: (rows, column(rows, f"ratio/{key}") - 1) for key in ("max", "mean", "min")}
+    return lines(data, name="ratio", title="Importance ratio", ylabel="ratio - 1", smoothed=False)
 
 
 def phases(rows: Sequence[MetricsRow]) -> str | None:
-    """Draw seconds per iteration, stacked by phase."""
-    known = {key: np.nan_to_num(column(rows, f"time/{key}")) for key in (*PHASES, WAIT)}
-    least = 1e-3 * sum(values.sum() for values in known.values())  # a phase that is off takes microseconds
-    known = {key: values for key, values in known.items() if values.sum() > least}
-    if not known:
-        return None
-    rest = np.nan_to_num(column(rows, "time/total") - sum(known.values()))
-    if (rest > 0).any():
-        known["other"] = rest.clip(min=0)
-    edges = np.append(_iterations(rows), rows[-1]["iteration"] + 2) - 0.5
-
-    def draw(axes: Axes) -> None:
-        bottom = np.zeros(len(rows))
-        for color, (key, values) in zip((BLUE, TEAL, GREEN, PURPLE, ORANGE, RED, GREY, YELLOW), known.items()):
-            axes.stairs(bottom + values, edges, baseline=bottom, fill=True, color=color, label=key)
-            bottom = bottom + values
-        axes.grid(axis="x", visible=False)
-
-    return _chart(draw, "phases", "Time by phase", "seconds per iteration")
+    """Draw seconds per iteration by phase."""
+    known = {key: (rows, column(rows, f"time/{key}")) for key in (*PHASES, WAIT)}
+    least = 1e-3 * sum(np.nansum(values) for _, values in known.values())  # a phase that is off takes microseconds
+    data = {key: line for key, line in known.items() if np.nansum(line[1]) > least}
+    return lines(data, name="phases", title="Time by phase", ylabel="seconds per iteration")
 
 
 def step_gradients(rows: Sequence[MetricsRow]) -> np.ndarray | None:

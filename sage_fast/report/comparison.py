@@ -7,32 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config.schema import ODE_SAMPLERS
 from sage_fast.eval.comparison import Comparison, compare, shown_name, summary
 from sage_fast.eval.gains import table
-from sage_fast.eval.video_folder import read_folder, scorers_of
+from sage_fast.eval.video_folder import read_folder
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.html import cards, render
 from sage_fast.report.page import Trained, read_run
 from sage_fast.util.errors import printable
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json
-from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
+from sage_fast.util.metrics import REWARD_PART
 
 
 def write_evaluation(
-    sets: Sequence[VideoSet],
-    evaluations: Sequence[Mapping[str, Any]],
-    watched: tuple[str, ...],
-    count: int,
-    *,
-    folder: Path | None,
-    json: Path | None,
+    sets: Sequence[VideoSet], watched: tuple[str, ...], count: int, *, folder: Path | None, json: Path | None
 ) -> None:
     """Print the table of an evaluation and write the requested files.
 
     Args:
-        evaluations: the scores of each set, as in `eval/*.json`.
         watched: prefixes of the scores that nothing trains on.
         count: rows of videos on the page.
         folder: where to write `evaluation.md` and `evaluation.html`.
@@ -45,24 +37,19 @@ def write_evaluation(
     print(printable(found.text))
     if json is not None:
         lines = [{name: json_value(value) for name, value in dataclasses.asdict(row).items()} for row in found.rows]
-        several = {"sources": {side.label: scores for side, scores in zip(sets, evaluations)}, "table": lines}
-        write_json(several if len(sets) > 1 else evaluations[0], json)
+        several = {"sources": {side.label: side.evaluation for side in sets}, "table": lines}
+        write_json(several if len(sets) > 1 else sets[0].evaluation, json)
     if folder is not None:
         write_atomic(folder / "evaluation.md", f"{found.text}\n")
-        print(_write_page(folder / "evaluation.html", found, count))
+        _write_page(folder / "evaluation.html", found, count)
 
+
+SCORED_BY = ("eval.judge", *(f"reward.{name}" for name in ("name", "args", "weights", "several")))
+"""Settings that decide what a score is."""
+ROWS = 6
+"""Rows of videos on the page of `sage-fast compare`."""
 
 # -- runs -------------------------------------------------------------------------------------------------------------
-
-
-def scorers_in(run: Trained) -> dict[str, str]:
-    """Return score -> what computed it, for evaluations and training rewards."""
-    reward = {name.removeprefix("reward."): x for name, x in run.settings.items() if name.startswith("reward.")}
-    parts = {key.removeprefix(REWARD_PART) for row in run.folder.rows for key in row if key.startswith(REWARD_PART)}
-    parts |= {part for videos in run.evaluations.values() for part in videos.scores} - {"reward"}
-    weights = [scores["weights"] for scores in run.folder.evaluations[0].values()] or [{}]
-    scores = {"parts": parts, "weights": weights[-1]}
-    return scorers_of(reward, {JUDGE_PART: run.settings.get("eval.judge")}, scores)
 
 
 def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Trained], list[VideoSet], list[str]]:
@@ -88,19 +75,18 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Trained], list[Vid
             notes.append(f"{label} has no evaluation yet.")
             continue
         newest = run.ends[-1].label
-        sets.append(dataclasses.replace(run.ends[-1], label=label, scorers=scorers_in(run)))
+        sets.append(dataclasses.replace(run.ends[-1], label=label))
         if newest != "after":
             notes.append(f"{label} is shown {'before training' if newest == 'before' else f'at {newest}'}.")
     return runs, sets, notes
 
 
-def write_comparison(sources: Mapping[str, Path], folder: Path, count: int) -> None:
+def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
     """Print the table of runs, finished or not, and of folders of videos; write `comparison.html`.
 
     Args:
         sources: label -> run folder or folder of videos.
         folder: created if missing.
-        count: rows of videos on the page.
 
     Raises:
         UserError: as `read_sets`, or a source has no prompt in common with the first.
@@ -109,18 +95,24 @@ def write_comparison(sources: Mapping[str, Path], folder: Path, count: int) -> N
     found = compare(sets)
     own = {(label, row.score): row for label, run in runs.items() if run.ends for row in table(run.ends) if row.pairs}
     found.warnings.extend(f"{label}: {run.hacking}" for label, run in runs.items() if run.hacking)
+    settings = _differing(runs)
+    if apart := [name for name, *_ in settings if name in SCORED_BY]:
+        notes.append(
+            f"The runs are scored in different ways ({', '.join(apart)}): gains of one over another may mean nothing. "
+            "sage-fast eval scores them alike."
+        )
     found.notes[:0] = notes
-    if sets and not set.intersection(*(set(videos.shown) for videos in sets)):
+    in_common = set.intersection(*(set(videos.shown) for videos in sets)) if sets else set()
+    if sets and not in_common:
         found.notes.append("No videos are shown: no prompt has one of every source. sage-fast eval samples them alike.")
-        count = 0
     folder.mkdir(parents=True, exist_ok=True)
     print(printable(found.text))
-    of_runs = {"own": own, "charts": _charts(runs), "settings": _differing(runs)}
-    print(_write_page(folder / "comparison.html", found, count, " · ".join(sources), **of_runs))
+    of_runs = {"own": own, "charts": _charts(runs), "settings": settings}
+    _write_page(folder / "comparison.html", found, ROWS * bool(in_common), " · ".join(sources), **of_runs)
 
 
-def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of_runs: Any) -> Path:
-    """Write a self-contained page.
+def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of_runs: Any) -> None:
+    """Write a self-contained page and print its path.
 
     Args:
         count: number of rows of videos to show.
@@ -141,41 +133,25 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
         **({"own": {}, "charts": [], "settings": []} | of_runs),
     )
     write_atomic(path, page)
-    return path
+    print(printable(str(path)))
 
 
 def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:
-    """Return a header and the settings that differ between runs, with a dash where one has no effect; [] if none do."""
-    flat = [{key: str(value) for key, value in run.settings.items() if _acts(key, run)} for run in runs.values()]
-    names = sorted({name for settings in flat for name in settings} - {"output"})
-    rows = [[name, *(settings.get(name, "\N{EN DASH}") for settings in flat)] for name in names]
+    """Return a header and the settings that differ between runs, with a dash for a default; [] if none do."""
+    names = sorted({name for run in runs.values() for name in run.settings} - {"output"})
+    rows = [[name, *(str(run.settings.get(name, "\N{EN DASH}")) for run in runs.values())] for name in names]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     return [["setting", *runs], *differing] if differing else []
 
 
-def _acts(name: str, run: Trained) -> bool:
-    """Whether a setting has an effect in a run."""
-    if name == "sampling.eta":
-        return run.settings.get("sampling.sampler") not in ODE_SAMPLERS
-    return not name.startswith("kl.") or name == "kl.strategy" or charts.is_on(run.folder.rows, "kl/lambda")
-
-
 def _charts(runs: Mapping[str, Trained]) -> list[str]:
-    """Draw every score and metric; a score only of the runs with the scorer of the first run that has it."""
-    drawn, scorers = [], {label: scorers_in(run) for label, run in runs.items()}
-
-    def alike(score: str) -> list[str]:
-        known = {label: found[score] for label, found in scorers.items() if score in found}
-        return [label for label, scorer in known.items() if scorer == next(iter(known.values()))]
-
+    """Draw every score and metric, with a line for each run."""
+    drawn = []
     scores = {name for run in runs.values() for name in run.points}
     for score in sorted(scores, key=lambda name: (name != "reward", name)):
-        shown = {label: runs[label].points.get(score, {}) for label in alike(score)}
+        shown = {label: run.points.get(score, {}) for label, run in runs.items()}
         drawn.append(charts.held_out(shown, f"Held-out {shown_name(score)}", "mean score", least=1))
     rows = {label: run.folder.rows for label, run in runs.items() if run.folder.rows}
     parts = sorted({key for each in rows.values() for row in each for key in row if key.startswith(REWARD_PART)})
-    for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS]):
-        score = "reward" if key.startswith("reward/") else key.removeprefix(REWARD_PART)
-        of_score = alike(score) if key.startswith(("reward/", REWARD_PART)) else rows
-        drawn.append(charts.metric(key, {label: rows[label] for label in of_score if label in rows}))
+    drawn += [charts.metric(key, rows) for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS])]
     return [chart for chart in drawn if chart is not None]

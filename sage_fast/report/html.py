@@ -77,14 +77,14 @@ def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
     common show any video.
 
     Returns:
-        Key -> reason, from the largest gain to the largest loss. The reason is only the gain if some of the videos have
-        no file, and empty for a single set. If no score is known: the first `count` videos, with empty reasons.
+        Key -> gain as text, from the largest to the smallest; empty for a single set. If no score is known: the first
+        `count` videos, with empty texts.
     """
     first, last = sets[0], sets[-1]
     kept = [set(videos.shown) for videos in sets]
     wanted = set.intersection(*kept) or set.union(*kept)
     available = [key for key in dict.fromkeys(key for videos in sets for key in videos.keys) if key in wanted]
-    score = next((name for name in last.scores if last.scored_alike(name, first)), "")
+    score = next((name for name in last.scores if name in first.scores), "")
     gains = gains_of(score, first, last) if len(sets) > 1 else first.by_key(score)
     ordered = sorted((key for key in available if key in gains), key=lambda key: -gains[key])
     if not ordered:
@@ -92,13 +92,8 @@ def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
     count = min(count, len(ordered))
     ends = (count + 1) // 3
     middle = (len(ordered) - count) // 2 + ends
-    shown = {key: "largest gain " if gains[key] > 0 else "smallest loss " for key in ordered[:ends]}
-    shown |= dict.fromkeys(ordered[middle : middle + count - 2 * ends], "median ")
-    shown |= {key: "largest loss " if gains[key] < 0 else "smallest gain " for key in ordered[len(ordered) - ends :]}
-    if len(sets) == 1:
-        return dict.fromkeys(shown, "")
-    all_kept = wanted >= gains.keys()
-    return {key: f"{why if all_kept else ''}{gains[key]:+.2f}" for key, why in shown.items()}
+    shown = ordered[:ends] + ordered[middle : middle + count - 2 * ends] + ordered[len(ordered) - ends :]
+    return {key: f"{gains[key]:+.2f}" if len(sets) > 1 else "" for key in shown}
 
 
 def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,17 +14,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sage_fast.config.loader import leaves, read_yaml
+from sage_fast.eval.comparison import compare
 from sage_fast.eval.gains import Row, hacking_in_run, table
 from sage_fast.eval.scores import TOO_FEW, format_number
+from sage_fast.eval.video_folder import write_folder
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cards, render
 from sage_fast.run.folder import STEPS, RunFolder
+from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import json_value, write_atomic
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
+
+log = logging.getLogger(__name__)
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
@@ -133,13 +139,10 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
         risen, fallen = ([row.score for row in parts if row.direction == way] for way in ("up", "down"))
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
         look("One part bought with another (held-out)", text, bool(risen and fallen))
-    change = [
-        f"{row.score.removeprefix(JUDGE_PART)} {format_number(row.gain or 0, 3, sign=True)}"
-        for row in judged
-        if row.score.startswith(JUDGE_PART)
-    ]
-    if change:
-        look("Held-out reward against the judge", hacking or f"judge: {', '.join(change)}", hacking is not None)
+    watched = {row.score.removeprefix(JUDGE_PART): row.gain for row in judged if row.score.startswith(JUDGE_PART)}
+    if watched:
+        change = ", ".join(f"{part} {format_number(gain or 0, 3, sign=True)}" for part, gain in watched.items())
+        look("Held-out reward against the judge", hacking or f"judge: {change}", hacking is not None)
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and judged and start is not None and end is not None:
         rise, fall = (format_number(x, 3, sign=True) for x in (end - start, judged[0].gain or 0))
@@ -194,6 +197,30 @@ def write_report(folder: Path) -> Path:
     )
     write_atomic(run.report_file, page)
     return run.report_file
+
+
+def report_run(folder: Path, complete: bool) -> None:
+    """Write `report.html`; of a complete run also log the table of its gains.
+
+    A damaged evaluation or video is left out, with a note.
+
+    Args:
+        folder: the run folder.
+        complete: whether the run has come to its end.
+    """
+    if complete:
+        run = RunFolder(folder)
+        for note in run.evaluations[1]:
+            log.warning(wrapped(f"note: {note}"))
+        evaluations = run.video_sets()
+        for name, videos in evaluations.items():  # so that other rewards can score the videos later
+            if kept := [i for i, file in enumerate(videos.files) if file is not None]:
+                write_folder(videos.only(kept), run.videos(name))
+        if evaluations.keys() >= {"before", "after"}:
+            log.info(compare([evaluations["before"], evaluations["after"]]).text)
+    page = write_report(folder)
+    if complete:
+        log.info(f"report: {page}")
 
 
 def _status(rows: Sequence[MetricsRow], planned: object) -> str:

@@ -124,9 +124,7 @@ def _checked_args(kind: type, args: Mapping[str, Any], device: str, setting: str
     except TypeError as error:
         taken = signature.parameters
         if unknown := sorted(args.keys() - taken.keys()):
-            raise UserError(
-                f"{setting}: args: {kind.__name__} takes no {unknown[0]!r}; {nearest(unknown[0], taken)}"
-            ) from error
+            raise UserError(f"{setting}: args: no {unknown[0]!r}; {nearest(unknown[0], taken)}") from error
         raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {', '.join(taken)}") from error
     return given
 

@@ -17,8 +17,8 @@ from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.process_state import restored
 
-PART = re.compile(r"[\w.+/%$-]{1,100}")
-"""Name of a part, which becomes one of metrics, columns and lines of a chart."""
+PART = re.compile(r"(?! )[\w.+/%$ -]{1,100}(?<! )")
+"""Name of a part, which becomes one of metrics, columns and lines of a chart. Spaces may stand within it."""
 
 
 def called(name: str, reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> dict[str, Tensor]:
@@ -45,21 +45,20 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
         RewardFailure: it is not a mapping of names to `count` numbers each.
     """
     if not isinstance(returned, Mapping):
-        raise RewardFailure(
-            f"returned {type(returned).__name__}; expected a mapping of parts to [B], such as {{'sharpness': scores}}"
-        )
+        raise RewardFailure(f"returned {type(returned).__name__}; expected a mapping of parts to [{count}]")
     parts = {}
     for name, value in returned.items():
         part = names_for_values(name) if isinstance(name, str) else name
         if not isinstance(part, str) or not PART.fullmatch(part):
             raise RewardFailure(f"returned a part named {part!r}; expected 1 to 100 letters, digits and _ . - + / % $")
         try:
-            values = torch.as_tensor(value).detach()
+            values = torch.as_tensor(value).detach().to_dense().cpu()
+            shape = list(values.shape)
         except (TypeError, ValueError, RuntimeError) as error:
             raise RewardFailure(f"part {part!r}: expected numbers [{count}], got {type(value).__name__}") from error
-        if values.shape != (count,):
-            raise RewardFailure(f"part {part!r}: expected shape [{count}], got {list(values.shape)}")
+        if shape != [count]:
+            raise RewardFailure(f"part {part!r}: expected shape [{count}], got {shape}")
         if values.is_complex():
             raise RewardFailure(f"part {part!r}: expected real numbers, got {values.dtype}")
-        parts[part] = values.float().cpu()
+        parts[part] = values.float()
     return dict(sorted(parts.items()))

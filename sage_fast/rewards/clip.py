@@ -10,6 +10,8 @@ Per frame, with cos the cosine of the embeddings of frame and prompt:
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -19,7 +21,10 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
 from sage_fast.rewards.frames import FrameReward, levels
+from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class CLIPScoreReward(FrameReward):
@@ -43,7 +48,7 @@ class CLIPScoreReward(FrameReward):
         *,
         processor: str | None = None,
         num_frames: int = 8,
-        device: str | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__(device, num_frames)
         try:
@@ -69,6 +74,9 @@ class CLIPScoreReward(FrameReward):
     def cosines(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Tensor]:
         """Return, for each video, the cosines of its frames with its prompt."""
         longest = self.network.config.text_config.max_position_embeddings
+        for prompt, ids in zip(prompts, self.tokenizer(list(prompts), verbose=False)["input_ids"]):
+            if len(ids) > longest:
+                _note_cut(prompt, len(ids), longest)
         words = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=longest, return_tensors="pt")
         # transformers 5 returns an object with the projected embedding in pooler_output; 4 returned the embedding.
         texts = self.network.get_text_features(**words.to(self.device)).pooler_output
@@ -85,6 +93,12 @@ class CLIPScoreReward(FrameReward):
         }
 
 
+@functools.cache
+def _note_cut(prompt: str, tokens: int, longest: int) -> None:
+    """Log once that CLIP does not read a whole prompt."""
+    log.warning(wrapped(f"note: prompt {prompt[:60]!r} has {tokens} tokens; CLIP reads {longest}"))
+
+
 class PickScoreReward(CLIPScoreReward):
     """Scores `pickscore`; arguments as for `CLIPScoreReward`."""
 
@@ -96,7 +110,7 @@ class PickScoreReward(CLIPScoreReward):
         *,
         processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         num_frames: int = 8,
-        device: str | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__(path, processor=processor, num_frames=num_frames, device=device)
 

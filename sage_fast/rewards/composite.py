@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
+from sage_fast.config.schema import Config, RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.rewards.backends import backend_class, connect
 from sage_fast.rewards.caller import RewardCaller
 from sage_fast.rewards.errors import RewardFailure
@@ -19,8 +19,6 @@ from sage_fast.util.errors import RewardError, UserError, first_line
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import local_device
 
-RAW = "_raw"
-"""Suffix of a part before its normalisation."""
 SMALL = 2**22
 """Largest number of pixels of a made-up video that has the run's own size."""
 
@@ -83,7 +81,7 @@ class CompositeReward:
 
         Raises:
             UserError: a reward fails, returns no finite score, does not return `[B]` for each part, or lacks a part
-                that has a weight or a normalisation; or two rewards return a part of the same name.
+                that has a weight; or two rewards return a part of the same name.
             RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         videos = dummy_videos(sampling).to(device)
@@ -99,25 +97,16 @@ class CompositeReward:
             except RewardFailure as error:
                 not_created = str(error).startswith(where)
                 raise UserError(str(error) if not_created else f"{where}: failed on {made_up}: {error}") from error
-            for setting, names in {"weights": entry.needed, "normalisation": set(entry.normalisation)}.items():
-                if missing := sorted(names - parts.keys()):
-                    section, returned = caller.key.removesuffix("name"), sorted(parts)
-                    raise UserError(
-                        f"{section}{setting} names {missing[0]!r}; reward {entry.name!r} returns {returned}"
-                    )
+            if missing := sorted(entry.needed - parts.keys()):
+                section = caller.key.removesuffix("name")
+                raise UserError(f"{section}weights names {missing[0]!r}; reward {entry.name!r} returns {sorted(parts)}")
             for part in sorted(parts if caller.needed is None else caller.needed):
                 if not parts[part].isfinite().any():
-                    raise UserError(
-                        f"{where}: part {part!r} is {parts[part].tolist()} on {made_up}; expected numbers: a video "
-                        "without one is dropped"
-                    )
-            for part in parts:
-                for name in (entry.named(part), entry.named(part) + RAW)[: 1 + (part in entry.normalisation)]:
-                    if name in found:
-                        raise UserError(
-                            f"{where}: returns {name!r}, and so does {found[name]!r}; give one of them a prefix"
-                        )
-                    found[name] = entry.name
+                    raise UserError(f"{where}: part {part!r} is {parts[part].tolist()} on {made_up}; expected numbers")
+            for name in map(entry.named, parts):
+                if name in found:
+                    raise UserError(f"{where}: returns {name!r}, and so does {found[name]!r}; give one a prefix")
+                found[name] = entry.name
         self.parts = sorted(found)
 
     # -- scores -------------------------------------------------------------------------------------------------------
@@ -138,7 +127,7 @@ class CompositeReward:
         return self.submit(videos, prompts).result()
 
     def raw(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], device: str) -> dict[str, Tensor]:
-        """Call each reward once; return each part unnormalised, float32 `[B]`.
+        """Call each reward once; return each part, float32 `[B]`.
 
         Args:
             device: device of this process.
@@ -174,12 +163,7 @@ class CompositeReward:
                 notes.append(f"{who}: {outcome.note}")
             if caller.needed != set():  # an empty set: the reward is only logged
                 why = {i: f"{who}: {error}" for i, error in outcome.errors.items()} | why
-            for part, values in outcome.parts.items():
-                own = caller.entry.named(part)
-                if part in caller.entry.normalisation:
-                    mean, std = caller.entry.normalisation[part]
-                    parts[own + RAW], values = values, (values - mean) / std
-                parts[own] = values
+            parts |= {caller.entry.named(part): values for part, values in outcome.parts.items()}
         composite = torch.zeros(len(prompts))
         for part, weight in self.weights.items():
             if weight != 0:
@@ -188,10 +172,8 @@ class CompositeReward:
             why.setdefault(i, f"the composite is {float(composite[i])}")
         for i, reason in sorted(why.items()):
             if self.config.on_failure == "stop":
-                raise RewardError(
-                    f"no score for prompt {prompts[i]!r}: {reason}\n"
-                    "reward.on_failure = 'drop' would skip such samples and count them"
-                )
+                hint = "reward.on_failure = 'drop' would skip such samples and count them"
+                raise RewardError(f"no score for prompt {prompts[i]!r}: {reason}\n{hint}")
             notes.append(f"dropped a sample of {prompts[i]!r}: {first_line(reason)}")
         failed = torch.zeros(len(prompts), dtype=torch.bool)
         failed[list(why)] = True
@@ -256,19 +238,13 @@ def dummy_videos(sampling: SamplingConfig) -> Tensor:
     if frames * height * width > SMALL:
         factor = min(height, width) / 64
         height, width = (max(32, round(side / factor / 16) * 16) for side in (height, width))
-    noise = torch.rand(
-        min(2, sampling.batch_size), frames, 3, height, width, generator=torch.Generator().manual_seed(0)
-    )
+    shape = min(2, sampling.batch_size), frames, 3, height, width
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     return (noise + torch.linspace(0, 1, width)) / 2
 
 
 def load_rewards(
-    settings: RewardConfig,
-    judge_name: str | None,
-    sampling: SamplingConfig,
-    prompts: Sequence[str],
-    eval_prompts: Sequence[str],
-    metadata: Mapping[str, Metadata],
+    config: Config, prompts: Sequence[str], eval_prompts: Sequence[str], metadata: Mapping[str, Metadata]
 ) -> tuple[CompositeReward, Judge | None]:
     """Load the reward and, if named, the judge; check each on one or two dummy videos of these prompts.
 
@@ -276,15 +252,13 @@ def load_rewards(
         UserError: one is missing or does not fit.
     """
     device = str(local_device())
-    reward, judge = CompositeReward.of(settings, device, metadata), None
-    reward.check(sampling, prompts, device)
+    reward, judge = CompositeReward.of(config.reward, device, metadata), None
+    reward.check(config.sampling, prompts, device)
     for part in reward.parts:
         if part in ("reward", "overall") or part.startswith(JUDGE_PART):
-            raise UserError(
-                f"reward {' and '.join(map(repr, reward.names))}: returns a part {part!r}, a name that tables "
-                "reserve for the composite and eval.judge; give it another name, or a reward.prefix such as my_"
-            )
-    if judge_name is not None:
-        judge = Judge(judge_name, settings, device, metadata=metadata)
-        judge.check(sampling, eval_prompts, device)
+            who = " and ".join(map(repr, reward.names))
+            raise UserError(f"reward {who}: returns {part!r}, a name of tables; give it a reward.prefix such as my_")
+    if config.eval.judge is not None:
+        judge = Judge(config.eval.judge, config.reward, device, metadata=metadata)
+        judge.check(config.sampling, eval_prompts, device)
     return reward, judge

@@ -61,9 +61,7 @@ def _check_files(source: str, given: str, patterns: Sequence[str], setting: str)
             raise UserError(f"{setting} = {given!r}: expected a folder that holds {missing[0]}")
         return None
     if not is_hub_id(source):
-        raise UserError(
-            f"{setting} = {given!r}: no such folder; expected one that holds {patterns[0]}, or a hub id, owner/name"
-        )
+        raise UserError(f"{setting} = {given!r}: no such folder; expected one with {patterns[0]}, or a hub id")
     if isinstance(try_to_load_from_cache(source, patterns[0]), str):
         return None
     return f"{setting} = {given!r}: no folder and not in the hub's cache; a run fetches it, or: hf download {given}"

@@ -42,7 +42,7 @@ class FrameReward:
     A subclass loads `network` and scores frames (`of_frames`); it may also select them (`choose`).
 
     Args:
-        device: device of the network, such as "cuda:1"; None for the device of the first videos it scores.
+        device: device of the network, such as "cuda:1".
         num_frames: number of evenly spaced frames, including first and last; shorter videos use all.
 
     Attributes:
@@ -54,11 +54,10 @@ class FrameReward:
     gpu_bytes: ClassVar[float | None] = None
     network: Any
 
-    def __init__(self, device: str | None, num_frames: int) -> None:
+    def __init__(self, device: str, num_frames: int) -> None:
         if num_frames < 1:
             raise UserError(f"num_frames = {num_frames}: expected at least 1")
-        self.device = None if device is None else torch.device(device)
-        self.num_frames = num_frames
+        self.device, self.num_frames = torch.device(device), num_frames
 
     def choose(self, total: int) -> list[int]:
         """Return the sorted indices of the frames to score, out of `total`."""
@@ -87,8 +86,6 @@ class FrameReward:
             found = f"{videos.dtype} {list(videos.shape)} and {len(prompts)} prompts"
             raise ValueError(f"expected float videos [B, F, 3, H, W] and B prompts, got {found}")
         chosen = videos[:, self.choose(videos.shape[1])]
-        if self.device is None:
-            self.device = videos.device
         self.network.to(self.device)
         batches = []
         for i in range(0, len(prompts), SCORED_AT_ONCE):

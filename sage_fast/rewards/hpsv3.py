@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sage_fast.rewards.qwen2_vl import CELL, Attention, Precision, Qwen2VLReward, local_folder
+from sage_fast.rewards.qwen2_vl import CELL, Precision, Qwen2VLReward, local_folder
 from sage_fast.util.errors import UserError
 
 TEMPLATE = (Path(__file__).parent / "hpsv3_prompt.txt").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ class HPSv3Reward(Qwen2VLReward):
 
     Args:
         path: folder of the published checkpoint (`HPSv3.safetensors`), or its hub id.
-        base, device, dtype, attention: as for `Qwen2VLReward`.
+        base, device, dtype: as for `Qwen2VLReward`.
         num_frames: as for `FrameReward`.
 
     Raises:
@@ -47,19 +47,18 @@ class HPSv3Reward(Qwen2VLReward):
     special_tokens = ("<|Reward|>",)
     template = TEMPLATE
     vision = "image"
+    min_frame_pixels = max_frame_pixels = PIXELS
 
     def __init__(
         self,
         path: str = "MizzenAI/HPSv3",
         *,
         base: str = "Qwen/Qwen2-VL-7B-Instruct",
-        device: str | None = None,
+        device: str = "cpu",
         dtype: Precision | None = None,
-        attention: Attention = "sdpa",
         num_frames: int = 8,
     ) -> None:
-        super().__init__(base, device, dtype, attention, num_frames)
-        self.min_frame_pixels = self.max_frame_pixels = PIXELS
+        super().__init__(base, device, dtype, num_frames)
         file = local_folder(path, "MizzenAI/HPSv3", self.files["path"]) / "HPSv3.safetensors"
         try:
             weights = load_file(file)

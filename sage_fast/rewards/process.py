@@ -23,6 +23,7 @@ from sage_fast.rewards.calls import called
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import SIGNALS, UserError
+from sage_fast.util.process_state import end_started
 
 IDLE_EXIT_GRACE = 5.0
 """Time for an idle child to exit by itself."""
@@ -145,4 +146,5 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    end_started()
     os.killpg(0, signal.SIGKILL)

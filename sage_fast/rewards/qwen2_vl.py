@@ -23,7 +23,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from sage_fast.rewards.frames import FrameReward, levels, resize
 from sage_fast.util.errors import UserError, nearest
 
-Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Precision = Literal["bfloat16", "float32"]
 
 CHAT = (
@@ -47,7 +46,6 @@ class Qwen2VLReward(FrameReward):
         base: folder or hub id of the base model; only its configuration and tokenizer are read.
         device, num_frames: as for `FrameReward`.
         dtype: dtype of the weights; None for bfloat16 on CUDA, else float32. The head is always float32.
-        attention: attention implementation of transformers.
 
     Attributes:
         min_frame_pixels, max_frame_pixels: smaller frames are enlarged, larger ones reduced.
@@ -67,16 +65,12 @@ class Qwen2VLReward(FrameReward):
     min_frame_pixels: int
     max_frame_pixels: int
 
-    def __init__(
-        self, base: str, device: str | None, dtype: Precision | None, attention: Attention, num_frames: int
-    ) -> None:
+    def __init__(self, base: str, device: str, dtype: Precision | None, num_frames: int) -> None:
         super().__init__(device, num_frames)
-        if dtype is None:
-            on_cuda = self.device.type == "cuda" if self.device is not None else torch.cuda.is_available()
-            dtype = "bfloat16" if on_cuda else "float32"
+        dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
-        self.dtype, self.attention = getattr(torch, dtype), attention
+        self.dtype = getattr(torch, dtype)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(base)
             self.config = Qwen2VLConfig.from_pretrained(base)
@@ -101,7 +95,6 @@ class Qwen2VLReward(FrameReward):
 
         Raises:
             UserError: keys are missing, unknown or of the wrong shape (all are listed).
-            ImportError, ValueError: `attention` is not installed, or unknown.
         """
         with init_empty_weights(include_buffers=False):
             network = Qwen2VLModel(self.config)
@@ -123,7 +116,7 @@ class Qwen2VLReward(FrameReward):
         for buffer_name, buffer in network.named_buffers():
             if buffer_name.endswith("inv_freq"):
                 buffer.copy_(buffer.bfloat16())
-        network.set_attn_implementation(self.attention)
+        network.set_attn_implementation("sdpa")
         return network.eval().requires_grad_(False)
 
     def patches(self, frames: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -198,10 +191,8 @@ def local_folder(path: str, hub: str, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UserError(
-            f"path = {path!r}: no such folder, and not found on the hub or in its cache; expected the published "
-            f"checkpoint: hf download {hub} --local-dir {hub.partition('/')[2]}"
-        ) from error
+        get = f"hf download {hub} --local-dir {hub.partition('/')[2]}"
+        raise UserError(f"path = {path!r}: no such folder, and not found on the hub or in its cache; {get}") from error
 
 
 def _merge(weights: dict[str, Tensor], rank: int, scale: float) -> None:

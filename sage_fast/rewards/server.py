@@ -44,8 +44,9 @@ SECONDS_TO_BEGIN = 10.0
 """How long a connection may take for the head of its request."""
 FIRST_BYTES = 2**18
 """How much of a body has to come before it takes one of the places for requests in memory."""
-MIN_BYTES_PER_S, SECONDS_OF_GRACE = 4e6, 5.0
-"""Rate at which a body has to arrive, and how far it may fall behind; then it is refused and gives up its place."""
+MIN_BYTES_PER_S, SECONDS_OF_GRACE, SECONDS_IN_PLACE = 4e6, 5.0, 1.0
+"""Rate at which a body has to arrive, and how far it may fall behind, without a place in memory and with one, for which
+others wait; then it is refused and gives up its place."""
 SECONDS_TO_DRAIN = 2.0
 """How long the rest of a refused request is read and discarded: closing with unread bytes would lose the answer."""
 SECONDS_TO_END = 5
@@ -104,9 +105,9 @@ class RewardServer(uvicorn.Server):
     async def _score(self, request: Request) -> Response:
         length = self._check(request)
         stream, body = request.stream(), bytearray()
-        await _extend(body, stream, min(length, FIRST_BYTES))
-        async with self.places:
-            await _extend(body, stream, length)
+        await _extend(body, stream, min(length, FIRST_BYTES), SECONDS_OF_GRACE)
+        async with self.places if length > FIRST_BYTES else contextlib.nullcontext():
+            await _extend(body, stream, length, SECONDS_IN_PLACE)
             async with self.turns:
                 done: Future[tuple[int, dict[str, Any]]] = Future()
                 done.set_running_or_notify_cancel()
@@ -171,23 +172,26 @@ class _Protocol(H11Protocol):
             self.transport.abort()
 
 
-async def _extend(body: bytearray, stream: AsyncIterator[bytes], length: int) -> None:
+async def _extend(body: bytearray, stream: AsyncIterator[bytes], length: int, grace: float) -> None:
     """Read a body until it has `length` bytes.
+
+    Args:
+        grace: seconds that it may fall behind.
 
     Raises:
         HTTPException: it arrives too slowly.
     """
     now = asyncio.get_running_loop().time
-    end = now() + SECONDS_OF_GRACE - len(body) / MIN_BYTES_PER_S
+    end = now() + grace - len(body) / MIN_BYTES_PER_S
     try:
-        async with asyncio.timeout_at(now() + SECONDS_OF_GRACE) as limit:
+        async with asyncio.timeout_at(now() + grace) as limit:
             async for piece in stream:
                 body += piece
                 if len(body) >= length:
                     break
                 limit.reschedule(end + len(body) / MIN_BYTES_PER_S)
     except TimeoutError as error:
-        why = f"its body fell {SECONDS_OF_GRACE:g} s behind {MIN_BYTES_PER_S / 1e6:g} MB/s"
+        why = f"its body fell {grace:g} s behind {MIN_BYTES_PER_S / 1e6:g} MB/s"
         raise HTTPException(408, why) from error
 
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sage_fast.rewards.qwen2_vl import CELL, FRAMES_TOGETHER, Attention, Precision, Qwen2VLReward, local_folder
+from sage_fast.rewards.qwen2_vl import CELL, FRAMES_TOGETHER, Precision, Qwen2VLReward, local_folder
 from sage_fast.util.errors import UserError, first_line, in_one_line
 from sage_fast.util.frames import evenly_spaced
 
@@ -40,11 +40,8 @@ class VideoAlignReward(Qwen2VLReward):
     Args:
         path: folder of the published checkpoint (`model_config.json`, `checkpoint-11352/model.pth`), or its hub id
             "KwaiVGI/VideoReward". The highest `checkpoint-N` is used.
-        base, device, dtype, attention: as for `Qwen2VLReward`.
-        fps: sampling rate in frames per second; None for that of `model_config.json` (published: 2).
+        base, device, dtype: as for `Qwen2VLReward`.
         video_fps: frames per second of the videos passed to `score`.
-        max_frame_pixels: larger frames are reduced; None for that of `model_config.json` (published: 200704).
-        min_frame_pixels: smaller frames are enlarged (published: 100352).
 
     Raises:
         UserError: an argument, the checkpoint or the base is not as expected. The error lists all keys of the
@@ -57,34 +54,23 @@ class VideoAlignReward(Qwen2VLReward):
     special_tokens = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
     vision = "video"
     template = TEMPLATE
+    min_frame_pixels = 128 * CELL * CELL
 
     def __init__(
         self,
         path: str,
         *,
         base: str = "Qwen/Qwen2-VL-2B-Instruct",
-        device: str | None = None,
+        device: str = "cpu",
         dtype: Precision | None = None,
-        attention: Attention = "sdpa",
-        fps: float | None = None,
         video_fps: float = 24.0,
-        max_frame_pixels: int | None = None,
-        min_frame_pixels: int = 128 * CELL * CELL,
     ) -> None:
-        super().__init__(base, device, dtype, attention, num_frames=MOST_FRAMES)
+        super().__init__(base, device, dtype, num_frames=MOST_FRAMES)
         folder = local_folder(path, "KwaiVGI/VideoReward", self.files["path"])
         settings = read_settings(folder)
-        self.fps, self.video_fps = settings["fps"] if fps is None else fps, video_fps
-        for name, rate, usual in (("fps", self.fps, 2), ("video_fps", video_fps, 24)):
-            if not (math.isfinite(rate) and rate > 0):
-                raise UserError(f"{name} = {rate}: expected frames per second above 0, such as {usual}")
-        self.min_frame_pixels = min_frame_pixels
-        self.max_frame_pixels = settings["max_frame_pixels"] if max_frame_pixels is None else max_frame_pixels
-        if not CELL * CELL <= min_frame_pixels <= self.max_frame_pixels:
-            raise UserError(
-                f"min_frame_pixels = {min_frame_pixels}, max_frame_pixels = {self.max_frame_pixels}: expected "
-                f"{CELL * CELL} <= min_frame_pixels <= max_frame_pixels"
-            )
+        if not (math.isfinite(video_fps) and video_fps > 0):
+            raise UserError(f"video_fps = {video_fps}: expected frames per second above 0, such as 24")
+        self.fps, self.video_fps, self.max_frame_pixels = settings["fps"], video_fps, settings["max_frame_pixels"]
         head = nn.Linear(self.config.text_config.hidden_size, 1, bias=False, device="meta")
         self.network = self.build(head, read_weights(folder), prefix=PEFT, lora=settings["lora"])
         self.mean, self.std = settings["mean"], settings["std"]
@@ -105,9 +91,8 @@ class VideoAlignReward(Qwen2VLReward):
         read = self.read(videos, prompts)
         raw = (read @ self.network.rm_head.weight.T)[..., 0]
         scores = (raw - raw.new_tensor(self.mean)) / raw.new_tensor(self.std)
-        return {part: scores[:, i] for i, part in enumerate(PARTS)} | {
-            f"{part}_raw": raw[:, i] for i, part in enumerate(PARTS)
-        }
+        names = [*PARTS, *(f"{part}_raw" for part in PARTS)]
+        return dict(zip(names, torch.cat([scores, raw], dim=1).T))
 
 
 # -- the checkpoint ---------------------------------------------------------------------------------------------------

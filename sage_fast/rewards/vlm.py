@@ -63,9 +63,8 @@ class VLMReward(Client):
         self.template = _read_template(template)
         self.parts = [_part(name) for name, _, _ in _LINE.findall(self.template)]
         if not self.parts or len({*self.parts}) < len(self.parts) or "{prompt}" not in self.template:
-            raise UserError(
-                f"template = {template!r}: expected {{prompt}} and one 'Name Score (1-5): X' per part, got {self.parts}"
-            )
+            wanted = "expected {prompt} and one 'Name Score (1-5): X' per part"
+            raise UserError(f"template = {template!r}: {wanted}, got {self.parts}")
         self.num_frames, self.api_key = num_frames, api_key
         self.fields = {"model": model, "temperature": 0, "max_tokens": 4096} | dict(extra_body or {})
 

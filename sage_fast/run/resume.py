@@ -21,7 +21,7 @@ KEPT = (
     *(f"model.{name}" for name in ("path", "dtype", "tuning", "weights", "lora_rank", "lora_alpha", "lora_targets")),
     "data.eval_prompts",
     *(f"sampling.{name}" for name in ("num_frames", "height", "width", "shift", "guidance_scale")),
-    *(f"reward.{name}" for name in ("several", "name", "args", "normalisation", "prefix")),
+    *(f"reward.{name}" for name in ("several", "name", "args", "prefix")),
     *(f"eval.{name}" for name in ("steps", "guidance_scale", "num_prompts", "seeds_per_prompt", "judge")),
 )
 """Settings that a resume must not change. Otherwise the checkpoint belongs to another policy, or the evaluations before
@@ -59,7 +59,7 @@ def _scored_by(entry: RewardEntry) -> dict[str, Any]:
     """Return all that a reward's parts depend on. Where it runs does not matter; a server may change its address."""
     name, args = ("a server", {}) if entry.is_address else (entry.name, entry.args)
     args = {key: value for key, value in args.items() if key != "url" or entry.name not in CLIENTS}
-    return {"name": name, "args": args, "normalisation": entry.normalisation, "prefix": entry.prefix}
+    return {"name": name, "args": args, "prefix": entry.prefix}
 
 
 # -- restarts by torchrun ---------------------------------------------------------------------------------------------

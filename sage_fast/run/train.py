@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 Load = Callable[..., Setup]
 """Loads prompts, rewards and the model of settings that are resolved; `attention` replaces `model.attention`."""
-Report = Callable[[Path, int, bool], object]
-"""Draws the page of a run: its folder, `eval.num_videos`, and whether the run is complete."""
+Report = Callable[[Path, bool], object]
+"""Draws the page of a run: its folder, and whether the run is complete."""
 
 
 def train(config: Config, load: Load, report: Report, *, resume: bool = False) -> Path:
@@ -56,7 +56,7 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
     Args:
         load: called once the folder is locked; the commands pass `sage_fast.loading.load_setup`.
         report: called on rank 0 after each evaluation and at the end; the commands pass
-            `sage_fast.report.finish.report_run`.
+            `sage_fast.report.page.report_run`.
 
     Returns:
         The run folder.
@@ -202,8 +202,7 @@ class Run:
         """
         log.info(f"evaluate ({name})")
         folder, shown = RunFolder(self.folder).videos(name), self.config.eval.num_videos
-        # The videos of `comparison.png` are chosen by the final scores, so all candidates are kept until then.
-        keep_all = name in ("before", "after") or iteration == self.config.eval.interval
+        keep_all = name in ("before", "after")  # the report chooses its videos by the final scores
         if self.writer is not None:
             shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
         barrier()
@@ -231,7 +230,7 @@ class Run:
         if self.writer is None:
             return
         try:
-            self.report(self.folder, self.config.eval.num_videos, complete)
+            self.report(self.folder, complete)
         except Exception as error:  # libraries that draw have their own exceptions
             log.warning(wrapped(f"note: no report ({in_one_line(error)}); later: sage-fast report {self.folder}"))
 

@@ -31,8 +31,6 @@ def embed(prompt: str) -> Tensor:
     rows = [0]
     for word in prompt.split():
         if word not in WORDS:
-            raise UserError(
-                f'the testbed does not know the word "{word}" in prompt "{prompt}": {nearest(word, WORDS[1:])}'
-            )
+            raise UserError(f'the testbed does not know "{word}" in prompt "{prompt}": {nearest(word, WORDS[1:])}')
         rows.append(WORDS.index(word))
     return _table()[rows].clone()

@@ -76,9 +76,7 @@ def parse(caption: str) -> Scene:
     """
     words = caption.split()
     if len(words) != 6:
-        raise ValueError(
-            f'caption "{caption}" has {len(words)} words; expected 6, such as "a red circle moves left quickly"'
-        )
+        raise ValueError(f'caption "{caption}": expected 6 words, such as "a red circle moves left quickly"')
     known: list[Iterable[str]] = [["a"], COLORS, SHAPES, ["moves"], DIRECTIONS, SPEEDS]
     for word, choices in zip(words, map(list, known)):
         if word not in choices:

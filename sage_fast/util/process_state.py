@@ -8,9 +8,12 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from sage_fast.util.console import wrapped
@@ -74,12 +77,29 @@ for part in ("", ".cudnn", ".mkldnn", ".cuda.matmul", ".cudnn.conv", ".cudnn.rnn
     SETTINGS |= _attributes(f"backends{part}", "fp32_precision")
 
 _noted: set[tuple[str, str]] = set()
+_started: set[psutil.Process] = set()
 
 
 def _value(name: str) -> Any:
     """Read a setting; None where it cannot be said, as for an old function of TF32 beside the new attributes."""
     with contextlib.suppress(RuntimeError, OSError):
         return SETTINGS[name][0]()
+
+
+def end_started() -> None:
+    """Kill what the code of plug-ins has started, and what that has started; at exit this happens by itself."""
+    for process in _started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in (*process.children(recursive=True), process):
+                each.kill()
+
+
+def _children() -> set[psutil.Process]:
+    found: set[psutil.Process] = set()
+    for file in Path("/proc/self/task").glob("*/children"):  # of a thread; psutil would read all of /proc
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            found.update(map(psutil.Process, map(int, file.read_text().split())))
+    return found
 
 
 @contextlib.contextmanager
@@ -89,10 +109,13 @@ def restored(who: str) -> Iterator[None]:
     Raises:
         UserError: one cannot be put back, such as a device whose `with` block was entered and never left.
     """
-    before = {name: _value(name) for name in SETTINGS}
+    before, others = {name: _value(name) for name in SETTINGS}, _children()
     try:
         yield
     finally:
+        if (started := _children() - others) and not _started:
+            Finalize(None, end_started, exitpriority=0)  # before multiprocessing waits for its children
+        _started.update(started)
         changed = [name for name, value in before.items() if _value(name) != value]
         for name in SETTINGS if changed else ():
             if before[name] is not None and _value(name) != before[name]:

@@ -78,7 +78,7 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
 
 def save_video(video: Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
     """Write a video as `save_mp4` does, to a file of `folder` named by number and prompt."""
-    slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
+    slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60].encode()[:120].decode(errors="ignore")
     path = folder / f"{number:02d}-{slug}.mp4"
     save_mp4(path, video, fps)
     return path

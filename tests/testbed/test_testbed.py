@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sage_fast.commands.videos import generate
 from sage_fast.config.loader import load
-from sage_fast.models.load import load_model
+from sage_fast.loading import load_setup, resolve
 from sage_fast.testbed import BASE
 from sage_fast.testbed.judge import TestbedJudge
 from sage_fast.testbed.model import TestbedTransformer, load_vae
@@ -159,11 +159,9 @@ def test_the_autoencoder_is_not_the_ceiling() -> None:
 def test_the_base_follows_prompts_but_not_perfectly() -> None:
     """It does clearly better than chance (the prompts of other videos) and clearly worse than the rendered truth."""
     config = load(Path(__file__).parents[2] / "configs" / "demo.yaml")
-    model = load_model(config.model, config.sampling, torch.device("cpu"), 0)
-    prompts = heldout_prompts() * 2
-    videos = torch.stack(
-        generate(config, model, prompts, embeddings(prompts), sample_seeds(0, 0, 0, range(len(prompts)), "base"))
-    )
+    setup, prompts = load_setup(resolve(config), rewards=False), heldout_prompts() * 2
+    setup.embeddings = dict(embeddings(prompts))
+    videos = torch.stack(generate(setup, prompts, sample_seeds(0, 0, 0, range(len(prompts)), "base")))
     matched = REWARD(videos, prompts)
     shuffled = REWARD(videos, prompts[7:] + prompts[:7])
     difference = matched["ta"] - shuffled["ta"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
-from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from PIL import Image
@@ -146,11 +146,27 @@ def _check_crop(pipeline: Any, path: str) -> None:
 def _encode(pipeline: Any, caption: Caption, device: torch.device, size: tuple[int, int] | None) -> TextEmbedding:
     """Encode a prompt, and with a size its image, as the pipeline of the checkpoint does."""
     text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(caption.text, device=device, batch_size=1)
-    embedding = TextEmbedding(text=text[0][text_mask[0].bool()].cpu(), glyphs=glyphs[0][glyphs_mask[0].bool()].cpu())
+    own, quoted = text[0][text_mask[0].bool()].cpu(), glyphs[0][glyphs_mask[0].bool()].cpu()
+    embedding = TextEmbedding(text=own, glyphs=quoted, notes=_cuts(pipeline, caption.text))
     if size is None:
         return embedding
     image = encode_image(pipeline, read_image(caption.image), size, device, text.dtype)
     return dataclasses.replace(embedding, **image)
+
+
+def _cuts(pipeline: Any, text: str) -> tuple[str, ...]:
+    """Return a note for each encoder that does not read the whole prompt."""
+    chat = format_text_input([text], pipeline.system_message)
+    (tokens,) = pipeline.tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
+    quoted = pipeline.tokenizer_2(extract_glyph_texts(text) or "")["input_ids"]
+    counts = {
+        "tokens": (len(tokens) - pipeline.prompt_template_encode_start_idx, pipeline.tokenizer_max_length),
+        "tokens in quotes": (len(quoted), pipeline.tokenizer_2_max_length),
+    }
+    start = f"prompt {text[:60]!r} has"
+    return tuple(f"{start} {n} {what}; {limit} are read" for what, (n, limit) in counts.items() if n > limit)
 
 
 @torch.no_grad()
