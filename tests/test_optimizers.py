@@ -1,7 +1,7 @@
 """Optimizers and schedules: which weights they move, how far, what they keep, and that a resume changes nothing."""
 
+import dataclasses
 import math
-import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sage_fast.config.engines import OPTIMIZERS
+from sage_fast.config.loader import build
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.hunyuan15.policy import freeze_dead_ends
 from sage_fast.models.policy import Policy
 from sage_fast.parallel.muon import Muon
-from sage_fast.parallel.optimizers import learning_rate
+from sage_fast.parallel.optimizers import learning_rate, make_optimizers
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
@@ -30,8 +30,9 @@ def first_step(optimizer: str, gradient: Tensor, name: str = "weight", **overrid
     weight, bias = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(1))
     weight.grad = gradient
     parameters = {name: weight, "proj_out.bias": bias}
-    make = pkgutil.resolve_name(OPTIMIZERS[optimizer].build)
-    for made in make(parameters, TrainConfig(learning_rate=1e-3, **overrides), IS_MUON, {}):
+    matrices = {key for key, p in parameters.items() if IS_MUON(key, p)}
+    config = build({"train.learning_rate": 1e-3, "train.optimizer": optimizer}).train
+    for made in make_optimizers(parameters, dataclasses.replace(config, **overrides), matrices, {}):
         made.step()
     return weight.detach()
 

@@ -116,11 +116,14 @@ def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(monkeypatch: pytes
     )
     assert held == zero2
     assert deepspeed_settings(mine.train, 1)["zero_optimization"]["stage"] == 2
-    lean = dataclasses.replace(OPTIMIZERS["adamw"], state_bytes=lambda is_muon: 1.0)
-    mine = config_with(monkeypatch, OPTIMIZERS, lean, train__optimizer="mine")
+    mine = config_with(monkeypatch, OPTIMIZERS, True, train__optimizer="mine")
     policy = tiny_model(mine).policy
-    planned = engine_memory(mine.model, mine.train, anchored, policy).optimizer_state
-    assert planned == sum(p.numel() for p in policy.parameters().values())
+    planned, muon, adamw = (
+        engine_memory(mine.model, settings(train__optimizer=name).train if name else mine.train, anchored, policy)
+        for name in ("", "muon", "adamw")
+    )
+    assert planned == muon
+    assert planned.optimizer_state < adamw.optimizer_state == 8 * sum(p.numel() for p in policy.parameters().values())
 
 
 def test_a_backend_that_is_the_reference_gets_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:

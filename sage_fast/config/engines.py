@@ -7,7 +7,6 @@ by a string, `module:name`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,26 +55,8 @@ ENGINES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerRow:
-    """A row of `train.optimizer`.
-
-    Attributes:
-        build: the function, called with (weights by name, settings of training, which weights Muon updates, how the
-            weights lie over the ranks). It returns torch optimizers that cover all weights, each weight once.
-        state_bytes: whether Muon updates a weight -> bytes of optimizer state per element.
-    """
-
-    build: str
-    state_bytes: Callable[[bool], float]
-
-
-OPTIMIZERS = {
-    "adamw": OptimizerRow(build="sage_fast.parallel.optimizers:adamw", state_bytes=lambda is_muon: 8.0),
-    "muon": OptimizerRow(
-        build="sage_fast.parallel.optimizers:muon", state_bytes=lambda is_muon: 4.0 if is_muon else 8.0
-    ),
-}
+OPTIMIZERS = {"adamw": False, "muon": True}
+"""Choice of `train.optimizer` -> whether Muon updates the matrices of the blocks; AdamW updates all else."""
 
 ADAPTERS = {"lora": True, "full": False}
 """Choice of `model.tuning` -> whether an adapter is trained, and the weights under it are frozen."""

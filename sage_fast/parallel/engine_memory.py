@@ -91,13 +91,14 @@ def engine_memory(
     def held(parameters: Mapping[str, Tensor], share: float) -> EngineMemory:
         """Return the memory for these parameters; each rank holds a `share` of what the engine shards."""
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        n, state_bytes = sum(p.numel() for p in trained.values()), OPTIMIZERS[train.optimizer].state_bytes
+        n, by_muon = sum(p.numel() for p in trained.values()), OPTIMIZERS[train.optimizer]
+        moments = sum((1 if by_muon and policy.is_muon(k, p) else 2) * p.numel() for k, p in trained.items())
         of_weights, of_gradients = (share if part in row.shards else 1.0 for part in ("weights", "gradients"))
         return EngineMemory(
             frozen_weights=of_weights * width * (sum(p.numel() for p in parameters.values()) - n),
             trained_weights=of_weights * stored * n,
             gradients=of_gradients * 4 * n,
-            optimizer_state=share * sum(state_bytes(policy.is_muon(k, p)) * p.numel() for k, p in trained.items()),
+            optimizer_state=share * 4 * moments,
             anchor_and_averages=share * 4 * n * snapshots,
             master_weights=share * 4 * n * row.keeps_master,
         )

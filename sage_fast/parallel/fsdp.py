@@ -52,7 +52,7 @@ class FsdpEngine(PlainEngine):
             for name, p in named.items()
             if isinstance(p, DTensor)
         }
-        self.optimizers = make_optimizers(self.optimized, self.config, lambda name, _: name in matrices, partitions)
+        self.optimizers = make_optimizers(self.optimized, self.config, matrices, partitions)
         policy.uses_all_weights = True
         if policy.has_adapter:
             log.info(

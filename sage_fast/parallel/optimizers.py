@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,58 +13,36 @@ from sage_fast.config.engines import OPTIMIZERS
 from sage_fast.config.schema import TrainConfig
 from sage_fast.parallel.muon import Muon, Partition, PartitionedMuon
 
-Parameters = Mapping[str, Tensor]
-"""Trained weights by name."""
-IsMuon = Callable[[str, Tensor], bool]
-"""Whether `muon` updates a weight by Muon; the model says so."""
-
-Partitions = Mapping[str, Partition]
-"""How weights lie over the ranks, by name; empty if every rank holds them whole."""
-
 BETAS = (0.9, 0.999)
 
 
-def _shared(config: TrainConfig) -> dict[str, Any]:
-    return {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.eps}
-
-
-def adamw(
-    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, partitions: Partitions
-) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(parameters.values(), betas=BETAS, **_shared(config))]
-
-
-def muon(
-    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, partitions: Partitions
-) -> list[torch.optim.Optimizer]:
-    """Build Muon for the matrices of the blocks, and AdamW for the embedders, biases, norms and the last layer.
-
-    The factors of an adapter are matrices of the blocks too. A Muon update is an orthogonal matrix, scaled to AdamW's
-    usual rms of 0.2 x learning rate (Moonlight, arXiv 2502.16982).
-    """
-    matrices = {name: p for name, p in parameters.items() if is_muon(name, p)}
-    rest = {name: p for name, p in parameters.items() if name not in matrices}
-    settings = _shared(config)  # its eps bounds the gradient's norm: torch's 1e-7 would shrink updates of small ones
-    made: list[torch.optim.Optimizer] = []
-    if matrices and partitions:
-        made.append(PartitionedMuon(list(matrices.values()), [partitions[name] for name in matrices], **settings))
-    elif matrices:
-        made.append(Muon(list(matrices.values()), **settings))
-    return made + (adamw(rest, config, is_muon, partitions) if rest else [])
-
-
 def make_optimizers(
-    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, partitions: Partitions
+    parameters: Mapping[str, Tensor],
+    config: TrainConfig,
+    matrices: Collection[str],
+    partitions: Mapping[str, Partition],
 ) -> list[torch.optim.Optimizer]:
     """Build the torch optimizers that `train.optimizer` names; together they cover all weights, each weight once.
 
+    They are AdamW or, for `muon`, Muon for the matrices of the blocks, and AdamW for the embedders, biases, norms and
+    the last layer. The factors of an adapter are matrices of the blocks too. A Muon update is an orthogonal matrix,
+    scaled to AdamW's usual rms of 0.2 x learning rate (Moonlight, arXiv 2502.16982).
+
     Args:
+        parameters: trained weights by name, or this rank's parts of them.
+        matrices: names of the weights that Muon may update; the model says which.
         partitions: how the weights lie over the ranks, if `parameters` are this rank's parts of them; else empty.
     """
-    made: list[torch.optim.Optimizer] = pkgutil.resolve_name(OPTIMIZERS[config.optimizer].build)(
-        parameters, config, is_muon, partitions
-    )
-    return made
+    # For Muon, eps bounds the gradient's norm: torch's 1e-7 would shrink updates of small ones.
+    settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.eps}
+    by_muon = {name: p for name, p in parameters.items() if OPTIMIZERS[config.optimizer] and name in matrices}
+    rest = [p for name, p in parameters.items() if name not in by_muon]
+    made: list[torch.optim.Optimizer] = []
+    if by_muon and partitions:
+        made.append(PartitionedMuon(list(by_muon.values()), [partitions[name] for name in by_muon], **settings))
+    elif by_muon:
+        made.append(Muon(list(by_muon.values()), **settings))
+    return made + ([torch.optim.AdamW(rest, betas=BETAS, **settings)] if rest else [])
 
 
 SCHEDULES: dict[str, Callable[[float], float]] = {

@@ -50,7 +50,8 @@ class PlainEngine(Engine):
 
     def _prepare(self) -> None:
         self.optimized: dict[str, Tensor] = {**self.policy.parameters()}
-        self.optimizers = make_optimizers(self.optimized, self.config, self.policy.is_muon, {})
+        matrices = {name for name, p in self.optimized.items() if self.policy.is_muon(name, p)}
+        self.optimizers = make_optimizers(self.optimized, self.config, matrices, {})
 
     @property
     def learning_rate(self) -> float:
