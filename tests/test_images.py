@@ -472,7 +472,7 @@ def test_samples_of_the_command_line_have_images(folder: Path) -> None:
         assert (status, expected in out.replace("\n", " ")) == (2, True), out
     assert not (folder / "none").exists()
     status, out = call(*words, "none", "--prompts", "p.jsonl", "--image", "red.png")
-    assert (status, "with --prompt given 0 times" in out) == (2, True)
+    assert (status, "--image: 1 for 0 of --prompt" in out) == (2, True)
 
 
 def test_the_cache_and_the_plan_take_images(folder: Path) -> None:
