@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
 
         config = load(options.config)
         paths = _known("path", options.path, iteration.PATHS)
-        print(iteration.format_iterations(iteration.run(config, options.repetitions, paths, save)))
+        print(iteration.format_iterations(iteration.run(config, options.config, options.repetitions, paths, save)))
     elif options.what == "rollout":
         from sage_fast.benchmarks import rollout, rung
 

@@ -23,6 +23,8 @@ NORM_SIZES = "d 2048, 16 heads of 128"
 """Sizes of the published transformer."""
 TOKENS = 32_960
 """Video and text tokens of a 480p video of 81 frames."""
+RANKS = (16, 32, 64, 128, 256)
+"""Of adapters: each rank up to the kernels' largest is padded to one of these. Above it PyTorch does the work."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class Specialisation:
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
         residual, gated: whether the LayerNorm's backward adds the residual's gradient, and computes a gate's.
         gelu: whether rows beside an adapter's product go through GELU.
+        rank: rows of an adapter's A.
         pad: columns on the right of each row of a normalisation's result and its gradient.
     """
 
@@ -62,13 +65,14 @@ class Specialisation:
     residual: bool = False
     gated: bool = False
     gelu: bool = False
+    rank: int = 64
     pad: int = 0
 
     def __str__(self) -> str:
         if self.outputs:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}" + ", one step" * self.one_step
         if "adapter" in self.kernel:
-            return f"{self.x}, d 8192, rank 64" + ", GELU" * self.gelu + ", gated" * self.gated
+            return f"{self.x}, d 8192, rank {self.rank}" + ", GELU" * self.gelu + ", gated" * self.gated
         if "silu" in self.kernel:
             return f"{self.x}, 128 channels last"
         if "norm" in self.kernel or "gated" in self.kernel:
@@ -157,11 +161,12 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         for part in (0, 1)
     ),
     *(
-        Specialisation(kernel="_adapter_rows_fwd_kernel", x=x, gelu=gelu, gated=gated)
+        Specialisation(kernel="_adapter_rows_fwd_kernel", x=x, gelu=gelu, gated=gated, rank=rank)
         for x in ("bf16", "fp32")
         for gelu, gated in ((False, False), (True, False), (False, True))
+        for rank in RANKS
     ),
-    *(Specialisation(kernel="_adapter_rows_bwd_kernel", x=x) for x in ("bf16", "fp32")),
+    *(Specialisation(kernel="_adapter_rows_bwd_kernel", x=x, rank=rank) for x in ("bf16", "fp32") for rank in RANKS),
     Specialisation(kernel="_reduce_kernel", outputs=1, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=5, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=5),
@@ -228,11 +233,10 @@ def _compile(s: Specialisation, arch: int) -> Any:
     wide = "norm" in s.kernel and ("bwd" in s.kernel or "gated" in s.kernel)
     options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     if adapter:
-        backward = "bwd" in s.kernel
-        blackwell = arch >= 100 and (s.gelu or backward)
-        options = adapter_rows.options(4 if s.x == "fp32" else 2, 64, backward, gelu_on_blackwell=blackwell)
+        use = "backward" if "bwd" in s.kernel else "gelu" if s.gelu else "gated" if s.gated else "plain"
+        options = adapter_rows.options(4 if s.x == "fp32" else 2, s.rank, use, arch >= 100)
         flags = {name: options.pop(name) for name in ("ROWS", "BLOCK")}
-        flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": 64, "UP_RANK": 64}
+        flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": s.rank, "UP_RANK": s.rank}
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     if unknown := [name for name in flagged if name not in flags]:
         raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")

@@ -32,11 +32,14 @@ PATHS = (*STOCK, "eager")
 """Those of `STOCK` are diffusers' forward and decode, `eager` is ours."""
 
 
-def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: Save = save_nothing) -> dict[str, Any]:
+def run(
+    config: Config, source: str, rounds: int, paths: Sequence[str] | None = None, save: Save = save_nothing
+) -> dict[str, Any]:
     """Time iterations through the stock forward and decode and through ours, interleaved.
 
     Args:
         config: validated settings.
+        source: the configuration as given on the command line.
         rounds: timed iterations per path, after an untimed one.
         paths: a subset of PATHS, `stock` and `eager` by default; each holds a model. A single path is not checked.
         save: called with the result after every round.
@@ -56,7 +59,7 @@ def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: S
                 f"the first rollouts differ: {first}"
             )
         else:
-            result = _result(config, trainers[name].device, rows)
+            result = {"source": source, **_result(config, trainers[name].device, rows)}
             save(result)
     return result
 
@@ -116,7 +119,7 @@ def format_iterations(result: Mapping[str, Any]) -> str:
     """Format the table for a terminal."""
     names = list(result["phases"]["total"])
     head = "".join(f"{'ours' if name == 'eager' else name:>22}" for name in names)
-    lines = [head_line(result["environment"]), "", f"{'phase':<12}{head}{'ratio':>8}"]
+    lines = [head_line(result["environment"]), result.get("source", ""), "", f"{'phase':<12}{head}{'ratio':>8}"]
     for phase, row in result["phases"].items():
         times = "".join(f"{1e3 * row[name]:>19.1f} ms" for name in names)
         ratio = f"{row[names[0]] / row['eager']:>7.2f}x" if "eager" in names[1:] and row["eager"] > 0 else ""

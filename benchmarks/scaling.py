@@ -33,7 +33,7 @@ from sage_fast.models.hunyuan15.spec import (
 )
 from sage_fast.models.load import find_spec
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import H200_BF16_FLOPS
+from sage_fast.tools.harness import H100_BF16_FLOPS
 from sage_fast.tools.plan import plan, seconds_on_a_gpu
 from sage_fast.util.environment import environment
 
@@ -181,7 +181,7 @@ def sizes() -> str:
         rows.append(
             [f"{work.frames} x {work.height} x {work.width}", f"{work.tokens:,}", f"{work.forward:.2e}", f"{share:.0%}",
              *map(_seconds, seconds_on_a_gpu(work.parts)),
-             _seconds(work.decode / H200_BF16_FLOPS),
+             _seconds(work.decode / H100_BF16_FLOPS),
              *(f"{size / 2**30:.1f} GiB" for size in kept)]
         )  # fmt: skip
     head = ["frames x height x width", "tokens", "FLOPs per forward", "attention share", "time per sample",
@@ -192,8 +192,8 @@ def sizes() -> str:
 def overlap() -> str:
     """Table of what can be overlapped in a 480p iteration with four samples per GPU."""
     work = Work()
-    iteration = 4 * work.of_a_sample / H200_BF16_FLOPS
-    decode = work.decode / H200_BF16_FLOPS
+    iteration = 4 * work.of_a_sample / H100_BF16_FLOPS
+    decode = work.decode / H100_BF16_FLOPS
     rows = [
         ["decode, during the next rollout or the anchor's forwards", "not done", f"{4 * decode / iteration:.1%}"],
         ["scoring of the last chunk, during the first updates", "not done", "at most the time to score one chunk"],

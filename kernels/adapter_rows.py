@@ -25,29 +25,30 @@ MAX_RANK = 256
 """Above it the sums would not fit in a multiprocessor, and PyTorch's kernels do the work."""
 
 
-def options(itemsize: int, rank: int, backward: bool = False, gelu_on_blackwell: bool = False) -> dict[str, Any]:
-    """Rows and columns of a tile, and warps. float32 has no tensor cores here, and its products need more registers.
+def options(itemsize: int, rank: int, use: str, blackwell: bool = False) -> dict[str, Any]:
+    """Rows and columns of a tile, and warps. No rank spills on sm_80, sm_90 or sm_100, by Triton 3.6 and 3.9.
 
-    In 16 bits a program reads all of A from the L2 cache: from 64 rows on no more than it reads of x. Compiled for
-    sm_90, the forward with GELU takes 14.6 instructions an element in 64 x 64 with four warps and 14.2 in 128 x 64 with
-    eight, with registers for 16 warps a multiprocessor either way; for sm_80 they are 12 and 8 warps. The backward,
-    which holds two sums, and a rank above 128 would spill with 64 rows and four warps.
+    float32 has no tensor cores here, and its products need more registers. In 16 bits a program reads all of A from the
+    L2 cache: from 64 rows on no more than it reads of x. Compiled for sm_90, the forward with GELU takes 14.6
+    instructions an element in 64 x 64 with four warps and 14.2 in 128 x 64 with eight, with registers for 16 warps a
+    multiprocessor either way; for sm_80 they are 12 and 8 warps.
 
     Args:
         itemsize: bytes of a value of x.
         rank: rows of A.
-        backward: whether the tile is the backward's.
-        gelu_on_blackwell: keep products below the 64 rows of Blackwell's (sm_100) matrix instructions, in whose loop
+        use: `plain`, `gelu`, `gated`, or `backward`, which holds two sums.
+        blackwell: for sm_100. Products with GELU stay below the 64 rows of its matrix instructions, in whose loop
             Triton 3.6 cannot pipeline the assembly of GELU.
     """
     if itemsize == 4:
-        return {"ROWS": 16, "BLOCK": 16, **WIDE_OPTIONS}
-    if backward and gelu_on_blackwell:
+        return {"ROWS": 32 if use == "gelu" and rank > 64 else 16, "BLOCK": 16, **WIDE_OPTIONS}
+    if use == "backward" and blackwell:
         return {"ROWS": 32, "BLOCK": 32, **LAUNCH_OPTIONS}
-    if backward or rank > 128:
+    if use == "backward" or rank > 128:
         return {"ROWS": 32, "BLOCK": 64, **WIDE_OPTIONS}
-    rows = 32 if gelu_on_blackwell else 64
-    return {"ROWS": rows, "BLOCK": 4096 // rows, **LAUNCH_OPTIONS}
+    if use == "gelu" and blackwell:
+        return {"ROWS": 32, "BLOCK": 128, **LAUNCH_OPTIONS}
+    return {"ROWS": 64, "BLOCK": 64, **(WIDE_OPTIONS if use == "gated" else LAUNCH_OPTIONS)}
 
 
 def is_blackwell(x: Tensor) -> bool:
@@ -218,7 +219,8 @@ def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None
     out = x.new_empty(batch, rows, width + len(down))
     if out.numel() == 0:
         return out
-    sizes = options(x.itemsize, len(down), gelu_on_blackwell=gelu and is_blackwell(x))
+    use = "gelu" if gelu else "plain" if gate is None else "gated"
+    sizes = options(x.itemsize, len(down), use, is_blackwell(x))
     with torch.cuda.device_of(x):
         _adapter_rows_fwd_kernel[(-(-rows // sizes["ROWS"]), batch)](
             x,
@@ -246,7 +248,7 @@ def adapter_rows_backward(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, u
         return adapter_rows_backward_reference(grad, inner, x, out, up)
     x, inner, up = x.contiguous(), contiguous_rows(inner), contiguous_rows(up)
     (rows, width), rank, up_rank = x.shape, inner.shape[1], up.shape[1]
-    sizes = options(x.itemsize, rank, backward=True, gelu_on_blackwell=is_blackwell(x))
+    sizes = options(x.itemsize, rank, "backward", is_blackwell(x))
     columns, row_tiles = -(-width // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
     tiles = max(-(-row_tiles // max(MAX_PROGRAMS // max(columns, 1), 1)), 1)
     splits = -(-row_tiles // tiles)

@@ -502,7 +502,7 @@ bad=0
         IFS=$'\t' read -r _ verdict took <<< "$row"
         printf '%-19s%-11s%8s  %s\n' "$part" "$verdict" "$took" "$(grep -v '^\s*$' "$out/$part.log" | tail -n 1 | cut -c -120)"
     done
-    [[ ! -x $py ]] || "$py" -m scripts.gpu_predictions "$out"
+    [[ ! -x $py ]] || "$py" -m scripts.gpu_predictions "$out" ${TINY:+--tiny}
 } | tee "$out/table.txt"
 # Pack one file to take home, including the table.
 mapfile -t files < <(cd "$out" && find . -type f ! -name results.tar.gz -printf '%s\t%P\n' | sort -rn | cut -f 2)

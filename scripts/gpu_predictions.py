@@ -1,17 +1,26 @@
-"""Print what scripts/gpu.sh measured beside what was expected: `python -m scripts.gpu_predictions OUT`.
+"""Print what scripts/gpu.sh measured beside what was expected: `python -m scripts.gpu_predictions OUT [--tiny]`.
 
-The expectations were written before the measurement, from the files of one H100 and from arithmetic: no results.
+The expectations were written before the measurement, from the files of one H100 and from arithmetic: no results. They
+are shown for that size (not with --tiny) and such a card alone.
 """
 
 from __future__ import annotations
 
 import json
+import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sage_fast.benchmarks.operators import LEAST_SHARE
+
 Found = Mapping[str, Any]
+CARDS = ("H100", "H200")
+BAR = f"{100 * LEAST_SHARE['adapter_rows']:g} or more"
+HOLDS = {"below": operator.lt, "above": operator.gt, "or more": operator.ge, "or below": operator.le}
+"""Words of a bound -> (value, number) -> whether it is kept."""
 
 
 def _rollout(part: str, path: str) -> Callable[[Found], float]:
@@ -59,9 +68,9 @@ ROWS: tuple[tuple[str, str, str, Callable[[Found], float]], ...] = (
     ("attention", "cuDNN backward, TFLOP/s", "530", _attention("cudnn", "backward")),
     ("attention", "FlashAttention 4 forward, TFLOP/s", "615", _attention("flash4", "forward")),
     ("attention", "FlashAttention 4 backward, TFLOP/s", "560", _attention("flash4", "backward")),
-    ("adapter-rows", "adapter_rows with GELU, % of a copy", "60 or more", _adapter_rows("GELU", None)),
+    ("adapter-rows", "adapter_rows with GELU, % of a copy", BAR, _adapter_rows("GELU", None)),
     ("adapter-rows", "GELU by PyTorch, then cuBLAS, ms", "0.78", _adapter_rows("GELU", "PyTorch")),
-    ("adapter-rows", "its backward, % of a copy", "60 or more", _adapter_rows("backward of GELU", None)),
+    ("adapter-rows", "its backward, % of a copy", BAR, _adapter_rows("backward of GELU", None)),
     ("rollout", "5x16x16: step by a graph / eager step", "below 1", lambda found: _rollout("step", "graphed")(found)
         / _rollout("step", "eager")(found)),
     ("rollout-480p", "forward, stock, ms", "3758", _rollout("forward", "stock")),
@@ -86,20 +95,30 @@ def _result(out: Path, part: str) -> Found | None:
     return None if file is None else json.loads(file.read_text(encoding="utf-8"))
 
 
-def lines(out: Path) -> Iterator[str]:
+def missed(expected: str, value: float) -> bool:
+    """Whether a value is outside an expected bound; other expectations are not bounds."""
+    bound = re.fullmatch(r"(below|above)? ?([\d.]+) ?(or more|or below)?", expected)
+    holds = HOLDS.get(bound[1] or bound[3]) if bound else None
+    return bound is not None and holds is not None and not holds(value, float(bound[2]))
+
+
+def lines(out: Path, tiny: bool = False) -> Iterator[str]:
     """Yield a line per row whose part has left a result; `absent` where that lacks the value."""
     for part, quantity, expected, value in ROWS:
         if (found := _result(out, part)) is None:
             continue
+        if tiny or not any(card in found["environment"]["device"] for card in CARDS):
+            expected = "not for this"
         try:
-            measured = f"{value(found):.4g}"
+            number = value(found)
+            measured = f"{number:.4g}" + "  missed" * missed(expected, number)
         except (KeyError, StopIteration, ValueError):  # a path or a backend that is not there, or did not run
             measured = "absent"
-        yield f"{part:<19}{quantity:<43}{expected:>22}{measured:>12}"
+        yield f"{part:<19}{quantity:<43}{expected:>22}  {measured}"
 
 
 if __name__ == "__main__":
-    rows = list(lines(Path(sys.argv[1])))
+    rows = list(lines(Path(sys.argv[1]), "--tiny" in sys.argv))
     if rows:
-        print(f"\n{'part':<19}{'quantity':<43}{'expected':>22}{'measured':>12}")
+        print(f"\n{'part':<19}{'quantity':<43}{'expected':>22}  measured")
         print("\n".join(rows))

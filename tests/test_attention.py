@@ -8,11 +8,14 @@ import math
 import os
 import re
 import sys
+import tempfile
 import threading
+import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,7 +141,7 @@ class Flash4:
 @pytest.fixture
 def flash4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Flash4:
     package = Flash4()
-    monkeypatch.setattr("sage_fast.models.attention.flash4.CACHE", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sage_fast.models.attention.flash4._called", set())
     monkeypatch.setattr("sage_fast.models.attention.flash4._package", functools.cache(_package.__wrapped__))
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
@@ -169,8 +172,9 @@ def test_flash4_is_an_operator_with_a_backward(flash4: Flash4) -> None:
 def test_flash4_compiles_once_for_all_processes(flash4: Flash4, tmp_path: Path) -> None:
     """The first call of a kernel waits for the lock of the cache, which the package is told before its import."""
     inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
-    (tmp_path / "cache").mkdir()
-    with (tmp_path / "cache" / "lock").open("w") as compiling:
+    cache = tmp_path / "sage-fast" / "flash-attn-4"
+    cache.mkdir(parents=True)
+    with (cache / "lock").open("w") as compiling:
         fcntl.flock(compiling, fcntl.LOCK_EX)
         thread = threading.Thread(target=lambda: ATTENTION["flash4"](*inputs), daemon=True)
         thread.start()
@@ -180,21 +184,79 @@ def test_flash4_compiles_once_for_all_processes(flash4: Flash4, tmp_path: Path) 
     thread.join(30)
     assert flash4.forwards == 1
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
-    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "cache")
-    with (tmp_path / "cache" / "lock").open("w") as compiling:
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(cache)
+    with (cache / "lock").open("w") as compiling:
         fcntl.flock(compiling, fcntl.LOCK_EX)
         ATTENTION["flash4"](*inputs)  # compiled by now: it does not wait
 
 
-def test_flash4_is_deterministic_where_pytorch_is_to_be(flash4: Flash4) -> None:
+@pytest.mark.parametrize(
+    "lack", ["the user's folder", "the given folder", "a home", "locks", "any folder", "the cache"]
+)
+def test_flash4_runs_without_a_folder_to_compile_into(
+    flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str
+) -> None:
+    """It takes a temporary one. Without any, or without locks, each process compiles for itself and waits for none."""
     inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
-    for asked in (False, True):
-        torch.use_deterministic_algorithms(asked)
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    cache = tmp_path / "temporary" / f"sage-fast-flash-attn-4-{os.getuid()}"
+    if lack == "a home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    elif lack == "locks":
+        monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError("No locks available")))
+        cache = tmp_path / "sage-fast" / "flash-attn-4"
+    elif lack == "the cache":
+        monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+        monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=AssertionError("it waits")))
+    elif lack == "the given folder":
+        monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path / "file" / "given"))
+        cache = tmp_path / "sage-fast" / "flash-attn-4"
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        if lack == "any folder":
+            cache.touch()
+    ATTENTION["flash4"](*inputs).sum().backward()
+    assert (flash4.forwards, flash4.backwards) == (1, 1)
+    on = lack not in ("the cache", "any folder")
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == str(int(on))
+    assert os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") == (str(cache) if on else None)
+
+
+def test_flash4_loads_no_code_of_another_user(flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anyone may make a folder of that name among temporary ones."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    ATTENTION["flash4"](*(torch.randn(1, 5, 2, 8) for _ in range(3)))
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
+
+
+def test_an_error_of_flash4_itself_is_not_hidden(flash4: Flash4, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the lock's own OSError is; a kernel that failed compiles again under the lock."""
+    inputs = [torch.randn(1, 5, 2, 8) for _ in range(3)]
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_func", mock.Mock(side_effect=OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        ATTENTION["flash4"](*inputs)
+
+
+def test_flash4_is_deterministic_where_pytorch_is_to_be(flash4: Flash4) -> None:
+    """With `warn_only` it warns instead, as PyTorch's own flash attention does: the kit has no such backward."""
+    inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
+    for mode, asked, warns in ((0, False, False), (1, False, True), (2, True, False)):
+        torch.set_deterministic_debug_mode(mode)
         try:
-            ATTENTION["flash4"](*inputs).sum().backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ATTENTION["flash4"](*inputs).sum().backward()
         finally:
-            torch.use_deterministic_algorithms(False)
+            torch.set_deterministic_debug_mode(0)
         assert flash4.deterministic is asked
+        assert any("FlashAttention 4" in str(warning.message) for warning in caught) is warns
 
 
 @pytest.mark.parametrize(("mode", "again"), [("attention", 0), ("full", 1)])

@@ -6,8 +6,10 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.loader import load
@@ -100,6 +102,67 @@ def test_recomputation_skips_what_nothing_reads(mode: str, trains_gates: bool) -
         assert (len(second), sums) == (again, 0)
         first = backward.shapes.count((2 * 80, 64 + 3, 4 * 64))  # of the video: a product of the backward has its shape
         assert first == 3 * (1 if chosen == "none" else 2)
+    assert len(found[0]) == len(found[1]) > 30
+    assert all(map(torch.equal, *found))
+
+
+def scale_by_hook(module: nn.Module, weight: nn.Parameter) -> None:
+    module.register_forward_hook(
+        lambda module, given, out: (out[0] * weight, *out[1:]) if isinstance(out, tuple) else out * weight
+    )
+
+
+def scale_by_global_hook(block: nn.Module, weight: nn.Parameter) -> RemovableHandle:
+    return register_module_forward_hook(
+        lambda module, given, out: (out[0] * weight, *out[1:]) if module is block else None
+    )
+
+
+def scale_in_forward(module: nn.Module, weight: nn.Parameter) -> None:
+    """As accelerate attaches its hooks."""
+    forward = module.forward
+    module.forward = lambda *given: (
+        lambda out: (out[0] * weight, *out[1:]) if isinstance(out, tuple) else out * weight
+    )(forward(*given))
+
+
+class Scaled(nn.Module):
+    """A block in a module of the user."""
+
+    def __init__(self, block: nn.Module, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.block, self.weight = block, weight
+
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+        video, text = self.block(*given)
+        return video * self.weight, text
+
+
+@pytest.mark.parametrize("mode", ["attention", "full"])
+@pytest.mark.parametrize("where", ["hook", "hook of every module", "inner hook", "forward", "inner forward", "wrapper"])
+def test_what_reads_the_end_of_a_block_gets_it_in_a_recomputation(mode: str, where: str) -> None:
+    """A trained factor saves the block's result for its own gradient."""
+    x, sigma, text = inputs(PROMPTS)
+    upstream, found = torch.randn(x.shape), []
+    for chosen in ("none", mode):
+        model, weight = tiny_model(settings()), nn.Parameter(torch.tensor(1.5))
+        model.set_checkpointing(CheckpointPlan(chosen))
+        blocks = model.policy.forward.blocks
+        block, handle = blocks[1], None
+        if where == "hook of every module":
+            handle = scale_by_global_hook(block, weight)
+        elif where == "wrapper":
+            blocks[1] = Scaled(block, weight)
+        else:
+            scale = scale_by_hook if "hook" in where else scale_in_forward
+            scale(block.video_ff if "inner" in where else block, weight)
+        try:
+            v = model.policy.velocity(x, model.policy.condition(sigma, text))
+            v.backward(upstream)
+        finally:
+            if handle is not None:
+                handle.remove()
+        found.append([weight.grad, *(p.grad for p in model.policy.parameters().values() if p.grad is not None)])
     assert len(found[0]) == len(found[1]) > 30
     assert all(map(torch.equal, *found))
 

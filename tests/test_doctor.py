@@ -24,7 +24,6 @@ from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import Recordable
 from sage_fast.tools import doctor, selftest
 from sage_fast.tools.checks import VERDICTS, Check
-from sage_fast.tools.harness import of_limit
 from sage_fast.tools.operators import registered
 from tests.test_graphs import rerun
 
@@ -197,8 +196,3 @@ def test_nsight_profiles_two_blocks_as_wide_as_those_of_the_default_model() -> N
     whole = find_spec(spec.path)
     assert spec.attention_shape(SamplingConfig()) == whole.attention_shape(SamplingConfig())
     assert len(network.transformer_blocks) == 2
-
-
-def test_a_share_above_one_says_that_the_limit_was_none() -> None:
-    assert of_limit(0.42, "the ceiling", "why") == "42% of the ceiling"
-    assert of_limit(2.42, "the ceiling", "why") == "2.4 times the ceiling, which is no limit here: why"

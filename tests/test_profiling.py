@@ -22,16 +22,11 @@ from sage_fast.config.loader import load
 from sage_fast.models.load import find_spec
 from sage_fast.tools.plan import plan
 from sage_fast.tools.profile import (
-    COLUMNS,
-    Work,
-    _read,
+    KERNELS,
     _window,
-    busy_seconds,
-    family,
-    family_table,
     format_profile,
+    kernel_table,
     matmul_ceiling,
-    phase_changes,
     phase_table,
 )
 from sage_fast.util import profiling
@@ -299,74 +294,28 @@ def test_a_profile_is_not_overwritten(
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopB_NNN", "matmul"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matmul"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
-        ("sm80_xmma_fprop_implicit_gemm_indexed_tf32f32_tf32f32", "convolution"),
-        ("void cudnn::engines_precompiled::nchwToNhwcKernel<float>", "convolution"),
-        ("_transition_step_fwd_kernel", "sage_fast operators"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reductions"),
-        ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", "normalisation, elementwise"),
-        ("void at::native::vectorized_layer_norm_kernel<float, float>", "normalisation, elementwise"),
-        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>", "copies"),
-        ("void at::native::CatArrayBatchedCopy<float>", "copies"),
-        ("Memcpy DtoH (Device -> Pageable)", "copies"),
-        ("_reduce_kernel", "sage_fast operators"),
-        ("something new", "other"),
-    ],
-)  # fmt: skip
-def test_family(name: str, expected: str) -> None:
-    assert family(name) == expected
+def test_a_profile_with_a_gpu_counts_kernels_alone(profiled: tuple[Path, str, dict[str, Any]]) -> None:
+    def event(name: str, calls: int, micros: float, *, on_gpu: bool = True, is_range: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(
+            key=name, count=calls, self_device_time_total=micros, is_user_annotation=is_range,
+            device_type=DeviceType.CUDA if on_gpu else DeviceType.CPU,
+        )  # fmt: skip
+
+    small = [event(f"kernel {i}", 1, 1e3) for i in range(KERNELS + 1)]
+    shadow = event("rollout", 1, 9e6, is_range=True)  # of the range, on the GPU's timeline
+    rows = kernel_table([*small, shadow, event("aten::mm", 4, 5e6, on_gpu=False), event("nvjet_tst_128x256", 4, 3e6)])
+    assert rows[0] == {"name": "nvjet_tst_128x256", "calls": 4, "seconds": 3.0}
+    assert (len(rows), rows[-1]) == (KERNELS + 1, {"name": "all others", "calls": 2, "seconds": pytest.approx(2e-3)})
+    assert kernel_table(small[:2]) == [{"name": f"kernel {i}", "calls": 1, "seconds": 1e-3} for i in range(2)]
+    printed = format_profile(profiled[2] | {"kernels": rows})
+    assert re.search(r"^ +3\.0000 +99\.1% +4  nvjet_tst_128x256$", printed, re.M)
 
 
-def test_every_kernel_of_ours_counts_as_ours() -> None:
-    folder = Path(__file__).parents[1] / "kernels"
-    sources = "".join(path.read_text() for path in folder.glob("*.py"))
-    names = re.findall(r"^def (_\w+_kernel)\(", sources, re.MULTILINE)
-    assert {"_adapter_rows_fwd_kernel", "_gated_sum_bwd_kernel", "_reduce_kernel"} <= {*names}
-    assert {family(name) for name in names} == {"sage_fast operators"}
-
-
-def test_work_belongs_to_the_innermost_phase() -> None:
-    changes = phase_changes([(10, 100, "rollout"), (100, 300, "train"), (200, 250, "optimizer")])
-    work = [
-        Work("gemm", start, 5e5, "matmul") for start in (0, 10, 100, 199, 200, 249, 250, 300)
-    ]  # a kernel counts where it began
-    assert family_table(work, changes) == {
-        "matmul": dict.fromkeys(COLUMNS, 0.0) | {"rollout": 0.5, "train": 1.5, "optimizer": 1.0, "other": 1.0}
-    }
-
-
-def test_busy_time_counts_overlapping_kernels_once() -> None:
-    second = 1e6
-    changes = phase_changes([(0, 10 * second, "rollout"), (10 * second, 20 * second, "train")])
-    spans = [(0, 2), (1, 2), (1.5, 1), (5, 1), (12, 1)]
-    work = [Work("k", start * second, length * second, "other") for start, length in spans]
-    busy = busy_seconds(work, changes)
-    assert (busy["rollout"], busy["train"]) == (pytest.approx(4), pytest.approx(1))
-
-
-def test_a_profile_with_a_gpu_counts_kernels_alone() -> None:
-    def event(name: str, start: float, end: float, *, on_gpu: bool, is_range: bool = False) -> SimpleNamespace:
-        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-        return SimpleNamespace(name=name, time_range=span, device_type=kind, is_user_annotation=is_range)
-
-    events = [
-        event("rollout", 0, 100, on_gpu=False, is_range=True),
-        event("rollout", 5, 90, on_gpu=True, is_range=True),  # the range's shadow on the GPU's timeline
-        event("aten::mm", 2, 4, on_gpu=False),
-        event("nvjet_tst_128x256", 5, 90, on_gpu=True),
-        event("Memcpy DtoH", 120, 121, on_gpu=True),
-    ]
-    work, changes = _read(events)
-    assert work == [Work("nvjet_tst_128x256", 5, 85, "matmul"), Work("Memcpy DtoH", 120, 1, "copies")]
-    assert changes == [(0, "rollout"), (100, "other")]
+def test_a_profile_has_what_is_read_of_an_event() -> None:
+    with torch.profiler.profile() as profiler:
+        torch.ones(2) + 1
+    assert kernel_table(profiler.key_averages()) == []
+    assert all(event.self_device_time_total == 0 for event in profiler.key_averages())
 
 
 def test_the_window_is_the_capture_range(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,11 +336,11 @@ def test_ceiling_is_a_rate_that_a_product_reaches() -> None:
 def test_phase_table_by_hand() -> None:
     row = {"time/rollout": 2.0, "time/train": 5.0, "time/total": 8.0}
     done, useful = ({"rollout": 4e12, "anchor": 0.0, "train": trained} for trained in (10e12, 8e12))
-    table = phase_table(row, done, useful, 8e12, {"rollout": 1.5, "train": 4.0})
+    table = phase_table(row, done, useful, 8e12)
     assert "wait" not in table
-    assert phase_table(row | {"time/wait": 0.5}, {}, {}, 8e12, {})["wait"]["seconds"] == 0.5, "with several ranks"
+    assert phase_table(row | {"time/wait": 0.5}, {}, {}, 8e12)["wait"]["seconds"] == 0.5, "with several ranks"
     assert table["rollout"] == {
-        "seconds": 2.0, "share": 0.25, "busy_seconds": 1.5, "flops": 4e12, "model_flops": 4e12,
+        "seconds": 2.0, "share": 0.25, "flops": 4e12, "model_flops": 4e12,
         "flops_per_second": 2e12, "mfu": 0.25, "hfu": 0.25,
     }  # fmt: skip
     assert table["anchor"]["mfu"] is None  # it took no time
@@ -399,4 +348,3 @@ def test_phase_table_by_hand() -> None:
     assert table["other"]["seconds"] == 1.0
     assert (table["train"]["mfu"], table["train"]["hfu"]) == (pytest.approx(8 / 40), pytest.approx(10 / 40))
     assert (table["total"]["mfu"], table["total"]["hfu"]) == (pytest.approx(12 / 64), pytest.approx(14 / 64))
-    assert table["total"]["busy_seconds"] == 5.5

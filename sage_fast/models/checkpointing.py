@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sage_fast.models.attention.backends import is_attention
@@ -96,23 +96,38 @@ def _runner(mode: str) -> Callable[..., Any]:
     """Return the function (block, *arguments) that runs a block in a mode."""
     if not RECOMPUTED[mode]:
         return lambda block, *arguments: block(*arguments)
-    return functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(_contexts, mode))
+
+    def run(block: nn.Module, *arguments: Any) -> Any:
+        unread = getattr(block, "skips_its_end", False) and not _is_hooked(block)
+        return checkpoint(block, *arguments, use_reentrant=False, context_fn=lambda: _contexts(mode, unread))
+
+    return run
+
+
+def _is_hooked(block: nn.Module) -> bool:
+    """Whether a hook or a replaced `forward` may compute with results in the block. PyTorch's own (FSDP2) do not."""
+    modules = list(block.modules())
+    hooks = itertools.chain(_global_forward_hooks.values(), *(module._forward_hooks.values() for module in modules))
+    foreign = any(not hook.__module__.startswith("torch.") for hook in hooks)
+    return foreign or any("forward" in vars(module) for module in modules)
 
 
 _recomputes = contextvars.ContextVar("_recomputes", default=False)
 
 
 def is_recomputing() -> bool:
-    """Whether a backward is recomputing a block: nothing reads the block's results then, only what autograd saves."""
+    """Whether a backward recomputes a block whose results nothing reads, but only what autograd saves."""
     return _recomputes.get()
 
 
-def _contexts(mode: str) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return the contexts of a block's forward and of its recomputation."""
-    if "attention" in RECOMPUTED[mode]:
-        return contextlib.nullcontext(), _Recomputation(contextlib.nullcontext())
-    forward, again = create_selective_checkpoint_contexts(_policy)
-    return forward, _Recomputation(again)
+def _contexts(
+    mode: str, unread: bool
+) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """Return the contexts of a block's forward and of its recomputation, whose results may be `unread`."""
+    forward, again = contextlib.nullcontext(), contextlib.nullcontext()
+    if "attention" not in RECOMPUTED[mode]:
+        forward, again = create_selective_checkpoint_contexts(_policy)
+    return forward, _Recomputation(again) if unread else again
 
 
 class _Recomputation(contextlib.ExitStack):

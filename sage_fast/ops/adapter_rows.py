@@ -27,7 +27,7 @@ def adapter_rows_reference(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | N
     """
     width = x.shape[-1]
     out = x.new_empty(*x.shape[:-1], width + len(down))
-    rows = out.view(-1, out.shape[-1])
+    rows = out.flatten(0, -2)
     if gelu:
         torch.ops.aten.gelu.out(x, approximate="tanh", out=out[..., :width])
     else:

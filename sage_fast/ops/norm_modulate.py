@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._common import compute_dtype
 from sage_fast.ops._dispatch import register
 
 
@@ -38,8 +38,7 @@ def norm_modulate(
     Raises:
         ValueError: a shape or device does not fit, or `pad` or `pad_rows` is below 0.
     """
-    check_rows(x, {"scale": scale, "shift": shift}, pad=pad, pad_rows=pad_rows)
-    return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, pad, pad_rows)
+    return residual_norm(x, scale, shift, eps, pad, pad_rows)[1]
 
 
 def residual_norm(
@@ -112,28 +111,6 @@ register(norm_modulate_reference)
 register(norm_modulate_backward_reference)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, scale, shift, ctx.eps, *_ = inputs
-    ctx.shift_dtype = shift.dtype
-    ctx.save_for_backward(x, scale)
-
-
-def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, scale = ctx.saved_tensors
-    modulation = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    dx, dscale, dshift = torch.ops.sage_fast.norm_modulate_backward(grad, x, scale, ctx.eps, modulation, residual)
-    if not modulation:
-        return dx, None, None, None, None, None
-    return dx, dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None, None, None
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, grad, None)
-
-
-torch.library.register_autograd("sage_fast::norm_modulate", _backward, setup_context=_setup_context, lib=LIBRARY)
-
-
 class _Residual(torch.autograd.Function):
     """`residual_norm` as an autograd function: an operator may not return its argument."""
 
@@ -141,9 +118,17 @@ class _Residual(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int, pad_rows: int
     ) -> tuple[Tensor, Tensor]:
-        _setup_context(ctx, (x, scale, shift, eps), None)
+        ctx.eps, ctx.shift_dtype = eps, shift.dtype
+        ctx.save_for_backward(x, scale)
+        ctx.set_materialize_grads(False)
         return x.view_as(x), torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, pad, pad_rows)
 
     @staticmethod
-    def backward(ctx: Any, residual: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad, residual)
+    def backward(ctx: Any, residual: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return residual, None, None, None, None, None
+        x, scale = ctx.saved_tensors
+        modulation = any(ctx.needs_input_grad[1:3])
+        dx, dscale, dshift = torch.ops.sage_fast.norm_modulate_backward(grad, x, scale, ctx.eps, modulation, residual)
+        trained = (dscale.to(scale.dtype), dshift.to(ctx.shift_dtype)) if modulation else (None, None)
+        return dx, *trained, None, None, None

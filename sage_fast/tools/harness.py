@@ -10,8 +10,9 @@ import torch
 
 from sage_fast.util.environment import synchronize
 
-H200_BF16_FLOPS = 790e12
-"""FLOP/s of a large bf16 matrix product on one H200; measured, but not by this code."""
+H100_BF16_FLOPS = 789e12
+"""FLOP/s of a large bf16 matrix product, a burst on one H100: `2026-11-25-h100-rollout-480p.json` in
+benchmarks/results."""
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:
@@ -41,11 +42,6 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.
     while best == float("inf") or time.perf_counter() < stop:
         best = min(best, timer())
     return 2 * size**3 / best
-
-
-def of_limit(share: float, limit: str, beyond: str) -> str:
-    """Format a share of a measured limit; above 100 % that was no limit, and `beyond` says why."""
-    return f"{share:.0%} of {limit}" if share <= 1 else f"{share:.2g} times {limit}, which is no limit here: {beyond}"
 
 
 def head_line(environment: Mapping[str, Any]) -> str:

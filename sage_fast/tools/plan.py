@@ -35,7 +35,7 @@ from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import fit_training, stored_rollouts, training_room
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings, method_of
-from sage_fast.tools.harness import H200_BF16_FLOPS
+from sage_fast.tools.harness import H100_BF16_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
 
@@ -322,11 +322,12 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
         _line("GPU-hours", "", "", *hours, width=29),
         textwrap.fill(
-            f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
-            f"H200), with {plan.prompt_tokens} tokens a prompt. 'on H100s' is at the TFLOP/s that one H100 reached "
-            f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. Training holds the "
-            "backward and the recomputation with checkpointing. The anchor is free in the iteration after its refresh. "
-            "Times are those of the GPU with the most work. Rewards and communication are not counted.",
+            f"'at least' is a lower bound: every FLOP at {H100_BF16_FLOPS / 1e12:.0f} TFLOP/s (a matrix product in "
+            f"bf16, a burst on one H100), with {plan.prompt_tokens} tokens a prompt. 'on H100s' is at the TFLOP/s that "
+            f"this H100 reached with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. "
+            "Training holds the backward and the recomputation with checkpointing. The anchor is free in the iteration "
+            "after its refresh. Times are those of the GPU with the most work. Rewards and communication are not "
+            "counted.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -336,7 +337,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
 
 def seconds_on_a_gpu(flops: Mapping[str, float]) -> tuple[float, float]:
     """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates."""
-    return sum(flops.values()) / H200_BF16_FLOPS, sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
+    return sum(flops.values()) / H100_BF16_FLOPS, sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
 
 
 def _count(count: int) -> str:

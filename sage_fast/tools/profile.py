@@ -1,4 +1,4 @@
-"""Profile one iteration: time by phase and, on a GPU, by kernel family, MFU and HFU, a Chrome trace.
+"""Profile one iteration: time by phase and, on a GPU, by kernel, MFU and HFU, a Chrome trace.
 
     <folder>/profile.json rank-000.json.gz ...
 
@@ -8,14 +8,11 @@ a time can use CUPTI. FLOPs come from algorithm/flops.py; the ceiling is a matri
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
-import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -38,38 +35,13 @@ from sage_fast.util.ranks import barrier, initialize, rank, world_size
 log = logging.getLogger(__name__)
 
 ByPhase = Mapping[str, float]
-COLUMNS = (*PHASES, WAIT, "other")
-"""The phases, and `other` for the rest of an iteration. `wait` is shown with several ranks only."""
 TRACE = "rank-{:03d}.json.gz"
 """File of a rank's trace."""
 PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
 """Phase -> part of the plan, for phases whose FLOPs have a formula."""
 
-FAMILIES = {
-    "sage_fast operators": r"sage_fast|^_[a-z_]+_kernel$",
-    "attention": r"attention|attn|flash|fmha|softmax",
-    "convolution": r"conv(?!ert)|vol2col|fprop|dgrad|wgrad|winograd|nchw|nhwc",
-    "optimizer": r"adam|multi_tensor",
-    "matmul": r"gemm|gemv|matmul|nvjet|cutlass|cublas|splitk",
-    "reductions": r"reduce|vector_norm",
-    "copies": r"copy|memcpy|memset|catarray|replication_pad",
-    "normalisation, elementwise": r"norm|elementwise|triton_|gelu|silu",
-}
-"""Family -> pattern in the name of a CUDA kernel. The first family that matches counts it."""
-
-
-class Work(NamedTuple):
-    """A GPU kernel; times in microseconds."""
-
-    name: str
-    start: float
-    duration: float
-    family: str
-
-
-def family(name: str) -> str:
-    """Return the family of a kernel, by its name."""
-    return next((known for known, pattern in FAMILIES.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+KERNELS = 25
+"""Number of kernels in the table, by their time."""
 
 
 def profile_iteration(
@@ -126,19 +98,17 @@ def profile_iteration(
         "text_tokens": model.spec.text_tokens,
         "image_tokens": expected.prompt_tokens - model.spec.text_tokens,
         "ceiling_flops_per_second": ceiling,
-        "phases": phase_table(row, done, useful, ceiling, {}),
+        "phases": phase_table(row, done, useful, ceiling),
         "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
         "planned_bytes": sum(expected.memory.values()),
-        "families": [],
+        "kernels": [],
         "trace": None if window_only else str(folder / TRACE.format(rank())),
     }
     if profiler is not None and rank() == 0:
         write_json(result, folder / "profile.json")  # a million events take minutes to read
         if device.type == "cuda":
             log.info("reading the trace")
-            work, changes = _read(list(profiler.events() or []))
-            busy = busy_seconds(work, changes)
-            result |= {"phases": phase_table(row, done, useful, ceiling, busy), "families": family_table(work, changes)}
+            result["kernels"] = kernel_table(profiler.key_averages())
             write_json(result, folder / "profile.json")
     if profiler is not None:
         profiler.export_chrome_trace(str(result["trace"]))
@@ -174,9 +144,9 @@ def _flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], 
 
 
 def phase_table(
-    row: Mapping[str, Any], flops: ByPhase, model_flops: ByPhase, ceiling: float, busy: ByPhase
+    row: Mapping[str, Any], flops: ByPhase, model_flops: ByPhase, ceiling: float
 ) -> dict[str, dict[str, float | None]]:
-    """Return phase or `total` -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s, MFU and HFU.
+    """Return phase or `total` -> seconds, share, FLOPs, FLOP/s, MFU and HFU.
 
     HFU = FLOPs / seconds / ceiling; MFU is the same of `model_flops`, which a recomputation does not add to.
     """
@@ -184,14 +154,13 @@ def phase_table(
     seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in shown}
     total = float(row["time/total"])
     seconds["other"] = total - sum(seconds.values())
-    done, useful, on_device = ({**given, "total": sum(given.values())} for given in (flops, model_flops, busy))
+    done, useful = ({**given, "total": sum(given.values())} for given in (flops, model_flops))
     table: dict[str, dict[str, float | None]] = {}
     for phase, value in (seconds | {"total": total}).items():
         rates = [of[phase] / value if phase in of and value > 0 else None for of in (done, useful)]
         table[phase] = {
             "seconds": value,
             "share": value / total,
-            "busy_seconds": on_device.get(phase, 0.0) if busy else None,
             "flops": done.get(phase),
             "model_flops": useful.get(phase),
             "flops_per_second": rates[0],
@@ -201,56 +170,14 @@ def phase_table(
     return table
 
 
-def _read(events: Sequence[Any]) -> tuple[list[Work], list[tuple[float, str]]]:
-    """Return the kernels of a profile, and the times at which the phase changes.
-
-    In a profile every phase ends with a synchronisation. So a kernel belongs to the phase in which it began, whatever
-    its stream or graph.
-    """
-    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    work = [Work(e.name, e.time_range.start, e.time_range.elapsed_us(), family(e.name)) for e in kernels]
-    spans = [
-        (e.time_range.start, e.time_range.end, e.name)
-        for e in events
-        if e.device_type == DeviceType.CPU and e.is_user_annotation and e.name in (*PHASES, WAIT)
-    ]
-    return work, phase_changes(spans)
-
-
-def phase_changes(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, str]]:
-    """Convert spans (start, end, phase), which may nest, to sorted changes (time, innermost phase from then on)."""
-    changes, stack = [], ["other"]
-    edges = [(start, 1, phase) for start, _, phase in spans] + [(end, 0, phase) for _, end, phase in spans]
-    for when, opens, phase in sorted(edges):
-        if opens:
-            stack.append(phase)
-        else:
-            stack.pop()
-        changes.append((when, stack[-1]))
-    return changes
-
-
-def _phase_at(changes: Sequence[tuple[float, str]], when: float) -> str:
-    index = bisect.bisect_right(changes, when, key=lambda change: change[0])
-    return changes[index - 1][1] if index else "other"
-
-
-def family_table(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, dict[str, float]]:
-    """Return family -> phase -> seconds, largest family first."""
-    table: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLUMNS, 0.0))
-    for item in work:
-        table[item.family][_phase_at(changes, item.start)] += item.duration / 1e6
-    return dict(sorted(table.items(), key=lambda row: -sum(row[1].values())))
-
-
-def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, float]:
-    """Return phase -> seconds in which at least one kernel ran."""
-    busy, until = dict.fromkeys(COLUMNS, 0.0), 0.0
-    for item in sorted(work, key=lambda item: item.start):
-        end = item.start + item.duration
-        busy[_phase_at(changes, item.start)] += max(0.0, end - max(item.start, until)) / 1e6
-        until = max(until, end)
-    return busy
+def kernel_table(averages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return name, calls and seconds of kernels and copies on the GPU, largest first, then the sum of the others."""
+    kernels = [e for e in averages if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    rows = [{"name": e.key, "calls": e.count, "seconds": e.self_device_time_total / 1e6} for e in kernels]
+    rest = rows[KERNELS:]
+    others = {"name": "all others"} | {key: sum(row[key] for row in rest) for key in ("calls", "seconds")}
+    return [*rows[:KERNELS], others] if rest else rows
 
 
 def format_profile(result: Mapping[str, Any]) -> str:
@@ -260,9 +187,8 @@ def format_profile(result: Mapping[str, Any]) -> str:
         return "" if value is None else format(value / scale, form)
 
     env, phases = result["environment"], result["phases"]
-    gpu = phases["total"]["busy_seconds"] is not None
     ceiling = result["ceiling_flops_per_second"] / 1e12
-    head = ("seconds", "share", "GPU busy" if gpu else "", "FLOPs", "TFLOP/s", "MFU", "HFU")
+    head = ("seconds", "share", "FLOPs", "TFLOP/s", "MFU", "HFU")
     lines = [
         head_line(env),
         f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling:.3g} TFLOP/s",
@@ -270,7 +196,7 @@ def format_profile(result: Mapping[str, Any]) -> str:
         f"{'phase':<28}" + "".join(f"{title:>11}" for title in head),
     ]
     for phase, row in phases.items():
-        cells = [cell(row["seconds"], ".4f"), cell(row["share"], ".1%"), cell(row["busy_seconds"], ".4f")]
+        cells = [cell(row["seconds"], ".4f"), cell(row["share"], ".1%")]
         cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12)]
         cells += [cell(row["mfu"], ".1%"), cell(row["hfu"], ".1%")]
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
@@ -284,13 +210,12 @@ def format_profile(result: Mapping[str, Any]) -> str:
         planned = result["planned_bytes"]
         share = f"; train is {peaks['train'] / planned:.0%} of the planned {format_bytes(planned)}" * ("train" in peaks)
         lines.append(f"peak of allocated memory: {found}{share}")
-    if result["families"]:
-        sums = {name: sum(row.values()) for name, row in result["families"].items()}
-        columns = [phase for phase in COLUMNS if phase in phases]
-        lines += ["", f"{'kernels, GPU seconds':<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in columns)]
-        for name, row in result["families"].items():
-            cells = [f"{row[phase]:>11.4f}" for phase in columns]
-            lines.append(f"{name:<28}{sums[name] / sum(sums.values()):>8.1%}" + "".join(cells))
+    if kernels := result.get("kernels"):
+        total = sum(row["seconds"] for row in kernels)
+        lines += ["", f"{'GPU seconds':>11}{'share':>8}{'calls':>9}  kernel; together {total:.4f} s, over all streams"]
+        for row in kernels:
+            share = row["seconds"] / total
+            lines.append(f"{row['seconds']:>11.4f}{share:>8.1%}{row['calls']:>9}  {row['name'][:90]}")
     if result["trace"] is not None:
         others = f" (of other ranks: {TRACE.format(1)} ...)" if result["ranks"] > 1 else ""
         lines += ["", f"trace, for chrome://tracing or ui.perfetto.dev: {result['trace']}{others}"]

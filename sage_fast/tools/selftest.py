@@ -22,7 +22,7 @@ from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.tools.checks import Check, tried
-from sage_fast.tools.harness import matmul_ceiling, of_limit, usual_dtype
+from sage_fast.tools.harness import matmul_ceiling, usual_dtype
 from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong
 from sage_fast.util.captions import Caption
 from sage_fast.util.console import quiet
@@ -34,7 +34,6 @@ TESTBED = "random:testbed"
 LEAST_SHARE = 0.4
 """Share of a matrix product's ceiling below which attention on a GPU is slow. An H100 that ran alone reached 0.73:
 `2026-11-25-h100-doctor.json` in benchmarks/results."""
-NO_CEILING = "the matrix product above was slowed down, as by other programs, or its library is slow on this device"
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -100,8 +99,8 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
             yield Check(row, "wrong", trial.problem, advice)
             continue
         share = 1e3 * flops / trial.milliseconds / ceiling
-        limit = of_limit(share, "the ceiling", NO_CEILING)
-        found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward, {limit}"
+        found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward"
+        found += f", {share:.0%} of the ceiling" * gpu  # on a CPU other programs slow down one of the two
         if not trial.agrees:
             found += "; rounds differently under no_grad, so model.attention = auto skips it for clip and kl_mask"
         slow = gpu and name == best and share < LEAST_SHARE

@@ -22,7 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from sage_fast.benchmarks.compile_report import ARCHITECTURES, SPECIALISATIONS, Row, Specialisation, format_table
+from sage_fast.benchmarks.compile_report import (
+    ARCHITECTURES,
+    RANKS,
+    SPECIALISATIONS,
+    Row,
+    Specialisation,
+    format_table,
+)
+from sage_fast.kernels.adapter_rows import MAX_RANK, rank_block
 from sage_fast.kernels.common import _reduce_kernel
 
 from sage_fast.algorithm.resolved import Resolved
@@ -82,7 +90,8 @@ COMPENSATED = """
 import re
 from sage_fast.benchmarks import compile_report as report
 
-kernels = [s for s in report.SPECIALISATIONS if "adapter_rows_fwd" in s.kernel and s.x == "fp32" and not s.gelu]
+rows = [s for s in report.SPECIALISATIONS if "adapter_rows_fwd" in s.kernel and s.x == "fp32" and s.rank == 64]
+kernels = [s for s in rows if not s.gelu]
 for ptx in (report._compile(s, arch).asm["ptx"] for s in kernels for arch in report.ARCHITECTURES):
     found = {name: re.findall(rf"\\b{name}\\.rn\\.f32(x2)?\\b", ptx) for name in ("add", "sub")}
     print(*(sum(1 + bool(pair) for pair in pairs) for pairs in found.values()))
@@ -129,6 +138,8 @@ def test_the_compiler_keeps_the_compensation_of_a_float32_sum() -> None:
 
 
 def test_nothing_spills(rows):
+    """Adapters of every rank that the kernels take: a padded rank is a power of two."""
+    assert {*map(rank_block, range(MAX_RANK + 1))} == {*RANKS}
     spilled = [row for row in rows if row.spilled_bytes]
     assert not spilled, "\n" + format_table(spilled)
 
@@ -157,8 +168,8 @@ def test_aligned_samples_move_16_bytes_a_thread(rows):
 def test_rows_of_an_adapter_are_loaded_ahead(rows):
     """In 16 bits no load waits in registers, but for a gated row's: the others are copies into shared memory."""
     adapters = [row for row in rows if "adapter" in row.kernel and "bf16" in row.specialisation]
-    assert len(adapters) == 4 * len(SHIPPED)
-    waiting = [row for row in adapters if {*row.loads, *row.stores} != {16}]
+    assert len(adapters) == 4 * len(RANKS) * len(SHIPPED)
+    waiting = [row for row in adapters if {*row.loads, *row.stores} != {16} and "rank 16" not in row.specialisation]
     waiting += [row for row in adapters if row.loads and "gated" not in row.specialisation]
     assert not waiting, "\n" + format_table(waiting)
 
@@ -166,11 +177,11 @@ def test_rows_of_an_adapter_are_loaded_ahead(rows):
 def test_gelu_is_evaluated_once_an_element(rows):
     """An exponential and a reciprocal, forward and backward, however many layouts need it."""
     adapters = [row for row in rows if "adapter" in row.kernel and "bf16" in row.specialisation]
-    assert len(adapters) == 4 * len(SHIPPED)
+    assert len(adapters) == 4 * len(RANKS) * len(SHIPPED)
     for row in adapters:
         once = 2 if "GELU" in row.specialisation or "bwd" in row.kernel else 0
         assert row.special == once, "\n" + format_table([row])
-        assert row.asynchronous >= 4, "\n" + format_table([row])
+        assert row.asynchronous >= (2 if "gated" in row.specialisation else 4), "\n" + format_table([row])
 
 
 def test_aligned_samples_use_shared_memory_for_the_final_sum_alone(rows):
@@ -262,7 +273,7 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
         beta=given.get("HAS_BETA", False), one_step=given.get("STEP_STRIDE") == 0, outputs=given.get("OUTPUTS", 0),
         weights=None if weights == x else weights, part=given.get("PART", 0),
         sums=given.get("MODULATION", given.get("WEIGHTS", False)), residual=given.get("RESIDUAL", False),
-        gated=given.get("GATED", False), gelu=given.get("GELU", False),
+        gated=given.get("GATED", False), gelu=given.get("GELU", False), rank=given.get("RANK", 64),
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def test_several_rows_a_program(operator, shape, monkeypatch):
     assert_accurate(check(operator, launcher, inputs(operator, shape, (FP32,), DEVICE)))
 
 
-@pytest.mark.parametrize("rank", [20, 257])
+@pytest.mark.parametrize("rank", [0, 20, 257])
 def test_rows_beside_an_adapter_of_any_rank(rank):
     """Over several tiles of rows and columns, with ranks that differ; above MAX_RANK the reference serves."""
     x, _, _ = inputs("adapter_rows", (2, 70, 130), (BF16,), DEVICE)

@@ -2,8 +2,7 @@
 
 The package flash-attn-4 (kernels in CuTe DSL for Hopper and Blackwell) launches its kernels past PyTorch's dispatcher.
 As an operator, checkpointing can keep its output. The package compiles at the first call of a kernel, for about a
-minute: into a folder of the user's cache, so that it does so once for all processes. Written against 4.0.0b36; not run
-yet.
+minute: into a folder, so that it does so once for all processes. Written against 4.0.0b36; not run yet.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import contextlib
 import fcntl
 import functools
 import os
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sage-fast", "flash-attn-4")
 _called: set[tuple[object, ...]] = set()
 
 
+def _cache() -> Path | None:
+    """Return the folder of compiled kernels, the first that can be written of: given, the user's, a temporary one."""
+    folders = [Path(given)] if (given := os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")) else []
+    with contextlib.suppress(RuntimeError):  # no home
+        folders.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sage-fast", "flash-attn-4"))
+    temporary = Path(tempfile.gettempdir(), f"sage-fast-flash-attn-4-{os.getuid()}")
+    for folder in (*folders, temporary):
+        with contextlib.suppress(OSError):
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            if folder != temporary or folder.lstat().st_uid == os.getuid():  # its code runs here
+                return folder
+    return None
+
+
 @functools.cache
-def _package() -> tuple[Callable[..., Any], Callable[..., Any], Path]:
-    """Import the package, with its cache on; return its forward, its backward and the folder of the cache."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read at the import
-    folder = Path(os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE)))
-    folder.mkdir(parents=True, exist_ok=True)
+def _package() -> tuple[Callable[..., Any], Callable[..., Any], Path | None]:
+    """Import the package, with its cache on; return its forward, its backward and the folder of the cache, if any."""
+    switch, folder = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", None
+    if os.environ.setdefault(switch, "1") == "1":  # both are read at the import
+        if folder := _cache():
+            os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(folder)
+        else:
+            os.environ[switch] = "0"
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -38,11 +56,11 @@ def _package() -> tuple[Callable[..., Any], Callable[..., Any], Path]:
 @contextlib.contextmanager
 def _one_compiles(*kernel: object) -> Iterator[None]:
     """Run the first call of a kernel alone on this machine: the first process compiles, the others read its cache."""
-    if kernel in _called:
-        yield
-        return
-    with (_package()[2] / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = None if kernel in _called else _package()[2]
+    with contextlib.ExitStack() as held:
+        if folder is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(held.enter_context((folder / "lock").open("w")), fcntl.LOCK_EX)
         yield
     _called.add(kernel)
 
@@ -59,7 +77,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 def _backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, gradient: Tensor, log_sum_exp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.get_deterministic_debug_mode() == 2  # 1 is `warn_only`
+    if torch.get_deterministic_debug_mode() == 1:
+        warnings.warn("the backward of FlashAttention 4 is deterministic without warn_only alone", stacklevel=2)
     with _one_compiles("backward", query.dtype, query.shape[3], deterministic):
         inputs = query, key, value, out, gradient, log_sum_exp
         dq, dk, dv = _package()[1](*inputs, deterministic=deterministic)

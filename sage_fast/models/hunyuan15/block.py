@@ -31,6 +31,9 @@ class TextToVideoBlock(nn.Module):
     It is a module so that hooks (FSDP2, profilers) can attach to it. AdaLN's layers are not in it.
     """
 
+    skips_its_end = True
+    """A recomputation (`is_recomputing`) leaves out what only the block's results need."""
+
     def __init__(self, block: Any) -> None:
         super().__init__()
         self.attn: Any = block.attn
