@@ -24,6 +24,7 @@ from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.claim import locked, remove_partials
 from sage_fast.run.folder import STATE, TRAINING, RunFolder, digest, iteration_of
+from sage_fast.run.shards import SavedParts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import append_line, atomic_path, write_atomic
@@ -206,6 +207,25 @@ def test_a_manifest_of_other_types_is_skipped(value: Any, tmp_path: Path, caplog
     found = load_checkpoint(tmp_path, trainer.engine)
     assert found is not None
     assert found[0] == 1
+
+
+def test_a_checkpoint_whose_manifest_lacks_the_optimizer_is_skipped(tmp_path: Path) -> None:
+    trainer = tiny_trainer(settings())
+    for iteration in (1, 2):
+        save(trainer, tmp_path, iteration)
+    edited(lambda manifest: manifest["files"].pop(f"{TRAINING}optimizer.json"))(
+        tmp_path / "checkpoints" / "iteration-000002" / "manifest.json"
+    )
+    found = load_checkpoint(tmp_path, trainer.engine)
+    assert found is not None
+    assert found[0] == 1
+
+
+@pytest.mark.parametrize("parts", ["[" * 100_000, '{"a": [Infinity, 3]}', '{"a": 1}', "3"])
+def test_a_part_with_an_odd_header_is_refused(parts: str, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "trainable-00001-of-00001.safetensors", {"parts": parts})
+    with pytest.raises(UserError, match="not a file of parts of weights"):
+        SavedParts(tmp_path)
 
 
 def test_a_file_that_the_manifest_does_not_list_is_no_part(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
             2,
             "'rnus/demo': no such file or folder; expected a YAML file or a run folder",
         ),
-        (["sample", str(PAPER), "--prompt", "a cat", "--prompt", " "], 2, "--prompt '': expected text, such as"),
+        (["sample", str(PAPER), "--prompt", "a cat", "--prompt", " "], 2, "--prompt ' ': the prompt is empty"),
         (["init", "mine", "--config", "demmo"], 2, "did you mean 'demo'?"),
         (["evaluate", "runs/demo"], 2, "sage-fast evaluate: no such command; expected one of init, train, "),
         (["evaluate", "runs/demo"], 2, "did you mean 'eval'?"),

@@ -13,7 +13,7 @@ from diffusers import UniPCMultistepScheduler
 from safetensors.torch import load_file, save_file
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.load import check_shapes, find_spec, load_model
+from sage_fast.models.load import check_weights, find_spec, load_model
 from sage_fast.testbed import BASE
 from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.util.errors import UserError
@@ -63,7 +63,7 @@ def test_a_field_that_the_class_does_not_know_is_a_note(testbed: Path, part: str
     expected = loaded(testbed)
     assert expected.notes == []
     change(testbed / part / "config.json", **fields)
-    check_shapes(find_spec(str(testbed)))
+    check_weights(find_spec(str(testbed)))
     found = loaded(testbed)
     (note,) = found.notes
     assert note.endswith(f"fields of config.json are not known here: {sorted(fields)}")
@@ -78,7 +78,7 @@ def test_a_field_that_the_class_does_not_know_is_a_note(testbed: Path, part: str
 )
 def test_values_of_another_type_are_one_line(testbed: Path, fields: dict[str, Any]) -> None:
     change(testbed / "transformer" / "config.json", **fields)
-    for call in (lambda: check_shapes(find_spec(str(testbed))), lambda: loaded(testbed)):
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
         assert "transformer/config.json describes no model: " in refusal(call)
 
 
@@ -104,7 +104,7 @@ def test_weights_of_another_shape_are_one_line_before_they_are_loaded(
     testbed: Path, part: str, fields: dict[str, Any]
 ) -> None:
     change(testbed / part / "config.json", **fields)
-    text = refusal(lambda: check_shapes(find_spec(str(testbed))))
+    text = refusal(lambda: check_weights(find_spec(str(testbed))))
     assert f" in {part}/diffusion_pytorch_model.safetensors; its config.json asks for [" in text
     assert f"cannot read the weights in {part}/" in refusal(lambda: loaded(testbed))
 
@@ -114,9 +114,88 @@ def test_one_tensor_of_another_shape_is_named(testbed: Path) -> None:
     tensors = load_file(file)
     tensors["proj_out.bias"] = tensors["proj_out.bias"][:-1].contiguous()
     save_file(tensors, file, {"format": "pt"})
-    assert "proj_out.bias has shape [31] in" in refusal(lambda: check_shapes(find_spec(str(testbed))))
+    assert "proj_out.bias has shape [31] and type F16 in" in refusal(lambda: check_weights(find_spec(str(testbed))))
     file.write_bytes(file.read_bytes()[:100])
-    assert f"cannot read transformer/{file.name}: " in refusal(lambda: check_shapes(find_spec(str(testbed))))
+    assert f"cannot read transformer/{file.name}: " in refusal(lambda: check_weights(find_spec(str(testbed))))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
+def test_weights_of_another_type_are_refused(testbed: Path, dtype: torch.dtype) -> None:
+    """A cast would give other numbers than the program that wrote them meant."""
+    file = testbed / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["proj_out.weight"] = tensors["proj_out.weight"].to(dtype)
+    save_file(tensors, file, {"format": "pt"})
+    assert "; expected one of F32, BF16" in refusal(lambda: check_weights(find_spec(str(testbed))))
+
+
+def sharded(folder: Path) -> dict[str, str]:
+    """Write the weights again in two files with an index; return key -> file."""
+    TestbedTransformer.from_pretrained(folder).save_pretrained(folder, max_shard_size="40KB")
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+
+
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
+
+
+def test_the_weights_of_a_checkpoint_are_what_its_index_lists(testbed: Path) -> None:
+    folder = testbed / "transformer"
+    files = sharded(folder)
+    assert len({*files.values()}) > 1
+    (folder / "old_backup.safetensors").write_bytes(b"torn")
+    save_file({"proj_out.bias": torch.zeros(3)}, folder / "diffusion_pytorch_model.fp16.safetensors")
+    check_weights(find_spec(str(testbed)))
+    loaded(testbed)
+    last = max(files.values())
+    (folder / last).rename(folder / "elsewhere")
+    assert f"cannot read transformer/{last}" in refusal(lambda: check_weights(find_spec(str(testbed))))
+    (folder / "elsewhere").rename(folder / last)
+    for text in ("[]", "{", '{"weight_map": 3}', "{}"):
+        (folder / INDEX).write_text(text)
+        assert f"cannot read transformer/{INDEX}" in refusal(lambda: check_weights(find_spec(str(testbed))))
+
+
+def test_a_weight_that_no_file_holds_is_refused(testbed: Path) -> None:
+    file = testbed / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    del tensors["proj_out.bias"]
+    save_file(tensors, file, {"format": "pt"})
+    assert "lacks 1 weights, such as proj_out.bias" in refusal(lambda: check_weights(find_spec(str(testbed))))
+    assert "proj_out.bias is missing" in refusal(lambda: loaded(testbed))
+
+
+def test_a_weight_in_another_file_than_the_index_says(testbed: Path) -> None:
+    folder = testbed / "transformer"
+    files = sharded(folder)
+    first, last = min(files.values()), max(files.values())
+    key = next(key for key, file in files.items() if file == first)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files | {key: last}}))
+    assert key in refusal(lambda: loaded(testbed))
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize("damage", ["lacks", "torn", "shape", "config"])
+def test_text_encoders_are_whole(checkpoint: Path, tmp_path: Path, part: str, damage: str) -> None:
+    """transformers fills missing weights with random numbers."""
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    file = copied / part / "model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in sorted(tensors) if "norm" in key)
+    if damage == "lacks":
+        del tensors[key]
+        save_file(tensors, file, {"format": "pt"})
+    elif damage == "shape":
+        tensors[key] = tensors[key][:-1].contiguous()
+        save_file(tensors, file, {"format": "pt"})
+    elif damage == "torn":
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        (copied / part / "config.json").write_text("[1]")
+    spec = find_spec(str(copied))
+    text = refusal(lambda: spec.load_encoder(torch.float32, CPU, SAMPLING))
+    assert "cannot read the encoders: " in text
+    assert damage != "lacks" or f"{part} lacks 1 weights, such as " in text
 
 
 def test_a_stale_index_beside_newer_weights_is_a_note(testbed: Path) -> None:

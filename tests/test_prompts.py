@@ -79,6 +79,8 @@ def test_what_is_no_line_of_text_is_named(content: bytes, line: int, why: str, t
     (b'{"prompt": "a"}\n{"prompt": "a\\u0000b"}\r', 2, "the prompt holds a NUL"),
     ('{"prompt": "a"}\n'.encode("utf-16-le"), 1, "holds a NUL, as UTF-16 does"),
     (b'{"prompt": "a"}\r\n{"prompt": "\\u200b \\u2060"}', 2, "all of its characters are invisible"),
+    (b'{"prompt": "a \\ud800 b"}', 1, "half of a character"),
+    (b'{"prompt": "a"}\n{"prompt": "b", "negative_prompt": "\\udfff"}', 2, "half of a character"),
 ])  # fmt: skip
 def test_json_is_checked_alike(content: bytes, line: int, why: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_bytes(content)

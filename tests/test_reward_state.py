@@ -150,11 +150,15 @@ def by_resize(videos: Tensor) -> None:
     videos.resize_(1).fill_(7)
 
 
+def by_freeing(videos: Tensor) -> None:
+    videos.untyped_storage().resize_(0)
+
+
 def one_pixel(videos: Tensor) -> None:
     videos.numpy().reshape(-1)[-1] += 1
 
 
-@pytest.mark.parametrize("write_into", [in_place, by_data, by_numpy, by_resize, one_pixel])
+@pytest.mark.parametrize("write_into", [in_place, by_data, by_numpy, by_resize, by_freeing, one_pixel])
 @pytest.mark.parametrize("timeout", [0.0, 60.0])
 def test_each_reader_gets_what_was_decoded(write_into: Any, timeout: float, caplog: pytest.LogCaptureFixture) -> None:
     def reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:

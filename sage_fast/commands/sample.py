@@ -35,14 +35,12 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
-    if not all(text.strip() for text in options.prompt):
-        raise UserError("--prompt '': expected text, such as --prompt 'a cat, asleep'")
+    prompts = _given(options.prompt, options.image)
     config = load_source("sample", options.config, overrides)
     from sage_fast.commands.videos import generate, save_videos
     from sage_fast.loading import load_setup, resolve
     from sage_fast.util.seeding import sample_seeds
 
-    prompts = _given(options.prompt, options.image)
     prompts += read_prompts(options.prompts) if options.prompts else []
     folder = options.folder
     check_folder(folder)

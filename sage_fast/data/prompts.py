@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from sage_fast.config.fields import is_unicode
 from sage_fast.config.schema import DataConfig
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
@@ -64,11 +65,17 @@ class Prompt:
         return Caption(self.text, str(Path(self.folder, self.image).absolute()) if self.image else "")
 
     def check(self, check_image: Callable[[str], object] = check_image) -> None:
-        """Check the key, and the image by a function of its path; by default its header alone.
+        """Check the texts, the key, and the image by a function of its path; by default its header alone.
 
         Raises:
-            UserError: the image cannot be used, or a text looks like a key with an image.
+            UserError: the prompt is empty or no text, the image cannot be used, or a text looks like a key with an
+                image.
         """
+        if not any(unicodedata.category(letter)[0] not in "CMZ" and letter not in BLANKS for letter in self.text):
+            invisible = ", or all of its characters are invisible" * bool(self.text)
+            raise UserError(f"{self.where}: the prompt is empty{invisible}")
+        if "\0" in (texts := self.text + self.negative) or not is_unicode(texts):
+            raise UserError(f"{self.where}: the prompt holds a NUL or half of a character; expected text")
         keys = self.key, self.saying(self.negative).key
         if wrong := [key for key in keys if split_key(key)[1] != self.image]:
             raise UserError(
@@ -209,10 +216,6 @@ def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
     if "prompt" not in fields:
         raise UserError(f"{where}: 'prompt' is missing")
     text, negative, image = (_text(fields, key, where) for key in ("prompt", "negative_prompt", "image"))
-    if not any(unicodedata.category(letter)[0] not in "CMZ" and letter not in BLANKS for letter in text):
-        raise UserError(f"{where}: the prompt is empty{', or all of its characters are invisible' * bool(text)}")
-    if "\0" in text + negative:
-        raise UserError(f"{where}: the prompt holds a NUL; expected text")
     seed = fields.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise UserError(f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1")

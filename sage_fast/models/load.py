@@ -29,6 +29,9 @@ from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Types of weights in a file that are read as they are meant."""
+
 
 class _ConfigReader(ConfigMixin):
     """Reader for the config.json of any part."""
@@ -48,6 +51,8 @@ def read_config(setting: str, source: str, part: str) -> dict[str, Any]:
         config = _ConfigReader.load_config(source, subfolder=part)
     except OSError as error:
         raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{setting} = {source!r}: the {part}'s config.json holds no mapping")
     if config.get("quantization_config"):
         raise UserError(f"{setting} = {source!r}: its {part} is quantized; expected weights in float32 or bfloat16")
     return config
@@ -89,27 +94,41 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     return spec
 
 
-def check_shapes(spec: Spec) -> None:
-    """Check that the weights in a local folder have the shapes that its config.json asks for; reads headers alone.
+def check_weights(spec: Spec) -> None:
+    """Check that a local folder holds the weights that its config.json asks for; reads headers alone.
 
     Raises:
-        UserError: they have not, or a file is damaged.
+        UserError: one is missing, or has another shape or type, or a file is damaged.
     """
     for part in (*spec.networks, "vae"):
-        files = sorted((Path(spec.source(part, spec.path)) / part).glob("*.safetensors"))
-        expected = spec.meta(part).state_dict() if files else {}
-        for file in files:
-            try:
-                with safe_open(file, "pt") as opened:
-                    shapes = {key: opened.get_slice(key).get_shape() for key in expected.keys() & set(opened.keys())}
-            except SafetensorError as error:
-                raise UserError(f"model.path = {spec.path!r}: cannot read {part}/{file.name}: {error}") from error
-            for key, shape in shapes.items():
-                if shape != list(expected[key].shape):
-                    raise UserError(
-                        f"model.path = {spec.path!r}: {key} has shape {shape} in {part}/{file.name}; its config.json "
-                        f"asks for {list(expected[key].shape)}"
-                    )
+        folder = Path(spec.source(part, spec.path)) / part
+        index, name = folder / SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+        if not index.is_file() and not (folder / name).is_file():
+            continue
+        expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
+        try:
+            names = {name}
+            if index.is_file():
+                name = index.name
+                names = {*json.loads(index.read_text())["weight_map"].values()}
+            for name in sorted(names):
+                with safe_open(folder / name, "pt") as opened:
+                    found = {key: opened.get_slice(key) for key in expected.keys() & {*opened.keys()}}
+                    given = {key: (of.get_shape(), of.get_dtype()) for key, of in found.items()}
+                for key, (shape, dtype) in given.items():
+                    asked = expected.pop(key)
+                    what = f"model.path = {spec.path!r}: {key} has shape {shape} and type {dtype} in {part}/{name}"
+                    if shape != asked:
+                        raise UserError(f"{what}; its config.json asks for {asked}")
+                    if dtype not in FLOATS:
+                        raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
+        except UserError:
+            raise
+        except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise UserError(f"model.path = {spec.path!r}: cannot read {part}/{name}: {error}") from error
+        if expected:
+            lacks = f"lacks {len(expected)} weights, such as {min(expected)}"
+            raise UserError(f"model.path = {spec.path!r}: {part} {lacks}")
 
 
 def _family_in(path: str, source: str) -> type[Spec]:
@@ -153,6 +172,7 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
     odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
+    odd += [f"{key} is not in the file that the index names" for key, p in module.named_parameters() if p.is_meta]
     if odd:
         raise UserError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
     return module

@@ -19,6 +19,8 @@ from sage_fast.util.errors import RewardError, UserError, first_line
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import local_device
 
+TAKEN = ("reward", "overall", "file", "prompt", "image", "seed")
+"""Columns of tables beside the parts of a reward."""
 SMALL = 2**22
 """Largest number of pixels of a made-up video that has the run's own size."""
 
@@ -255,7 +257,7 @@ def load_rewards(
     reward, judge = CompositeReward.of(config.reward, device, metadata), None
     reward.check(config.sampling, prompts, device)
     for part in reward.parts:
-        if part in ("reward", "overall") or part.startswith(JUDGE_PART):
+        if part in TAKEN or part.startswith(JUDGE_PART):
             who = " and ".join(map(repr, reward.names))
             raise UserError(f"reward {who}: returns {part!r}, a name of tables; give it a reward.prefix such as my_")
     if config.eval.judge is not None:

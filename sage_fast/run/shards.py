@@ -175,5 +175,5 @@ def _read_header(file: Path) -> dict[str, tuple[int, int, int]]:
             places = json.loads((opened.metadata() or {})["parts"])
             sizes = {name: opened.get_slice(name).get_shape()[0] for name in opened.keys()}  # noqa: SIM118 no mapping
         return {name: (int(first), int(first) + sizes[name], int(size)) for name, (first, size) in places.items()}
-    except (SafetensorError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
         raise UserError(f"{file}: not a file of parts of weights: {error}") from error

@@ -25,7 +25,7 @@ from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry
 from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, shared_prompts
 from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
-from sage_fast.models.load import check_shapes, find_spec, meta_policy
+from sage_fast.models.load import check_weights, find_spec, meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.registry import default_family
@@ -364,7 +364,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
         UserError: the settings are impossible, `model.path` is not a checkpoint, or prompts or a reward are missing.
     """
     spec = find_spec(config.model.path)
-    check_shapes(spec)
+    check_weights(spec)
     resolved = check_trainable(config, ranks)
     check_distilled(spec.distillation, resolved.objective)
     train, heldout = configured_prompts(config.data)

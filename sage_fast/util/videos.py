@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sage_fast.util.errors import UserError
 from sage_fast.util.files import atomic_path
 
 BT709 = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-colorspace", "bt709", "-color_range", "tv"]
@@ -26,7 +27,7 @@ def pixels(video: Tensor) -> np.ndarray:
     """Convert float `[F, 3, H, W]` in [0, 1] to uint8 `[F, H, W, 3]`; values outside are clamped.
 
     Raises:
-        ValueError: wrong shape, an integer dtype, or non-finite values.
+        ValueError: wrong shape, an integer dtype, or non-finite values (a `UserError`).
     """
     if video.ndim != 4 or video.shape[1] != 3 or 0 in video.shape:
         raise ValueError(f"video: expected shape [F, 3, H, W] without empty sides, got {list(video.shape)}")
@@ -34,7 +35,7 @@ def pixels(video: Tensor) -> np.ndarray:
         raise ValueError(f"video: expected floating point in [0, 1], got {video.dtype}")
     video = video.detach().float().cpu()
     if not video.isfinite().all():
-        raise ValueError("video: holds values that are not finite")
+        raise UserError("video: holds values that are not finite; the weights or the autoencoder gave them")
     return (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
 

@@ -15,6 +15,7 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extra
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
@@ -24,7 +25,8 @@ from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError, first_line
 from sage_fast.util.images import read_image
 
-PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+ENCODERS = ("text_encoder", "text_encoder_2")
+PARTS = (*ENCODERS, "tokenizer", "tokenizer_2")
 IMAGE_PARTS = ("image_encoder", "feature_extractor", "vae")
 IMAGE_TOKENS = 729
 """Tokens of an image in published checkpoints: SigLIP's 27 x 27 patches."""
@@ -57,9 +59,17 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
                     AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae")
                 )
         with progress_bars_of(source):
+            for part in ENCODERS if size is None else (*ENCODERS, "image_encoder"):
+                _, kind = cls.load_config(source)[part]
+                encoder, found = getattr(transformers, kind).from_pretrained(
+                    source, subfolder=part, dtype=dtype, output_loading_info=True
+                )
+                if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+                    raise OSError(f"{part} lacks {len(lacking)} weights, such as {lacking[0]}")
+                parts[part] = encoder
             pipeline = cls.from_pretrained(source, **parts, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path = {path!r}: cannot read the encoders: {error}") from error
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(f"model.path = {path!r}: cannot read the encoders: {first_line(error)}") from error
     _check_crop(pipeline, path)
     encoders = [pipeline.text_encoder, pipeline.text_encoder_2]
     if size is not None:
