@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from sage_fast.run.sources import heavy_imports
+from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import make_folder_of, write_json
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.run.sources import heavy_imports
+from sage_fast.util.console import heavy_imports
 from sage_fast.util.files import make_folder_of
 
 

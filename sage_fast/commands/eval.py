@@ -12,7 +12,8 @@ from sage_fast.config.loader import from_overrides
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.run.folder import RunFolder
-from sage_fast.run.sources import heavy_imports, labelled, load_run
+from sage_fast.run.sources import labelled, load_run
+from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, make_folder_of
 

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.run.sources import existing, heavy_imports
+from sage_fast.run.sources import existing
+from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import printable
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from sage_fast.config.loader import load
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.resume import began_here, launcher
-from sage_fast.run.sources import heavy_imports, resumed_settings
+from sage_fast.run.sources import resumed_settings
+from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
 

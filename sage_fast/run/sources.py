@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 
 from sage_fast.config.loader import keys_of, load
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, check_weights, fault_of_weights, iteration_of
+from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -89,17 +88,6 @@ def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | N
     config = RunFolder(path).settings(overrides) if path.is_dir() else load(path, overrides)
     check_weights(config.model.weights)
     return config, None
-
-
-@contextlib.contextmanager
-def heavy_imports(command: str) -> Iterator[None]:
-    """Announce the imports of the block, which take seconds; without the garbage collector they take a fifth less."""
-    log.info(f"sage-fast {command}: loading PyTorch and diffusers")
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def load_source(command: str, source: str, overrides: Mapping[str, str]) -> Config:
