@@ -11,12 +11,18 @@ from torch import Tensor
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.attention.trial import fastest, measure_attention
+from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec
+from sage_fast.models.policy import Policy
+from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec
 from sage_fast.tools.harness import usual_dtype
 from sage_fast.tools.operators import OPERATORS, inputs
-from sage_fast.tools.selftest import PROMPT, TESTBED, conditions, random_policy
+from sage_fast.util.captions import Caption
+
+PROMPT = "a red circle moves left quickly"
+TESTBED = "random:testbed"
 
 
 def large_inputs(operator: str, device: torch.device) -> list[Any]:
@@ -35,6 +41,19 @@ def shallow(path: str) -> Spec:
     spec = find_spec(path)
     layouts = {part: {**spec.meta(part).config, "num_layers": 2} for part in spec.networks}
     return type(spec)(path, layouts)
+
+
+def random_policy(spec: Spec, device: torch.device) -> Policy:
+    """Make a policy with random weights in the usual dtype."""
+    dtype = usual_dtype(device)
+    networks = {part: random_module(spec, part, dtype, device).requires_grad_(False) for part in spec.networks}
+    return spec.policy(networks, dtype=dtype, guidance_scale=1.0)
+
+
+def conditions(spec: Spec, policy: Policy) -> dict[str, Condition]:
+    """Return prompt -> condition, for `PROMPT` and the empty one."""
+    condition = spec.load_encoder(policy.dtype, policy.device, SamplingConfig())(Caption(PROMPT))
+    return {"": condition, PROMPT: condition}
 
 
 def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int]:

@@ -21,11 +21,9 @@ from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.load import find_spec
 from sage_fast.models.registry import default_family
-from sage_fast.rollout.graphs import Recordable
 from sage_fast.tools import doctor, selftest
 from sage_fast.tools.checks import VERDICTS, Check
 from sage_fast.tools.operators import registered
-from tests.test_graphs import rerun
 
 CPU = torch.device("cpu")
 
@@ -146,15 +144,15 @@ def test_the_file_has_every_row_before_the_next_check(tmp_path: Path, monkeypatc
     """What hangs, or is killed, leaves the rows before it."""
     file = tmp_path / "doctor.json"
 
-    def hangs(device: torch.device, recorder: object = None) -> Check:
+    def hangs(device: torch.device, ceiling: float) -> Check:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(selftest, "graphs", hangs)
+    monkeypatch.setattr(selftest, "attention", hangs)
     with pytest.raises(KeyboardInterrupt):
         doctor.doctor(file)
     names = [check["name"] for check in json.loads(file.read_text())["checks"]]
-    assert {"torch", "transition_step, cpu, float32", "attention sdpa"} <= set(names)
-    assert "CUDA graph" not in names
+    assert {"torch", "transition_step, cpu, float32"} <= set(names)
+    assert "attention sdpa" not in names
 
 
 def test_a_package_that_runs_from_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,25 +167,6 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     check = found(doctor.tools(CPU), "C++ compiler")
     assert (check.verdict, check.found) == ("missing", "none; the C++ operators need it")
-
-
-def stale(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
-    return lambda: None, run(), 100
-
-
-def refuses(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
-    raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_graphs_are_compared_with_a_rollout_without() -> None:
-    assert selftest.graphs(CPU).verdict == "missing"
-    assert selftest.graphs(CPU, lambda: rerun).verdict == "ok"
-    check = selftest.graphs(CPU, lambda: stale)
-    assert check.verdict == "wrong"
-    assert check.found.startswith("rollout 2 differs")
-    check = selftest.graphs(CPU, lambda: refuses)
-    assert check.verdict == "wrong"
-    assert "operation not permitted" in check.found
 
 
 def test_nsight_profiles_two_blocks_as_wide_as_those_of_the_default_model() -> None:

@@ -6,7 +6,7 @@ runs. The tests at the end need one.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +20,13 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.policy import Policy
 from sage_fast.rollout import graphs as module
 from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
+from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.testbed.model import LATENT_SHAPE
-from sage_fast.tools import selftest
+from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer, with_images
 
@@ -44,16 +46,47 @@ def rerun(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], in
     return replay, outputs, POOL
 
 
-def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graphs: StepGraphs | None = None) -> Any:
-    return selftest.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
+TABLE = transition_table(sigma_schedule(STEPS, 3.0), "sage", 0.7)
+
+
+def roll(
+    policy: Policy,
+    prompts: Sequence[str],
+    index: int = 0,
+    graphs: StepGraphs | None = None,
+    table: TransitionTable = TABLE,
+    texts: Mapping[str, Any] | None = None,
+) -> list[Tensor]:
+    """The last latents of a sample per prompt, and all tensors of every step; `index` seeds the noise."""
+    seeds = sample_seeds(0, index, 0, range(len(prompts)))
+    recorded: list[Tensor] = []
+    last = rollout(
+        policy,
+        table,
+        table.coefficients().to(policy.device),
+        policy.conditioning_table(table.sigmas[:-1], texts or embeddings(PROMPTS)),
+        prompts,
+        seeds,
+        initial_latents(seeds, LATENT_SHAPE, policy.device),
+        record=lambda step, x, x_next, log_prob, v: recorded.extend(t.clone() for t in (x, x_next, log_prob, v())),
+        graphs=graphs,
+    )
+    return [last, *recorded]
 
 
 def difference(
-    graphs: StepGraphs, batches: list[list[str]], table: TransitionTable = selftest.TABLE, images: bool = False
+    graphs: StepGraphs, batches: Sequence[Sequence[str]], table: TransitionTable = TABLE, images: bool = False
 ) -> str:
-    """Of replays; with `images`, each prompt has one."""
-    texts = embeddings(PROMPTS)
-    return selftest.replay_problem(graphs, with_images(texts) if images else texts, batches, table)
+    """How replays differ from rollouts without graphs; with `images`, each prompt has one.
+
+    A shape is recorded at its second batch and replayed with other values at its third.
+    """
+    texts = with_images(embeddings(PROMPTS)) if images else embeddings(PROMPTS)
+    for index, prompts in enumerate(batches):
+        ours, plain = (roll(graphs.policy, prompts, index, on, table, texts) for on in (graphs, None))
+        if odd := [place for place, pair in enumerate(zip(ours, plain, strict=True)) if not torch.equal(*pair)]:
+            return f"rollout {index + 1} differs in {len(odd)} tensors"
+    return ""
 
 
 def twice(policy: HunyuanVideo15Policy, prompts: list[str], graphs: StepGraphs) -> Any:
@@ -150,7 +183,7 @@ def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> N
     texts = {p: TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8)) for p, n in {"": 1, **lengths}.items()}
 
     def rolled(graphs: StepGraphs | None, prompt: str) -> list[Tensor]:
-        return selftest.roll(policy, texts, [prompt] * 2, 0, graphs)
+        return roll(policy, [prompt] * 2, 0, graphs, texts=texts)
 
     def kept(graphs: StepGraphs) -> int:
         return graphs._kept(graphs._graphs.values()) - graphs._pool

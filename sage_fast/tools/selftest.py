@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
-from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.models.attention.trial import fastest, try_attention
-from sage_fast.models.interface import Condition
-from sage_fast.models.load import find_spec
-from sage_fast.models.policy import Policy
-from sage_fast.models.random_weights import random_module
-from sage_fast.models.spec import Spec
-from sage_fast.rollout.graphs import Recorder, StepGraphs
-from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.rollout.recorder import CudaRecorder
-from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.tools.checks import Check, tried
 from sage_fast.tools.harness import matmul_ceiling, usual_dtype
 from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong
-from sage_fast.util.captions import Caption
-from sage_fast.util.console import quiet
 from sage_fast.util.errors import in_one_line
-from sage_fast.util.seeding import sample_seeds
 
-PROMPT = "a red circle moves left quickly"
-TESTBED = "random:testbed"
 LEAST_SHARE = 0.4
 """Share of a matrix product's ceiling below which attention on a GPU is slow. An H100 that ran alone reached 0.73:
 `2026-11-25-h100-doctor.json` in benchmarks/results."""
@@ -44,7 +26,6 @@ def checks(device: torch.device) -> Iterator[Check]:
     ceiling = matmul_ceiling(device, usual_dtype(device))
     yield Check("matrix product", "ok", f"{ceiling / 1e12:.3g} TFLOP/s in {usual_dtype(device)}")
     yield from tried("attention", lambda: attention(device, ceiling))
-    yield from tried("CUDA graph", lambda: [graphs(device)])
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -106,92 +87,3 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
         slow = gpu and name == best and share < LEAST_SHARE
         advice = f"expected {LEAST_SHARE:.0%}: is the GPU shared or throttled? sage-fast bench says more"
         yield Check(row, "slow" if slow else "ok", found, advice if slow else "")
-
-
-# -- CUDA graphs -------------------------------------------------------------------------------------------------------
-
-TABLE = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
-
-
-def roll(
-    policy: Policy,
-    embeddings: Mapping[Any, Any],
-    prompts: Sequence[str],
-    index: int = 0,
-    graphs: StepGraphs | None = None,
-    table: TransitionTable = TABLE,
-) -> list[Tensor]:
-    """Roll out a testbed sample per prompt; return the last latents and all tensors of every step.
-
-    Args:
-        policy: a policy of the testbed's latents.
-        embeddings: prompt -> embedding.
-        prompts: prompt of each sample.
-        index: iteration, which seeds the noise.
-        graphs: recorded steps to replay; None runs each step one kernel at a time.
-        table: transitions of the rollout.
-    """
-    seeds = sample_seeds(0, index, 0, range(len(prompts)))
-    recorded: list[Tensor] = []
-    last = rollout(
-        policy,
-        table,
-        table.coefficients().to(policy.device),
-        policy.conditioning_table(table.sigmas[:-1], embeddings),
-        prompts,
-        seeds,
-        initial_latents(seeds, LATENT_SHAPE, policy.device),
-        record=lambda step, x, x_next, log_prob, v: recorded.extend(t.clone() for t in (x, x_next, log_prob, v())),
-        graphs=graphs,
-    )
-    return [last, *recorded]
-
-
-def replay_problem(
-    graphs: StepGraphs, embeddings: Mapping[Any, Any], batches: Sequence[Sequence[str]], table: TransitionTable = TABLE
-) -> str:
-    """Say how rollouts with `graphs` differ from plain ones in any bit, or return an empty text.
-
-    A shape is recorded at its second batch and replayed with other values at its third.
-    """
-    for index, prompts in enumerate(batches):
-        ours, plain = (roll(graphs.policy, embeddings, prompts, index, on, table) for on in (graphs, None))
-        for mine, expected in zip(ours, plain, strict=True):
-            if not torch.equal(mine, expected):
-                error = (mine.float() - expected.float()).abs().max().item()
-                return f"rollout {index + 1} differs from the one without by {error:.1e}"
-    return ""
-
-
-def random_policy(spec: Spec, device: torch.device) -> Policy:
-    """Make a policy with random weights in the usual dtype."""
-    dtype = usual_dtype(device)
-    networks = {part: random_module(spec, part, dtype, device).requires_grad_(False) for part in spec.networks}
-    return spec.policy(networks, dtype=dtype, guidance_scale=1.0)
-
-
-def conditions(spec: Spec, policy: Policy) -> dict[str, Condition]:
-    """Return prompt -> condition, for `PROMPT` and the empty one."""
-    condition = spec.load_encoder(policy.dtype, policy.device, SamplingConfig())(Caption(PROMPT))
-    return {"": condition, PROMPT: condition}
-
-
-@quiet()
-def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder) -> Check:
-    """Check that a rollout replayed from a CUDA graph equals the one without a graph bit for bit.
-
-    Args:
-        device: device of the rollout. Without a GPU nothing is compared, unless `recorder` is replaced.
-        recorder: factory of the step recorder.
-    """
-    name = "CUDA graph"
-    if device.type != "cuda" and recorder is CudaRecorder:
-        return Check(name, "missing", "needs a GPU; steps run one kernel at a time")
-    spec = find_spec(TESTBED)
-    policy = random_policy(spec, device)
-    replayed = StepGraphs(policy, recorder(), 2**30)
-    problem = replay_problem(replayed, conditions(spec, policy), [[PROMPT] * 2] * 3)
-    if problem or replayed.refused or not len(replayed):
-        found = problem or "; ".join(replayed.refused.values()) or "nothing was recorded"
-        return Check(name, "wrong", found, "sampling.cuda_graphs = false runs without")
-    return Check(name, "ok", "replays give the same bits as a rollout without")

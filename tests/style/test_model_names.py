@@ -16,9 +16,8 @@ NEEDED = {
     "cli.py": ["Align HunyuanVideo 1.5 with reward models by SAGE-GRPO."],
     "models/registry.py": ["HunyuanVideo15Transformer3DModel", "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
                            "sage_fast.testbed.model:Testbed"],
-    "tools/selftest.py": ["sage_fast.testbed.model.LATENT_SHAPE"],
 }  # fmt: skip
-"""File -> names of the model that it needs: what users read first, the families that ship, the latents of a check."""
+"""File -> names of the model that it needs: what users read first, the families that ship."""
 
 
 def names(source: str) -> Iterator[str]:
