@@ -129,7 +129,7 @@ def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys
     with monkeypatch.context() as without:
         without.delitem(sys.modules, "sage_fast.tools.selftest")
         without.delattr("sage_fast.tools.selftest")
-        without.setitem(sys.modules, "sage_fast.models.load", None)
+        without.setitem(sys.modules, "sage_fast.models.attention.trial", None)
         assert cli.main(["doctor"]) == 1
         printed = capsys.readouterr().out
         assert "ok       torch" in printed
