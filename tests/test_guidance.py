@@ -73,13 +73,21 @@ def test_training_goes_on_at_its_own_scale_after_an_evaluation_that_fails() -> N
     assert rows[0] == rows[1]
 
 
+ACTS = {"kl__feedback": "share"}
+"""Otherwise lambda is at most 1e-5, as the paper prints it."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "warns"),
     [
         pytest.param({"kl__strategy": "none"}, True, id="none"),
-        pytest.param({"kl__strategy": "moving"}, False, id="moving"),
+        pytest.param({"kl__strategy": "moving", **ACTS}, False, id="moving"),
+        pytest.param({"kl__strategy": "moving"}, True, id="inert-lambda"),
+        pytest.param({"kl__strategy": "moving", "kl__feedback": "none"}, True, id="inert-lambda-that-stays"),
+        pytest.param({"kl__strategy": "moving", "kl__feedback": "ppo"}, False, id="lambda-that-rises"),
+        pytest.param({"kl__strategy": "moving", "kl__lambda_max": 0.2, "kl__feedback": "none"}, False, id="lambda"),
         pytest.param({"kl__strategy": "moving", "kl__beta_pos": 0.0}, True, id="no-position-weight"),
-        pytest.param({"kl__strategy": "stepwise", "kl__beta_pos": 0.0}, False, id="stepwise"),
+        pytest.param({"kl__strategy": "stepwise", "kl__beta_pos": 0.0, **ACTS}, False, id="stepwise"),
         pytest.param({"kl__strategy": "stepwise", "kl__beta_vel": 0.0}, True, id="no-velocity-weight"),
         pytest.param({"kl__strategy": "dual", "kl__lambda_min": 0.0, "kl__lambda_max": 0.0}, True, id="no-lambda"),
     ],

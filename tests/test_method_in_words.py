@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from sage_fast.algorithm.objective import SURROGATES, Objective
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.cli import main
 from sage_fast.config.loader import from_overrides, load
-from sage_fast.run.messages import method_of
+from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.util.files import read_json
 from tests.tiny import FEW_STEPS, arguments
 
@@ -79,3 +80,20 @@ def test_a_plan_and_a_run_begin_with_it(tmp_path: Path, capsys: pytest.CaptureFi
         cells = re.search(rf"{title}</td>((?:<td>[^<]+</td>)+)</tr>", report)
         assert cells is not None
         assert re.findall(r"<td>([^<]+)", cells[1]) == [f"{value:.3f}" for value in facts[name]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        ({"objective.surrogate": "log_prob", "train.optimizer_steps": "3"}, True),
+        ({"objective.surrogate": "awm", "train.optimizer_steps": "3"}, True),
+        ({"objective.surrogate": "log_prob"}, False),
+        ({"objective.surrogate": "log_prob", "train.optimizer_steps": "3", "kl.strategy": "dual"}, False),
+        ({"objective.surrogate": "clip", "train.optimizer_steps": "3"}, False),
+        ({"objective.surrogate": "kl_mask", "train.optimizer_steps": "3"}, False),
+    ],
+)
+def test_updates_that_nothing_bounds_are_told(overrides: dict[str, str], warns: bool) -> None:
+    """Off-policy, without a ratio, a mask or a KL."""
+    warnings = config_warnings(Resolved(from_overrides({"kl.strategy": "none"} | overrides)))
+    assert any("nothing holds the later updates" in warning for warning in warnings) == warns

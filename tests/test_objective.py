@@ -328,3 +328,12 @@ def test_gradient_of_the_whole_loss(
     step = 1e-6
     assert (moved(step) - moved(-step)) / (2 * step) == pytest.approx(expected, rel=2e-5)
     assert abs(expected) > 1e-3
+
+
+def test_advantages_of_rewards_that_hardly_differ_are_exact() -> None:
+    """In float32 the differences of 1e-2 around 2 would be off by 1e-5."""
+    rewards = 2 + 1e-2 * torch.tensor([[0.1, 0.2, 0.7, -0.4], [0.3, 0.1, -0.2, 0.4]])
+    exact = rewards.double()
+    expected = (exact - exact.mean(1, keepdim=True)) / (exact.std(1, correction=0, keepdim=True) + 1e-6)
+    found, _ = group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-12, atol=1e-12)

@@ -1,6 +1,7 @@
 """What a run resolves, it resolves once: settings, ranks, the model's spec and the prompts."""
 
 import functools
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -81,3 +82,11 @@ def test_the_trained_steps_of_an_iteration_are_as_many_in_every_other() -> None:
     assert len(set(map(tuple, draws))) > 1
     assert all(steps == sorted(set(steps)) for steps in draws)
     assert resolved.longest_window == draws[0]
+
+
+def test_a_fraction_of_the_steps_is_that_of_its_decimal() -> None:
+    """0.07 of 100 is 7, though the product of the two floats is above it."""
+    assert [p for p in range(1, 101) if math.ceil(p / 100 * 100) != p] == [7, 14, 28, 55, 56]
+    for percent, steps in ((7, 100), (28, 100), (55, 100), (35, 20), (1, 1), (29, 100)):
+        given = {"sampling__sampler": "flow", "sampling__steps": steps, "train__timestep_fraction": percent / 100}
+        assert len(Resolved(settings(**given)).longest_window) == -(-percent * steps // 100)

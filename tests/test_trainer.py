@@ -290,11 +290,32 @@ def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]
     assert Objective(config).stores_velocities
 
 
-def test_a_kl_that_is_always_zero_is_refused() -> None:
-    for kl in ({"kl__strategy": "stepwise"}, {"kl__strategy": "dual", "kl__beta_pos": 0.0}):
-        config = settings(kl__velocity_term="closed_form", **kl)
-        with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of .* is 0.*at least 2"):
-            check_trainable(config)
+@pytest.mark.parametrize(
+    "kl",
+    [
+        {"kl__strategy": "stepwise"},
+        {"kl__strategy": "dual", "kl__beta_pos": 0.0},
+        {"kl__strategy": "dual", "kl__anchor_interval": 1},
+        {"kl__strategy": "moving", "kl__anchor_interval": 1},
+        {"kl__strategy": "moving", "kl__anchor_interval": 1, "objective__surrogate": "nft", "kl__feedback": "none"},
+    ],
+)
+def test_a_kl_that_is_always_zero_is_refused(kl: dict[str, Any]) -> None:
+    given = {"kl__velocity_term": "closed_form"} | kl
+    with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of .* is 0.*at least 2"):
+        check_trainable(settings(**given))
+    check_trainable(settings(**given, train__optimizer_steps=2))
+    assert "kl__anchor_interval" not in kl or check_trainable(settings(**given | {"kl__anchor_interval": 2}))
+
+
+def test_the_kl_of_an_anchor_that_is_refreshed_in_each_iteration_is_zero() -> None:
+    """Which is why its settings are refused."""
+    trainer = tiny_trainer(settings(kl__strategy="moving", kl__anchor_interval=1, kl__velocity_term="closed_form"))
+    assert [trainer.iteration(index)["kl/anchor"] for index in range(3)] == pytest.approx([0.0] * 3, abs=1e-12)
+
+
+def test_the_rollouts_log_ratio_keeps_a_kl_that_an_anchor_of_one_step_has_not() -> None:
+    check_trainable(settings(kl__strategy="dual", kl__anchor_interval=1, kl__velocity_term="rollout"))
 
 
 @pytest.mark.parametrize(

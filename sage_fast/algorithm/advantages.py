@@ -27,9 +27,10 @@ def group_advantages(
         eps: epsilon of Eq. 10.
 
     Returns:
-        Advantages `[P, G]`, and bool `[P]`, True for groups whose valid rewards are equal up to rounding (or fewer than
-        two).
+        Advantages, float64 `[P, G]`, and bool `[P]`, True for groups whose valid rewards are equal up to rounding (or
+        fewer than two).
     """
+    rewards = rewards.double()  # rewards of a group may differ by a small part of their size
     count = valid.sum(1, keepdim=True)
     filled = torch.where(valid, rewards, 0.0)
     equal = (count[:, 0] < 2) | (_spread(rewards, valid) <= ROUNDING * filled.abs().amax(1))
@@ -51,7 +52,7 @@ def balanced_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float], 
     """Return sum of weight x part normalised by its group, float64 `[P, G]`; 0 for a failed sample.
 
     It is 0 for a whole group where the parts cancel up to rounding. GDPO (arXiv 2601.05242) divides the sum by its
-    deviation over the batch: `group_advantages` with `std="batch"`.
+    deviation over the batch: `group_advantages` with `std="batch"`, which leaves equal groups out of the deviation.
 
     Args:
         parts: part -> float32 `[P G]`; a part without a weight is left out.

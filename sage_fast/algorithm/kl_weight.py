@@ -35,6 +35,12 @@ LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
 """Bounds on the factor by which `share` moves lambda in one update: with a full history, and before it is full."""
 
 
+def largest_lambda(kl: KLConfig) -> float:
+    """Return the upper bound of lambda_KL after the warm-up."""
+    row = FEEDBACKS[kl.feedback]
+    return kl.lambda_limit if row.holds_share or (row.factors is not None and not row.capped) else kl.lambda_max
+
+
 class KLController:
     """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observations (Eq. 42).
 
@@ -74,8 +80,7 @@ class KLController:
                 self.value *= row.factors[0]
             elif mean < 0.5 * config.target:
                 self.value *= row.factors[1]
-            most = config.lambda_max if row.capped else config.lambda_limit
-            self.value = min(max(self.value, config.lambda_min), most)
+            self.value = min(max(self.value, config.lambda_min), largest_lambda(config))
 
     def _hold_share(self, share: float) -> None:
         config = self.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from fractions import Fraction
 
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.transitions import TransitionTable, forward_table, sigma_schedule, transition_table
@@ -54,7 +55,7 @@ class Resolved:
         first. Their number is the same in every iteration.
         """
         train, steps = self.config.train, self.scored(table).stochastic_steps
-        count = math.ceil(train.timestep_fraction * len(steps))
+        count = math.ceil(Fraction(str(train.timestep_fraction)) * len(steps))  # the product of floats may be above it
         if train.timestep_permutation and count < len(steps):
             order = permutation(len(steps), self.config.seed, "trained-steps", iteration)
             steps = sorted(steps[i] for i in order[:count])

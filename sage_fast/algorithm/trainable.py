@@ -70,11 +70,14 @@ def _check_kl(objective: Objective) -> None:
         f"objective.surrogate = {objective.settings.surrogate} scores no step of the rollout; the nearest choice is "
         "closed_form, or kl.strategy = moving",
     )
-    velocity_alone = strategy.anchor is None or kl.beta_pos == 0 < kl.beta_vel
-    if velocity_alone and strategy.velocity and objective.closed_form and not objective.off_policy:
+    refreshed = strategy.moves and kl.anchor_interval == 1
+    at_anchor = strategy.anchor is None or kl.beta_pos == 0 or refreshed
+    at_rollout = not strategy.velocity or kl.beta_vel == 0 or objective.closed_form
+    if objective.kl_acts and at_anchor and at_rollout and not objective.off_policy:
+        where = f"kl.strategy = {kl.strategy!r}" + " at kl.anchor_interval = 1" * refreshed
         raise UserError(
-            f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
-            "update of an iteration; expected at least 2, or kl.strategy = 'none'"
+            f"train.optimizer_steps = 1: the KL of {where} is 0 in the first update of an iteration; expected at least "
+            "2, or kl.strategy = 'none'"
         )
     positive = f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07"
     kl.require(kl.lambda_min > 0 or not feedback.starts_positive or not objective.kl_acts, "lambda_min", positive)

@@ -337,8 +337,9 @@ class ObjectiveConfig(Section):
     equalizer: bool = True
     """Apply the temporal gradient equalizer S_t (Eq. 9). No effect on `nft`, which weighs the noise levels itself."""
     balanced_rewards: bool = False
-    """Normalise each part of the reward over its group before the weighted sum; with `advantage_std` = batch this
-    is GDPO. Needs at least two parts with a weight."""
+    """Normalise each part of the reward over its group before the weighted sum. With `advantage_std` = batch this is
+    GDPO, up to one factor for all samples where groups are equal: they do not count in the deviation. Needs at least
+    two parts with a weight."""
     advantage_std: AdvantageStd = "group"
     """Standard deviation that divides the advantages. `group`: that of the sample's own group (Eq. 10). `batch`: that
     of all samples of unequal groups about their group means, which gives a nearly equal group little weight."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -193,7 +194,7 @@ class CompositeReward:
             RewardError: more than a share `reward.max_dropped` failed.
         """
         dropped, count = scores.dropped, len(scores.rewards)
-        if dropped > self.config.max_dropped * count:
+        if dropped > Fraction(str(self.config.max_dropped)) * count:
             error = RewardError(
                 f"{dropped} of {count} samples have no score, more than reward.max_dropped = "
                 f"{self.config.max_dropped:g} of them; the last: {scores.notes[-1] if scores.notes else 'not known'}"

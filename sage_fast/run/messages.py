@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sage_fast.algorithm.distilled import distillation_warnings
-from sage_fast.algorithm.kl_weight import FEEDBACKS
+from sage_fast.algorithm.kl_weight import FEEDBACKS, largest_lambda
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import SAMPLERS
@@ -16,6 +16,9 @@ from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig, TrainConfig
 from sage_fast.eval.scores import format_number
 from sage_fast.models.spec import Distillation
 from sage_fast.util.metrics import REWARD_PART
+
+INERT_LAMBDA = 1e-5
+"""Largest lambda_KL of the paper, at which the KL's share of the gradient is below 1e-4: it holds nothing."""
 
 
 def method_of(objective: Objective, sampling: SamplingConfig) -> str:
@@ -39,11 +42,9 @@ def method_of(objective: Objective, sampling: SamplingConfig) -> str:
 def _kl_in_words(objective: Objective) -> str:
     if not objective.kl_acts:
         return "no KL"
-    kl = objective.kl
-    row = FEEDBACKS[kl.feedback]
-    if row.holds_share:
+    kl, most = objective.kl, largest_lambda(objective.kl)
+    if FEEDBACKS[kl.feedback].holds_share:
         return f"{kl.strategy} KL, {100 * kl.target_share:g} % of the gradient"
-    most = kl.lambda_max if row.capped or row.factors is None else kl.lambda_limit
     span = f"{kl.lambda_min:g} to {most:g}" if kl.lambda_min < most else f"{most:g}"
     return f"{kl.strategy} KL, lambda {span}"
 
@@ -65,13 +66,18 @@ def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str
     return f"\n{'':>{len(label)}}  ".join((first, second, third))
 
 
+def kl_holds(objective: Objective) -> bool:
+    """Whether a KL holds the policy: one at a lambda that can do something."""
+    return objective.kl_acts and largest_lambda(objective.kl) > INERT_LAMBDA
+
+
 def guidance_warning(objective: Objective, trained: float, evaluated: float) -> str | None:
     """Return why evaluations at another guidance scale than training's will mislead; None if they will not."""
-    if trained == evaluated or objective.kl_acts:
+    if trained == evaluated or kl_holds(objective):
         return None
     return (
         f"sampling.guidance_scale = {trained:g} in training and eval.guidance_scale = {evaluated:g} in evaluations, "
-        f"and no KL acts (kl.strategy = {objective.kl.strategy}): the policy learns what guidance does, and guidance "
+        f"and no KL holds the policy ({_kl_in_words(objective)}): it learns what guidance does, and guidance "
         "on top of it over-sharpens (docs/how-to/choose-settings.md)"
     )
 
@@ -96,9 +102,22 @@ def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) 
     )
 
 
+def off_policy_warning(objective: Objective) -> str | None:
+    """Return what is missing where the later updates of an iteration may go any distance; None if nothing is."""
+    row = objective.surrogate
+    bounded = row.uses_ratio or row.uses_kl or row.uses_errors or kl_holds(objective)
+    if bounded or not objective.off_policy:
+        return None
+    return (
+        f"objective.surrogate = {objective.settings.surrogate} has no ratio to clip, and no KL holds the policy "
+        f"({_kl_in_words(objective)}): nothing holds the later updates of an iteration near the policy that rolled "
+        "out; expected train.optimizer_steps = 1 without averaged weights, or a KL"
+    )
+
+
 def config_warnings(resolved: Resolved, distillation: Distillation | None = None) -> list[str]:
     """Return what in the settings is likely to mislead or to train little; with it, to spoil a distilled checkpoint."""
     config, sampling = resolved.config, resolved.config.sampling
     guided = guidance_warning(resolved.objective, sampling.guidance_scale, config.eval_guidance_scale)
     distilled = [] if distillation is None else distillation_warnings(distillation, resolved)
-    return [*filter(None, [guided]), *distilled]
+    return [*filter(None, [guided, off_policy_warning(resolved.objective)]), *distilled]
