@@ -51,7 +51,7 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"sampling.num_frames": 0}, "num_frames = 0.*nearest valid values are 1"),
         ({"sampling.height": 481}, "height = 481: expected a multiple of 16; the nearest valid values are 480 and 496"),
         ({"sampling.width": 8}, "width = 8: expected a multiple of 16; the nearest valid values are 16"),
-        ({"train.group_size": 1}, "train.group_size = 1: expected at least 2; the nearest is 2"),
+        ({"train.group_size": 1}, "train.group_size = 1: expected at least 2 and at most 1048576; the nearest is 2"),
         ({"reward.weights.vq": 0.0, "reward.weights.ta": 0.0}, "at least one of them not zero"),
         ({"reward.weights.vq": float("nan")}, "expected finite weights"),
         ({"eval.num_videos": 0}, "num_videos = 0.*nearest is 1"),
