@@ -137,7 +137,7 @@ def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(mo
         load_setup(resolve(settings(eval__judge="tests.reward_faults:nothing")))
     for part in ("reward", "overall", "judge/x"):
         own = {"reward__name": "tests.reward_faults:Named", "reward__args": {"part": part}}
-        with pytest.raises(UserError, match=rf"^reward 'tests.reward_faults:Named': .*part {part!r}.*prefix"):
+        with pytest.raises(UserError, match=rf"^reward 'tests.reward_faults:Named': .*{part!r}.*prefix"):
             load_setup(resolve(settings(**own, reward__weights={part: 1})))
     assert not loaded
     with pytest.raises(pytest.fail.Exception, match="the model"):

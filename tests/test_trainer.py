@@ -20,9 +20,10 @@ from sage_fast.algorithm.iteration_plan import IterationPlan, Transition
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.commands.videos import generate
+from sage_fast.config.schema import RewardConfig
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.ops import transition_score
-from sage_fast.rewards import Scores, join_scores
+from sage_fast.rewards import CompositeReward, Scores, join_scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import CudaRecorder
@@ -219,6 +220,18 @@ def test_failed_rewards_can_be_dropped_and_are_counted() -> None:
     with pytest.raises(RewardError, match=r"of 6 samples have no score, more than reward.max_dropped = 0.1") as error:
         tiny_trainer(settings(reward__max_dropped=0.1), RaisingReward()).iteration(0)
     assert error.value.on_all_ranks, "so that a checkpoint is saved"
+
+
+def test_as_many_may_be_dropped_as_the_decimal_says() -> None:
+    """0.29 of 100 are 29, though the product of the two floats is below it."""
+    assert 0.29 * 100 < 29
+    reward = CompositeReward([], RewardConfig(max_dropped=0.29))
+    values = torch.ones(100)
+    values[:29] = math.nan
+    reward.check_share(Scores(rewards=values, parts={}))
+    values[29] = math.nan
+    with pytest.raises(RewardError, match="30 of 100 samples"):
+        reward.check_share(Scores(rewards=values, parts={}))
 
 
 class LeavesOne(BrightnessReward):
