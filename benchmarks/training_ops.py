@@ -43,7 +43,7 @@ def updates(path: str, count: int = 4) -> dict[str, dict[str, float]]:
             update(*arguments)
         found.append(profiler.key_averages())
 
-    trainer.update = profiled  # type: ignore[method-assign]
+    trainer.update = profiled
     for index in range(1, count // 2 + 1):
         trainer.iteration(index)
     table: dict[str, dict[str, float]] = {group: {"calls": 0.0, "seconds": 0.0} for group in GROUPS}
