@@ -260,7 +260,7 @@ def load_rewards(
     for part in reward.parts:
         if part in TAKEN or part.startswith(JUDGE_PART):
             who = " and ".join(map(repr, reward.names))
-            raise UserError(f"reward {who}: returns {part!r}, a name of tables; give it a reward.prefix such as my_")
+            raise UserError(f"reward {who}: part {part!r} has a name of tables; give it a reward.prefix, such as my_")
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device, metadata=metadata)
         judge.check(config.sampling, eval_prompts, device)
