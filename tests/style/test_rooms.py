@@ -19,15 +19,15 @@ from sage_fast.parallel import optimizers
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
-READING_PATHS = {"sage_fast.trainer": 3458, "sage_fast.run.train": 7430}
-"""Module -> lines of code that a reader holds to understand it. The goal of the second is 6,500. Limits are lowered,
-never raised: a feature enters when one leaves."""
+READING_PATHS = {"sage_fast.trainer": 3318, "sage_fast.run.train": 6027}
+"""Module -> lines of code that a reader holds to understand it. Limits are lowered, never raised: a feature
+enters when one leaves."""
 RAISE = "remove as much code as you add: limits are lowered, never raised"
 LONGEST_CHAIN = 11
-PACKAGE_LINES = 14330
+PACKAGE_LINES = 13786
 """The goal is 13,500."""
 LONGEST_FUNCTION = 60
-TAKES_ALL_SETTINGS = 25
+TAKES_ALL_SETTINGS = 20
 """Functions with a parameter of the type `Config`; the others take the sections or values that they read."""
 
 
