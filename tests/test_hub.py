@@ -79,6 +79,15 @@ def test_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
         reachable(REPOSITORY)
 
 
+@pytest.mark.parametrize("stray", [".DS_Store", "README.md", "link"])
+def test_a_stray_entry_does_not_hide_a_cached_model(cache: Path, stray: str) -> None:
+    downloaded(cache, BASE)
+    snapshots = cache / "models--someone--tiny" / "snapshots"
+    (snapshots / stray).symlink_to("nowhere") if stray == "link" else (snapshots / stray).touch()
+    (cache / "models--someone--tiny" / "refs" / "main").write_text("0" * 40 + "\n")
+    assert reachable(REPOSITORY) == str(snapshots / ("0" * 40))
+
+
 def test_a_cache_pinned_by_commit_says_how_to_name_it(cache: Path) -> None:
     downloaded(cache, BASE)
     (cache / "models--someone--tiny" / "refs" / "main").unlink()
@@ -96,6 +105,9 @@ def test_a_single_file_is_called_a_file(tmp_path: Path, monkeypatch: pytest.Monk
     for path in (name, str(tmp_path / name)):
         with pytest.raises(UserError, match="a single file; expected a folder"):
             find_spec(path, fetch=True)
+    Path(name).unlink()
+    with pytest.raises(UserError, match="a single file; expected a folder"):
+        find_spec(name)
 
 
 class Hub(BaseHTTPRequestHandler):

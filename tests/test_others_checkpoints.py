@@ -119,6 +119,13 @@ def test_one_tensor_of_another_shape_is_named(testbed: Path) -> None:
     assert f"cannot read transformer/{file.name}: " in refusal(lambda: check_weights(find_spec(str(testbed))))
 
 
+def test_another_autoencoder_is_not_taken_for_ours(testbed: Path) -> None:
+    change(testbed / "vae" / "config.json", _class_name="AutoencoderKLWan")
+    assert "its vae is a AutoencoderKLWan; expected AutoencoderKLHunyuanVideo15" in refusal(
+        lambda: find_spec(str(testbed))
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
 def test_weights_of_another_type_are_refused(testbed: Path, dtype: torch.dtype) -> None:
     """A cast would give other numbers than the program that wrote them meant."""

@@ -47,9 +47,8 @@ def secret(variable: str) -> str:
     """Return the value of an environment variable, "" if there is none; `names_for_values` masks it from now on."""
     value = os.environ.get(variable, "")
     bare = value.strip()
-    quoted = urllib.parse.quote(bare), urllib.parse.quote(bare, safe="")
-    as_answers_write = (json.dumps(bare)[1:-1], repr(bare)[1:-1], html.escape(bare), *quoted)
-    _given.update(dict.fromkeys((value, bare, *as_answers_write), variable))
+    quoted = html.escape(bare), urllib.parse.quote(bare), urllib.parse.quote(bare, safe="")
+    _given.update(dict.fromkeys((value, bare, json.dumps(bare)[1:-1], repr(bare)[1:-1], *quoted), variable))
     return value
 
 

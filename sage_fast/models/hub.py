@@ -9,8 +9,9 @@ from pathlib import Path
 
 import diffusers
 import transformers
-from huggingface_hub import HfApi, constants, scan_cache_dir
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 
 from sage_fast.models.random_weights import is_random
 from sage_fast.util.errors import UserError, first_line
@@ -40,11 +41,10 @@ def reachable(path: str) -> str:
     except (HTTPError, OSError) as error:
         # `snapshot_download` would refuse a snapshot without files that no run reads, such as README.md.
         cache = Path(constants.HF_HUB_CACHE)
-        found = [repo for repo in scan_cache_dir(cache).repos if repo.repo_id == path] if cache.is_dir() else []
-        for repo in found:
-            if "main" in repo.refs:
-                return str(repo.refs["main"].snapshot_path)
-        held = [str(revision.snapshot_path) for repo in found for revision in repo.revisions]
+        home = cache / repo_folder_name(repo_id=path, repo_type="model")
+        main, held = home / "refs" / "main", sorted((home / "snapshots").glob("*/"))
+        if main.is_file() and (snapshot := home / "snapshots" / main.read_text(errors="replace").strip()).is_dir():
+            return str(snapshot)
         raise UserError(
             f"model.path = {path!r}: the Hugging Face hub cannot be reached ({first_line(error)}), and the model is "
             + (f"in the cache by its commit alone: --model.path {held[0]}" if held else f"not in the cache {cache}")

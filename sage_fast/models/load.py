@@ -76,7 +76,7 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     if is_random(path):
         return _find_random(path)
     path = str(CHECKPOINTS.get(path, path))
-    if Path(path).is_file():
+    if Path(path).is_file() or Path(path).suffix in (".safetensors", ".gguf", ".ckpt", ".pt", ".bin"):
         raise UserError(f"model.path = {given!r}: a single file; expected a folder in diffusers format")
     if not Path(path).is_dir():
         if not is_hub_id(path):
@@ -89,7 +89,10 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     source = reachable(path)
     cls = named or _family_in(given, source)
     parts = (*cls.networks, "vae")
-    spec = cls(path, {part: read_config("model.path", cls.source(part, source), part) for part in parts})
+    configs = {part: read_config("model.path", cls.source(part, source), part) for part in parts}
+    if (kind := configs["vae"].get("_class_name")) not in (None, known := cls.autoencoder.__name__):
+        raise UserError(f"model.path = {given!r}: its vae is a {kind}; expected {known}")
+    spec = cls(path, configs)
     spec.check()
     return spec
 
@@ -106,6 +109,7 @@ def check_weights(spec: Spec) -> None:
         if not index.is_file() and not (folder / name).is_file():
             continue
         expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
+        given: dict[str, tuple[list[int], str, str]] = {}
         try:
             names = {name}
             if index.is_file():
@@ -113,22 +117,19 @@ def check_weights(spec: Spec) -> None:
                 names = {*json.loads(index.read_text())["weight_map"].values()}
             for name in sorted(names):
                 with safe_open(folder / name, "pt") as opened:
-                    found = {key: opened.get_slice(key) for key in expected.keys() & {*opened.keys()}}
-                    given = {key: (of.get_shape(), of.get_dtype()) for key, of in found.items()}
-                for key, (shape, dtype) in given.items():
-                    asked = expected.pop(key)
-                    what = f"model.path = {spec.path!r}: {key} has shape {shape} and type {dtype} in {part}/{name}"
-                    if shape != asked:
-                        raise UserError(f"{what}; its config.json asks for {asked}")
-                    if dtype not in FLOATS:
-                        raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
-        except UserError:
-            raise
+                    for key in expected.keys() & {*opened.keys()}:
+                        found = opened.get_slice(key)
+                        given[key] = found.get_shape(), found.get_dtype(), name
         except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise UserError(f"model.path = {spec.path!r}: cannot read {part}/{name}: {error}") from error
-        if expected:
-            lacks = f"lacks {len(expected)} weights, such as {min(expected)}"
-            raise UserError(f"model.path = {spec.path!r}: {part} {lacks}")
+        for key, (shape, dtype, name) in given.items():
+            what = f"model.path = {spec.path!r}: {key} has shape {shape} and type {dtype} in {part}/{name}"
+            if shape != expected[key]:
+                raise UserError(f"{what}; its config.json asks for {expected[key]}")
+            if dtype not in FLOATS:
+                raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
+        if lacking := sorted(expected.keys() - given.keys()):
+            raise UserError(f"model.path = {spec.path!r}: {part} lacks {len(lacking)} weights, such as {lacking[0]}")
 
 
 def _family_in(path: str, source: str) -> type[Spec]:
