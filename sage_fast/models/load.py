@@ -173,8 +173,8 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
     odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
-    odd += [f"{key} is not in the file that the index names" for key, p in module.named_parameters() if p.is_meta]
-    if odd:
+    lost = (key for key, p in module.named_parameters() if p.is_meta and p.device != device)
+    if odd := odd or [f"{key} is not where the index says" for key in lost]:
         raise UserError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
     return module
 
