@@ -138,9 +138,62 @@ class Scaled(nn.Module):
         return video * self.weight, text
 
 
+def by_class(module: nn.Module, weight: nn.Parameter) -> None:
+    """As libraries that give a module a subclass."""
+    kind = type(module)
+
+    def forward(self: Any, *given: Any) -> Any:
+        out = kind.forward(self, *given)
+        return (out[0] * weight, *out[1:]) if isinstance(out, tuple) else out * weight
+
+    module.__class__ = type("Scaled", (kind,), {"forward": forward})
+
+
+def scaled_forward(forward: Any, weight: nn.Parameter) -> Any:
+    """For a class that is patched, so that every block is scaled."""
+
+    def scaled(self: Any, *given: Any) -> Any:
+        out = forward(self, *given)
+        return (out[0] * weight, *out[1:]) if isinstance(out, tuple) else out * weight
+
+    return scaled
+
+
+class Delegating(nn.Module):
+    """A wrapper that has its module's attributes, as those of peft and torch.compile."""
+
+    def __init__(self, module: nn.Module, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.module, self.weight = module, weight
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *given: Any) -> Any:
+        out = self.module(*given)
+        return (out[0] * self.weight, *out[1:]) if isinstance(out, tuple) else out * self.weight
+
+
+def without_a_module(block: nn.Module, weight: nn.Parameter) -> None:
+    """A hook of a function that was made by `exec`."""
+    made: dict[str, Any] = {"w": weight}
+    exec("def hook(module, given, out): return (out[0] * w, *out[1:])", made)
+    made["hook"].__module__ = None
+    block.register_forward_hook(made["hook"])
+
+
 @pytest.mark.parametrize("mode", ["attention", "full"])
-@pytest.mark.parametrize("where", ["hook", "hook of every module", "inner hook", "forward", "inner forward", "wrapper"])
-def test_what_reads_the_end_of_a_block_gets_it_in_a_recomputation(mode: str, where: str) -> None:
+@pytest.mark.parametrize(
+    "where",
+    ["hook", "hook of every module", "inner hook", "forward", "inner forward", "wrapper", "delegating wrapper",
+     "inner wrapper", "class", "inner class", "patched class", "patched inner class", "hook without a module"],
+)  # fmt: skip
+def test_what_reads_the_end_of_a_block_gets_it_in_a_recomputation(
+    mode: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A trained factor saves the block's result for its own gradient."""
     x, sigma, text = inputs(PROMPTS)
     upstream, found = torch.randn(x.shape), []
@@ -153,6 +206,17 @@ def test_what_reads_the_end_of_a_block_gets_it_in_a_recomputation(mode: str, whe
             handle = scale_by_global_hook(block, weight)
         elif where == "wrapper":
             blocks[1] = Scaled(block, weight)
+        elif where == "delegating wrapper":
+            blocks[1] = Delegating(block, weight)
+        elif where == "inner wrapper":
+            block.video_ff = Delegating(block.video_ff, weight)
+        elif where == "hook without a module":
+            without_a_module(block, weight)
+        elif where in ("class", "inner class"):
+            by_class(block.video_ff if "inner" in where else block, weight)
+        elif "patched" in where:
+            kind = type(block.video_ff if "inner" in where else block)
+            monkeypatch.setattr(kind, "forward", scaled_forward(kind.skips_its_end, weight))
         else:
             scale = scale_by_hook if "hook" in where else scale_in_forward
             scale(block.video_ff if "inner" in where else block, weight)

@@ -38,7 +38,17 @@ OF_SEVERAL += ["resume", "killed", "hybrid"]
 PROFILES = ["iteration", "full", "nft", "nft-zero3"]
 LIMITS = ["ceiling", "attention", "adapter-rows"]
 ROLLOUTS = ["rollout", "rollout-480p", "decode-480p", "compiled-480p", "rollout-9x30x52", "video-121"]
-SHORT = ["install", "ceiling", "attention", "decode-480p", "sanitizer", "memcheck", "ncu-adapter-rows", "ncu-step"]
+SHORT = [
+    "install",
+    "ceiling",
+    "attention",
+    "decode-480p",
+    "sanitizer",
+    "memcheck",
+    "ncu-adapter-rows",
+    "ncu-step",
+    "variables",
+]
 """Parts that `make test` rehearses. Others are run by other tests too, differ from these in a word, or start several
 processes: `make soak` rehearses all."""
 REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else SHORT

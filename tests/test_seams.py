@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from diffusers import AutoencoderKLWan
 
 from sage_fast.commands.card import model_card
 from sage_fast.config.schema import Config
@@ -56,6 +57,7 @@ class Other(Spec):
 
     title = "Other"
     networks: ClassVar = {"denoiser": object}
+    autoencoder = AutoencoderKLWan
 
 
 def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

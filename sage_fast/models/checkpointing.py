@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sage_fast.models.attention.backends import is_attention
@@ -70,13 +70,11 @@ def fastest_that_fits(needed: Mapping[str, float], room: float, blocks: int) -> 
     return CheckpointPlan(MODES[-1], blocks, blocks)
 
 
-def set_checkpointing(
-    transformer: Any, mode: str, *, others: str | None = None, first: Iterable[nn.Module] = ()
-) -> None:
+def set_checkpointing(transformer: Any, mode: str, *, others: str | None = None, first: Iterable[Any] = ()) -> None:
     """Set one of `MODES` through diffusers' own switch.
 
     Args:
-        others: mode of the blocks that are not among the `first`; None: all blocks have `mode`.
+        others: mode of the blocks that are not among the modules `first`; None: all blocks have `mode`.
     """
     if not RECOMPUTED[mode]:
         transformer.disable_gradient_checkpointing()
@@ -86,8 +84,7 @@ def set_checkpointing(
     modules = {id(module) for block in first for module in block.modules()}
 
     def run_block(block: Any, *arguments: Any) -> Any:
-        chosen = run if others is None or id(next(block.children())) in modules else run_other
-        return chosen(block, *arguments)
+        return (run if others is None or id(next(block.children())) in modules else run_other)(block, *arguments)
 
     transformer.enable_gradient_checkpointing(run_block)
 
@@ -98,18 +95,26 @@ def _runner(mode: str) -> Callable[..., Any]:
         return lambda block, *arguments: block(*arguments)
 
     def run(block: nn.Module, *arguments: Any) -> Any:
-        unread = getattr(block, "skips_its_end", False) and not _is_hooked(block)
+        unread = _are_ends_unread(block)
         return checkpoint(block, *arguments, use_reentrant=False, context_fn=lambda: _contexts(mode, unread))
 
     return run
 
 
-def _is_hooked(block: nn.Module) -> bool:
-    """Whether a hook or a replaced `forward` may compute with results in the block. PyTorch's own (FSDP2) do not."""
-    modules = list(block.modules())
-    hooks = itertools.chain(_global_forward_hooks.values(), *(module._forward_hooks.values() for module in modules))
-    foreign = any(not hook.__module__.startswith("torch.") for hook in hooks)
-    return foreign or any("forward" in vars(module) for module in modules)
+def _are_ends_unread(block: nn.Module) -> bool:
+    """Whether nothing but the block itself reads what its last layers return: no wrapper, subclass, patch or hook.
+
+    Hooks of FSDP2, and of what counts FLOPs, compute nothing with results.
+    """
+    modules = [*block.modules()]
+    hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    hooks += [*_global_forward_hooks.values(), *_global_forward_pre_hooks.values()]
+    known = "torch.distributed.fsdp", "torch.utils."
+    foreign = any(not str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
+    ends = [m for m in modules if hasattr(type(m), "skips_its_end")]
+    direct = ends[:1] == [block] and {*ends} <= {block, *block.children()}
+    patched = any(vars(type(m)).get("skips_its_end") is not type(m).forward for m in ends)
+    return direct and not foreign and not patched and not any("forward" in vars(m) for m in modules)
 
 
 _recomputes = contextvars.ContextVar("_recomputes", default=False)
@@ -120,9 +125,10 @@ def is_recomputing() -> bool:
     return _recomputes.get()
 
 
-def _contexts(
-    mode: str, unread: bool
-) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+Context = contextlib.AbstractContextManager[Any]
+
+
+def _contexts(mode: str, unread: bool) -> tuple[Context, Context]:
     """Return the contexts of a block's forward and of its recomputation, whose results may be `unread`."""
     forward, again = contextlib.nullcontext(), contextlib.nullcontext()
     if "attention" not in RECOMPUTED[mode]:
@@ -133,7 +139,7 @@ def _contexts(
 class _Recomputation(contextlib.ExitStack):
     """The context of a block's recomputation, which every backward through the block enters again."""
 
-    def __init__(self, selective: contextlib.AbstractContextManager[Any]) -> None:
+    def __init__(self, selective: Context) -> None:
         super().__init__()
         self.selective = selective
 

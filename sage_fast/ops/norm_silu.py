@@ -18,8 +18,7 @@ from sage_fast.ops._dispatch import register
 def normalize(x: Tensor, gamma: Tensor, scale: float, out: Tensor) -> Tensor:
     """Compute x scale gamma / max(|x|, 1e-12) over the channels, the norm in float32 (no float32 copy of x on a GPU).
 
-    On the CPU this reduction is fast only in channels-last layout: over any but the innermost dimension, its kernel is
-    slower than a convolution.
+    On the CPU this is for channels-last layout: PyTorch vectorises the reduction over the innermost dimension alone.
     """
     length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     torch.mul(x, length.clamp_(min=1e-12).reciprocal_().mul_(scale), out=out)

@@ -47,8 +47,8 @@ class InProcess(Backend):
                 # A copy: other rewards, the judge and the saved files get what was decoded.
                 given = videos.to(self.device or videos.device, copy=True)
                 parts = called(self.name, self.reward, given, prompts, metadata)
-                is_whole = given.untyped_storage().nbytes() >= given.nbytes  # a reward may free it
-                same = is_whole and torch.equal(given, videos.to(given.device))
+                # A reward may even free them.
+                same = given.untyped_storage().nbytes() >= given.nbytes and torch.equal(given, videos.to(given.device))
                 if not (self._writes or same or videos.isnan().any()):
                     self._writes = True
                     log.warning(wrapped(f"note: reward {self.name!r} writes into the videos, of which it has a copy"))

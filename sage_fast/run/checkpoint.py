@@ -218,9 +218,7 @@ class TrainingState:
     def __init__(self, folder: Path, engine: Engine, steps: int, files: Collection[str] | None = None) -> None:
         self.steps = steps
         with fail_together():
-            if files is not None and OPTIMIZER not in files:
-                raise UserError(f"{OPTIMIZER} is not in the manifest")
-            self.optimizer = read_json(folder / OPTIMIZER)
+            self.optimizer = read_json(folder / OPTIMIZER) if files is None or OPTIMIZER in files else {}
             counts = self.optimizer.get("steps")
             if not isinstance(counts, dict) or not all(_is_like(step, 0) for step in counts.values()):
                 raise UserError(f"{OPTIMIZER} does not hold what a run writes")

@@ -47,10 +47,6 @@ def _set_inference_mode(mode: bool) -> None:
 
 SETTINGS: dict[str, Accessors] = {
     "os.chdir": (os.getcwd, os.chdir),
-    **{
-        f"signal.{n.name}": (functools.partial(signal.getsignal, n), functools.partial(signal.signal, n))
-        for n in SIGNALS
-    },
     "torch.inference_mode": (torch.is_inference_mode_enabled, _set_inference_mode),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -66,6 +62,8 @@ SETTINGS: dict[str, Accessors] = {
     **_attributes("utils.deterministic", "fill_uninitialized_memory"),
 }
 """Name -> its functions. A setting comes after those that write to it, as leaving inference mode does to gradients."""
+for n in SIGNALS:
+    SETTINGS[f"signal.{n.name}"] = functools.partial(signal.getsignal, n), functools.partial(signal.signal, n)
 for kind in ("cpu", "cuda"):
     for what, read in (("enabled", torch.is_autocast_enabled), ("dtype", torch.get_autocast_dtype)):
         write = attrgetter(f"set_autocast_{what}")(torch)

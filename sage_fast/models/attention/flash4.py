@@ -28,12 +28,13 @@ def _cache() -> Path | None:
     folders = [Path(given)] if (given := os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")) else []
     with contextlib.suppress(RuntimeError):  # no home
         folders.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sage-fast", "flash-attn-4"))
-    temporary = Path(tempfile.gettempdir(), f"sage-fast-flash-attn-4-{os.getuid()}")
-    for folder in (*folders, temporary):
+    with contextlib.suppress(OSError):  # no temporary folder
+        folders.append(Path(tempfile.gettempdir(), f"sage-fast-flash-attn-4-{os.getuid()}"))
+    for folder in folders:
         with contextlib.suppress(OSError):
             folder.mkdir(0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-            if folder != temporary or folder.lstat().st_uid == os.getuid():  # its code runs here
+            if str(folder) == given or folder.lstat().st_uid == os.getuid():  # its code runs here
                 return folder
     return None
 

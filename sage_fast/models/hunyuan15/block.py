@@ -31,9 +31,6 @@ class TextToVideoBlock(nn.Module):
     It is a module so that hooks (FSDP2, profilers) can attach to it. AdaLN's layers are not in it.
     """
 
-    skips_its_end = True
-    """A recomputation (`is_recomputing`) leaves out what only the block's results need."""
-
     def __init__(self, block: Any) -> None:
         super().__init__()
         self.attn: Any = block.attn
@@ -81,6 +78,9 @@ class TextToVideoBlock(nn.Module):
         text_out = self.text_out.unpadded(text_out)
         text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=self.text_ff.up.pad)
         return video, self.text_ff(normed, text, text_ff_gate)
+
+    skips_its_end = forward
+    """A recomputation (`is_recomputing`) leaves out what only the results of this function need."""
 
     def _attend(self, video: Tensor, text: Tensor, rotary: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
         """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output projections.

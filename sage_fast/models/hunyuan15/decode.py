@@ -16,7 +16,7 @@ from sage_fast.util.errors import UserError
 SHARE = 0.5
 """Share of the memory free at the first decode; the rest is for the concurrent rollout and for training."""
 ENOUGH = {"cpu": 16 * 2**20, "cuda": 8 * 2**30}
-"""Bytes beyond which larger portions are not faster. CPU: measured; what its caches hold. CUDA: not measured; an
+"""Bytes beyond which larger portions should not be faster. CPU: what its caches hold. CUDA: not measured; an
 activation of the last stage then exceeds a gigabyte, which fills any GPU."""
 
 
@@ -78,8 +78,8 @@ class VideoDecoder(Decoder):
 
     Args:
         vae: the autoencoder, on its device; its weights are rearranged in memory.
-        channels_last: use the channels-last layout for weights and activations. It measured faster on the CPU; on an
-            H100 a 480p video of 81 frames took 2.12 s for 2.42, and 3.2 GiB less.
+        channels_last: use the channels-last layout for weights and activations. `2026-11-25-h100-decode-480p.json` in
+            benchmarks/results has both, of one call each.
     """
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, channels_last: bool = True) -> None:

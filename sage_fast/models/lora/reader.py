@@ -43,8 +43,6 @@ HEADER = {
     **dict.fromkeys(("rank", "lora_rank", "network_dim", "ss_network_dim"), "r"),
 }
 """Plain entry of a file's header -> the field that it states."""
-LARGEST_ALPHA = 1e6
-"""Larger ones are no alpha: the factors' sums overflow."""
 WORDS = {"None": None, "Dynamic": None, "True": True, "False": False}
 """Values of Python that kohya's scripts write into a header."""
 FACTOR = re.compile(r"(.+?)\.(?:(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|(alpha))")
@@ -249,6 +247,6 @@ def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: i
     alpha = of_layer("lora_alpha", "alpha_pattern") if stated is None else stated.squeeze().tolist()
     if alpha is None:
         return rank
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < LARGEST_ALPHA:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:  # beyond, sums overflow
         raise Fault(f": the alpha of {layer} is {alpha!r}; expected a number above 0")
     return alpha
