@@ -37,17 +37,15 @@ def _set_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)  # None: as at the start
 
 
-_left: list[torch.inference_mode] = []
-
-
-def _set_inference_mode(mode: bool) -> None:
-    _left.append(torch.inference_mode(mode))  # kept, since its end would bring back the mode before
-    _left[-1].__enter__()
-
+_left = contextlib.ExitStack()
+"""Keeps what leaves inference mode: its end would bring the mode back."""
 
 SETTINGS: dict[str, Accessors] = {
     "os.chdir": (os.getcwd, os.chdir),
-    "torch.inference_mode": (torch.is_inference_mode_enabled, _set_inference_mode),
+    "torch.inference_mode": (
+        torch.is_inference_mode_enabled,
+        lambda mode: _left.enter_context(torch.inference_mode(mode)),
+    ),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.set_default_device": (torch.get_default_device, _set_device),
@@ -115,7 +113,7 @@ def restored(who: str) -> Iterator[None]:
             Finalize(None, end_started, exitpriority=0)  # before multiprocessing waits for its children
         _started.update(started)
         changed = [name for name, value in before.items() if _value(name) != value]
-        for name in SETTINGS if changed else ():
+        for name in before if changed else ():
             if before[name] is not None and _value(name) != before[name]:
                 SETTINGS[name][1](before[name])
         if held := [name for name in changed if before[name] is not None and _value(name) != before[name]]:
