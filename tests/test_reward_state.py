@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util import process_state
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import import_plugin, running
-from sage_fast.util.process_state import SETTINGS
+from sage_fast.util.process_state import SETTINGS, restored
 from tests.tiny import settings
 
 REWARD = """
@@ -113,6 +115,24 @@ def test_a_setting_is_put_back_and_named_once(setting: str, place: str, caplog: 
     (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
     assert note.startswith("note: reward 'bright:Bright' changes ")
     assert setting in note
+
+
+def test_a_call_that_is_overdue_puts_back_no_folder(here: Path) -> None:
+    """It ends on its thread, when the run, or what follows it, is elsewhere."""
+    (here / "elsewhere").mkdir()
+
+    def overdue() -> None:
+        with restored("reward 'slow'"):
+            os.chdir(here / "elsewhere")
+
+    thread = threading.Thread(target=overdue)
+    thread.start()
+    thread.join()
+    assert Path.cwd() == here / "elsewhere"
+    with restored("reward 'quick'"):
+        os.chdir(here)
+    assert Path.cwd() == here / "elsewhere"
+    os.chdir(here)
 
 
 def test_what_cannot_be_put_back_ends_the_run() -> None:

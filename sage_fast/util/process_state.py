@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from operator import attrgetter
@@ -42,10 +43,7 @@ _left = contextlib.ExitStack()
 
 SETTINGS: dict[str, Accessors] = {
     "os.chdir": (os.getcwd, os.chdir),
-    "torch.inference_mode": (
-        torch.is_inference_mode_enabled,
-        lambda mode: _left.enter_context(torch.inference_mode(mode)),
-    ),
+    "torch.inference_mode": (torch.is_inference_mode_enabled, lambda on: _left.enter_context(torch.inference_mode(on))),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.set_default_device": (torch.get_default_device, _set_device),
@@ -105,7 +103,10 @@ def restored(who: str) -> Iterator[None]:
     Raises:
         UserError: one cannot be put back, such as a device whose `with` block was entered and never left.
     """
-    before, others = {name: _value(name) for name in SETTINGS}, _children()
+    # A call that is overdue ends on its thread when others own the folder; Python sets handlers in the main one alone.
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {name: _value(name) for name in SETTINGS if in_main or name.startswith("torch.")}
+    others = _children()
     try:
         yield
     finally:
