@@ -20,7 +20,7 @@ from sage_fast.rollout.recorder import step_graphs
 from sage_fast.rollout.setup import Setup
 from sage_fast.util.files import fingerprint
 from sage_fast.util.plugins import module_of
-from sage_fast.util.ranks import initialize, join_sequence_group, local_device, world_size
+from sage_fast.util.ranks import initialize, join_sequence_group, local_device, rank, world_size
 
 
 def resolve(config: Config) -> Resolved:
@@ -107,6 +107,7 @@ def load_setup(
         model.notes.append(
             f"the seeds in {config.data.prompts} are for evaluation and samples; training draws new noise each time"
         )
+    told = rewards and rank() == 0  # which writes run.json; weights may have many gigabytes to read
     return Setup(
         resolved=resolved,
         model=model,
@@ -117,6 +118,6 @@ def load_setup(
         eval_prompts=[prompt.key for prompt in eval_prompts],
         captions=captions_of([*train_prompts, *eval_prompts]),
         negatives=negatives,
-        contents=contents_of(train_prompts, config.model.weights, config.named_rewards) if rewards else {},
+        contents=contents_of(train_prompts, config.model.weights, config.named_rewards) if told else {},
         eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
     )

@@ -105,17 +105,16 @@ def check_weights(spec: Spec) -> None:
     """
     for part in (*spec.networks, "vae"):
         folder = Path(spec.source(part, spec.path)) / part
-        index, name = folder / SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
-        if not index.is_file() and not (folder / name).is_file():
+        name = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file() else SAFETENSORS_WEIGHTS_NAME
+        if not (folder / name).is_file():
             continue
         expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
         given: dict[str, tuple[list[int], str, str]] = {}
         try:
-            names = {name}
-            if index.is_file():
-                name = index.name
-                names = {*json.loads(index.read_text())["weight_map"].values()}
-            for name in sorted(names):
+            names = [name]
+            if name == SAFE_WEIGHTS_INDEX_NAME:
+                names = json.loads((folder / name).read_text())["weight_map"].values()
+            for name in sorted({*names}):
                 with safe_open(folder / name, "pt") as opened:
                     for key in expected.keys() & {*opened.keys()}:
                         found = opened.get_slice(key)

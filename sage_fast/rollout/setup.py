@@ -26,7 +26,7 @@ class Setup:
         prompts, eval_prompts: keys (`Prompt.key`).
         captions: key -> what to encode, for these, the empty and the negative prompts.
         negatives: key -> negative prompt, where it is not empty.
-        contents: setting -> what its files and code hold, with a digest.
+        contents: setting -> what its files and code hold, with a digest; on rank 0.
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
