@@ -27,7 +27,7 @@ def resolve(config: Config) -> Resolved:
     """Join the ranks of a command that does not train, and resolve its settings; `check_trainable` does for a run.
 
     Raises:
-        UserError: as `Resolved.of`, or the ranks cannot share samples as `model.sequence_parallel` says.
+        UserError: as `Resolved`, or the ranks cannot share samples as `model.sequence_parallel` says.
     """
     initialize(config.timeout_minutes)
     check_sequence_parallel(config.model.sequence_parallel, world_size())

@@ -102,7 +102,7 @@ def _runner(mode: str) -> Callable[..., Any]:
 
 
 def _are_ends_unread(block: nn.Module) -> bool:
-    """Whether nothing but the block itself reads what its last layers return: no wrapper, subclass, patch or hook.
+    """Whether the block alone reads what its last layers return: it has no wrapper, subclass, patch or hook.
 
     Hooks of FSDP2, and of what counts FLOPs, compute nothing with results.
     """

@@ -81,7 +81,7 @@ def _value(name: str) -> Any:
 
 
 def end_started() -> None:
-    """Kill what the code of plug-ins has started, and what that has started; at exit this happens by itself."""
+    """Kill the processes that the code of plug-ins has started, and theirs. It is registered to run at exit."""
     for process in _started:
         with contextlib.suppress(psutil.NoSuchProcess):
             for each in (*process.children(recursive=True), process):

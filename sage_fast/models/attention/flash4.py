@@ -34,7 +34,7 @@ def _cache() -> Path | None:
         with contextlib.suppress(OSError):
             folder.mkdir(0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-            if str(folder) == given or folder.lstat().st_uid == os.getuid():  # its code runs here
+            if folder == Path(given or "") or folder.lstat().st_uid == os.getuid():  # its code runs here
                 return folder
     return None
 
