@@ -108,6 +108,18 @@ def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) 
     return transformer
 
 
+def with_own_adapter(transformer: Any, dtype: torch.dtype) -> Any:
+    """Return a transformer with the same frozen weights and an adapter of its own in `dtype`, for stock.
+
+    Its best case: PEFT computes a float32 adapter in float32, and autocast normalises in float32.
+    """
+    own = copy.deepcopy(transformer, {id(p): p for p in transformer.parameters() if not p.requires_grad})
+    for p in own.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(dtype)
+    return own
+
+
 def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> dict[str, VideoDecoder]:
     """Return path of `decode` -> decoder, all with the same random weights; each has its own copy (layouts differ)."""
     vae = random_module(spec_of(testbed), "vae", dtype, device).requires_grad_(False)
@@ -153,12 +165,14 @@ class Rung:
         device, dtype = next(transformer.parameters()).device, next(transformer.parameters()).dtype
         config = transformer.config
         self.transformer = transformer
+        self.stock = with_own_adapter(transformer, dtype)
         options: dict[str, Any] = {"dtype": dtype, "guidance_scale": size.guidance}
         self.ours = HunyuanVideo15Policy(transformer, **options)
+        self.ours.forward.refresh()  # lays out the weights anew, before code is compiled for their strides
         # The paths of our forward share one policy. Two policies over one transformer would take the weights from each
         # other, and lay out those of all blocks again, at every turn.
         self.policies: dict[str, HunyuanVideo15Policy] = {
-            path: StockPolicy(transformer, **how, **options) for path, how in STOCK.items()
+            path: StockPolicy(self.stock, **how, **options) for path, how in STOCK.items()
         }
         self.policies |= dict.fromkeys(("eager", *ATTENTIONS), self.ours)
         self.size = size
@@ -254,7 +268,8 @@ class Rung:
         Paths that cannot run here are left out: graphs need CUDA and memory.
         """
         present = self._present(PARTS[part], paths)
-        set_checkpointing(self.transformer, self.size.checkpointing(part))
+        for transformer in (self.transformer, self.stock):
+            set_checkpointing(transformer, self.size.checkpointing(part))
         if part == "decode":
             return {path: self._decode(self.decoders[path]) for path in present}
         made = {path: self._function(part, path) for path in present if path != "graphed"}

@@ -14,6 +14,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sage_fast.models.hunyuan15.decode import VideoDecoder
@@ -170,6 +171,10 @@ class StockPolicy(HunyuanVideo15Policy):
         self.padded = padded
         # The stock forward hands its fp32 timestep to an embedder that may have bf16 weights.
         transformer.time_embed.timestep_embedder.register_forward_pre_hook(_match_weight_dtype)
+        for module in transformer.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = False  # else an adapter's dtype decides, not autocast
+        self.autocasts = any(p.dtype != self.dtype for p in transformer.parameters())
         self.masked: Any = HunyuanVideo15AttnProcessor2_0()
         self.unmasked: Any = UnmaskedProcessor() if unmasked and not padded else self.masked
         if cudnn and self.device.type == "cuda":
@@ -184,7 +189,7 @@ class StockPolicy(HunyuanVideo15Policy):
         for block, call in zip(self.transformer.transformer_blocks, self.calls):
             block.attn.processor = self.masked if pads else self.unmasked
             block._compiled_call_impl = call
-        with self._autocast():
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.autocasts):
             end = None if inputs.end is None else 1000 * inputs.end
             return self.stock_forward(x.to(self.dtype), 1000 * inputs.sigma, inputs.text, end)
 

@@ -237,16 +237,57 @@ def test_compiled_blocks_never_fall_back_to_eager() -> None:
 @pytest.mark.usefixtures("dynamo_only")
 def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock paths and ours take turns without joining the weights again, which would copy all of them."""
-    rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
     joined: list[FusedLinear] = []
     join = FusedLinear._join
     monkeypatch.setattr(FusedLinear, "_join", lambda self, *a: joined.append(self) or join(self, *a))
-    assert rung.check("forward") == {}
+    rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
     first = len(joined)
     assert 0 < first == len(set(map(id, joined)))
+    assert rung.check("forward") == {}
     for part in ("forward", "train"):
         rollout_bench.measure(rung.contenders(part), CPU, 2)
     assert len(joined) == first
+
+
+class MatmulDtypes(TorchDispatchMode):
+    """Collects the dtypes that matrix products return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.found.add(out.dtype)
+        return out
+
+
+def test_stock_computes_its_adapter_in_the_dtype_of_the_model() -> None:
+    """PEFT would compute a float32 adapter in float32, which no trainer does and which takes a GPU longer."""
+    transformer = random_transformer(True, CPU, torch.bfloat16)
+    rung = Rung(transformer, RUNGS["tiny"])
+    for part in ("forward", "train"):
+        for path, run in rung.contenders(part, ["stock", "tuned"]).items():
+            with MatmulDtypes() as matmuls:
+                run()
+            assert matmuls.found == {torch.bfloat16}, (part, path)
+    assert {p.dtype for p in transformer.parameters() if p.requires_grad} == {torch.float32}
+    frozen = zip(transformer.parameters(), rung.stock.parameters())
+    assert all(ours is stock for ours, stock in frozen if not ours.requires_grad)
+    # A trainer's stock keeps float32 weights, and autocasts.
+    policy = StockPolicy(transformer, dtype=torch.bfloat16)
+    with MatmulDtypes() as matmuls:
+        policy.guided_velocity(rung.x, rung.schedule(policy).at(rung.step)).float().sum().backward()
+    assert matmuls.found == {torch.bfloat16}
+
+
+def test_weights_keep_their_layout_once_stock_can_be_compiled() -> None:
+    """Compiled code asserts the strides of its weights."""
+    rung = Rung(random_transformer(True, CPU, torch.bfloat16), RUNGS["tiny"])
+    before = [(p.data_ptr(), p.stride()) for p in rung.stock.parameters()]
+    assert rung.check("forward", ["stock", "tuned", "eager"]) == {}
+    assert [(p.data_ptr(), p.stride()) for p in rung.stock.parameters()] == before
 
 
 @pytest.mark.usefixtures("dynamo_only")
