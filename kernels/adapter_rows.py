@@ -25,13 +25,21 @@ MAX_RANK = 256
 """Above it the sums would not fit in a multiprocessor, and PyTorch's kernels do the work."""
 
 
+MEASURED = {
+    "plain": {"ROWS": 64, "BLOCK": 128, **WIDE_OPTIONS},
+    "gelu": {"ROWS": 64, "BLOCK": 128, **WIDE_OPTIONS},
+    "gated": {"ROWS": 128, "BLOCK": 64, **WIDE_OPTIONS},
+    "backward": {"ROWS": 64, "BLOCK": 64, **LAUNCH_OPTIONS},
+}
+"""Use -> the fastest tile of seven at rank 64 in 16 bits on an H200 (`2026-11-27-h200-adapter-rows.json` in
+benchmarks/results)."""
+
+
 def options(itemsize: int, rank: int, use: str, blackwell: bool = False) -> dict[str, Any]:
     """Rows and columns of a tile, and warps. No rank spills on sm_80, sm_90 or sm_100, by Triton 3.6 and 3.9.
 
     float32 has no tensor cores here, and its products need more registers. In 16 bits a program reads all of A from the
-    L2 cache: from 64 rows on no more than it reads of x. Compiled for sm_90, the forward with GELU takes 14.6
-    instructions an element in 64 x 64 with four warps and 14.2 in 128 x 64 with eight, with registers for 16 warps a
-    multiprocessor either way; for sm_80 they are 12 and 8 warps.
+    L2 cache: from 64 rows on no more than it reads of x.
 
     Args:
         itemsize: bytes of a value of x.
@@ -42,6 +50,8 @@ def options(itemsize: int, rank: int, use: str, blackwell: bool = False) -> dict
     """
     if itemsize == 4:
         return {"ROWS": 32 if use == "gelu" and rank > 64 else 16, "BLOCK": 16, **WIDE_OPTIONS}
+    if rank <= 64 and not blackwell:
+        return dict(MEASURED[use])
     if use == "backward" and blackwell:
         return {"ROWS": 32, "BLOCK": 32, **LAUNCH_OPTIONS}
     if use == "backward" or rank > 128:
