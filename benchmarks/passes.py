@@ -27,7 +27,7 @@ from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.load import make_trainable
 from sage_fast.models.lora.linear import padding_for
-from sage_fast.tools.harness import H100_BF16_FLOPS
+from sage_fast.tools.harness import BURST_FLOPS
 
 TOKENS, TEXT, WIDTH = 21 * 30 * 52, 200, 2048
 """Video and text tokens of a 480p video of 81 frames, and the width of the published transformer."""
@@ -35,11 +35,11 @@ UNIT = TOKENS * WIDTH * torch.bfloat16.itemsize
 """Bytes of one read or write of the video tokens in bfloat16: 134 MB."""
 NARROW = padding_for(3 * ModelConfig().lora_rank, torch.bfloat16.itemsize)
 """Width of the widest factor of an adapter, that of queries, keys and values together."""
-BANDWIDTH = 2.98e12
-"""B/s of a copy on one H100: that of `transition_step`, large, in `2026-11-25-h100-operators.json`."""
-ATTENTION = ((566e12, 530e12), (615e12, 560e12))
-"""FLOP/s of attention forward and backward: cuDNN's on one H100, from `2026-11-25-h100-iteration.json`, and what is
-expected of FlashAttention 4, which has not run."""
+BANDWIDTH = 4.07e12
+"""B/s of a copy on one H200: `2026-11-27-h200-adapter-rows.json` in benchmarks/results."""
+ATTENTION = ((558e12, 538e12), (654e12, 609e12))
+"""FLOP/s of attention forward and backward on one H200, cuDNN's and FlashAttention 4's:
+`2026-11-27-h200-attention.json`."""
 MARKS = (
     "<!-- passes: python -m sage_fast.benchmarks.passes docs/explanation/rollout-engine.md -->",
     "<!-- end of passes -->",
@@ -147,15 +147,15 @@ def count_block(model: ModelConfig) -> tuple[Traffic, Traffic]:
 def share_of_limit(there: Traffic, back: Traffic, attention: Sequence[float], frozen: bool) -> tuple[float, float]:
     """Return the time of a forward, and of a training transition, by arithmetic, in units of that at the ceiling.
 
-    A transition is a forward, its recomputation and the backward. Its matmuls run at `H100_BF16_FLOPS`, its passes at
+    A transition is a forward, its recomputation and the backward. Its matmuls run at `BURST_FLOPS`, its passes at
     `BANDWIDTH`, and attention at `attention` FLOP/s forward and backward.
     """
     tokens = TOKENS + TEXT
     linear, attended = 24.0 * WIDTH**2 * tokens, 4.0 * tokens**2 * WIDTH
     passes = [sum(traffic.bytes.values()) / BANDWIDTH for traffic in (there, back)]
-    ahead = linear / H100_BF16_FLOPS + attended / attention[0] + passes[0]
-    behind = linear * (1 if frozen else 2) / H100_BF16_FLOPS + 2.5 * attended / attention[1] + passes[1]
-    limit = (linear + attended) / H100_BF16_FLOPS, (linear * (3 if frozen else 4) + 4.5 * attended) / H100_BF16_FLOPS
+    ahead = linear / BURST_FLOPS + attended / attention[0] + passes[0]
+    behind = linear * (1 if frozen else 2) / BURST_FLOPS + 2.5 * attended / attention[1] + passes[1]
+    limit = (linear + attended) / BURST_FLOPS, (linear * (3 if frozen else 4) + 4.5 * attended) / BURST_FLOPS
     return ahead / limit[0], (2 * ahead + behind) / limit[1]
 
 

@@ -31,7 +31,7 @@ from sage_fast.benchmarks.timing import Save, fresh_compilation, interleaved, sa
 
 from sage_fast.models.hunyuan15.spec import decode_flops
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import H100_BF16_FLOPS, head_line, host_timer, matmul_ceiling, usual_dtype
+from sage_fast.tools.harness import BURST_FLOPS, head_line, host_timer, matmul_ceiling, usual_dtype
 from sage_fast.util.console import Progress
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import UserError, in_one_line
@@ -231,7 +231,7 @@ def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None =
     """Format what the rows cost by the plan's formulas, without running them."""
     lines = [
         f"{'size':<18}{'part':<9}{'tokens':>9}{'forwards':>10}{'model FLOPs':>13}{'with recomputation':>20}"
-        f"{'at ' + format(H100_BF16_FLOPS / 1e12, '.0f') + ' TFLOP/s':>16}"
+        f"{'at ' + format(BURST_FLOPS / 1e12, '.0f') + ' TFLOP/s':>16}"
     ]
     for name in names or GPU_SIZES:
         size = SIZES[name]
@@ -247,11 +247,11 @@ def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None =
                 model, done = (part_flops(config, size, part, mode) for mode in (None, size.checkpointing(part)))
             lines.append(
                 f"{name:<18}{part:<9}{tokens:>9,}{forwards or '':>10}{model:>13.3g}{done:>20.3g}"
-                f"{done / H100_BF16_FLOPS:>14.3g} s"
+                f"{done / BURST_FLOPS:>14.3g} s"
             )
     lines += [
         "",
-        "arithmetic: every FLOP at the burst of a bf16 matrix product on one H100, without text encoding",
+        "arithmetic: every FLOP at the burst of a bf16 matrix product on one H200, without text encoding",
     ]
     return "\n".join(lines)
 

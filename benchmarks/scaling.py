@@ -33,7 +33,7 @@ from sage_fast.models.hunyuan15.spec import (
 )
 from sage_fast.models.load import find_spec
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import H100_BF16_FLOPS
+from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.tools.plan import plan, seconds_on_a_gpu
 from sage_fast.util.environment import environment
 
@@ -164,7 +164,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value / 3600:.1f} h" if value >= 7200 else f"{value / 60:.1f} min" if value >= 120 else f"{value:.2g} s"
+    return f"{value / 3600:.1f} h" if value >= 7200 else f"{value / 60:.1f} min" if value >= 100 else f"{value:.2g} s"
 
 
 def sizes() -> str:
@@ -181,19 +181,19 @@ def sizes() -> str:
         rows.append(
             [f"{work.frames} x {work.height} x {work.width}", f"{work.tokens:,}", f"{work.forward:.2e}", f"{share:.0%}",
              *map(_seconds, seconds_on_a_gpu(work.parts)),
-             _seconds(work.decode / H100_BF16_FLOPS),
+             _seconds(work.decode / BURST_FLOPS),
              *(f"{size / 2**30:.1f} GiB" for size in kept)]
         )  # fmt: skip
     head = ["frames x height x width", "tokens", "FLOPs per forward", "attention share", "time per sample",
-            "at the H100's rates", "time per decode", "activations", "activations, 8 GPUs a sample"]  # fmt: skip
+            "at the H200's rates", "time per decode", "activations", "activations, 8 GPUs a sample"]  # fmt: skip
     return _table(head, rows)
 
 
 def overlap() -> str:
     """Table of what can be overlapped in a 480p iteration with four samples per GPU."""
     work = Work()
-    iteration = 4 * work.of_a_sample / H100_BF16_FLOPS
-    decode = work.decode / H100_BF16_FLOPS
+    iteration = 4 * work.of_a_sample / BURST_FLOPS
+    decode = work.decode / BURST_FLOPS
     rows = [
         ["decode, during the next rollout or the anchor's forwards", "not done", f"{4 * decode / iteration:.1%}"],
         ["scoring of the last chunk, during the first updates", "not done", "at most the time to score one chunk"],

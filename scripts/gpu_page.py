@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+from sage_fast.benchmarks.limits import format_limits
 from sage_fast.benchmarks.operators import format_result
 from sage_fast.benchmarks.rollout import format_rollout
 
@@ -16,7 +17,12 @@ from sage_fast.tools.profile import format_profile
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "results" / "gpu.md"
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
-FORMS = {"phases": format_profile, "ceiling_flops_per_second": format_rollout, "rows": format_result}
+FORMS = {
+    "limits": format_limits,
+    "phases": format_profile,
+    "ceiling_flops_per_second": format_rollout,
+    "rows": format_result,
+}
 """Key of a result -> the form of its table; the first key that it has decides."""
 
 
@@ -26,7 +32,7 @@ def written(page: str) -> str:
     def table(found: re.Match[str]) -> str:
         result = json.loads((REPOSITORY / found[2]).read_text(encoding="utf-8"))
         form = next(form for key, form in FORMS.items() if key in result)
-        text, *_ = form(result).partition("\n\ntrace,")  # what follows of a profile is for who measured it
+        text, *_ = re.split("\n\n(?:trace,|GPU seconds )", form(result))  # the rest is for who measured it
         return f"{found[1]}```text\n{text}\n```\n{found[3]}"
 
     return TABLE.sub(table, page)

@@ -41,7 +41,7 @@ def test_the_formulas_are_the_plans() -> None:
 
 def test_numbers_in_the_text() -> None:
     """Check the numbers in the prose around the tables."""
-    work, flops = Work(), scaling.H100_BF16_FLOPS
+    work, flops = Work(), scaling.BURST_FLOPS
     text = " ".join(PAGE.split())
     for number in (
         f"{work.training / work.forward:.1f} for a training step",

@@ -21,8 +21,9 @@ from sage_fast.util.ranks import all_gather_object, data_size, world_size
 
 MEMORY_SHARE = 0.85
 """Share of the free memory that a run may plan with; the rest is for decoding, workspaces and fragmentation. In four
-iterations on an H100, training allocated 93 to 98 % of the plan: `benchmarks/results/2026-11-25-h100-iteration.json`,
-`-full`, `-nft` and `-nft-zero3`. What was reserved, and ranks that hold NCCL's buffers, were not measured."""
+iterations, training allocated 93 to 99 % of the plan: in benchmarks/results, `2026-11-27-h200-iteration.json` and
+`2026-11-25-h100-full.json`, `-nft` and `-nft-zero3`. What was reserved, and ranks that hold NCCL's buffers, were not
+measured."""
 
 
 def choose_checkpointing(resolved: Resolved, model: Model) -> tuple[CheckpointPlan, float]:

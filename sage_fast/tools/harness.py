@@ -10,8 +10,8 @@ import torch
 
 from sage_fast.util.environment import synchronize
 
-H100_BF16_FLOPS = 789e12
-"""FLOP/s of a large bf16 matrix product, a burst on one H100: `2026-11-25-h100-rollout-480p.json` in
+BURST_FLOPS = 789e12
+"""FLOP/s of a large bf16 matrix product, a burst on one H200: `2026-11-27-h200-rollout-480p.json` in
 benchmarks/results."""
 
 

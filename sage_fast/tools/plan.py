@@ -35,7 +35,7 @@ from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import fit_training, stored_rollouts, training_room
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings, method_of
-from sage_fast.tools.harness import H100_BF16_FLOPS
+from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
 
@@ -43,9 +43,9 @@ ASSUMED_DISK = 1e9
 """Bytes per second that a node writes to disk. An assumption: measure yours."""
 PLANNED_ITERATIONS = 200
 """Iterations over which the plan averages the work of windows."""
-MEASURED_FLOPS = {"rollout": 520e12, "decode": 383e12, "anchor": 518e12, "training": 500e12}
-"""Part -> FLOP/s of one H100 80GB on 2026-11-25, at 480p and 81 frames with a LoRA: `2026-11-25-h100-iteration.json` in
-benchmarks/results, and for the decode the channels-last row of `2026-11-25-h100-decode-480p.json`."""
+MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "training": 593e12}
+"""Part -> FLOP/s of one H200 with FlashAttention 4, at 480p and 81 frames with a LoRA: `2026-11-27-h200-iteration.json`
+in benchmarks/results."""
 
 
 @functools.cache
@@ -312,7 +312,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
     rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
     return [
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
-        _line("", "forwards", "FLOPs", "at least", "on H100s", width=29),
+        _line("", "forwards", "FLOPs", "at least", "on H200s", width=29),
         work("one forward of one sample", 0, forward, {"rollout": forward}),
         *(work(part, plan.forwards.get(part, 0), flops, {part: longest[part]}) for part, flops in parts.items()),
         work("together", sum(plan.forwards.values()), together, longest),
@@ -322,12 +322,12 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
         _line("GPU-hours", "", "", *hours, width=29),
         textwrap.fill(
-            f"'at least' is a lower bound: every FLOP at {H100_BF16_FLOPS / 1e12:.0f} TFLOP/s (a matrix product in "
-            f"bf16, a burst on one H100), with {plan.prompt_tokens} tokens a prompt. 'on H100s' is at the TFLOP/s that "
-            f"this H100 reached with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. "
-            "Training holds the backward and the recomputation with checkpointing. The anchor is free in the iteration "
-            "after its refresh. Times are those of the GPU with the most work. Rewards and communication are not "
-            "counted.",
+            f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a matrix product in "
+            f"bf16, a burst on one H200), with {plan.prompt_tokens} tokens a prompt. 'on H200s' is at the TFLOP/s that "
+            f"this H200 reached by FlashAttention 4 with 480p videos of 81 frames: {rates}; several GPUs also wait for "
+            "each other. Training holds the backward and the recomputation with checkpointing. The anchor is free in "
+            "the iteration after its refresh. Times are those of the GPU with the most work. Rewards and communication "
+            "are not counted.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -337,7 +337,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
 
 def seconds_on_a_gpu(flops: Mapping[str, float]) -> tuple[float, float]:
     """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates."""
-    return sum(flops.values()) / H100_BF16_FLOPS, sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
+    return sum(flops.values()) / BURST_FLOPS, sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
 
 
 def _count(count: int) -> str:
