@@ -7,9 +7,11 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -190,11 +192,38 @@ def test_flash4_compiles_once_for_all_processes(flash4: Flash4, tmp_path: Path) 
         ATTENTION["flash4"](*inputs)  # compiled by now: it does not wait
 
 
+def test_a_process_forked_while_flash4_compiles_does_not_keep_the_lock(
+    flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the lock's file open as well. What lay in that file stays."""
+    lock = tmp_path / "sage-fast" / "flash-attn-4" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("of the user")
+    children = []
+
+    def forward(*inputs: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+        children.append(os.fork())
+        if children[-1] == 0:
+            time.sleep(60)
+            os._exit(0)
+        return flash4.flash_attn_func(*inputs, return_lse=return_lse)
+
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_func", forward)
+    ATTENTION["flash4"](*(torch.randn(1, 5, 2, 8) for _ in range(3)))
+    try:
+        with lock.open() as compiling:
+            fcntl.flock(compiling, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert compiling.read() == "of the user"
+    finally:
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+
+
 @pytest.mark.parametrize(
     "lack", ["the user's folder", "the given folder", "a home", "locks", "any folder", "the cache"]
 )
 def test_flash4_runs_without_a_folder_to_compile_into(
-    flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str
+    flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lack: str
 ) -> None:
     """It takes a temporary one. Without any, or without locks, each process compiles for itself and waits for none."""
     inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
@@ -223,15 +252,39 @@ def test_flash4_runs_without_a_folder_to_compile_into(
     on = lack not in ("the cache", "any folder")
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == str(int(on))
     assert os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") == (str(cache) if on else None)
+    notes = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR: cannot write {tmp_path}/file/given; FlashAttention 4 uses {cache}"]
+    assert caplog.messages == notes * (lack == "the given folder")
 
 
-def test_flash4_loads_no_code_of_another_user(flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anyone may make a folder of that name among temporary ones."""
+def test_the_folder_given_to_flash4_may_be_in_the_home(
+    flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "~/kernels")
+    ATTENTION["flash4"](*(torch.randn(1, 5, 2, 8) for _ in range(3)))
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "kernels")
+    assert (tmp_path / "kernels" / "lock").exists()
+
+
+@pytest.mark.parametrize("folder", ["of another", "open to others", "a link to one open to others"])
+def test_flash4_loads_no_code_of_another_user(
+    flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Anyone may make a folder of that name among temporary ones, or write into one that is open."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    cache = tmp_path / f"sage-fast-flash-attn-4-{own}"
+    if folder == "of another":
+        monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    elif folder == "open to others":
+        cache.mkdir()
+        cache.chmod(0o770)
+    else:
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o777)
+        cache.symlink_to(tmp_path / "open")
     ATTENTION["flash4"](*(torch.randn(1, 5, 2, 8) for _ in range(3)))
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 

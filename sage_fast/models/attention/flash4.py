@@ -2,7 +2,8 @@
 
 The package flash-attn-4 (kernels in CuTe DSL for Hopper and Blackwell) launches its kernels past PyTorch's dispatcher.
 As an operator, checkpointing can keep its output. The package compiles at the first call of a kernel, for about a
-minute: into a folder, so that it does so once for all processes. Written against 4.0.0b36; not run yet.
+minute: into a folder, so that it does so once for all processes. Written against 4.0.0b36; its kernels have run as
+scripts/flash4_kit.py compiles them alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import logging
 import os
 import tempfile
 import warnings
@@ -20,12 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 _called: set[tuple[object, ...]] = set()
 
 
-def _cache() -> Path | None:
-    """Return the folder of compiled kernels, the first that can be written of: given, the user's, a temporary one."""
-    folders = [Path(given)] if (given := os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")) else []
+def _cache(given: str) -> Path | None:
+    """Return the folder of compiled kernels, the first that can be written of: given, the user's, a temporary one.
+
+    Their code runs here: no one else may write the latter two.
+    """
+    folders = [Path(given)] if given else []
     with contextlib.suppress(RuntimeError):  # no home
         folders.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sage-fast", "flash-attn-4"))
     with contextlib.suppress(OSError):  # no temporary folder
@@ -34,7 +40,7 @@ def _cache() -> Path | None:
         with contextlib.suppress(OSError):
             folder.mkdir(0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-            if folder == Path(given or "") or folder.lstat().st_uid == os.getuid():  # its code runs here
+            if folder == Path(given) or (folder.lstat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022):
                 return folder
     return None
 
@@ -42,12 +48,13 @@ def _cache() -> Path | None:
 @functools.cache
 def _package() -> tuple[Callable[..., Any], Callable[..., Any], Path | None]:
     """Import the package, with its cache on; return its forward, its backward and the folder of the cache, if any."""
-    switch, folder = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", None
+    switch, variable, folder = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", None
     if os.environ.setdefault(switch, "1") == "1":  # both are read at the import
-        if folder := _cache():
-            os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(folder)
-        else:
-            os.environ[switch] = "0"
+        given = os.path.expanduser(os.environ.get(variable, ""))
+        folder = _cache(given)
+        os.environ |= {variable: str(folder)} if folder else {switch: "0"}
+        if given and folder != Path(given):
+            log.warning("%s: cannot write %s; FlashAttention 4 uses %s", variable, given, folder or "no folder")
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -61,7 +68,9 @@ def _one_compiles(*kernel: object) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if folder is not None:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(held.enter_context((folder / "lock").open("w")), fcntl.LOCK_EX)
+                file = held.enter_context((folder / "lock").open("a"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing it is not enough: a forked child has it too
         yield
     _called.add(kernel)
 
@@ -82,8 +91,7 @@ def _backward(
     if torch.get_deterministic_debug_mode() == 1:
         warnings.warn("the backward of FlashAttention 4 is deterministic without warn_only alone", stacklevel=2)
     with _one_compiles("backward", query.dtype, query.shape[3], deterministic):
-        inputs = query, key, value, out, gradient, log_sum_exp
-        dq, dk, dv = _package()[1](*inputs, deterministic=deterministic)
+        dq, dk, dv = _package()[1](query, key, value, out, gradient, log_sum_exp, deterministic=deterministic)
     return dq, dk, dv
 
 
@@ -94,10 +102,8 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_backward.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, gradient: Tensor, log_sum_exp: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
