@@ -4,7 +4,7 @@
 #   scripts/gpu.sh [--tiny] [--seconds N] [--gpus N] [--print] WHEELS OUT [PART...]
 #
 # WHEELS     folder with wheels of the packages that this machine lacks; may be empty
-# OUT        folder for logs, JSON and the table; later calls add to it
+# OUT        folder for logs, JSON and the table; later calls add to it, with --tiny or all without
 # PART       number or name, all by default; `install` runs first if it has not been done
 # --tiny     sizes that a CPU can handle, for a rehearsal
 # --seconds  end the call after N seconds: parts that do not fit are shortened or skipped
@@ -17,8 +17,8 @@
 # with what was expected of them (scripts/gpu_predictions.py).
 set -u
 
-PARTS=(install tests ceiling attention adapter-rows doctor rollout rollout-480p decode-480p iteration compiled-480p sanitizer memcheck racecheck rollout-9x30x52 ncu-adapter-rows ncu-block operators full nft nft-zero3 video-121 engines testbed testbed-bf16 variables ncu-step)
-LIMITS=(80 110 30 110 50 90 70 410 90 330 200 200 170 170 180 110 150 180 100 80 90 400 130 60 100 50 50)
+PARTS=(install rollout-480p tests ceiling attention adapter-rows doctor rollout decode-480p iteration sanitizer memcheck racecheck rollout-9x30x52 ncu-adapter-rows ncu-block operators full nft nft-zero3 video-121 engines testbed testbed-bf16 variables ncu-step)
+LIMITS=(80 410 110 30 110 50 90 100 90 330 200 170 170 180 110 150 180 100 80 90 400 130 60 100 50 50)
 PARTS_OF_SEVERAL=(install collectives lora-alone lora zero3 zero3-no-prefetch zero2 sequence resume killed hybrid)
 LIMITS_OF_SEVERAL=(80 100 200 260 300 300 300 300 400 400 300)
 PACKED_BYTES=$((16 * 2**20))
@@ -365,7 +365,7 @@ command_of() {
             printf '%s\n' "${sage[@]}" bench "${size[@]}" --json "$out/operators.json"
             ;;
         rollout | rollout-9x30x52)
-            size=(--size 5x16x16 --repetitions 7 --budget 60)
+            size=(--size 5x16x16 --repetitions 7 --budget 90)
             [[ $1 == rollout ]] || size=(--size 9x30x52 --repetitions 3 --budget 170)
             $tiny && size=(--size tiny --repetitions 1)
             rollout_of "$1" "${size[@]}" --part forward --part step --part rollout --path stock --path tuned --path eager \
@@ -374,13 +374,8 @@ command_of() {
         rollout-480p)
             size=(--size "480p 81 frames" --repetitions 3 --budget 390)
             $tiny && size=(--size tiny --repetitions 1)
-            rollout_of "$1" "${size[@]}" --part forward --part train --path stock --path "stock cudnn" --path tuned \
-                --path eager --path "eager cudnn" --path "eager flash4"
-            ;;
-        compiled-480p)
-            size=(--size "480p 81 frames" --repetitions 1 --budget 180)
-            $tiny && size=(--size tiny --repetitions 1)
-            rollout_of "$1" "${size[@]}" --part forward --part train --path "stock compiled" --path "tuned compiled"
+            rollout_of "$1" "${size[@]}" --part forward --part train --path stock --path tuned \
+                --path "tuned compiled" --path eager --path "eager cudnn" --path "eager flash4"
             ;;
         decode-480p)
             # Without the stock decode: its tensors have more than 2^31 elements here, and it may end in an error after
@@ -456,7 +451,10 @@ if $print; then
     exit
 fi
 
+$tiny && sizes=tiny || sizes=full
 mkdir -p "$out" || exit 2
+[[ -e $out/sizes ]] || echo $sizes > "$out/sizes"
+[[ $(< "$out/sizes") == "$sizes" ]] || fail "OUT '$out' holds $(< "$out/sizes") sizes, this call has $sizes ones"
 status=$out/status.tsv  # part, verdict, seconds; the last line of a part counts
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 wheels out py ENGINES_CODE LENGTHS_CODE STEP_CODE ADAPTER_CODE BLOCK_CODE \
     COLLECTIVES_CODE NO_PREFETCH_CODE GPUS=$gpus

@@ -29,15 +29,15 @@ from scripts import gpu_predictions
 from scripts.pack_wheels import pack
 
 REPOSITORY = Path(__file__).parent.parent
-PARTS = ["install", "tests", "ceiling", "attention", "adapter-rows", "doctor", "rollout", "rollout-480p", "decode-480p"]
-PARTS += ["iteration", "compiled-480p", "sanitizer", "memcheck", "racecheck", "rollout-9x30x52", "ncu-adapter-rows"]
+PARTS = ["install", "rollout-480p", "tests", "ceiling", "attention", "adapter-rows", "doctor", "rollout", "decode-480p"]
+PARTS += ["iteration", "sanitizer", "memcheck", "racecheck", "rollout-9x30x52", "ncu-adapter-rows"]
 PARTS += ["ncu-block", "operators", "full", "nft", "nft-zero3", "video-121", "engines", "testbed", "testbed-bf16"]
 PARTS += ["variables", "ncu-step"]
 OF_SEVERAL = ["install", "collectives", "lora-alone", "lora", "zero3", "zero3-no-prefetch", "zero2", "sequence"]
 OF_SEVERAL += ["resume", "killed", "hybrid"]
 PROFILES = ["iteration", "full", "nft", "nft-zero3"]
 LIMITS = ["ceiling", "attention", "adapter-rows"]
-ROLLOUTS = ["rollout", "rollout-480p", "decode-480p", "compiled-480p", "rollout-9x30x52", "video-121"]
+ROLLOUTS = ["rollout", "rollout-480p", "decode-480p", "rollout-9x30x52", "video-121"]
 SHORT = [
     "install",
     "ceiling",
@@ -102,9 +102,9 @@ def gpu(machine: Path, *arguments: str, **environment: str) -> "subprocess.Compl
     )  # fmt: skip
 
 
-def table(machine: Path) -> dict[str, str]:
+def table(out: Path) -> dict[str, str]:
     """Map each part to its verdict."""
-    lines = (machine / "out" / "table.txt").read_text().splitlines()[1:]
+    lines = (out / "table.txt").read_text().splitlines()[1:]
     found = (re.match(r"(\S+)\s+(ok|failed|timed out|skipped|not run)", line) for line in lines)
     return {row[1]: row[2] for row in found if row}
 
@@ -120,7 +120,7 @@ def rehearsed(machine: Path) -> Path:
     assert first.returncode == 0, (machine / "out" / "install.log").read_text()[-3000:]
     done = gpu(machine, "--tiny", "wheels", "out", *REHEARSED[1:])
     logs = {part: (machine / "out" / f"{part}.log").read_text()[-1500:] for part in REHEARSED}
-    verdicts = {part: verdict for part, verdict in table(machine).items() if verdict != "not run"}
+    verdicts = {part: verdict for part, verdict in table(machine / "out").items() if verdict != "not run"}
     assert verdicts == dict.fromkeys(REHEARSED, "ok"), "\n".join(
         f"== {part}\n{logs[part]}" for part, verdict in verdicts.items() if verdict != "ok"
     )
@@ -149,11 +149,10 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     for part in {*ROLLOUTS} & set(REHEARSED):
         rows = json.loads((rehearsed / leave[part]).read_text())["rows"]
         found = {row["part"]: list(row["seconds"]) for row in rows}
-        three, two = ["stock", "tuned", "eager"], ["stock compiled", "tuned compiled"]
+        three, four = ["stock", "tuned", "eager"], ["stock", "tuned", "tuned compiled", "eager"]
         assert found == {
             "rollout": {"forward": three, "step": three, "rollout": three},
-            "rollout-480p": {"forward": three, "train": three},
-            "compiled-480p": {"forward": two, "train": two},
+            "rollout-480p": {"forward": four, "train": four},
             "decode-480p": {"decode": ["contiguous", "channels last"]},
             "video-121": {"rollout": ["eager"], "decode": ["channels last"]},
         }.get(part, found)
@@ -218,7 +217,7 @@ def test_a_sanitizer_that_finds_something_fails_its_part(rehearsed: Path, machin
     finally:
         kernel.write_text(text)
     assert done.returncode == 1
-    verdicts = table(machine)
+    verdicts = table(rehearsed)
     assert (verdicts["sanitizer"], verdicts["memcheck"]) == ("failed", "ok")
     assert "overflow detected" in (machine / "out" / "sanitizer.log").read_text()
 
@@ -249,19 +248,35 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
     finally:
         config.write_text(text)
     assert done.returncode == 1
-    verdicts = table(machine)
+    verdicts = table(rehearsed)
     assert (verdicts["testbed"], verdicts["ncu-step"], verdicts["operators"]) == ("failed", "ok", "ok")
     assert re.search(r"^testbed +failed .*unknown setting 'sampling.stepps'", done.stdout, re.M)
-    done = gpu(machine, "--seconds", "16", "wheels", "out", "tests", "ncu-step")  # at a GPU's size, minutes each
+    done = gpu(machine, "--seconds", "16", "wheels", "full", "tests", "ncu-step")  # at a GPU's size, minutes each
     assert done.returncode == 1
-    verdicts = table(machine)
+    verdicts = table(machine / "full")
     assert (verdicts["tests"], verdicts["ncu-step"]) == ("timed out", "skipped")
+
+
+@pytest.mark.parametrize("first", ["tiny", "full"])
+def test_a_rehearsal_and_a_measurement_do_not_share_a_folder(machine: Path, tmp_path: Path, first: str) -> None:
+    """The predictions beside one would be of the other. In one second no part starts."""
+    options = {"tiny": ["--tiny"], "full": []}
+    calls = {sizes: [*option, "--seconds", "1", "wheels", str(tmp_path), "doctor"] for sizes, option in options.items()}
+    (second,) = calls.keys() - {first}
+    assert gpu(machine, *calls[first]).returncode == 1
+    status = (tmp_path / "status.tsv").read_text()
+    assert "doctor\tskipped" in status
+    refused = gpu(machine, *calls[second])
+    assert refused.returncode == 2
+    assert refused.stderr.endswith(f"'{tmp_path}' holds {first} sizes, this call has {second} ones\n")
+    assert (tmp_path / "status.tsv").read_text() == status
+    assert gpu(machine, *calls[first]).returncode == 1
 
 
 def test_what_is_asked_for_is_checked(machine: Path) -> None:
     for arguments, message in (
-        (["wheels", "out", "docter"], "part 'docter': expected a number to 27 or one of install tests"),
-        *((["wheels", "out", part], f"part '{part}'") for part in ("28", "0", "08", "021", "doctor tests", "")),
+        (["wheels", "out", "docter"], "part 'docter': expected a number to 26 or one of install rollout-480p"),
+        *((["wheels", "out", part], f"part '{part}'") for part in ("27", "0", "08", "021", "doctor tests", "")),
         (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
         (["--seconds", "soon", "wheels", "out"], "--seconds 'soon': expected a whole number"),
         (["--gpus", "all", "wheels", "out"], "--gpus 'all': expected a whole number"),
