@@ -28,7 +28,7 @@ from sage_fast.ops.norm_rotate import norm_rotate_reference
 from sage_fast.ops.norm_silu import norm_silu_reference
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.tools.harness import head_line, host_timer, usual_dtype
-from sage_fast.tools.operators import OPERATORS, STEP, check, double, inputs, registered, wrong
+from sage_fast.tools.operators import OPERATORS, STEP, check, double, inputs, wrong
 from sage_fast.util.console import progress
 from sage_fast.util.environment import environment
 from sage_fast.util.ranks import local_device
@@ -168,8 +168,7 @@ def case_of(operator: str, size: Sequence[int], device: torch.device) -> Case:
     coefs = transition_table(sigma_schedule(STEPS, 5.0), "flow", ETA).coefficients()
     dtype = usual_dtype(device) if norm else torch.bfloat16
     case = inputs(operator, shape, dtype, device, coefs=coefs, optional=False)
-    differentiable = dict.fromkeys(("transition_step", "adapter_rows", "norm_silu"), ())
-    for place in (differentiable | {"transition_score": (2,), "norm_modulate": (0,)}).get(operator, (0, 1)):
+    for place in OPERATORS[operator].trained:
         case[place].requires_grad_()
     return case
 
@@ -219,7 +218,7 @@ def gate(operator: str, case: Case) -> None:
         AssertionError: they differ by more than rounding.
     """
     arguments = [value.detach() if isinstance(value, Tensor) else value for value in case]
-    if found := wrong(check(operator, registered, arguments), units=64):
+    if found := wrong(check(operator, arguments), units=64):
         raise AssertionError(f"{operator}: {found}")
     if operator == "transition_score":
         exact = double(*arguments)

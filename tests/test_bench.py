@@ -36,7 +36,8 @@ from sage_fast.config.loader import dump
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.lora.linear import FusedLinear
-from sage_fast.tools.operators import OPERATORS, registered
+from sage_fast.ops._dispatch import REFERENCES
+from sage_fast.tools.operators import OPERATORS
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings
 
@@ -111,21 +112,20 @@ def tiny(operator: str, device: torch.device = CPU) -> bench.Case:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_wrong_results_are_not_timed(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither those of the operator, nor of its backward."""
-    for wrong in {operator, f"{operator}_backward"} - {"transition_step_backward", "norm_silu_backward"}:
+    """Neither those of the operator, nor of its backward, where it is timed."""
+    backward = {f"{operator}_backward"} if OPERATORS[operator].trained else set()
+    for wrong in {operator} | backward:
 
-        def kernels(name: str, wrong: str = wrong) -> Callable[..., Any]:
-            def kernel(*arguments: Any) -> Any:
-                out = registered(name)(*arguments)
-                changed = arguments[-1] if out is None else tree_leaves(out)[0]
-                changed.data[(-1,) * changed.ndim] += 0.5 * (name == wrong)
-                return out
+        def other(*arguments: Any, right: Callable[..., Any] = REFERENCES[wrong]) -> Any:
+            out = right(*arguments)
+            changed = arguments[-1] if out is None else tree_leaves(out)[0]
+            changed.data[(-1,) * changed.ndim] += 0.5
+            return out
 
-            return kernel
-
-        monkeypatch.setattr(bench, "registered", kernels)
-        with pytest.raises(AssertionError, match=f"^{operator}: .*error"):
+        monkeypatch.setitem(REFERENCES, wrong, other)
+        with pytest.raises(AssertionError, match=rf"^{operator}: {wrong}\.0: error"):
             bench.measure(operator, next(iter(bench.sizes_of(operator).values())), CPU, 1)
+        monkeypatch.undo()
 
 
 def test_the_code_of_the_field_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

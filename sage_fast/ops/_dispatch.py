@@ -34,6 +34,9 @@ def implementation(device: torch.device) -> str:
 
 Operator = Callable[..., Any]
 
+REFERENCES: dict[str, Operator] = {}
+"""Operator, or its backward -> its reference."""
+
 
 def _serve(fused: Operator, reference: Operator) -> Operator:
     """Return a function that calls `reference` for float64 and `fused` for all else."""
@@ -95,6 +98,7 @@ def register(reference: Operator, *, mutates: Sequence[str] = (), cpp: bool = Tr
         cpp: whether the C++ extension has it; if not, the CPU runs the reference.
     """
     name = reference.__name__.removesuffix("_reference")
+    REFERENCES[name] = reference
     LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     for device, fused in _FUSED.items():

@@ -1,4 +1,4 @@
-"""The operators as a table: how each is called, its inputs, and its check against the reference in float64.
+"""The operators as a table: how each is called, its inputs, and a check of all that it runs against the references.
 
 `sage-fast doctor`, the benchmarks and the tests take operators and their inputs from here.
 """
@@ -6,26 +6,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.ops import transition_score, transition_step
-from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
-from sage_fast.ops.gated_norm import gated_norm, gated_norm_backward_reference, gated_norm_reference
-from sage_fast.ops.gated_sum import gated_sum, gated_sum_backward_reference, gated_sum_reference
-from sage_fast.ops.norm_modulate import norm_modulate, norm_modulate_backward_reference, norm_modulate_reference
-from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_backward_reference, norm_rotate_reference
-from sage_fast.ops.norm_silu import norm_silu_reference
-from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
-from sage_fast.ops.transition_step import transition_step_reference
+from sage_fast.ops import adapter_rows, norm_silu, transition_score, transition_step  # noqa: F401  # defines the first two
+from sage_fast.ops._common import LIBRARY
+from sage_fast.ops._dispatch import REFERENCES
+from sage_fast.ops.gated_norm import gated_norm
+from sage_fast.ops.gated_sum import gated_sum
+from sage_fast.ops.norm_modulate import norm_modulate
+from sage_fast.ops.norm_rotate import norm_rotate
 
 UNIT = torch.finfo(torch.float32).eps
-Kernels = Callable[[str], Callable[..., Any]]
-"""Name of an operator, or of its backward such as `norm_rotate_backward` -> the function of one implementation."""
 Layout = Callable[[Tensor], Tensor]
 """Lays a tensor out in memory in another way, as a view."""
 CPU = torch.device("cpu")
@@ -74,126 +72,9 @@ class Comparison:
         return f"{self.name}: error {error:.1e}, plain PyTorch {allowed:.1e}"
 
 
-def compare(
-    names: Sequence[str], function: Callable[..., Any], reference: Callable[..., Any], *arguments: Any
-) -> Iterator[Comparison]:
-    """Compare each output of `function` with those of `reference`, in the same dtypes and in float64."""
-    results = (function(*arguments), reference(*arguments), reference(*double(*arguments)))
-    outputs = ((result,) if isinstance(result, Tensor) else result for result in results)
-    for name, *values in zip(names, *outputs, strict=True):
-        yield Comparison(name, *values)
-
-
 def double(*values: Any) -> list[Any]:
     """Return the values, floating-point tensors in float64."""
     return [v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in values]
-
-
-def check_transition_step(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
-    x, v, v_uncond, guidance, coefs, step, _ = arguments
-    x_next, logp = kernels("transition_step")(*arguments)
-    (plain, _), (exact, _) = transition_step_reference(*arguments), transition_step_reference(*double(*arguments))
-    yield Comparison("x_next", x_next, plain, exact)
-    # The log-prob belongs to the value as stored, so the references score that value.
-    plain, exact = (
-        transition_score_reference(before, after, v, v_uncond, guidance, None, None, coefs, step, None)[0]
-        for before, after in ((x, x_next), (x.double(), x_next.double()))
-    )
-    yield Comparison("logp", logp, plain, exact)
-
-
-def check_transition_score(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
-    names = ("logp", "kl_anchor", "kl_old", "error_plus", "error_minus")
-    yield from compare(names, kernels("transition_score"), transition_score_reference, *arguments)
-    x = arguments[0]
-    grads = (layout(torch.randn(len(x), device=x.device)) for _ in range(3))
-    backward = kernels("transition_score_backward")
-    yield from compare(["dv", "dv_uncond"], backward, transition_score_backward_reference, *grads, *arguments[:-1])
-
-
-def check_norm_modulate(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
-    yield from compare(["out"], kernels("norm_modulate"), norm_modulate_reference, *arguments)
-    x, scale, _, eps = arguments
-    grad, backward = layout(torch.randn_like(x)), kernels("norm_modulate_backward")
-    for modulation in (False, True):
-        for residual in (None, layout(torch.randn_like(x))):
-            yield from compare(
-                ["dx", "dscale", "dshift"], backward, norm_modulate_backward_reference,
-                grad, x, scale, eps, modulation, residual,
-            )  # fmt: skip
-
-
-def check_gated_norm(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
-    _, y, gate, scale, shift, eps = arguments
-    total, out = kernels("gated_norm")(*arguments)
-    yield Comparison("sum", total, gated_norm_reference(*arguments)[0], gated_norm_reference(*double(*arguments))[0])
-    # The sum is normalised as it is stored.
-    yield from compare(["out"], lambda *_: out, norm_modulate_reference, total, scale, shift, eps)
-    names, backward = ("dx", "dy", "dgate", "dscale", "dshift"), kernels("gated_norm_backward")
-    grads = [layout(torch.randn_like(y)) for _ in range(2)]
-    for kept in (None, y):
-        yield from compare(names, backward, gated_norm_backward_reference, *grads, total, gate, scale, kept, eps)
-
-
-def check_gated_sum(kernels: Kernels, layout: Layout, x: Tensor, y: Tensor, gate: Tensor) -> Iterator[Comparison]:
-    yield from compare(["sum"], kernels("gated_sum"), gated_sum_reference, x, y, gate)
-    grad, backward = layout(torch.randn_like(y)), kernels("gated_sum_backward")
-    for kept in (None, y):
-        yield from compare(["dy", "dgate"], backward, gated_sum_backward_reference, grad, gate, kept)
-
-
-def check_norm_rotate(
-    kernels: Kernels, layout: Layout, joint: Tensor, text: Tensor, *arguments: Any
-) -> Iterator[Comparison]:
-    """Compare the operator on `joint`, which holds text already."""
-    yield from compare(["query", "key"], kernels("norm_rotate"), norm_rotate_reference, joint, *arguments)
-    grads = [layout(torch.randn_like(joint[:, :, 0])) for _ in range(3)]
-    for weights in (False, True):
-        yield from compare(
-            ["d joint", "d weights"], kernels("norm_rotate_backward"), norm_rotate_backward_reference,
-            *grads, joint, *arguments, weights,
-        )  # fmt: skip
-
-
-def check_adapter_rows(kernels: Kernels, layout: Layout, x: Tensor, down: Tensor, _: bool) -> Iterator[Comparison]:
-    for gelu in (False, True):
-        yield from compare(["out"], kernels("adapter_rows"), adapter_rows_reference, x, down, gelu)
-    gate = layout(torch.randn_like(x[:, :1]).flatten(1)) if x.shape[1] else x[:, 0:0].sum(1)
-    yield from compare(["gated out"], kernels("adapter_rows"), adapter_rows_reference, x, down, False, gate)
-    out = adapter_rows_reference(x, down, True).flatten(0, 1)
-    x = x.flatten(0, 1)
-    inner, up = (layout(torch.randn_like(out[:, : len(down)])) for _ in range(2))
-
-    def backward(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-            dx = grad.clone()  # overwritten
-            if x.dtype == torch.float64:  # the exact GELU: a kernel may round its own
-                out = adapter_rows_reference(x, x.new_empty(0, x.shape[1]), True)
-            return dx, *function(dx, inner, x, out, up)
-
-        return run
-
-    yield from compare(
-        ["dx", "dA", "dB"], backward(kernels("adapter_rows_backward")), backward(adapter_rows_backward_reference),
-        torch.randn_like(x, memory_format=torch.contiguous_format), inner, x, out, up,
-    )  # fmt: skip
-
-
-def check_norm_silu(
-    kernels: Kernels, layout: Layout, x: Tensor, gamma: Tensor, scale: float, _: Tensor
-) -> Iterator[Comparison]:
-    """Compare the operator inside a border, which stays zero."""
-
-    def padded(function: Callable[..., Any]) -> Callable[..., Tensor]:
-        def run(x: Tensor, gamma: Tensor, scale: float) -> Tensor:
-            batch, channels, *sizes = x.shape
-            out = x.new_zeros(batch, *(size + 2 for size in sizes), channels).permute(0, 4, 1, 2, 3)
-            function(x, gamma, scale, out[:, :, 2:, 1:-1, 1:-1])
-            return out
-
-        return run
-
-    yield from compare(["out"], padded(kernels("norm_silu")), padded(norm_silu_reference), x, gamma, scale)
 
 
 class Operator(NamedTuple):
@@ -201,13 +82,13 @@ class Operator(NamedTuple):
 
     Attributes:
         function: what a model calls, on the arguments that `inputs` makes. `norm_silu` writes to one and returns None.
-        check: (implementation, layout of the gradients, *arguments) -> comparisons of every output and gradient.
+        trained: positions of the arguments with a gradient where a model trains a LoRA.
         example: a small, odd shape.
         production: shape of one sample of a run.
     """
 
     function: Callable[..., Any]
-    check: Callable[..., Iterator[Comparison]]
+    trained: tuple[int, ...]
     example: tuple[int, ...]
     production: tuple[int, ...]
 
@@ -220,20 +101,20 @@ OPERATORS: dict[str, Operator] = {
         lambda x, v, v_uncond, guidance, coefs, step, seed: transition_step(
             x, v, coefs, step, seed, v_uncond, guidance
         ),
-        check_transition_step, *LATENTS,
+        (), *LATENTS,
     ),
     "transition_score": Operator(
         lambda x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step, beta: transition_score(
             x, x_next, v, coefs, step, v_anchor, v_old, beta, v_uncond, guidance
         ),
-        check_transition_score, *LATENTS,
+        (2,), *LATENTS,
     ),
-    "adapter_rows": Operator(torch.ops.sage_fast.adapter_rows, check_adapter_rows, *TOKENS),
-    "gated_norm": Operator(gated_norm, check_gated_norm, *TOKENS),
-    "gated_sum": Operator(gated_sum, check_gated_sum, *TOKENS),
-    "norm_modulate": Operator(norm_modulate, check_norm_modulate, *TOKENS),
-    "norm_rotate": Operator(norm_rotate, check_norm_rotate, (2, 75, 11, 2, 64), (1, 8000, 192, 16, 128)),
-    "norm_silu": Operator(torch.ops.sage_fast.norm_silu, check_norm_silu, *PIXELS),
+    "adapter_rows": Operator(torch.ops.sage_fast.adapter_rows, (), *TOKENS),
+    "gated_norm": Operator(gated_norm, (0, 1), *TOKENS),
+    "gated_sum": Operator(gated_sum, (0, 1), *TOKENS),
+    "norm_modulate": Operator(norm_modulate, (0,), *TOKENS),
+    "norm_rotate": Operator(norm_rotate, (0, 1), (2, 75, 11, 2, 64), (1, 8000, 192, 16, 128)),
+    "norm_silu": Operator(torch.ops.sage_fast.norm_silu, (), *PIXELS),
 }  # fmt: skip
 
 
@@ -246,9 +127,44 @@ def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def check(operator: str, kernels: Kernels, arguments: Sequence[Any], layout: Layout = as_it_is) -> Iterator[Comparison]:
-    """Compare every output and gradient of an implementation, with random upstream gradients."""
-    return OPERATORS[operator].check(kernels, layout, *arguments)
+class _Compared(TorchDispatchMode):
+    """Compares every call of one of our operators within it with the operator's reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Comparison] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if operator.namespace != LIBRARY.ns:
+            return operator(*arguments, **(keywords or {}))
+        name, copies = operator._opname, [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        plain, exact = (_outputs(REFERENCES[name](*given), given) for given in (copies, double(*arguments)))
+        result = operator(*arguments)
+        fused = [out.clone() for out in _outputs(result, arguments)]  # an autograd function may write to them
+        rows = enumerate(zip(fused, plain, exact, strict=True))
+        self.found += [Comparison(f"{name}.{place}", *values) for place, values in rows]
+        return result
+
+
+def _outputs(result: Any, arguments: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors of a result; without one, the last argument, which the operator has written to."""
+    return [arguments[-1]] if result is None else tree_leaves(result)
+
+
+def check(operator: str, arguments: Sequence[Any]) -> list[Comparison]:
+    """Compare all outputs of an operator, and of its backward for a LoRA and for all weights, with the references."""
+    row, compared = OPERATORS[operator], _Compared()
+    floats = [i for i, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
+    for trained in (row.trained, floats) if row.trained else ((),):
+        given = [x.detach().clone() if isinstance(x, Tensor) else x for x in arguments]
+        leaves = [given[place].requires_grad_() for place in trained]
+        with compared:
+            outputs = [
+                out for out in tree_leaves(row.function(*given)) if isinstance(out, Tensor) and out.requires_grad
+            ]
+            if outputs:
+                torch.autograd.grad(outputs, leaves, [torch.randn_like(out) for out in outputs], allow_unused=True)
+    return compared.found
 
 
 def wrong(comparisons: Iterable[Comparison], units: int = 8) -> str:

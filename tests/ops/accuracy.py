@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from sage_fast.ops import implementation
-from sage_fast.tools.operators import Comparison, Kernels, registered
+from sage_fast.tools.operators import Comparison, registered
+from tests.ops.checks import Kernels
 
 
 def assert_accurate(comparisons: Iterable[Comparison], **bounds: dict[str, float]) -> None:
     """Fail on the first tensor that is not finite or errs more than `Comparison.problem` allows.
 
     Args:
-        comparisons: what a check of `sage_fast.tools.operators` yields.
+        comparisons: what a check yields.
         bounds: name of a tensor -> arguments of `Comparison.problem` for it.
     """
     for comparison in comparisons:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.tools.operators import Kernels
 from tests.ops.accuracy import kernels_of
+from tests.ops.checks import Kernels
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.gated_sum import gated_sum
 from sage_fast.ops.norm_modulate import norm_modulate, residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
-from sage_fast.tools.operators import Kernels, inputs
+from sage_fast.tools.operators import inputs
+from tests.ops.checks import Kernels
 
 FP32, BF16 = torch.float32, torch.bfloat16
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

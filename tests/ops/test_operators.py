@@ -21,8 +21,9 @@ from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, sigma_schedule
 from sage_fast.ops import implementation
 from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
-from sage_fast.tools.operators import OPERATORS, UNIT, Comparison, Kernels, check, inputs, registered
+from sage_fast.tools.operators import OPERATORS, UNIT, Comparison, inputs, registered
 from tests.ops.accuracy import assert_accurate
+from tests.ops.checks import Kernels, check
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")

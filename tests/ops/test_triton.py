@@ -30,8 +30,9 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table  # 
 from sage_fast.ops import _dispatch  # noqa: E402
 from sage_fast.ops.philox import philox4x32  # noqa: E402
 from sage_fast.ops.transition_step import transition_step_reference  # noqa: E402
-from sage_fast.tools.operators import UNIT, Comparison, check, inputs  # noqa: E402
+from sage_fast.tools.operators import UNIT, Comparison, inputs  # noqa: E402
 from tests.ops.accuracy import assert_accurate, launcher  # noqa: E402
+from tests.ops.checks import check  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and isinstance(_noise, triton.runtime.JITFunction):
