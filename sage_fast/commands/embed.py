@@ -32,20 +32,22 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     config = load_source("embed", options.config, overrides)
     import torch
 
-    from sage_fast.data.embeddings import cache_key, fill_cache
+    from sage_fast.data.embeddings import cache_key, encode_cached
     from sage_fast.data.prompt_checks import check_captions
     from sage_fast.models.load import find_spec
-    from sage_fast.util.ranks import initialize, shutdown
+    from sage_fast.run.fail_fast import fail_fast
+    from sage_fast.util.ranks import local_device, shutdown
 
     data, dtype = config.data, config.model.dtype
     if data.embedding_cache is None:
         raise UserError("data.embedding_cache = None: expected the folder that runs share, such as embeddings")
     sources = [options.prompts] if options.prompts else [data.prompts, data.eval_prompts]
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
-    captions, device = captions_of(prompts), initialize(config.timeout_minutes)
-    spec, cache = find_spec(config.model.path, fetch=True), Path(data.embedding_cache)
-    check_captions(prompts, spec)
-    load = functools.partial(spec.load_encoder, getattr(torch, dtype), device, config.sampling)
-    encoded = fill_cache(captions, load, cache, cache_key(spec, dtype, cache, config.sampling))
+    captions, cache = captions_of(prompts), Path(data.embedding_cache)
+    with fail_fast(config.timeout_minutes):
+        spec = find_spec(config.model.path, fetch=True)
+        check_captions(prompts, spec)
+        load = functools.partial(spec.load_encoder, getattr(torch, dtype), local_device(), config.sampling)
+        encode_cached(captions, load, cache, cache_key(spec, dtype, cache, config.sampling), spec.condition)
     shutdown()
-    log.info(f"{cache}: {len(captions)} texts, of which {encoded} were encoded now")
+    log.info(f"{cache}: {len(captions)} texts")

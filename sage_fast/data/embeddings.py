@@ -21,7 +21,7 @@ from sage_fast.models.spec import Spec
 from sage_fast.util.captions import Caption
 from sage_fast.util.console import Progress, wrapped
 from sage_fast.util.files import write_atomic
-from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
+from sage_fast.util.ranks import all_gather_object, broadcast_object, rank, world_size
 
 log = logging.getLogger(__name__)
 
@@ -62,32 +62,6 @@ def cache_key(spec: Spec, dtype: str, cache: Path | None, sampling: SamplingConf
             write_atomic(last, version)
     size = f" {sampling.height} x {sampling.width}" if spec.takes_images else ""
     return f"{model} {broadcast_object(version, 0)}{size}"
-
-
-def fill_cache(captions: Mapping[str, Caption], encoder_factory: Callable[[], Encoder], cache: Path, model: str) -> int:
-    """Encode the prompts missing from `cache`, each rank its share, without keeping them in memory. Collective.
-
-    After a kill every file is complete, so the next call encodes the rest.
-
-    Args:
-        captions, encoder_factory, cache, model: as for `encode_cached`; all ranks must see the folder.
-
-    Returns:
-        Number of prompts encoded, over all ranks.
-    """
-    share = dict(itertools.islice(captions.items(), rank(), None, world_size()))
-    missing = {key: file for key, file in _files(cache, model, share).items() if _read(file) is None}
-    _note_unsound(missing.values())
-    notes: list[str] = []
-    with fail_together(), Progress("encode", len(missing), "prompt") as bar:
-        encoder = functools.cache(encoder_factory)
-        for key, file in missing.items():
-            _write(condition := encoder()(captions[key]), file)
-            notes += condition.notes
-            bar.update()
-    encoded = all_gather_object((len(missing), notes))
-    _log_notes(note for _, found in encoded for note in found)
-    return sum(count for count, _ in encoded)
 
 
 def encode_cached(
