@@ -81,10 +81,16 @@ def begun_with(text: str, folder: Path) -> Path:
 
 
 def test_a_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ([str(tmp_path)], [str(PAPER), "--output", str(tmp_path / "none")]):
-        assert main(["train", *command, "--resume"]) == 2
-        assert "no run to resume there; leave --resume out to start one" in capsys.readouterr().err
+    """A run that is named has to be there; the run of a configuration begins."""
+    assert main(["train", str(tmp_path), "--resume"]) == 2
+    assert "no run to resume there; leave --resume out to start one" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+    command = ["train", str(PAPER), "--output", str(tmp_path / "none"), *SMALL, "--train.iterations", "1"]
+    assert main([*command, "--resume"]) == 0
+    assert f"no run in {tmp_path / 'none'} yet: it begins" in capsys.readouterr().out.splitlines()
+    assert "resumed" not in RunFolder(tmp_path / "none").facts
+    assert main([*command, "--resume"]) == 0
+    assert "resumed after 1 iterations" in capsys.readouterr().out.splitlines()
 
 
 OTHERS: dict[str, Any] = {

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 
 from sage_fast.config.loader import load
 from sage_fast.run.folder import RunFolder
-from sage_fast.run.resume import began_here, launcher
 from sage_fast.run.sources import resumed_settings
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable
@@ -23,7 +22,7 @@ def add_arguments(add: Callable[..., object]) -> None:
     add("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
     add("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")
-    add("--resume", action="store_true", help="continue the run in the output folder, with its own settings")
+    add("--resume", action="store_true", help="continue the run in the output folder, by its own settings, or begin it")
     add("--quiet", action="store_true", help="print nothing but errors")
 
 
@@ -48,14 +47,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.train import train
 
-    restarted = not options.resume and _is_restart(RunFolder(config.output), config.timeout_minutes)
-    if restarted:
-        config, notes = resumed_settings(options.config, overrides)
-        log.info(f"restarted by torchrun: resuming the run in {config.output}")
+    resume = options.resume and RunFolder(config.output).exists  # alike on all ranks: it begins once all have joined
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):
-        train(config, load_setup, report_run, resume=options.resume or restarted)
+        train(config, load_setup, report_run, resume=resume)
 
 
 def _check_gpus(options: argparse.Namespace) -> None:
@@ -65,13 +61,3 @@ def _check_gpus(options: argparse.Namespace) -> None:
         if value is not None and not options.dry_run:
             start = f"torchrun --nproc-per-node {options.gpus or 'N'} -m sage_fast train {options.config}"
             raise UserError(f"{name} goes with --dry-run; to train on GPUs: {start}")
-
-
-def _is_restart(run: RunFolder, timeout_minutes: float) -> bool:
-    """Whether torchrun has restarted ranks that began the run in this folder. Collective."""
-    if launcher() is None:
-        return False
-    from sage_fast.util.ranks import all_gather_object, initialize
-
-    initialize(timeout_minutes)
-    return any(all_gather_object(began_here(run)))

@@ -19,11 +19,11 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, iteration_of
-from sage_fast.run.resume import check_kept, launcher
+from sage_fast.run.resume import check_kept
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import PARTIAL, remove, write_atomic
-from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, rank
+from sage_fast.util.ranks import barrier, broadcast_object, rank
 
 log = logging.getLogger(__name__)
 
@@ -136,13 +136,11 @@ def claim_output(folder: Path, settings: str) -> None:
         UserError: another run has claimed the folder since `check_output`.
     """
     run = RunFolder(folder)
-    launchers = all_gather_object(launcher())  # also a barrier: every rank has checked before rank 0 writes
+    barrier()  # every rank has checked before rank 0 writes
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if run.exists:
             raise UserError(f"output = {str(folder)!r}: another run began there while this one was loading")
-        if named := sorted({name for name in launchers if name is not None}):
-            write_atomic(run.launchers_file, "".join(f"{name}\n" for name in named))
         write_atomic(run.config_file, settings)
     barrier()
 

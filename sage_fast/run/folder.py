@@ -1,7 +1,7 @@
 """A run folder, finished or not: where its files are, and what they hold.
 
 <run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/ logs/
-<run>/report.html run.lock launchers
+<run>/report.html run.lock
 
 Imports nothing heavy.
 """
@@ -57,7 +57,7 @@ class RunFolder:
         self.path = Path(path)
         self.config_file, self.facts_file = self.path / "config.yaml", self.path / "run.json"
         self.metrics_file, self.report_file = self.path / "metrics.jsonl", self.path / "report.html"
-        self.lock_file, self.launchers_file = self.path / "run.lock", self.path / "launchers"
+        self.lock_file = self.path / "run.lock"
         self.weights, self.embeddings = self.path / "weights", self.path / "embeddings"
 
     @classmethod

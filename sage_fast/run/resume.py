@@ -1,14 +1,8 @@
-"""What a resumed run keeps of its settings, and whether torchrun restarted it.
-
-Imports nothing heavy.
-"""
+"""What a resumed run keeps of its settings. Imports nothing heavy."""
 
 from __future__ import annotations
 
-import os
-import socket
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from sage_fast.config.rewards import CLIENTS
@@ -60,24 +54,3 @@ def _scored_by(entry: RewardEntry) -> dict[str, Any]:
     name, args = ("a server", {}) if entry.is_address else (entry.name, entry.args)
     args = {key: value for key, value in args.items() if key != "url" or entry.name not in CLIENTS}
     return {"name": name, "args": args, "prefix": entry.prefix}
-
-
-# -- restarts by torchrun ---------------------------------------------------------------------------------------------
-
-
-def launcher() -> str | None:
-    """Return an id of this rank's torchrun process, which is stable over restarts; None without torchrun.
-
-    It consists of host, process id and start time. The rendezvous id is not enough: commands often share it.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    parent = os.getppid()
-    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # ticks since the machine booted
-    return f"{socket.gethostname()} {parent} {started}"
-
-
-def began_here(run: RunFolder) -> bool:
-    """Whether this process is a restart of the run in `run` by the torchrun that began it."""
-    own, file = launcher(), run.launchers_file
-    return own is not None and file.is_file() and own in file.read_text(encoding="utf-8").splitlines()

@@ -114,19 +114,21 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
 
     A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder: it
-    may have changed since, and it lacks the options of the start.
+    may have changed since, and it lacks the options of the start. If the folder holds no run, one begins there.
 
     Returns:
-        The settings, and one line for each setting of the file that is ignored.
+        The settings, and one line for each setting of the file that is ignored, or on a run that begins.
 
     Raises:
-        UserError: there is no run, or as `load`.
+        UserError: a run is named and there is none, or as `load`.
     """
     path = existing(source)
     own = RunFolder(path if path.is_dir() else path.parent)
     is_run = path.is_dir() or (path == own.config_file and own.facts_file.is_file())
     file = own.config_file if is_run else path
     run = own if is_run and "output" not in overrides else RunFolder(load(file, overrides).output)
+    if not is_run and not run.exists:
+        return load(file, overrides), [f"no run in {run.path} yet: it begins"]
     run.check_resumable()
     config = dataclasses.replace(run.settings(overrides), output=str(run.path))  # the folder may have moved
     if file.resolve() == run.config_file.resolve():
