@@ -193,9 +193,7 @@ class IterationPlan:
         train, orders = self.resolved.config.train, []
         for sample in self.samples:
             own, place = self.trained[sample.group], (self.index, sample.group, sample.index)
-            if train.timestep_permutation:
-                own = [own[i] for i in permutation(len(own), self.resolved.config.seed, "timesteps", *place)]
-            orders.append(own)
+            orders.append([own[i] for i in permutation(len(own), self.resolved.config.seed, "timesteps", *place)])
         count = train.optimizer_steps
         return [
             [

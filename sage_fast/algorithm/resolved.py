@@ -51,15 +51,12 @@ class Resolved:
     def trained_steps(self, table: TransitionTable, iteration: int = 0) -> list[int]:
         """Return the stochastic steps that an iteration trains of a rollout by `table`.
 
-        With `train.timestep_fraction` below 1 they are a subset: random with `train.timestep_permutation`, else the
-        first. Their number is the same in every iteration.
+        With `train.timestep_fraction` below 1 they are a random subset. Their number is the same in every iteration.
         """
         train, steps = self.config.train, self.scored(table).stochastic_steps
         count = math.ceil(Fraction(str(train.timestep_fraction)) * len(steps))  # the product of floats may be above it
-        if train.timestep_permutation and count < len(steps):
-            order = permutation(len(steps), self.config.seed, "trained-steps", iteration)
-            steps = sorted(steps[i] for i in order[:count])
-        return steps[:count]
+        order = permutation(len(steps), self.config.seed, "trained-steps", iteration)
+        return sorted(steps[i] for i in order[:count])
 
     @property
     def longest_window(self) -> list[int]:
