@@ -11,14 +11,6 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    Qwen2_5_VLTextConfig,
-    Qwen2_5_VLTextModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-    T5Config,
-    T5EncoderModel,
-)
 
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.objective import KL_STRATEGIES
@@ -232,39 +224,6 @@ def test_rewards_take_memory_on_their_ranks() -> None:
     unknown = build(SIZE | {"reward.name": "tests.tiny:BrightnessReward"})
     text = format_plan(plan(unknown, rewards=reward_sizes(unknown.named_rewards)))
     assert "Not counted: reward tests.tiny:BrightnessReward, fragmentation." in text
-
-
-def test_bytes_of_the_text_encoders() -> None:
-    """The encoders of published checkpoints, in their dtype; a model whose encoder is code has none."""
-    with torch.device("meta"):
-        qwen = Qwen2_5_VLTextModel(
-            Qwen2_5_VLTextConfig(
-                hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-                num_key_value_heads=4, vocab_size=152064,
-            )
-        )  # fmt: skip
-        byt5 = T5EncoderModel(
-            T5Config(
-                d_model=1472, d_ff=3584, num_layers=12, num_heads=6, d_kv=64, vocab_size=1510,
-                feed_forward_proj="gated-gelu",
-            )
-        )  # fmt: skip
-        siglip = SiglipVisionModel(
-            SiglipVisionConfig(
-                hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, image_size=384,
-                patch_size=14,
-            )
-        )  # fmt: skip
-        vae = AutoencoderKLHunyuanVideo15()
-    elements, images = (
-        sum(p.numel() for encoder in encoders for p in encoder.parameters())
-        for encoders in ((qwen, byt5), (siglip, vae.encoder))
-    )
-    part = "encoders (while prompts are encoded)"
-    assert plan(PUBLISHED).other_memory[part] == 2 * elements
-    assert plan(PUBLISHED, HunyuanVideo15("owner/480p_i2v")).other_memory[part] == 2 * (elements + images)
-    assert part not in plan(settings(), tiny_model(settings()).spec).other_memory
-    assert part not in plan(PUBLISHED, HunyuanVideo15("random:hunyuanvideo15-480p")).other_memory
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

@@ -407,8 +407,8 @@ class TrainConfig(Section):
     batch_size: int = within(1, least=1)
     """Transitions per forward. Gradients accumulate up to the optimizer step."""
     timestep_fraction: float = within(1.0, above=0, most=1)
-    """Fraction of the stochastic steps that is trained, drawn anew for each iteration; each sample trains them in an order
-    of its own."""
+    """Fraction of the stochastic steps that is trained, drawn anew for each iteration. Each sample trains them in a
+    random order of its own."""
     engine: EngineName = "plain"
     """What is sharded over the ranks. `plain`: nothing. With DeepSpeed, `zero1`: the optimizer state; `zero2`: the
     gradients too. With PyTorch's FSDP2, `zero3`: the weights too. docs/how-to/many-gpus.md says which to use when."""

@@ -187,11 +187,6 @@ class Spec:
         """Assumed tokens of a prompt in a forward, while none is known: those of its text and of its image."""
         return self.text_tokens
 
-    @property
-    def encoder_weights(self) -> int:
-        """Number of elements of the encoders; 0 if they are code."""
-        return 0
-
     def check_prompts(self, prompts: Iterable[str]) -> None:
         """Check that the text encoder knows every word.
 

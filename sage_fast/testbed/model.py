@@ -125,7 +125,6 @@ class Testbed(HunyuanVideo15):
     fps = 8
     text_tokens = 7  # every prompt has this length
     image_tokens = 4
-    encoder_weights = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)
 

@@ -21,13 +21,12 @@ from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
-from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
+from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
 from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, shared_prompts
 from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.load import check_weights, find_spec, meta_policy
 from sage_fast.models.policy import Policy
-from sage_fast.models.random_weights import is_random
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel import NODE
@@ -93,7 +92,6 @@ class Plan:
         evaluations: those of the run.
         memory: part -> bytes on each GPU while it trains.
         uncounted: what also takes memory on a GPU, in words.
-        other_memory: part -> bytes held at another time, in host memory, or with another checkpointing mode.
         engine: `train.engine`.
         loaded: bytes of the model's files in `model.dtype`, which the ranks of a node map together while they load.
         checkpoint: bytes of a checkpoint's files.
@@ -116,7 +114,6 @@ class Plan:
     evaluations: Evaluations
     memory: dict[str, float]
     uncounted: list[str]
-    other_memory: dict[str, float]
     engine: str
     loaded: float
     checkpoint: float
@@ -159,8 +156,7 @@ def plan(
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
     mine, stored = stored_rollouts(resolved, spec, ranks // sharing)
     held = engine_memory(config.model, train, resolved.objective.strategy, policy, ranks)
-    stored, offloaded = ({}, stored) if s.offload_trajectories else (stored, {})
-    apart |= stored | ({"CUDA graphs": graphs} if graphs else {})
+    apart |= ({} if s.offload_trajectories else stored) | ({"CUDA graphs": graphs} if graphs else {})
     busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": busiest_rollout / sharing}
     of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
     return Plan(
@@ -179,9 +175,6 @@ def plan(
         evaluations=_evaluations(config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing),
         memory={**held.by_label(), **apart, of_activations: checkpointing.mean(cost.activations)},
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
-        other_memory=_brief_memory(s, config.model.element_bytes, spec, mine)
-        | {f"activations, checkpointing {m}": n for m, n in cost.activations.items() if m != str(checkpointing)}
-        | {f"{part}, host memory": size for part, size in offloaded.items()},
         engine=train.engine,
         loaded=float(config.model.element_bytes * base) + decoder,
         checkpoint=checkpoint_bytes(config.model, train, resolved.objective.strategy, policy),
@@ -216,20 +209,6 @@ def _evaluations(
         decode=videos * cost.decode,
         busiest=len(share_of(videos, ranks // sharing, 0)) / videos / sharing,
     )
-
-
-def _brief_memory(s: SamplingConfig, width: int, spec: Spec, mine: int) -> dict[str, float]:
-    """Return part -> bytes on a GPU that are freed before it trains.
-
-    Args:
-        width: bytes of an element of the encoders.
-        mine: samples of an iteration on a rank.
-    """
-    chunk = min(s.batch_size, mine)  # scored before the next one is decoded
-    parts = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
-    if spec.encoder_weights and not is_random(spec.path):
-        parts["encoders (while prompts are encoded)"] = float(width * spec.encoder_weights)
-    return parts
 
 
 def _disk(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
@@ -285,9 +264,6 @@ def format_plan(plan: Plan) -> str:
         _line(f"at {ASSUMED_DISK / 1e9:g} GB/s a node, an assumption", _duration(plan.checkpoint / disks)),
         *(_line(part, format_bytes(count)) for part, count in plan.disk.items()),
         _line("disk, without videos and embeddings", format_bytes(sum(plan.disk.values()))),
-        "",
-        "for comparison",
-        *(_line(part, format_bytes(count)) for part, count in plan.other_memory.items()),
     ]
     return "\n".join(text.rstrip() for text in lines)
 

@@ -108,12 +108,6 @@ class HunyuanVideo15(Spec):
         return self.text_tokens + self.image_tokens * self.takes_images
 
     @property
-    def encoder_weights(self) -> int:
-        # The language model of Qwen2.5-VL-7B, the encoder of ByT5-small; SigLIP, the autoencoder's encoder.
-        images = 428_225_600 + sum(p.numel() for p in self.vae.encoder.parameters()) if self.takes_images else 0
-        return 7_070_619_136 + 219_314_944 + images
-
-    @property
     def heads(self) -> int:
         return self.transformer_config.num_attention_heads
 
