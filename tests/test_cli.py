@@ -618,6 +618,44 @@ def test_exit_status_of_a_mistake_of_the_program() -> None:
     assert done.stderr.endswith("ValueError: invalid literal for int() with base 10: 'x'\n")
 
 
+THREADS = """
+import atexit, sys, threading, time, sage_fast.cli as cli, sage_fast.commands.report as command
+from concurrent.futures import ThreadPoolExecutor
+
+def run(*_):
+    threading.Thread(target=time.sleep, args=(0.2,), name="brief").start()
+    {}
+    return 3
+
+cli.THREAD_GRACE, command.run, sys.argv = 1.0, run, ["sage-fast", "report", "x"]
+atexit.register(print, "exit functions ran", file=sys.stderr)
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "named"),
+    [
+        ("threading.Thread(target=time.sleep, args=(1000,), name='poll').start()", 3, "poll"),
+        ("kept = ThreadPoolExecutor(1, 'pool'); kept.submit(time.sleep, 1000)", 3, "pool_0"),
+        ("threading.Thread(target=time.sleep, args=(1000,), name='poll').start(); 1 / 0", 1, "poll"),
+        ("kept = ThreadPoolExecutor(1, 'pool'); kept.submit(int).result()", 3, ""),
+        ("threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()", 3, ""),
+    ],
+)
+@pytest.mark.fault(
+    "a reward leaves a thread running that Python waits for at its end",
+    "ends with the command's status; a note names the thread",
+)
+def test_a_thread_that_is_left_running_does_not_keep_the_process(line: str, status: int, named: str) -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS.format(line)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == status
+    assert done.stderr.count("exit functions ran\n") == 1
+    assert ("ZeroDivisionError" in done.stderr) == (status == 1)
+    notes = [text for text in done.stderr.splitlines() if text.startswith("note: ")]
+    assert notes == [f"note: threads that still run end with the process: {named}"] * bool(named)
+
+
 @pytest.mark.parametrize(
     ("folder", "why"), [("a" * 300, "File name too long"), ("file/run", "Not a directory")], ids=["long", "file"]
 )

@@ -20,7 +20,7 @@ from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer
 from sage_fast.util import process_state
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.plugins import import_plugin, running
 from sage_fast.util.process_state import SETTINGS, restored
 from tests.tiny import settings
@@ -74,7 +74,8 @@ def test_a_run_is_that_of_a_reward_without_the_lines(timeout: float) -> None:
     write(
         module="torch.set_grad_enabled(False); torch.manual_seed(3)",
         constructor="torch.set_default_dtype(torch.float64); torch.autocast('cpu', torch.bfloat16).__enter__()",
-        call="torch.use_deterministic_algorithms(True); torch.set_default_device('meta'); torch.manual_seed(1)",
+        call="torch.use_deterministic_algorithms(True); torch.set_default_device('meta'); torch.manual_seed(1); "
+        "torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 2)",
     )
     assert rows(timeout) == expected
 
@@ -97,6 +98,15 @@ LINES = {
     "torch.backends.cuda.enable_flash_sdp": "torch.backends.cuda.enable_flash_sdp(False)",
     "torch.inference_mode": "torch.kept = torch.inference_mode(True); torch.kept.__enter__()",
     "os.chdir": "__import__('os').chdir('/')",
+    "_global_forward_hooks": "torch.nn.modules.module.register_module_forward_hook(lambda *_: 1 / 0)",
+    "_global_forward_hooks_with_kwargs": (
+        "torch.nn.modules.module.register_module_forward_hook(lambda *_: 1 / 0, with_kwargs=True, always_call=True)"
+    ),
+    "_global_forward_pre_hooks": "torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: 1 / 0)",
+    "_global_backward_hooks": "torch.nn.modules.module.register_module_full_backward_hook(lambda *_: 1 / 0)",
+    "_global_parameter_registration_hooks": (
+        "torch.nn.modules.module.register_module_parameter_registration_hook(lambda *_: 1 / 0)"
+    ),
     "signal.SIGTERM": "__import__('signal').signal(15, __import__('signal').SIG_IGN)",
     "signal.SIGINT": "__import__('signal').signal(2, __import__('signal').SIG_DFL)",
 }
@@ -133,6 +143,31 @@ def test_a_call_that_is_overdue_puts_back_no_folder(here: Path) -> None:
         os.chdir(here)
     assert Path.cwd() == here / "elsewhere"
     os.chdir(here)
+
+
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_a_call_with_a_time_limit_puts_back_the_folder_too(
+    timeout: float, here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(call="__import__('os').chdir('/')")
+    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, timeout_seconds=timeout))
+    for _ in range(2):
+        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+        assert Path.cwd() == here
+    (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
+    assert note == "note: reward 'bright:Bright' changes os.chdir for the whole process; it was put back"
+
+
+def test_a_call_that_goes_elsewhere_and_hangs_leaves_the_run_its_folder(here: Path) -> None:
+    write(call="__import__('os').chdir('/'); __import__('time').sleep(1)")
+    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, timeout_seconds=0.2))
+    others = set(threading.enumerate())
+    with pytest.raises(RewardError, match="gave no answer within"):
+        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+    assert Path.cwd() == here
+    for thread in {*threading.enumerate()} - others:
+        thread.join()
+    assert Path.cwd() == here
 
 
 def test_what_cannot_be_put_back_ends_the_run() -> None:

@@ -537,6 +537,18 @@ def test_the_token_does_not_come_back_in_an_answer(answer: bytes, monkeypatch: p
     assert not re.search("tok.{,5}en7|xyz", str(error.value)), error.value
 
 
+@pytest.mark.parametrize("answer", [
+    whole(b'["' + b"x" * 65 + b'", 7123456789123456]'),
+    whole(b'{"id": [' + b"1, " * 10 + b"7123456789123456]}"),
+    b'HTTP/1.1 422 No\r\n\r\n{"error": ["' + b"x" * 3985 + b'", 7123456789123456]}',
+])  # fmt: skip
+def test_a_token_of_digits_is_masked_before_an_answer_is_cut(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(reward_http.TOKEN, "7123456789123456")
+    with pytest.raises(RewardFailure) as error:
+        HttpReward(Peer([answer]).url).score(VIDEOS[:1], ["a"], [{}], 0.5)
+    assert "7123" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["", " a", "a ", "a\tb", "a\nb", "x" * 101, "a<b>", "${KEY}", "\u202e"])
 def test_names_of_parts_have_an_alphabet(name: str) -> None:
     with pytest.raises(RewardFailure, match=r"returned a part named .*; expected 1 to 100 letters, digits and _"):

@@ -116,7 +116,7 @@ class Client(Backend):
         except httpx.HTTPError as error:
             raise NoAnswer(f"{type(error).__name__}: {printable(names_for_values(str(error)))}") from error
         except (ValueError, RecursionError) as error:
-            raise NoAnswer(f"an answer that is no JSON: {_shown(text)}") from error
+            raise NoAnswer(f"an answer that is no JSON: {shown(text.decode(errors='backslashreplace'))}") from error
         why = f"status {response.status_code}: {_error_of(text)}"
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise NoAnswer(why)
@@ -202,23 +202,24 @@ def read_response(got: Any, name: str, url: str) -> dict[str, Tensor]:
     """
     try:
         if got["id"] != name:
-            raise RewardFailure(f"{url}: answers request {str(got['id'])[:40]!r} instead of {name!r}")
+            raise RewardFailure(f"{url}: answers request {shown(got['id'])} instead of {name!r}")
         return {
             part: torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float32)
             for part, values in got["parts"].items()
         }
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {str(got)[:80]!r}") from error
+        raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {shown(got)}") from error
 
 
 def _error_of(body: bytearray) -> str:
     """Return the error in a response, or else its first bytes."""
     try:
         error = (answer := masked(json.loads(body))).get("error", answer)
-        return printable(str(error["message"] if isinstance(error, dict) else error)[:4000])
+        return printable(names_for_values(str(error["message"] if isinstance(error, dict) else error))[:4000])
     except (ValueError, AttributeError, KeyError, RecursionError):
-        return _shown(body)
+        return shown(body.decode(errors="backslashreplace"))
 
 
-def _shown(body: bytearray) -> str:
-    return repr(names_for_values(body.decode(errors="backslashreplace"))[:80])
+def shown(answer: object) -> str:
+    """Return the beginning of an answer, whose secrets are masked before it is cut: one may be a number."""
+    return repr(names_for_values(str(answer))[:80])

@@ -17,6 +17,7 @@ from sage_fast.rewards.failure_policy import Backend
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RewardError
+from sage_fast.util.process_state import restored
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +62,16 @@ class InProcess(Backend):
                 raise RewardFailure(failure(raised)) from raised
         future: Future[dict[str, Tensor]] = Future()
         work = (future, contextvars.copy_context().run, call)
-        threading.Thread(target=fulfil, args=work, daemon=True).start()
-        try:
-            error = future.exception(seconds)
-        except TimeoutError as overdue:
-            raise RewardError(
-                f"reward {self.name!r} gave no answer within reward.timeout_seconds = {seconds:g} for {len(prompts)} "
-                f"prompts that begin with {prompts[0]!r}; a larger value, or 0, waits longer, and reward.workers = 1 "
-                "gives it a process of its own, which can be ended and started again"
-            ) from overdue
+        with restored(f"reward {self.name!r}"):  # also what only the main thread may put back
+            threading.Thread(target=fulfil, args=work, daemon=True).start()
+            try:
+                error = future.exception(seconds)
+            except TimeoutError as overdue:
+                raise RewardError(
+                    f"reward {self.name!r} gave no answer within reward.timeout_seconds = {seconds:g} for "
+                    f"{len(prompts)} prompts that begin with {prompts[0]!r}; a larger value, or 0, waits longer, and "
+                    "reward.workers = 1 gives it a process of its own, which can be ended and started again"
+                ) from overdue
         if error is not None:  # even KeyboardInterrupt: Ctrl-C never reaches this thread, so the reward raised it
             raise RewardFailure(failure(error)) from error
         return future.result()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sage_fast.rewards.errors import RewardFailure, SomeFailed
 from sage_fast.rewards.frames import levels
-from sage_fast.rewards.http import Client
+from sage_fast.rewards.http import Client, shown
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, nearest
 
@@ -101,12 +101,12 @@ class VLMReward(Client):
             answer, ended = str(choice["message"]["content"]), choice["finish_reason"]
             self._answered = True
             if ended == "length":
-                raise RewardFailure(f"{self.url}: the answer was cut off at max_tokens: {answer[:80]!r}")
+                raise RewardFailure(f"{self.url}: the answer was cut off at max_tokens: {shown(answer)}")
             return self.parse(answer)
         except RewardFailure as error:
             return str(error)
         except (TypeError, KeyError, IndexError):
-            return f"{self.url}: an answer that is no chat completion: {str(got)[:80]!r}"
+            return f"{self.url}: an answer that is no chat completion: {shown(got)}"
 
     def parse(self, answer: str) -> dict[str, float]:
         """Read the scores from the lines of an answer, which may be bold.

@@ -38,6 +38,11 @@ def _set_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)  # None: as at the start
 
 
+def _refill(hooks: dict[int, Any], held: dict[int, Any]) -> None:
+    hooks.clear()
+    hooks.update(held)
+
+
 _left = contextlib.ExitStack()
 """Keeps what leaves inference mode: its end would bring the mode back."""
 
@@ -69,6 +74,9 @@ for kind in ("flash", "mem_efficient", "math", "cudnn"):
     SETTINGS[f"torch.backends.cuda.enable_{kind}_sdp"] = reads, writes
 for part in ("", ".cudnn", ".mkldnn", ".cuda.matmul", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul"):
     SETTINGS |= _attributes(f"backends{part}", "fp32_precision")
+for name, hooks in vars(torch.nn.modules.module).items():
+    if name.startswith("_global_") and isinstance(hooks, dict):  # they run in every module, the trained model too
+        SETTINGS[f"torch.nn.modules.module.{name}"] = hooks.copy, functools.partial(_refill, hooks)
 
 _noted: set[tuple[str, str]] = set()
 _started: set[psutil.Process] = set()
