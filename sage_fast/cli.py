@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import functools
 import importlib
 import os
 import select
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -140,23 +138,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     words = list(sys.argv[1:] if arguments is None else arguments)
-    status = 1
+    status = 1  # of an exception that keeps its traceback
     try:
-        status = guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words))
+        return (status := guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words)))
     finally:
         if arguments is None:  # the process is the command's own
             threading.Thread(target=_end, args=(status,), daemon=True).start()
-    if any(thread.name == HANGING for thread in threading.enumerate()):
-        os._exit(status)  # the package that hangs may have an exit hook, as wandb has, which would hang too
-    return status
+        if status != 1 and any(thread.name == HANGING for thread in threading.enumerate()):
+            os._exit(status)  # the package that hangs may have an exit hook, as wandb has, which would hang too
 
 
 def _end(status: int) -> None:
     """End the process if threads that Python waits for, such as a reward's, still run after `THREAD_GRACE`."""
-    time.sleep(THREAD_GRACE)
+    threading.Event().wait(THREAD_GRACE)
     if names := [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
         print(printable(f"note: threads that still run end with the process: {', '.join(names)}"), file=sys.stderr)
-        atexit._run_exitfuncs()
         os._exit(status)
 
 

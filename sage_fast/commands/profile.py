@@ -1,4 +1,4 @@
-"""`sage-fast profile`: time one iteration by phase and by kernel."""
+"""`sage-fast profile`: time one iteration by phase and by kernel, or measure the signal of its gradient."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from sage_fast.util.errors import UserError
 
 def add_arguments(add: Callable[..., object]) -> None:
     add("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
-    add("--folder", type=Path, default="profile", help="where profile.json and the traces go (default: profile)")
+    add("--folder", type=Path, default="profile", help="where the files go (default: profile)")
     add("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
     add("--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu")
+    add("--signal", type=int, metavar="K", help="signal and noise of the gradient, from K iterations without an update")
+    add("--against", metavar="OTHER", help="with --signal: a second configuration, and the cosine of the two gradients")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.warmup < 0:
         raise UserError(f"--warmup {options.warmup}: expected 0 or more")
     check_folder(options.folder)
+    if options.signal is not None or options.against is not None:
+        from sage_fast.benchmarks import signal_meter
+
+        return signal_meter.run(options, overrides)
     config = load_source("profile", options.config, overrides)
     from sage_fast.run.fail_fast import fail_fast
     from sage_fast.tools.profile import format_profile, profile_iteration

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import diffusers
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
@@ -15,7 +16,7 @@ from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.hub import progress_bars_of
-from sage_fast.models.hunyuan15.encoder import encode_image, encoder_version, image_pipeline
+from sage_fast.models.hunyuan15.encoder import encode_image, encoder_version
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.interface import Encoder
@@ -110,7 +111,9 @@ def load_image_encoder(
         tower = SiglipVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32)
     features = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
     idle = "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "scheduler", "guider"
-    pipeline = image_pipeline()(vae=vae, image_encoder=tower, feature_extractor=features, **dict.fromkeys(idle))
+    pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline(
+        vae=vae, image_encoder=tower, feature_extractor=features, **dict.fromkeys(idle)
+    )
     return lambda image: encode_image(pipeline, image, size, torch.device("cpu"), torch.float32)
 
 

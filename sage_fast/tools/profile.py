@@ -87,7 +87,7 @@ def profile_iteration(
         barrier()  # ranks measure the ceiling in different times
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
-    done, useful = _flops_of_phases(trainer, expected.samples)
+    done, useful = flops_of_phases(trainer, expected.samples)
     result = {
         "environment": environment(device, implementation(device))
         | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
@@ -125,7 +125,7 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
     return row
 
 
-def _flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], dict[str, float]]:
+def flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return phase -> mean FLOPs of a rank in the latest iteration, and its model FLOPs, without a recomputation.
 
     A step that the rollout trained is training.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 import transformers
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
@@ -50,7 +51,7 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
         UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
     """
     source = reachable(path)
-    cls: Any = HunyuanVideo15Pipeline if size is None else image_pipeline()
+    cls: Any = HunyuanVideo15Pipeline if size is None else diffusers.HunyuanVideo15ImageToVideoPipeline
     parts: dict[str, Any] = {"transformer": None, "scheduler": None, "guider": None}
     try:
         if size is None:
@@ -78,18 +79,6 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
     for encoder in encoders:
         encoder.to(device)
     return lambda caption: _encode(pipeline, caption, device, size)
-
-
-def image_pipeline() -> Any:
-    """Import the image-to-video pipeline without the warning that PIL resizes images where torchvision is missing."""
-    logging = transformers.utils.logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        from diffusers import HunyuanVideo15ImageToVideoPipeline
-    finally:
-        logging.set_verbosity(before)
-    return HunyuanVideo15ImageToVideoPipeline
 
 
 def encoder_version(path: str, parts: Sequence[str] = PARTS) -> str | None:
