@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import importlib
 import os
@@ -61,7 +62,7 @@ COMMANDS = {
     "report": Command("write the report.html of a run, finished or still running"),
     "export": Command("write the weights of a run for other programs, with a model card"),
     "bench": Command("time operators, rollouts or iterations against stock code", module="benchmarks.command"),
-    "profile": Command("time one iteration by phase and by kernel", "CONFIG"),
+    "profile": Command("time an iteration, or measure its signal", "CONFIG", module="benchmarks.profile"),
     "doctor": Command("check what is installed, whether it works and gives the right numbers"),
 }
 """Commands by name, in the order the help lists them."""
@@ -153,6 +154,7 @@ def _end(status: int) -> None:
     threading.Event().wait(THREAD_GRACE)
     if names := [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
         print(printable(f"note: threads that still run end with the process: {', '.join(names)}"), file=sys.stderr)
+        atexit._run_exitfuncs()
         os._exit(status)
 
 

@@ -154,7 +154,7 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
     ("arguments", "status", "message"),
     [
         (["train", "\x1b[2J.yaml"], 2, "config \\x1b[2J.yaml: no such file"),
-        (["train", str(PAPER), "--resume", "--output", str(PAPER.parent)], 2, "no run to resume there"),
+        (["train", str(PAPER.parent), "--resume"], 2, "no run to resume there"),
         (
             ["train", "rnus/demo", "--resume"],
             2,

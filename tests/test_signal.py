@@ -115,7 +115,9 @@ def test_products_are_those_of_whole_gradients(monkeypatch: pytest.MonkeyPatch) 
 def test_gradients_are_those_of_the_updates_and_nothing_changes() -> None:
     kl = {"feedback": "share", "strategy": "dual", "velocity_term": "closed_form", "lambda_min": 0.1}
     train = {"train__optimizer_steps": 2, "train__ema_decay": 0.5, "train__max_grad_norm": 1e-6}
-    config = settings(**{f"kl__{name}": value for name, value in kl.items()}, **train, kl__anchor_interval=1)
+    config = settings(
+        **{f"kl__{name}": value for name, value in kl.items()}, **train, kl__anchor_interval=1, kl__lambda_max=1.0
+    )
     trainer = tiny_trainer(config)
     before, anchor, lambda_kl = trainer.policy.snapshot(), trainer.anchor, trainer.kl.state_dict()
     gradients, costs = collect(trainer, 3, warmup=1)
@@ -164,7 +166,8 @@ def test_a_configuration_against_itself(measured: Path) -> None:
     ours, copy = result["signal"].values()
     signal = ours["squared signal"]["value"]
     assert signal == pytest.approx((gram[0, :, 0].sum() - gram[0, :, 0].trace()) / 6)
-    assert {**copy, **{row: ours[row] for row in ROWS if "second" in row}} == pytest.approx(ours)
+    for row in ROWS:
+        assert "second" in row or copy[row] == pytest.approx(ours[row])
     assert result["cosine"]["value"] == (pytest.approx(1) if signal > 0 else None)
     printed = format_signal(result)
     assert str(PAPER) in printed
@@ -200,14 +203,14 @@ def test_messages(
     assert not (tmp_path / "none").exists()
 
 
-def test_the_price_comes_first(measured: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_the_price_comes_first(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("sage_fast.benchmarks.signal_meter.load_trainer", None)
     arguments = ["--signal", "16", "--model.path", "random:hunyuanvideo15-480p"]
     with pytest.raises(TypeError):
-        main(["profile", str(PAPER), "--folder", str(measured / "large"), *arguments])
-    printed = " ".join(capsys.readouterr().err.split())
-    assert "16 iterations without an update: about " in printed
-    assert "GPU-hours at the rates measured on an H200, " in printed
+        main(["profile", str(PAPER), "--folder", str(tmp_path / "large"), *arguments])
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "16 iterations without an update: about " in said
+    assert "GPU-hours at the rates measured on an H200, " in said
 
 
 @pytest.mark.soak

@@ -136,7 +136,7 @@ def norm_rotate_backward_reference(
 ) -> tuple[Tensor, Tensor]:
     """Gradients in joint, and float32 `[4, D]` in the weights in their order; `[0, D]` unless `weights`."""
     dtype, tokens = compute_dtype(joint), len(rotary)
-    inverse = rotary * torch.tensor([1, -1], dtype=rotary.dtype, device=rotary.device)
+    inverse = torch.stack([rotary[..., 0], -rotary[..., 1]], dim=-1)
     query, key, _ = joint.unbind(2)
     parts, weight_grads = [], []
     for x, grad, pair in (
