@@ -28,8 +28,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
         return signal_meter.run(options, overrides)
     config = load_source("profile", options.config, overrides)
+    from sage_fast.benchmarks.phases import format_profile, profile_iteration
+
     from sage_fast.run.fail_fast import fail_fast
-    from sage_fast.tools.profile import format_profile, profile_iteration
     from sage_fast.util.ranks import rank
 
     folder, window_only = options.folder, options.window_only

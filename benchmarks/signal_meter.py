@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sage_fast.benchmarks.phases import flops_of_phases
 from torch import Tensor
 
 from sage_fast.algorithm.kl_weight import KLController
@@ -39,7 +40,6 @@ from sage_fast.run.fail_fast import fail_fast
 from sage_fast.run.sources import load_source
 from sage_fast.tools.harness import head_line
 from sage_fast.tools.plan import plan, seconds_on_a_gpu
-from sage_fast.tools.profile import flops_of_phases
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import progress, quiet, wrapped
 from sage_fast.util.environment import environment, format_bytes

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+from sage_fast.benchmarks.phases import PART_OF_PLAN
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,7 +30,6 @@ from sage_fast.models.load import make_trainable
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.tools.plan import MEASURED_FLOPS, Plan, checkpoint_bytes, format_plan, plan, reward_sizes
-from sage_fast.tools.profile import PART_OF_PLAN
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 

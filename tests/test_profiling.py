@@ -15,13 +15,7 @@ from typing import Any
 import nvtx
 import pytest
 import torch
-from torch.autograd import DeviceType
-
-from sage_fast.cli import main
-from sage_fast.config.loader import load
-from sage_fast.models.load import find_spec
-from sage_fast.tools.plan import plan
-from sage_fast.tools.profile import (
+from sage_fast.benchmarks.phases import (
     KERNELS,
     _window,
     format_profile,
@@ -29,6 +23,12 @@ from sage_fast.tools.profile import (
     matmul_ceiling,
     phase_table,
 )
+from torch.autograd import DeviceType
+
+from sage_fast.cli import main
+from sage_fast.config.loader import load
+from sage_fast.models.load import find_spec
+from sage_fast.tools.plan import plan
 from sage_fast.util import profiling
 from sage_fast.util.metrics import Stopwatch
 from sage_fast.util.profiling import PHASES, annotate, ranges

@@ -1,1 +1,1 @@
-"""Tools around a run: the plan, the profile, the doctor, and the operators as a table."""
+"""Tools around a run: the plan, the doctor, and the operators as a table."""
