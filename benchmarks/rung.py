@@ -19,6 +19,7 @@ from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.models.attention.trial import fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import (
@@ -28,7 +29,6 @@ from sage_fast.models.hunyuan15.spec import (
     decode_flops,
     forward_flops,
 )
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.random_weights import random_module
 from sage_fast.rollout.graphs import StepGraphs

@@ -17,10 +17,10 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.encoder import IMAGE_TOKENS
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.testbed.model import allow_batches
 
 PADDED_TEXT, PADDED_GLYPHS = 1000, 256

@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from sage_fast.cli import main
 from sage_fast.config.loader import dump
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.ops._dispatch import REFERENCES
 from sage_fast.tools.operators import OPERATORS

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.rollout.step import denoise
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.policy import Policy
 from sage_fast.rollout import graphs as module
 from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs

@@ -20,11 +20,11 @@ from sage_fast.config.loader import build, load
 from sage_fast.config.schema import ModelConfig, Tuning
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
 from sage_fast.rollout.step import denoise

@@ -21,9 +21,9 @@ from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import CheckpointPlan
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import find_spec, load_model, make_trainable
 from sage_fast.models.lora.adapter import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model

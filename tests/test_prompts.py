@@ -25,8 +25,8 @@ from sage_fast.data.prompts import Prompt, metadata_of, negatives_of, read_promp
 from sage_fast.eval.evaluation import prompts_and_seeds
 from sage_fast.loading import load_setup, resolve
 from sage_fast.models.hub import reachable
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.interface import pass_lengths
 from sage_fast.models.load import load_model
 from sage_fast.trainer import Trainer

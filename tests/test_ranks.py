@@ -25,7 +25,7 @@ from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.cli import main
 from sage_fast.config.loader import load
 from sage_fast.data.embeddings import encode_cached
-from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.interface import pass_lengths
 from sage_fast.rewards import Reward, Scores
 from sage_fast.rollout.loop import bucket_by_length

@@ -19,9 +19,9 @@ from sage_fast.config.loader import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
 from sage_fast.loading import load_setup, resolve
 from sage_fast.models.checkpointing import CheckpointPlan
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.model import Model
 from sage_fast.rewards import CompositeReward, Reward

@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from sage_fast.util.frames import evenly_spaced
-from sage_fast.util.videos import pixels
+from sage_fast.util.videos import evenly_spaced, pixels
 
 MUTED, PAPER = (105, 110, 118), (255, 255, 255)
 HEIGHT, MARGIN, COLUMN_GAP, ROW_GAP, FRAME_GAP = 128, 20, 24, 14, 3

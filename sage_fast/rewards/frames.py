@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sage_fast.util.errors import UserError
-from sage_fast.util.frames import evenly_spaced
+from sage_fast.util.videos import evenly_spaced
 
 SCORED_AT_ONCE = 8
 """Maximum number of videos per batch."""

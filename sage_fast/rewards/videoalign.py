@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sage_fast.rewards.qwen2_vl import CELL, FRAMES_TOGETHER, Precision, Qwen2VLReward, local_folder
 from sage_fast.util.errors import UserError, first_line, in_one_line
-from sage_fast.util.frames import evenly_spaced
+from sage_fast.util.videos import evenly_spaced
 
 PARTS = ("vq", "mq", "ta")
 """Visual quality, motion quality, text alignment."""

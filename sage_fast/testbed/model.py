@@ -16,9 +16,9 @@ from transformers import SiglipImageProcessorPil, SiglipVisionModel
 
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.hub import progress_bars_of
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.encoder import encode_image, encoder_version
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec

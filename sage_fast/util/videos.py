@@ -1,4 +1,4 @@
-"""Write videos as MP4."""
+"""Choose the frames of videos, and write them as MP4."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ BT709 += ["-color_primaries", "bt709", "-color_trc", "bt709"]
 """Conversion of RGB, and the tags that say so: without tags, a player takes BT.601 or BT.709 by the size of a video."""
 MIN_SIDE = 128
 """Smallest side in pixels; smaller videos are enlarged, since players would blur them."""
+
+
+def evenly_spaced(total: int, count: int) -> list[int]:
+    """Return `count` evenly spaced indices in [0, total), including first and last; all if there are fewer."""
+    return torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long().tolist()
 
 
 def pixels(video: Tensor) -> np.ndarray:

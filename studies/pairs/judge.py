@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.judge_network import JudgeNetwork, load_judge
+from sage_fast.testbed.judge import JudgeNetwork, load_judge
 from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES
 from studies.pairs.world import BASE, Thing, paint, parse, paths, scenes
 from studies.testbed.corruptions import CLEAN_SHARE, CORRUPTIONS, TWICE_SHARE

@@ -54,7 +54,7 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
 @torch.no_grad()
 def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: bool) -> Tensor:
     """Return the velocity, float64, with up-projections of this size."""
-    from sage_fast.models.hunyuan15.text import TextEmbedding
+    from sage_fast.models.hunyuan15.conditioning import TextEmbedding
     from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM
 
     generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
-from sage_fast.testbed.judge_network import JudgeNetwork
+from sage_fast.testbed.judge import JudgeNetwork
 from sage_fast.testbed.world import ATTRIBUTES, all_scenes
 from studies.testbed.corruptions import random_clip
 

@@ -56,7 +56,7 @@ def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model(
 @pytest.mark.parametrize(
     "source",
     [
-        "from sage_fast.models.hunyuan15.text import TextEmbedding",
+        "from sage_fast.models.hunyuan15.conditioning import TextEmbedding",
         "import sage_fast.testbed.text_encoder",
         "from sage_fast.testbed import model",
         "import models as hunyuan",

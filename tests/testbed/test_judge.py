@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import Judge, load_reward
+from sage_fast.testbed.judge import JUDGE as WEIGHTS
 from sage_fast.testbed.judge import TestbedJudge
-from sage_fast.testbed.judge_network import JUDGE as WEIGHTS
 from sage_fast.testbed.rewards import TestbedReward, measure, motion_quality, text_alignment, visual_quality
 from sage_fast.testbed.world import ATTRIBUTES, BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse
 from sage_fast.util.errors import RewardError, UserError

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
-from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.interface import Encoder
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError, first_line

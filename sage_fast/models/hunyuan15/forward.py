@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from sage_fast.models.attention.backends import Attention
 from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.hunyuan15.block import TextToVideoBlock
-from sage_fast.models.hunyuan15.conditioning import Images, Inputs
-from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.hunyuan15.conditioning import Images, Inputs, TextEmbedding
 from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.ops.norm_modulate import norm_modulate
 

@@ -12,9 +12,8 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
 from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention
-from sage_fast.models.hunyuan15.conditioning import BatchConditions, Images, Inputs
+from sage_fast.models.hunyuan15.conditioning import BatchConditions, Images, Inputs, TextEmbedding
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.interface import Key
 from sage_fast.models.policy import Policy
 

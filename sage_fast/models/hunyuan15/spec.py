@@ -28,11 +28,11 @@ from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15 import encoder
+from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
-from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
