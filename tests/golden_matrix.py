@@ -112,7 +112,7 @@ RANKS: dict[str, dict[str, Any]] = {
 def digest(rows: list[dict[str, Any]], trainer: Trainer) -> str:
     """Two hashes: of the metrics, and of the trained weights with their average and the anchor."""
     kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
-    trained = {name: trainer.policy.whole(p) for name, p in trainer.policy.parameters().items()}
+    trained = {name: trainer.policy.states.whole(p) for name, p in trainer.policy.parameters().items()}
     weights = hashlib.sha256()
     for state in (trained, trainer.engine.ema or {}, trainer.anchor or {}):
         for _, tensor in sorted(state.items()):

@@ -378,7 +378,7 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(settings())
     config = settings(model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True)
     cost, trained = model.spec.cost(config), sum(p.numel() for p in model.policy.parameters().values())
-    graphs = fit.graph_bytes(cost, config.sampling, config.model, config.train)
+    graphs = fit.graph_bytes(cost, Resolved(config))
     free = (cost.activations["none"] + graphs + 12 * trained - 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))

@@ -88,7 +88,7 @@ def update(engine: Engine, number: int, ranks: list[int]) -> float:
 
 
 def whole(engine: Engine) -> dict[str, Tensor]:
-    return {name: engine.policy.whole(p).clone() for name, p in engine.policy.parameters().items()}
+    return {name: engine.policy.states.whole(p).clone() for name, p in engine.policy.parameters().items()}
 
 
 def updates(folder: Path) -> None:
@@ -105,7 +105,7 @@ def updates(folder: Path) -> None:
         before = policy.snapshot()
         with policy.using({name: part + 1 for name, part in before.items()}):
             for name, p in itertools.islice(policy.parameters().items(), 20, 40):
-                part, start = policy.whole(p).flatten(), policy.states.start(p)
+                part, start = policy.states.whole(p).flatten(), policy.states.start(p)
                 assert torch.equal(part[start : start + len(before[name])], before[name] + 1), name
         made.backward(loss(policy, 0, frozen=False) * (math.nan if rank() == 3 else 1), RANKS)
         with pytest.raises(NonFiniteError, match="optimizer step 2; the weights were not updated"):

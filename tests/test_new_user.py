@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sage_fast.cli import main
-from sage_fast.commands.init import EVIDENCE, init
+from sage_fast.commands.init import init
 from sage_fast.config.loader import load
 from sage_fast.data.prompts import read_prompts
 from sage_fast.eval.playback import read_video
@@ -260,12 +260,11 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_list_of_init_says_on_what_evidence(capsys: pytest.CaptureFixture[str]) -> None:
     """The first two lines of every shipped file."""
     assert main(["init", "--list"]) == 0
-    head, *rows = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
-    assert head == ["configuration", "what it trains", "evidence"]
-    assert [name for name, _, _ in rows] == SHIPPED
-    for name, what, evidence in rows:
-        assert (CONFIGS / f"{name}.yaml").read_text().startswith(f"# {what}\n{EVIDENCE}{evidence}\n")
-        assert evidence == EVIDENCE_OF.get(name, "never run")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::3] == SHIPPED
+    for name, what, evidence in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        assert (CONFIGS / f"{name}.yaml").read_text().startswith(f"#{what[1:]}\n#{evidence[1:]}\n")
+        assert evidence == f"  Evidence: {EVIDENCE_OF.get(name, 'never run')}"
     for words in (["init"], ["init", "--list", "mine"]):
         assert main(words) == 2
         assert "expected either FOLDER" in capsys.readouterr().err

@@ -200,9 +200,9 @@ def engine_of(name: str) -> Engine:
 def state_of(engine: Engine) -> dict[str, Tensor]:
     """Trained weights and averages, joined by the policy."""
     policy = engine.policy
-    found = {f"trainable {name}": policy.whole(p).clone() for name, p in policy.parameters().items()}
+    found = {f"trainable {name}": policy.states.whole(p).clone() for name, p in policy.parameters().items()}
     with engine.averaged_weights():
-        found |= {f"ema {name}": policy.whole(p).clone() for name, p in policy.parameters().items()}
+        found |= {f"ema {name}": policy.states.whole(p).clone() for name, p in policy.parameters().items()}
     return found
 
 

@@ -20,6 +20,7 @@ from sage_fast.benchmarks import rollout as rollout_bench
 from sage_fast.benchmarks.stock import StockPolicy
 from torch import Tensor
 
+from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.config.schema import Config
@@ -281,7 +282,7 @@ def test_a_step_without_room_has_no_graph(caplog: pytest.LogCaptureFixture) -> N
 def test_steps_that_cannot_be_recorded_take_no_memory(overrides: dict[str, Any]) -> None:
     def taken(config: Config) -> float:
         cost = tiny_model(config).spec.cost(config)
-        return graph_bytes(cost, config.sampling, config.model, config.train)
+        return graph_bytes(cost, Resolved(config))
 
     assert taken(settings()) > 0
     assert taken(settings(**overrides)) == 0

@@ -114,7 +114,7 @@ class Sent(TorchDispatchMode):
 
 
 def whole(engine: Engine) -> dict[str, Tensor]:
-    return {n: engine.policy.whole(p).clone() for n, p in engine.policy.parameters().items()}
+    return {n: engine.policy.states.whole(p).clone() for n, p in engine.policy.parameters().items()}
 
 
 def assert_rounded(engine: Engine, state: dict[str, Tensor]) -> None:

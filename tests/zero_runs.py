@@ -197,7 +197,7 @@ def checks(folder: Path) -> None:
             with pytest.raises(NonFiniteError, match="optimizer step 2; the weights were not updated"):
                 engine.step()
             assert all(torch.equal(part, before[n]) for n, part in policy.parts().items()), name
-        found[name] = {n: policy.whole(p).clone() for n, p in policy.parameters().items()}
+        found[name] = {n: policy.states.whole(p).clone() for n, p in policy.parameters().items()}
     for name in ("zero1", "zero2"):
         for n, expected in found["plain"].items():
             off = float((found[name][n] - expected).abs().max())
@@ -232,7 +232,7 @@ def muon_step(engine: Engine, number: int, ranks: Sequence[int]) -> dict[str, Te
         x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(10 * number + place))
         engine.backward(policy.velocity(x, policy.condition(torch.tensor([0.4]), text)).square().mean(), 2)
     engine.step()
-    return {name: policy.whole(p).clone() for name, p in policy.parameters().items()}
+    return {name: policy.states.whole(p).clone() for name, p in policy.parameters().items()}
 
 
 def muon(folder: Path) -> None:

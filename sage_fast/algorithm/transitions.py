@@ -143,7 +143,6 @@ class TransitionTable:
     """The T transitions of a sampler on a schedule.
 
     Attributes:
-        sampler: name in `SAMPLERS`, or `forward`.
         sigmas: float64 `[T+1]`, in [0, 1].
         a: float64 `[T]`; the mean is a x + b v.
         b: float64 `[T]`.
@@ -151,7 +150,6 @@ class TransitionTable:
         notes: sentences on unusual rows.
     """
 
-    sampler: str
     sigmas: Tensor
     a: Tensor
     b: Tensor
@@ -177,10 +175,7 @@ class TransitionTable:
         inside[start:stop] = True
         a, b, c = _ode(self.sigmas[:-1], self.sigmas[1:], 0.0)
         return dataclasses.replace(
-            self,
-            a=torch.where(inside, self.a, a),
-            b=torch.where(inside, self.b, b),
-            c=torch.where(inside, self.c, c),
+            self, a=torch.where(inside, self.a, a), b=torch.where(inside, self.b, b), c=torch.where(inside, self.c, c)
         )
 
     def excess_noise(self) -> Tensor:
@@ -262,7 +257,7 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
     a, b, c = row.step(s, n, float(eta))
-    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(c))
+    return TransitionTable(sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(c))
 
 
 def forward_table(sigmas: Tensor) -> TransitionTable:
@@ -272,4 +267,4 @@ def forward_table(sigmas: Tensor) -> TransitionTable:
     -mean((v - (z - x0))^2) up to a constant, and the KL mean((v - v_anchor)^2). See forward-process.md.
     """
     s = sigmas[:-1]
-    return TransitionTable(sampler="forward", sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))
+    return TransitionTable(sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))

@@ -34,8 +34,6 @@ OWN_REWARD = {
 
 PROMPTS = {True: "a red circle moves left quickly", False: "a red fox trots through fresh snow"}
 """Whether a configuration is for the testbed -> a prompt to sample."""
-EVIDENCE = "# Evidence: "
-"""Beginning of the second line of a shipped configuration; the first says what it trains."""
 
 
 def add_arguments(add: Callable[..., object]) -> None:
@@ -51,13 +49,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
 
 def list_configurations() -> str:
-    """Return a table of the shipped configurations, from their first two lines."""
-    rows = [("configuration", "what it trains", "evidence")]
-    for name in _shipped():
-        what, evidence = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[:2]
-        rows.append((name, what.removeprefix("# "), evidence.removeprefix(EVIDENCE)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    """Return the shipped configurations with their first two lines: what each trains, on what evidence."""
+    heads = {name: (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[:2] for name in _shipped()}
+    return "\n".join(f"{name}\n  {what[2:]}\n  {evidence[2:]}" for name, (what, evidence) in heads.items())
 
 
 def _shipped() -> list[str]:

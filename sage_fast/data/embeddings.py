@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,27 +104,13 @@ def encode_cached(
                         _write(known[key], files[key])
             for key in block:
                 sent = broadcast_object(known.get(key), sources[key])
-                _log_notes(sent.notes)
+                for note in sent.notes:
+                    log.warning(wrapped(f"note: {note}"))
                 # Prefer the file if this rank sees it: memory-mapped, the ranks of a node share it in the page cache.
                 tensors = _read(files[key]) if key in files else None
                 known[key] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
-    pairs = _same(known) if rank() == 0 else ()
-    _log_notes(f"prompts {a!r} and {b!r} have one embedding: the model cannot tell them apart" for a, b in pairs)
     return {key: known[key] for key in captions}
-
-
-def _log_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        log.warning(wrapped(f"note: {note}"))
-
-
-def _same(known: Mapping[str, Condition]) -> Iterator[tuple[str, str]]:
-    """Yield each key whose embedding is that of an earlier key, after that key."""
-    firsts: dict[str, str] = {}
-    for key, condition in known.items():
-        if (first := firsts.setdefault(_checksum(Path(), condition.tensors()), key)) != key:
-            yield first, key
 
 
 def _write(condition: Condition, file: Path) -> None:

@@ -207,10 +207,6 @@ class Policy:
         """Return the trainable parameters by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def whole(self, p: Tensor) -> Tensor:
-        """Return the whole value of a parameter. Collective if it is sharded."""
-        return self.states.whole(p)
-
     def parts(self) -> State:
         """Return the trainable weights, or this rank's shards of them, without a copy."""
         return {name: self.states.part(p) for name, p in self.parameters().items()}

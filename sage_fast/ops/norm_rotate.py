@@ -139,10 +139,7 @@ def norm_rotate_backward_reference(
     inverse = torch.stack([rotary[..., 0], -rotary[..., 1]], dim=-1)
     query, key, _ = joint.unbind(2)
     parts, weight_grads = [], []
-    for x, grad, pair in (
-        (query, grad_query, (video_query, text_query)),
-        (key, grad_key, (video_key, text_key)),
-    ):
+    for x, grad, pair in ((query, grad_query, (video_query, text_query)), (key, grad_key, (video_key, text_key))):
         x, grad = x.to(dtype), grad.to(dtype)
         grad = torch.cat([_rotated(grad[:, :tokens], inverse), grad[:, tokens:]], dim=1)
         rstd = _rstd(x, eps)

@@ -49,18 +49,11 @@ def transition_step(
     check(x, coefs, step, guidance, {"v": v, "v_uncond": v_uncond}, seed=seed)
     if seed.dtype != torch.int64 or seed.shape != x.shape[:1]:
         raise ValueError(f"seed: expected int64 [{len(x)}], got {seed.dtype} {list(seed.shape)}")
-    x_next, logp = torch.ops.sage_fast.transition_step(x, v, v_uncond, guidance, coefs, step, seed)
-    return x_next, logp
+    return torch.ops.sage_fast.transition_step(x, v, v_uncond, guidance, coefs, step, seed)
 
 
 def transition_step_reference(
-    x: Tensor,
-    v: Tensor,
-    v_uncond: Tensor | None,
-    guidance: float | None,
-    coefs: Tensor,
-    step: Tensor,
-    seed: Tensor,
+    x: Tensor, v: Tensor, v_uncond: Tensor | None, guidance: float | None, coefs: Tensor, step: Tensor, seed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Specification in plain PyTorch."""
     dtype = compute_dtype(x)

@@ -9,7 +9,6 @@ import torch
 from sage_fast.algorithm.iteration_plan import share_of
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.engines import ENGINES
-from sage_fast.config.schema import ModelConfig, SamplingConfig, TrainConfig
 from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
@@ -34,29 +33,23 @@ def choose_checkpointing(resolved: Resolved, model: Model) -> tuple[CheckpointPl
     Called while every rank holds all weights: the bytes that they take now count as usable. All ranks recompute as much
     as the rank with the least memory: they would wait for it anyway. The gradients are the same.
     """
-    config, policy, cost = resolved.config, model.policy, model.spec.cost(resolved.config)
+    policy, cost = model.policy, model.spec.cost(resolved.config)
     usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
     room = training_room(resolved, model.spec, policy, usable, ranks=world_size())
-    fits, graphs = fit_training(config.model, config.train, config.sampling, policy, cost, room)
+    fits, graphs = fit_training(resolved, policy, cost, room)
     chosen = max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
     return chosen, room - chosen.mean(cost.activations) if graphs else 0.0
 
 
 def fit_training(
-    model: ModelConfig,
-    train: TrainConfig,
-    sampling: SamplingConfig,
-    policy: Policy,
-    cost: Cost,
-    room: float,
-    chosen: CheckpointPlan | None = None,
+    resolved: Resolved, policy: Policy, cost: Cost, room: float, chosen: CheckpointPlan | None = None
 ) -> tuple[CheckpointPlan, float]:
     """Fit activations and CUDA graphs into `room` bytes, for a run and for its plan.
 
     Return what is recomputed, `chosen` or for `auto` as little as fits, and the most bytes that CUDA graphs keep.
     """
-    asked, on_gpu = model.gradient_checkpointing, policy.device.type != "cpu"  # a plan's policy is on `meta`
-    graphs = graph_bytes(cost, sampling, model, train) if on_gpu else 0.0
+    asked = resolved.config.model.gradient_checkpointing
+    graphs = graph_bytes(cost, resolved) if policy.device.type != "cpu" else 0.0  # a plan's policy is on `meta`
     least = cost.activations[MODES[-1] if asked == "auto" else asked]
     room -= cost.graphs_within(room - least, graphs)  # nothing if none fits: recomputing for none would be in vain
     if chosen or asked != "auto":
@@ -64,14 +57,15 @@ def fit_training(
     return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
 
 
-def graph_bytes(cost: Cost, sampling: SamplingConfig, model: ModelConfig, train: TrainConfig) -> float:
+def graph_bytes(cost: Cost, resolved: Resolved) -> float:
     """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
 
     They do if weights are gathered and released (ZeRO-3), and if ranks share samples, whose exchanges are not
     recorded.
     """
-    alone = not ENGINES[train.engine].gathers and model.sequence_parallel == 1
-    return cost.step + MAX_GRAPHS * cost.context if sampling.cuda_graphs and alone else 0.0
+    config = resolved.config
+    alone = not ENGINES[config.train.engine].gathers and config.model.sequence_parallel == 1
+    return cost.step + MAX_GRAPHS * cost.context if config.sampling.cuda_graphs and alone else 0.0
 
 
 def training_room(resolved: Resolved, spec: Spec, policy: Policy, usable: float, *, ranks: int) -> float:

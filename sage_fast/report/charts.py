@@ -183,44 +183,26 @@ def phases(rows: Sequence[MetricsRow]) -> str | None:
     return lines(data, name="phases", title="Time by phase", ylabel="seconds per iteration")
 
 
-def step_gradients(rows: Sequence[MetricsRow]) -> np.ndarray | None:
-    """Return `velocity_grad_norm` as float64 `[rows, T]`, NaN for untrained steps; None if no row has it."""
-    lists = [values if isinstance(values := row.get("velocity_grad_norm"), list) else [] for row in rows]
-    steps = itertools.zip_longest(*(map(_number, values) for values in lists), fillvalue=math.nan)
-    grid = np.array([*steps], dtype=np.float64).T
-    return None if np.isnan(grid).all() else grid
-
-
 def gradient_by_sigma(rows: Sequence[MetricsRow], sigmas: Sequence[float] | None) -> str | None:
-    """Draw the gradient norm at the velocity by timestep: geometric mean over the run, and a band of the middle 80 %.
-
-    Args:
-        rows: iterations.
-        sigmas: the schedule's T+1 noise levels; without them the x-axis is the timestep's index.
-    """
-    grid = step_gradients(rows)
-    if grid is None or not (grid > 0).any():
+    """Draw the gradient norm at the velocity of each trained step by its noise level: geometric mean over the run."""
+    lists = [values for row in rows if isinstance(values := row.get("velocity_grad_norm"), list)]
+    points: dict[float, float] = {}
+    for sigma, values in zip(sigmas or (), itertools.zip_longest(*lists)):
+        norms = np.array([norm for norm in map(_number, values) if norm > 0])
+        points |= {sigma: 10 ** np.log10(norms).mean()} if len(norms) else {}
+    if not points:
         return None
-    count = grid.shape[1]
-    logs = np.log10(np.where(grid > 0, grid, np.nan))
-    used = ~np.isnan(logs).all(0)
-    by_sigma = sigmas is not None and len(sigmas) >= count
-    x = np.asarray(sigmas if by_sigma else range(count), dtype=np.float64)[:count][used]
-    mean = 10 ** np.nanmean(logs[:, used], axis=0)
-    low, high = 10 ** np.nanpercentile(logs[:, used], (10, 90), axis=0)
 
     def draw(axes: Axes) -> None:
-        axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
-        axes.plot(x, mean, color=BLUE, marker="o", markersize=3.5)
-        if spans_decades(np.concatenate([low, high])):
+        axes.plot([*points], [*points.values()], color=BLUE, marker="o", markersize=3.5)
+        axes.set_xlim(max(points) + 0.02, 0)  # sampling runs from noise to video
+        if spans_decades(np.array([*points.values()])):
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)  # shows how level the norms are
-        if by_sigma:
-            axes.set_xlim(max(x) + 0.02, 0)  # sampling runs from noise to video
 
-    xlabel = "sigma of the step" if by_sigma else "timestep"
-    return _chart(draw, "gradient-sigma", "Gradient at the velocity, mean of the run", "norm", xlabel)
+    title = "Gradient at the velocity, mean of the run"
+    return _chart(draw, "gradient-sigma", title, "norm", "sigma of the step")
 
 
 Points = Mapping[int, tuple[float, float]]

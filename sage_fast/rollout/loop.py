@@ -8,6 +8,7 @@ same in any batch and on any rank.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,13 +35,8 @@ def bucket_by_length(lengths: Sequence[object], size: int) -> list[slice]:
         lengths: per sample, its text length in each pass (`pass_lengths`).
         size: maximum slice length.
     """
-    runs: list[slice] = []
-    start = 0
-    for i in range(1, len(lengths) + 1):
-        if i == len(lengths) or lengths[i] != lengths[start] or i - start == size:
-            runs.append(slice(start, i))
-            start = i
-    return runs
+    equal = [[*run] for _, run in itertools.groupby(range(len(lengths)), key=lengths.__getitem__)]
+    return [slice(i, min(i + size, run[-1] + 1)) for run in equal for i in range(run[0], run[-1] + 1, size)]
 
 
 def rollout_runs(

@@ -27,16 +27,7 @@ from sage_fast.config.fields import is_finite
 from sage_fast.eval.scores import composite, mean_and_margin
 from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
-from sage_fast.run.folder import (
-    MANIFEST,
-    STATE,
-    TRAINING,
-    RunFolder,
-    digest,
-    fault_of,
-    files_of,
-    iteration_of,
-)
+from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder, digest, fault_of, files_of, iteration_of
 from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.weights import save_weights
 from sage_fast.util.console import wrapped

@@ -45,7 +45,7 @@ def save_weights(policy: Policy, folder: Path, state: State | None = None) -> li
         mine = layout.whole(state, {name: owner for name, owner in owners.items() if name in state})
         for name, owner in owners.items():
             if name not in state:
-                whole = policy.whole(saved[name])
+                whole = policy.states.whole(saved[name])
                 mine |= {name: whole.detach().cpu()} if owner == rank() else {}
         tensors = {name.removeprefix(prefix): tensor.contiguous() for name, tensor in mine.items()}
         with fail_together():

@@ -150,7 +150,7 @@ def plan(
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
     room = training_room(resolved, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
-    checkpointing, graphs = fit_training(config.model, train, s, policy, cost, room, chosen)
+    checkpointing, graphs = fit_training(resolved, policy, cost, room, chosen)
     graphs = cost.graphs_within(room - checkpointing.mean(cost.activations), graphs)
     counted, busiest_rollout = _forwards(resolved, ranks // sharing)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
@@ -158,6 +158,8 @@ def plan(
     held = engine_memory(config.model, train, resolved.objective.strategy, policy, ranks)
     apart |= ({} if s.offload_trajectories else stored) | ({"CUDA graphs": graphs} if graphs else {})
     busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": busiest_rollout / sharing}
+    checkpoint = checkpoint_bytes(config.model, train, resolved.objective.strategy, policy)
+    kept, best = train.keep_checkpoints, train.keep_best
     of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
     return Plan(
         parameters=base,
@@ -177,8 +179,11 @@ def plan(
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         engine=train.engine,
         loaded=float(config.model.element_bytes * base) + decoder,
-        checkpoint=checkpoint_bytes(config.model, train, resolved.objective.strategy, policy),
-        disk=_disk(config.model, train, resolved.objective.strategy, policy),
+        checkpoint=checkpoint,
+        disk={
+            f"checkpoints: {kept},{' the best,' * best} and one being written": (kept + best + 1) * checkpoint,
+            "weights: final": _exported_bytes(config.model, policy),
+        },
         gpu_memory=gpu_memory,
     )
 
@@ -209,15 +214,6 @@ def _evaluations(
         decode=videos * cost.decode,
         busiest=len(share_of(videos, ranks // sharing, 0)) / videos / sharing,
     )
-
-
-def _disk(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
-    kept, best = train.keep_checkpoints, train.keep_best
-    return {
-        f"checkpoints: {kept},{' the best,' * best} and one being written": (kept + best + 1)
-        * checkpoint_bytes(model, train, strategy, policy),
-        "weights: final": _exported_bytes(model, policy),
-    }
 
 
 def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> float:

@@ -42,13 +42,7 @@ class TextToVideoBlock(nn.Module):
         )
 
     def forward(
-        self,
-        video: Tensor,
-        text: Tensor,
-        modulation: Tensor,
-        rotary: Tensor,
-        attention: Attention,
-        is_last: bool,
+        self, video: Tensor, text: Tensor, modulation: Tensor, rotary: Tensor, attention: Attention, is_last: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Run one block; return the video and text tokens.
 
