@@ -10,7 +10,7 @@ import torch
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.schema import TrainConfig
-from sage_fast.parallel.optimizers import ema_decay
+from sage_fast.parallel.ema import ema_decay
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError

@@ -230,7 +230,7 @@ def test_gradients_cross_the_ranks_in_as_few_calls_as_memory_allows(
 ) -> None:
     """Averaged over two equal ranks, they stay as they are; a weight without one on any rank keeps none."""
     if calls == 2:
-        monkeypatch.setattr("sage_fast.parallel.plain.FLAT_BYTES", 8)
+        monkeypatch.setattr("sage_fast.parallel.gradients.FLAT_BYTES", 8)
     engine = PlainEngine(tiny_model(settings()).policy, settings().train)
     first, second, third = engine.parameters[:3]
     given = [torch.randn_like(first), torch.randn_like(third)]

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ def encode_cached(
     """
     files = {} if cache is None else _files(cache, model, captions)
     known = {key: kind(**tensors) for key, file in files.items() if (tensors := _read(file)) is not None}
-    _note_unsound(file for key, file in files.items() if key not in known)
+    if unsound := [file for key, file in files.items() if key not in known and file.exists()]:
+        log.warning(f"note: {len(unsound)} embeddings do not fit their checksum and are made again: {unsound[0]} ...")
     held = all_gather_object([key in known for key in captions])
     turns = itertools.cycle(range(world_size()))
     sources = {}  # key that some rank lacks -> a rank that has it, or the next in turn, which encodes it
@@ -140,9 +141,3 @@ def _checksum(file: Path, tensors: Mapping[str, Tensor]) -> str:
         found.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
         found.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _note_unsound(files: Iterable[Path]) -> None:
-    """Log that files which exist cannot be used."""
-    if unsound := [file for file in files if file.exists()]:
-        log.warning(f"note: {len(unsound)} embeddings do not fit their checksum and are made again: {unsound[0]} ...")

@@ -23,6 +23,7 @@ from torch.nn.utils import get_total_norm
 
 from sage_fast.models.policy import Policy, UnshardedStates
 from sage_fast.parallel import ranks_that_shard
+from sage_fast.parallel.gradients import average_gradients
 from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
@@ -65,7 +66,7 @@ class FsdpEngine(PlainEngine):
 
     def _reduce_gradients(self) -> None:
         """Average gradients: of whole weights over all ranks, of shards over the nodes; FSDP2 did so within them."""
-        self._average([p for p in self.parameters if not isinstance(p, DTensor)])
+        average_gradients([p for p in self.parameters if not isinstance(p, DTensor)])
         for p, part in zip(self.parameters, self.optimized.values()):
             grad, p.grad = p.grad, None
             if grad is not None:

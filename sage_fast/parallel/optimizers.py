@@ -1,4 +1,4 @@
-"""Optimizers for `train.optimizer`, the learning-rate schedules and the decay of the averaged weights."""
+"""Optimizers for `train.optimizer`, and the learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -63,12 +63,3 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     total = config.iterations * config.optimizer_steps
     progress = min((step - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
     return config.learning_rate * SCHEDULES[config.schedule](progress)
-
-
-def ema_decay(config: TrainConfig, updates: int, *, warms_up: bool) -> float:
-    """Return the decay with which the averaged weights take in update number `updates`, counted from 1.
-
-    With a warm-up it rises as (1 + t) / (10 + t), as for the exported average in the code of DiffusionNFT and
-    Flow-GRPO, so that the average soon forgets the weights at the start.
-    """
-    return min(config.ema_decay, (1 + updates) / (10 + updates)) if warms_up else config.ema_decay

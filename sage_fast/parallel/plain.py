@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch._utils import _take_tensors
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy, State
+from sage_fast.parallel.ema import ema_decay, update_ema
 from sage_fast.parallel.engine import Engine, OptimizerState
-from sage_fast.parallel.optimizers import ema_decay, learning_rate, make_optimizers
+from sage_fast.parallel.gradients import average_gradients, clip_gradients, forget_zero_gradients
+from sage_fast.parallel.optimizers import learning_rate, make_optimizers
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.ranks import all_reduce, data_size, launched, world_size
-
-FLAT_BYTES = 2**30
-"""Gradients that are copied side by side to cross in one call; all weights together would be a second copy of them."""
+from sage_fast.util.ranks import all_reduce, data_size, launched
 
 
 class PlainEngine(Engine):
@@ -77,16 +75,18 @@ class PlainEngine(Engine):
             )
         torch.autograd.graph.increment_version(self.parameters)  # some optimizers write unseen by autograd
         self.steps += 1
-        self._update_ema()
+        if self.ema is not None:
+            decay = ema_decay(self.config, self.steps, warms_up=self.ema_warms_up)
+            update_ema(self.ema, self.policy.parts(), decay)
         return norm
 
     def _update(self, rate: float) -> float:
         """Update the weights if the gradient norm is finite; return the norm."""
         self._reduce_gradients()
-        self._forget_zero_gradients()
-        total = self._gradient_norm()
-        if math.isfinite(norm := float(total)):
-            clip_grads_with_norm_(self.optimized.values(), self.config.max_grad_norm, total)
+        parts = self.optimized.values()
+        forget_zero_gradients(parts)
+        norm = clip_gradients(parts, self._gradient_norm(), self.config.max_grad_norm)
+        if math.isfinite(norm):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
@@ -95,45 +95,10 @@ class PlainEngine(Engine):
         return norm
 
     def _reduce_gradients(self) -> None:
-        self._average(self.parameters)
-
-    def _average(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over the ranks, in few calls: an adapter has more than a thousand small ones.
-
-        A weight that has a gradient on no rank keeps none (and is not decayed).
-        """
-        if world_size() == 1 or not parameters:
-            return
-        present = torch.tensor([p.grad is not None for p in parameters], device=self.policy.device).int()
-        all_reduce(present, "max")
-        gradients = []
-        for p, used in zip(parameters, present.tolist()):
-            if used:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                gradients.append(p.grad)
-        for batch in _take_tensors(gradients, FLAT_BYTES):
-            flat = all_reduce(torch.cat([grad.flatten() for grad in batch])).div_(world_size())
-            for grad, mean in zip(batch, flat.split([grad.numel() for grad in batch])):
-                grad.copy_(mean.view_as(grad))
-
-    def _forget_zero_gradients(self) -> None:
-        """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero."""
-        given = [(part, part.grad) for part in self.optimized.values() if part.grad is not None]
-        moving = [grad.any() for _, grad in given]
-        together = all_reduce(torch.stack(moving).int(), "max").tolist() if given else []
-        for (part, _), moves in zip(given, together):
-            if not moves:
-                part.grad = None
+        average_gradients(self.parameters)
 
     def _gradient_norm(self) -> Tensor:
         return get_total_norm([part.grad for part in self.optimized.values() if part.grad is not None])
-
-    @torch.no_grad()
-    def _update_ema(self) -> None:
-        if self.ema is not None:
-            decay = ema_decay(self.config, self.steps, warms_up=self.ema_warms_up)
-            parts = self.policy.parts()
-            torch._foreach_lerp_([self.ema[name] for name in parts], list(parts.values()), 1 - decay)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
