@@ -232,6 +232,20 @@ def test_what_reads_the_end_of_a_block_gets_it_in_a_recomputation(
 
 
 @pytest.mark.parametrize("mode", ["attention", "full"])
+def test_a_hook_that_comes_after_the_forward_reads_the_recomputed_result(mode: str) -> None:
+    """As the next forward gives it."""
+    x, sigma, text = inputs(PROMPTS)
+    model, seen = tiny_model(settings()), list[Tensor]()
+    model.set_checkpointing(CheckpointPlan(mode))
+    layer = model.policy.forward.blocks[1].video_ff
+    v = model.policy.velocity(x, model.policy.condition(sigma, text))
+    layer.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
+    v.backward(torch.randn_like(v))
+    model.policy.velocity(x, model.policy.condition(sigma, text))
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("mode", ["attention", "full"])
 def test_a_graph_that_is_kept_has_a_second_backward(mode: str) -> None:
     """As with PyTorch's own checkpointing: each backward recomputes again."""
     transformer = tiny_model(settings()).policy.networks["transformer"]

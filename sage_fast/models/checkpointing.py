@@ -95,8 +95,7 @@ def _runner(mode: str) -> Callable[..., Any]:
         return lambda block, *arguments: block(*arguments)
 
     def run(block: nn.Module, *arguments: Any) -> Any:
-        unread = _are_ends_unread(block)
-        return checkpoint(block, *arguments, use_reentrant=False, context_fn=lambda: _contexts(mode, unread))
+        return checkpoint(block, *arguments, use_reentrant=False, context_fn=lambda: _contexts(mode, block))
 
     return run
 
@@ -128,23 +127,23 @@ def is_recomputing() -> bool:
 Context = contextlib.AbstractContextManager[Any]
 
 
-def _contexts(mode: str, unread: bool) -> tuple[Context, Context]:
-    """Return the contexts of a block's forward and of its recomputation, whose results may be `unread`."""
+def _contexts(mode: str, block: nn.Module) -> tuple[Context, Context]:
+    """Return the contexts of a block's forward and of its recomputation."""
     forward, again = contextlib.nullcontext(), contextlib.nullcontext()
     if "attention" not in RECOMPUTED[mode]:
         forward, again = create_selective_checkpoint_contexts(_policy)
-    return forward, _Recomputation(again) if unread else again
+    return forward, _Recomputation(block, again)
 
 
 class _Recomputation(contextlib.ExitStack):
     """The context of a block's recomputation, which every backward through the block enters again."""
 
-    def __init__(self, selective: Context) -> None:
+    def __init__(self, block: nn.Module, selective: Context) -> None:
         super().__init__()
-        self.selective = selective
+        self.block, self.selective = block, selective
 
     def __enter__(self) -> Self:
-        self.callback(_recomputes.reset, _recomputes.set(True))
+        self.callback(_recomputes.reset, _recomputes.set(_are_ends_unread(self.block)))
         self.enter_context(self.selective)
         return self
 
