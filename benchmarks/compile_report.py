@@ -236,7 +236,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         use = "backward" if "bwd" in s.kernel else "gelu" if s.gelu else "gated" if s.gated else "plain"
         options = adapter_rows.options(4 if s.x == "fp32" else 2, s.rank, use, arch >= 100)
         flags = {name: options.pop(name) for name in ("ROWS", "BLOCK")}
-        flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": s.rank, "UP_RANK": s.rank}
+        flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": adapter_rows.rank_block(s.rank)}
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     if unknown := [name for name in flagged if name not in flags]:
         raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
@@ -276,7 +276,8 @@ def _compile(s: Specialisation, arch: int) -> Any:
     # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.
     sizes = ("_stride", "width", "rank", "channels") if norm or adapter else ()
     divisible = ("_ptr", *sizes, *(("numel",) if s.aligned else ()))
-    uneven = ("inverse_numel", "two_over_numel", *(("out_width", "grad_width") if s.pad % 16 else ()))
+    uneven = ["inverse_numel", "two_over_numel", *["out_width", "grad_width"] * (s.pad % 16 > 0)]
+    uneven += ["rank", "rank_stride", "column_stride"] * (s.rank % 16 > 0)  # rows of A end in padding columns
     signature = {name: kind(name) for name in kernel.arg_names}
     attributes = {
         (i,): [["tt.divisibility", 16]]

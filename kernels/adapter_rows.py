@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from sage_fast.kernels.common import LAUNCH_OPTIONS, MAX_PROGRAMS, WIDE_OPTIONS, contiguous_rows, power_of_2
@@ -43,15 +44,18 @@ def options(itemsize: int, rank: int, use: str, blackwell: bool = False) -> dict
 
     Args:
         itemsize: bytes of a value of x.
-        rank: rows of A.
+        rank: rows of A; of the backward, the padded rank of the larger adapter.
         use: `plain`, `gelu`, `gated`, or `backward`, which holds two sums.
         blackwell: for sm_100. Products with GELU stay below the 64 rows of its matrix instructions, in whose loop
             Triton 3.6 cannot pipeline the assembly of GELU.
     """
     if itemsize == 4:
-        return {"ROWS": 32 if use == "gelu" and rank > 64 else 16, "BLOCK": 16, **WIDE_OPTIONS}
+        wide = use == "gelu" and rank > 64 and rank % 16 == 0
+        return {"ROWS": 32 if wide else 16, "BLOCK": 16, **WIDE_OPTIONS}
     if rank <= 64 and not blackwell:
         return dict(MEASURED[use])
+    if rank % 16:  # of a forward alone
+        return {"ROWS": 32, "BLOCK": 32, **WIDE_OPTIONS}
     if use == "backward" and blackwell:
         return {"ROWS": 32, "BLOCK": 32, **LAUNCH_OPTIONS}
     if use == "backward" or rank > 128:
@@ -189,7 +193,6 @@ def _adapter_rows_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
-    UP_RANK: tl.constexpr,
 ):
     """Write dx over the gradient of BLOCK columns and `tiles` row tiles, and partial sums for both adapters.
 
@@ -198,9 +201,9 @@ def _adapter_rows_bwd_kernel(
     """
     split = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    r, u = tl.arange(0, RANK)[None, :], tl.arange(0, UP_RANK)[None, :]
+    r = tl.arange(0, RANK)[None, :]
     d_down = tl.zeros([BLOCK, RANK], tl.float32)
-    d_up = tl.zeros([BLOCK, UP_RANK], tl.float32)
+    d_up = tl.zeros([BLOCK, RANK], tl.float32)
     down_excess, up_excess = tl.zeros_like(d_down), tl.zeros_like(d_up)
     for turn in tl.range(0, tiles, num_stages=3):
         row = ((split * tiles + turn) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -209,7 +212,7 @@ def _adapter_rows_bwd_kernel(
         grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0)
         inner = tl.load(inner_ptr + row * inner_stride + r, mask=(row < rows) & (r < rank), other=0.0)
-        up = tl.load(up_ptr + row * up_stride + u, mask=(row < rows) & (u < up_rank), other=0.0)
+        up = tl.load(up_ptr + row * up_stride + r, mask=(row < rows) & (r < up_rank), other=0.0)
         hidden, slope = _gelu(x)
         dx = (grad * slope).to(x.dtype)
         tl.store(grad_ptr + at, dx, mask=mask)
@@ -217,7 +220,7 @@ def _adapter_rows_bwd_kernel(
         d_up, up_excess = _add_product(d_up, up_excess, tl.trans(dx), up)
     column = column[:, None]
     tl.store(d_down_ptr + split * width * rank + column * rank + r, d_down, mask=(column < width) & (r < rank))
-    tl.store(d_up_ptr + split * width * up_rank + column * up_rank + u, d_up, mask=(column < width) & (u < up_rank))
+    tl.store(d_up_ptr + split * width * up_rank + column * up_rank + r, d_up, mask=(column < width) & (r < up_rank))
 
 
 def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
@@ -251,14 +254,20 @@ def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None
     return out
 
 
+def _whole_vectors(rows: Tensor) -> Tensor:
+    """Pad rows to a multiple of 16 values: 16-bit loads of other rows wait in registers, which spill."""
+    rank = rows.shape[1]
+    return F.pad(rows, (0, -rank % 16)) if rank % 16 else contiguous_rows(rows)
+
+
 def adapter_rows_backward(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Launch the backward; arguments as `sage_fast::adapter_rows_backward`. Computes `out` again from x."""
     assert grad.is_contiguous()
     if max(inner.shape[1], up.shape[1]) > MAX_RANK:
         return adapter_rows_backward_reference(grad, inner, x, out, up)
-    x, inner, up = x.contiguous(), contiguous_rows(inner), contiguous_rows(up)
+    ranks, x, inner, up = (inner.shape[1], up.shape[1]), x.contiguous(), _whole_vectors(inner), _whole_vectors(up)
     (rows, width), rank, up_rank = x.shape, inner.shape[1], up.shape[1]
-    sizes = options(x.itemsize, rank, "backward", is_blackwell(x))
+    sizes = options(x.itemsize, max(rank, up_rank), "backward", is_blackwell(x))
     columns, row_tiles = -(-width // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
     tiles = max(-(-row_tiles // max(MAX_PROGRAMS // max(columns, 1), 1)), 1)
     splits = -(-row_tiles // tiles)
@@ -279,8 +288,7 @@ def adapter_rows_backward(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, u
                 up.stride(0),
                 tiles,
                 **sizes,
-                RANK=rank_block(rank),
-                UP_RANK=rank_block(up_rank),
+                RANK=rank_block(max(rank, up_rank)),
             )
-    d_down, d_up = (part.sum(0) for part in sums)
-    return d_down.t().contiguous(), d_up
+    d_down, d_up = (part.sum(0)[:, :count] for part, count in zip(sums, ranks))
+    return d_down.t().contiguous(), d_up.contiguous()

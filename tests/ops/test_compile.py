@@ -30,7 +30,7 @@ from sage_fast.benchmarks.compile_report import (
     Specialisation,
     format_table,
 )
-from sage_fast.kernels.adapter_rows import MAX_RANK, rank_block
+from sage_fast.kernels.adapter_rows import MAX_RANK, adapter_rows_backward, options, rank_block
 from sage_fast.kernels.common import _reduce_kernel
 
 from sage_fast.algorithm.resolved import Resolved
@@ -64,8 +64,16 @@ of_rank_8 = [
     )
     for pad in (8, 24, padding_for(8, 2))
 ]
-shipped = compile_report(architectures=json.loads(sys.argv[1]))
-rows = {"shipped": shipped + compile_report(odd, [90]), "rank 8": compile_report(of_rank_8, [90])}
+odd_ranks = [
+    Specialisation(kernel="_adapter_rows_fwd_kernel", x=x, gelu=True, rank=rank)
+    for x, rank in (("bf16", 100), ("bf16", 200), ("fp32", 250))
+]
+architectures = json.loads(sys.argv[1])
+rows = {
+    "shipped": compile_report(architectures=architectures) + compile_report(odd, [90]),
+    "odd ranks": compile_report(odd_ranks, architectures),
+    "rank 8": compile_report(of_rank_8, [90]),
+}
 print(json.dumps({name: [dataclasses.asdict(row) for row in found] for name, found in rows.items()}))
 """
 
@@ -137,10 +145,11 @@ def test_the_compiler_keeps_the_compensation_of_a_float32_sum() -> None:
     assert result.stdout.splitlines() == ["4 12"] * 2 * len(ARCHITECTURES), result.stdout + result.stderr
 
 
-def test_nothing_spills(rows):
+def test_nothing_spills(compiled):
     """Adapters of every rank that the kernels take: a padded rank is a power of two."""
     assert {*map(rank_block, range(MAX_RANK + 1))} == {*RANKS}
-    spilled = [row for row in rows if row.spilled_bytes]
+    assert len(compiled["odd ranks"]) == 3 * len(SHIPPED)
+    spilled = [row for rows in compiled.values() for row in rows if row.spilled_bytes]
     assert not spilled, "\n" + format_table(spilled)
 
 
@@ -275,6 +284,29 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
         sums=given.get("MODULATION", given.get("WEIGHTS", False)), residual=given.get("RESIDUAL", False),
         gated=given.get("GATED", False), gelu=given.get("GELU", False), rank=given.get("RANK", 64),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("x", ["bf16", "fp32"])
+@pytest.mark.parametrize("ranks", [(200, 200), (256, 16), (16, 256), (129, 40), (0, 1)], ids=str)
+def test_the_backward_of_any_two_adapters_is_listed(
+    x: str, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whole vectors of 16 values in the rows of both."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        type(_reduce_kernel), "run", lambda kernel, *args, **flags: given.update(zip(kernel.arg_names, args), **flags)
+    )
+    rows = torch.zeros(3, 32, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[x])
+    inner, up = (torch.zeros(3, max(rank, 16), dtype=rows.dtype)[:, :rank] for rank in ranks)
+    sums = adapter_rows_backward(rows.clone(), inner, rows, rows, up)
+    assert [list(part.shape) for part in sums] == [[ranks[0], 32], [32, ranks[1]]]
+    assert all(part.is_contiguous() for part in sums)
+    assert not [name for name, value in given.items() if name.endswith(("rank", "stride")) and value % 16]
+    listed = Specialisation(kernel="_adapter_rows_bwd_kernel", x=x, rank=given["RANK"])
+    assert listed in SPECIALISATIONS
+    assert listed.rank >= max(ranks)
+    tile = options(rows.itemsize, listed.rank, "backward")
+    assert {name: given[name] for name in tile} == tile
 
 
 NFT = {"objective__surrogate": "nft", "kl__strategy": "none", "sampling__sampler": "ode",

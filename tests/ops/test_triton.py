@@ -28,6 +28,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa:
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table  # noqa: E402
 from sage_fast.ops import _dispatch  # noqa: E402
+from sage_fast.ops.adapter_rows import adapter_rows_backward_reference  # noqa: E402
 from sage_fast.ops.philox import philox4x32  # noqa: E402
 from sage_fast.ops.transition_step import transition_step_reference  # noqa: E402
 from sage_fast.tools.operators import UNIT, Comparison, inputs  # noqa: E402
@@ -81,6 +82,26 @@ def test_rows_beside_an_adapter_of_any_rank(rank):
     """Over several tiles of rows and columns, with ranks that differ; above MAX_RANK the reference serves."""
     x, _, _ = inputs("adapter_rows", (2, 70, 130), (BF16,), DEVICE)
     assert_accurate(check("adapter_rows", launcher, [x, torch.randn(rank, 130, device=DEVICE).to(BF16), True]))
+
+
+@pytest.mark.parametrize("ranks", [(20, 3), (3, 40), (0, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_gradients_of_two_adapters_of_different_ranks(dtype, ranks):
+    """As fields of wider rows; the second may be one column of ones, whose rows are one in memory."""
+    x, dh = (torch.randn(70, 130, device=DEVICE).to(dtype) for _ in range(2))
+    inner, up = (torch.randn(70, 51, device=DEVICE).to(dtype)[:, 2:][:, :rank] for rank in ranks)
+    up = up[:1].expand(70, 1) if ranks[1] == 1 else up
+    results = []
+    for function, given in (
+        (adapter_rows.adapter_rows_backward, (dh, inner, x, x, up)),
+        (adapter_rows_backward_reference, (dh, inner, x, gelu(x, approximate="tanh"), up)),
+        (adapter_rows_backward_reference, [t.double() for t in (dh, inner, x, x, up)]),
+    ):
+        grad, *rest = (t.clone() if t is not up else t for t in given)
+        if grad.dtype == torch.float64:
+            rest[2] = gelu(rest[1], approximate="tanh")
+        results.append([grad, *function(grad, *rest)])
+    assert_accurate(map(Comparison, ("dx", "dA", "dB"), *results))
 
 
 PTX = {"ex2": np.exp2, "rcp": np.reciprocal, "add": np.add, "mul": np.multiply, "min": np.fmin}
