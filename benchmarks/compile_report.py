@@ -234,7 +234,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
     options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     if adapter:
         use = "backward" if "bwd" in s.kernel else "gelu" if s.gelu else "gated" if s.gated else "plain"
-        options = adapter_rows.options(4 if s.x == "fp32" else 2, s.rank, use, arch >= 100)
+        options = adapter_rows.options(4 if s.x == "fp32" else 2, s.rank, use, arch)
         flags = {name: options.pop(name) for name in ("ROWS", "BLOCK")}
         flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": adapter_rows.rank_block(s.rank)}
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]

@@ -32,11 +32,11 @@ MEASURED = {
     "gated": {"ROWS": 128, "BLOCK": 64, **WIDE_OPTIONS},
     "backward": {"ROWS": 64, "BLOCK": 64, **LAUNCH_OPTIONS},
 }
-"""Use -> the fastest tile of seven at rank 64 in 16 bits on an H200 (`2026-11-27-h200-adapter-rows.json` in
+"""Use -> Hopper's tile: the fastest of seven at rank 64 in 16 bits on an H200 (`2026-11-27-h200-adapter-rows.json` in
 benchmarks/results)."""
 
 
-def options(itemsize: int, rank: int, use: str, blackwell: bool = False) -> dict[str, Any]:
+def options(itemsize: int, rank: int, use: str, arch: int = 90) -> dict[str, Any]:
     """Rows and columns of a tile, and warps. No rank spills on sm_80, sm_90 or sm_100, by Triton 3.6 and 3.9.
 
     float32 has no tensor cores here, and its products need more registers. In 16 bits a program reads all of A from the
@@ -46,13 +46,14 @@ def options(itemsize: int, rank: int, use: str, blackwell: bool = False) -> dict
         itemsize: bytes of a value of x.
         rank: rows of A; of the backward, the padded rank of the larger adapter.
         use: `plain`, `gelu`, `gated`, or `backward`, which holds two sums.
-        blackwell: for sm_100. Products with GELU stay below the 64 rows of its matrix instructions, in whose loop
-            Triton 3.6 cannot pipeline the assembly of GELU.
+        arch: compute capability times 10. From 100 on, products with GELU stay below the 64 rows of its matrix
+            instructions, in whose loop Triton 3.6 cannot pipeline the assembly of GELU.
     """
+    blackwell = arch >= 100
     if itemsize == 4:
         wide = use == "gelu" and rank > 64 and rank % 16 == 0
         return {"ROWS": 32 if wide else 16, "BLOCK": 16, **WIDE_OPTIONS}
-    if rank <= 64 and not blackwell:
+    if rank <= 64 and 90 <= arch < 100:
         return dict(MEASURED[use])
     if rank % 16:  # of a forward alone
         return {"ROWS": 32, "BLOCK": 32, **WIDE_OPTIONS}
@@ -65,9 +66,10 @@ def options(itemsize: int, rank: int, use: str, blackwell: bool = False) -> dict
     return {"ROWS": 64, "BLOCK": 64, **(WIDE_OPTIONS if use == "gated" else LAUNCH_OPTIONS)}
 
 
-def is_blackwell(x: Tensor) -> bool:
-    """Whether x is on a GPU of compute capability 10 or more."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 10
+def architecture(x: Tensor) -> int:
+    """Return the compute capability of x's GPU, times 10; without a GPU, Hopper's."""
+    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    return 10 * major + minor
 
 
 def rank_block(rank: int) -> int:
@@ -233,7 +235,7 @@ def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None
     if out.numel() == 0:
         return out
     use = "gelu" if gelu else "plain" if gate is None else "gated"
-    sizes = options(x.itemsize, len(down), use, is_blackwell(x))
+    sizes = options(x.itemsize, len(down), use, architecture(x))
     with torch.cuda.device_of(x):
         _adapter_rows_fwd_kernel[(-(-rows // sizes["ROWS"]), batch)](
             x,
@@ -267,7 +269,7 @@ def adapter_rows_backward(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, u
         return adapter_rows_backward_reference(grad, inner, x, out, up)
     ranks, x, inner, up = (inner.shape[1], up.shape[1]), x.contiguous(), _whole_vectors(inner), _whole_vectors(up)
     (rows, width), rank, up_rank = x.shape, inner.shape[1], up.shape[1]
-    sizes = options(x.itemsize, max(rank, up_rank), "backward", is_blackwell(x))
+    sizes = options(x.itemsize, max(rank, up_rank), "backward", architecture(x))
     columns, row_tiles = -(-width // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
     tiles = max(-(-row_tiles // max(MAX_PROGRAMS // max(columns, 1), 1)), 1)
     splits = -(-row_tiles // tiles)

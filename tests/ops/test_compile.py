@@ -68,11 +68,13 @@ odd_ranks = [
     Specialisation(kernel="_adapter_rows_fwd_kernel", x=x, gelu=True, rank=rank)
     for x, rank in (("bf16", 100), ("bf16", 200), ("fp32", 250))
 ]
+of_rank_64 = [s for s in SPECIALISATIONS if "adapter" in s.kernel and (s.x, s.rank) == ("bf16", 64)]
 architectures = json.loads(sys.argv[1])
 rows = {
     "shipped": compile_report(architectures=architectures) + compile_report(odd, [90]),
     "odd ranks": compile_report(odd_ranks, architectures),
     "rank 8": compile_report(of_rank_8, [90]),
+    "rank 64 on sm_80": compile_report(of_rank_64, [80]),
 }
 print(json.dumps({name: [dataclasses.asdict(row) for row in found] for name, found in rows.items()}))
 """
@@ -148,7 +150,7 @@ def test_the_compiler_keeps_the_compensation_of_a_float32_sum() -> None:
 def test_nothing_spills(compiled):
     """Adapters of every rank that the kernels take: a padded rank is a power of two."""
     assert {*map(rank_block, range(MAX_RANK + 1))} == {*RANKS}
-    assert len(compiled["odd ranks"]) == 3 * len(SHIPPED)
+    assert [len(compiled[name]) for name in ("odd ranks", "rank 64 on sm_80")] == [3 * len(SHIPPED), 4]
     spilled = [row for rows in compiled.values() for row in rows if row.spilled_bytes]
     assert not spilled, "\n" + format_table(spilled)
 
