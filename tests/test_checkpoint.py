@@ -147,6 +147,13 @@ ODD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "weights infinite": (part("trainable"), first_changed(lambda t: t + torch.inf), "trainable-00001-of-00001"),
     "a shape": (part("anchor"), first_changed(lambda t: t[:-1].clone()), ""),
     "two dimensions": (part("ema"), first_changed(lambda t: t[None].clone()), ""),
+    "an average of nothing": (part("ema"), lambda file: save_file({}, file, {"parts": "{}"}), "ema has 0 elements"),
+    "an anchor of nothing": (part("anchor"), lambda file: save_file({}, file, {"parts": "{}"}), "anchor has 0 element"),
+    "no average listed": ("manifest.json", edited(lambda held: held["files"].pop(part("ema"))), COUNTS[9:]),
+    "no anchor listed": ("manifest.json", edited(lambda held: held["files"].pop(part("anchor"))), COUNTS[9:]),
+    "no second moment listed": ("manifest.json", edited(lambda held: held["files"].pop(MOMENTS)), ""),
+    "no optimizer's name": (COUNTS, edited(lambda state: state.pop("optimizer")), COUNTS[9:]),
+    "an unknown optimizer": (COUNTS, edited(lambda state: state.update(optimizer=["adamw"])), COUNTS[9:]),
 }
 
 

@@ -2,7 +2,8 @@
 
 <run>/checkpoints/iteration-N/           manifest.json and the weights, as sampling and export read them
 <run>/checkpoints/iteration-N/training/  what only a resume reads: state.json with the trainer's counters;
-                                         optimizer.json with the optimizer's name and the steps of each weight;
+                                         optimizer.json with the optimizer's name, the steps of each weight, and the
+                                         kinds of parts;
                                          trainable-*, ema-*, anchor-*, optimizer-<moment>-*, as run/shards.py has them
 
 A checkpoint is the state between two iterations, never within one. It is written to a temporary folder, which is
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from sage_fast.config.engines import OPTIMIZERS
 from sage_fast.config.fields import is_finite
 from sage_fast.eval.scores import composite, mean_and_margin
 from sage_fast.models.policy import State, check_names
@@ -188,7 +190,8 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
     with fail_together():
         written = [layout.write(folder, kind, state) for kind, state in states.items()]
         if rank() == 0:
-            write_json({"optimizer": engine.config.optimizer, "steps": steps}, folder / OPTIMIZER)
+            facts = {"optimizer": engine.config.optimizer, "steps": steps, "parts": sorted(states)}
+            write_json(facts, folder / OPTIMIZER)
             written.append(folder / OPTIMIZER)
     return written
 
@@ -210,10 +213,11 @@ class TrainingState:
         self.steps = steps
         with fail_together():
             self.optimizer = read_json(folder / OPTIMIZER) if files is None or OPTIMIZER in files else {}
-            counts = self.optimizer.get("steps")
-            if not isinstance(counts, dict) or not all(_is_like(step, 0) for step in counts.values()):
-                raise UserError(f"{OPTIMIZER} does not hold what a run writes")
         saved, layout, parts = SavedParts(folder, files), Layout(engine.policy), engine.policy.parts()
+        counts, kinds = self.optimizer.get("steps"), sorted(saved.kinds)
+        known = self.optimizer.get("optimizer") in [*OPTIMIZERS] and self.optimizer.get("parts", kinds) == kinds
+        if not known or not isinstance(counts, dict) or not all(_is_like(step, 0) for step in counts.values()):
+            raise UserError(f"{OPTIMIZER} does not hold what a run writes, or not what is there")
         check_names(parts, saved.kinds.get("trainable", {}))
         self.moments = {name: {"step": torch.tensor(float(step))} for name, step in counts.items()}
         for kind, slices in saved.kinds.items():
@@ -234,7 +238,7 @@ class TrainingState:
         Raises:
             UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
         """
-        config, optimizer = engine.config, self.optimizer.get("optimizer")
+        config, optimizer = engine.config, self.optimizer["optimizer"]
         if engine.ema is not None and self.ema is None:
             raise UserError(
                 f"train.ema_decay = {config.ema_decay}: the checkpoint holds no average to continue; resume with 0 "
