@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,38 @@ def test_a_layer_of_a_fused_one_without_an_adapter_stays_without(tmp_path: Path)
     file = tmp_path / "theirs.safetensors"
     save_file(converted(*own_file(network, tmp_path), comfyui), file)
     assert_same(file, network)
+
+
+@pytest.mark.parametrize(
+    ("zero", "fields"), [("to_k", {}), ("to_k", {"rank_pattern": {"to_k": 2}}), ("to_[kq]", {}), ("to_.|linear", {})]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_factor_b_of_zeros_keeps_its_layer_and_rank(
+    layout: str, zero: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """As before training, and of the text's queries of the last block, which nothing reads."""
+    network = adapted(**fields)
+    for name, p in network.named_parameters():
+        if re.search(rf"\.({zero})\.lora_B", name):
+            nn.init.zeros_(p)
+    save_file(converted(*own_file(network, tmp_path), LAYOUTS[layout]), tmp_path / "theirs.safetensors")
+    assert_same(tmp_path / "theirs.safetensors", network)
+    again, expected = (
+        {name: p for name, p in made.named_parameters() if ".lora_A" in name}
+        for made in (loaded(tmp_path / "theirs.safetensors"), network)
+    )
+    assert again.keys() == expected.keys()
+    for name, factor in expected.items():
+        assert torch.equal(again[name], factor), name
+
+
+def test_a_fused_adapter_of_zeros_with_ranks_that_its_parts_share_is_read(tmp_path: Path) -> None:
+    moved = converted(*own_file(adapted(), tmp_path), comfyui)
+    shared = {key: tensor[:4] if "lora_A" in key else 0 * tensor[:, :4] for key, tensor in moved.items()}
+    save_file({key: tensor.contiguous() for key, tensor in shared.items()}, tmp_path / "theirs.safetensors")
+    again = loaded(tmp_path / "theirs.safetensors")
+    assert {len(p) for name, p in again.named_parameters() if ".lora_A" in name} == {4}
+    assert not any(update.any() for update in updates(again).values())
 
 
 @pytest.mark.parametrize("prefix", ["lora_unet_", "lora_transformer_", "transformer."])

@@ -206,7 +206,8 @@ def _split(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each of our layers that a layer of a file stands for, with its own A and B.
 
-    Of the ranks of a layer that fuses several, each of these gets those that its rows of B use.
+    Of the ranks of a layer that fuses several, each of these gets those that its rows of B use. Layers whose rows are 0
+    share the ranks that none uses: a factor that has not been trained keeps its layer.
 
     Raises:
         Fault: our model has no such layer, or one of another size.
@@ -223,9 +224,18 @@ def _split(
                 raise Fault(f"{another}{kind}.weight has shape {list(factor.shape)}, expected width {width}")
         up = b.chunk(fused)[target.position]
         up = torch.cat(up.chunk(2)[::-1]) if target.swaps_halves else up
-        used = up.transpose(0, 1).flatten(1).any(1) if fused > 1 and b.any() else slice(None)
+        used = _ranks(b.flatten(1).chunk(fused))[target.position]
         if len(a[used]):
             yield layer, a[used], up[:, used]
+
+
+def _ranks(parts: Sequence[Tensor]) -> Tensor:
+    """Return which ranks are whose, bool `[parts, ranks]`, of the rows of B of each part of a layer."""
+    used = torch.stack([part.any(0) for part in parts])
+    idle, spare = (~used.any(1)).nonzero(), (~used.any(0)).nonzero()
+    for i, part in enumerate(idle):
+        used[part, spare.chunk(len(idle))[i] if len(spare) % len(idle) == 0 else spare] = True
+    return used if len(parts) > 1 else used.new_ones(used.shape)
 
 
 def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: int) -> float:
