@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -137,20 +138,24 @@ def test_an_odd_number_of_a_launcher_is_one_line(
 @pytest.mark.parametrize(
     ("given", "status", "said"),
     [
-        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1"}, 1, "rank 1 of 2 cannot join the others: "),
-        ({"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}, 1, "no-such-host.invalid"),
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1"}, 1, "MASTER_ADDR:MASTER_PORT = 127.0.0.1:"),
+        ({"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}, 1, "no-such-host.invalid:"),
+        ({"RANK": "1", "MASTER_ADDR": "a b"}, 1, "within timeout_minutes = 0.01: "),
+        ({"RANK": "1", "MASTER_ADDR": "x" * 70}, 2, "x" * 70),
         (
             {"RANK": "7", "MASTER_ADDR": "127.0.0.1"},
             2,
             "RANK = 7 in the environment: expected less than",
         ),
         ({"RANK": "1"}, 2, "MASTER_ADDR expected, but not set"),
-        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, 2, "'http'"),
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, 2, "MASTER_PORT = 'http'"),
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, 1, "99999"),
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-1"}, 2, "MASTER_PORT = '-1'"),
     ],
 )
 def test_other_ranks_that_cannot_be_reached_are_one_line(
     given: dict[str, str], status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -160,10 +165,11 @@ def test_other_ranks_that_cannot_be_reached_are_one_line(
     for name, value in ({"WORLD_SIZE": "2", "MASTER_PORT": port} | given).items():
         monkeypatch.setenv(name, value)
     output = ["--output", str(tmp_path / "run"), "--timeout_minutes", "0.01"]
+    began = time.monotonic()
     assert main(["train", str(PAPER), *output]) == status
-    error = capsys.readouterr().err
-    assert len([line for line in error.splitlines() if line.startswith("sage-fast train: ")]) == 1
-    assert "Traceback" not in error
+    assert time.monotonic() - began < 30
+    (error,) = capfd.readouterr().err.splitlines()
+    assert error.startswith("sage-fast train: ")
     assert said in error
     assert not (tmp_path / "run").exists()
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import reprlib
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -65,7 +66,11 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
         if own >= size:
             raise UserError(f"RANK = {own} in the environment: expected less than WORLD_SIZE = {size}")
         timeout = timedelta(minutes=timeout_minutes)
+        host, port = os.environ.get("MASTER_ADDR", ""), launched("MASTER_PORT", 0)
+        where = f"MASTER_ADDR:MASTER_PORT = {host}:{port}"
         try:
+            if own > 0 and host and port:
+                _await_store(host, port, timeout)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 timeout=timeout,
@@ -74,10 +79,27 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
                 **_store_of_start(timeout),
             )
         except ValueError as error:
-            raise UserError(f"WORLD_SIZE = {size} in the environment: {first_line(error)}") from error
-        except dist.DistError as error:
-            raise RunError(f"rank {own} of {size} cannot join the others: {first_line(error)}") from error
+            raise UserError(f"WORLD_SIZE = {size}, {where} in the environment: {first_line(error)}") from error
+        except (dist.DistError, OSError) as error:
+            where += f" within timeout_minutes = {timeout_minutes:g}"
+            raise RunError(f"rank {own} of {size} cannot join the others at {where}: {first_line(error)}") from error
     return device
+
+
+def _await_store(host: str, port: int, timeout: timedelta) -> None:
+    """Wait until the store of rank 0 answers: PyTorch's own waiting prints a trace of its C++ code at each try.
+
+    Raises:
+        OSError: it does not, within the timeout.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def _store_of_start(timeout: timedelta) -> dict[str, Any]:
