@@ -39,8 +39,8 @@ class Transition:
 
 def main(iterations: int) -> list[float]:
     """Train a LoRA adapter; return the mean reward of each iteration."""
-    # 1. The model and the reward. A policy maps latents and conditions to velocities; a reward maps videos and prompts
-    #    to named parts, of which `Scores.rewards` is the weighted sum.
+    # 1. The model and the reward. The policy maps latents and conditions to velocities. The reward gives each video
+    #    one score for each of its named parts; `Scores.rewards` is their weighted sum.
     sizes = {"sampling.num_frames": 17, "sampling.height": 32, "sampling.width": 32}
     setup = load_setup(resolve(build(sizes | {"model.dtype": "float32", "sampling.guidance_scale": 1.0})))
     setup.encode()  # prompt -> embedding

@@ -44,7 +44,7 @@ def from_environment(value: Any, name: str) -> Any:
 
 
 def secret(variable: str) -> str:
-    """Return the value of an environment variable, "" if there is none; `names_for_values` masks it from now on."""
+    """Read an environment variable whose value `names_for_values` then masks; return "" if it is not set."""
     value = os.environ.get(variable, "")
     bare = value.strip()
     quoted = html.escape(bare), urllib.parse.quote(bare), urllib.parse.quote(bare, safe="")

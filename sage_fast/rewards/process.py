@@ -58,7 +58,7 @@ class ChildProcess:
                 late = f"its process was not ready within reward.timeout_seconds = {seconds:g}"
                 if why := self._receive(seconds, late)[1]:
                     raise RewardFailure(why)
-            # By value: in shared memory, which containers limit to 64 MB, the reward could change them.
+            # Send a copy: the reward could change videos in shared memory, which containers limit to 64 MB.
             self._channel.send((videos.float().numpy(), prompts, metadata))
             parts, error = self._receive(seconds, f"no answer within {seconds:g} s for {len(videos)} videos")
             self._idle = True
@@ -130,7 +130,7 @@ def child(channel: Connection, entry: RewardEntry, key: str, device: str) -> Non
                 videos, prompts, metadata = message
                 scores = called(entry.name, reward, torch.from_numpy(videos).to(device), prompts, metadata)
                 parts = {part: values.tolist() for part, values in scores.items()}
-        except BaseException as failed:  # even SystemExit: the child goes on
+        except BaseException as failed:  # SystemExit too: the child reports it and waits for the next message
             error = str(failed) if isinstance(failed, UserError) else failure(failed)
         if os.getpid() != own:  # a fork that returned from the reward's code
             os._exit(1)

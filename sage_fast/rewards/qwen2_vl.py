@@ -99,7 +99,8 @@ class Qwen2VLReward(FrameReward):
         with init_empty_weights(include_buffers=False):
             network = Qwen2VLModel(self.config)
         network.rm_head = head
-        # Of transformers 4.45's names, 5 renames the language model's: github.com/KlingAIResearch/VideoAlign, issue 15.
+        # Checkpoints have the names of transformers 4.45; transformers 5 calls the language model's weights
+        # `language_model.*` (github.com/KlingAIResearch/VideoAlign, issue 15).
         weights = {
             re.sub("^model[.]", "language_model.", key.removeprefix(prefix)): published[key] for key in published
         }
