@@ -130,6 +130,22 @@ def test_balanced_rewards_over_the_batch_are_gdpo() -> None:
     torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_equal_groups_change_the_scale_of_gdpo_and_not_its_direction() -> None:
+    """Two of three groups are equal: GDPO counts their zeros in the deviation over the batch, and we do not."""
+    varied = torch.tensor([[0.1, 0.5, 0.9, 0.2], [0.4] * 4, [0.7] * 4])
+    other = torch.tensor([[0.3, 0.1, 0.2, 0.8], [0.6] * 4, [0.2] * 4])
+    total = torch.zeros(3, 4, dtype=torch.float64)
+    for part in (varied.double(), other.double()):
+        total[0] += (part[0] - part[0].mean()) / part[0].std(correction=0)
+    gdpo = (total - total.mean()) / total.std(correction=0)
+    balanced = balanced_rewards(
+        {"a": varied.flatten(), "b": other.flatten()}, {"a": 1.0, "b": 1.0}, torch.ones(3, 4, dtype=torch.bool)
+    )
+    found, equal = group_advantages(balanced, torch.ones(3, 4, dtype=torch.bool), std="batch")
+    assert equal.tolist() == [False, True, True]
+    torch.testing.assert_close(found, gdpo / 3**0.5, rtol=1e-5, atol=1e-6)
+
+
 def test_balanced_rewards_do_not_follow_the_scale_of_a_part() -> None:
     """Scaling a part changes the advantages of the sum, but not those of balanced parts."""
 
