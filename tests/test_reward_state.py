@@ -72,7 +72,8 @@ def test_a_run_is_that_of_a_reward_without_the_lines(timeout: float) -> None:
     write()
     expected = rows(timeout)
     write(
-        module="torch.set_grad_enabled(False); torch.manual_seed(3)",
+        module="torch.set_grad_enabled(False); torch.manual_seed(3); skip = lambda tensor, *_, **__: tensor\n"
+        "torch.nn.init.kaiming_uniform_ = torch.nn.init.normal_ = torch.nn.init.zeros_ = torch.nn.init.uniform_ = skip",
         constructor="torch.set_default_dtype(torch.float64); torch.autocast('cpu', torch.bfloat16).__enter__()",
         call="torch.use_deterministic_algorithms(True); torch.set_default_device('meta'); torch.manual_seed(1); "
         "torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 2)",
@@ -107,6 +108,17 @@ LINES = {
     "_global_parameter_registration_hooks": (
         "torch.nn.modules.module.register_module_parameter_registration_hook(lambda *_: 1 / 0)"
     ),
+    "torch.nn.init.kaiming_uniform_": "torch.nn.init.kaiming_uniform_ = lambda tensor, *_, **__: tensor",
+    "torch.nn.Linear.reset_parameters": "torch.nn.Linear.reset_parameters = lambda self: None",
+    "torch.nn.LayerNorm.reset_parameters": "torch.nn.LayerNorm.reset_parameters = lambda self: None",
+    "torch.nn.functional.scaled_dot_product_attention": (
+        "torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, **_: v"
+    ),
+    "logging": "__import__('logging').disable(50)",
+    "logging of loggers": "__import__('logging.config').config.dictConfig({'version': 1})",
+    "logging of handlers": "import logging; logging.getLogger('sage_fast').addHandler(logging.NullHandler())",
+    "logging of levels": "__import__('logging').getLogger('sage_fast.trainer').setLevel(50)",
+    "sys.stdout": "__import__('sys').stdout = open('/dev/null', 'w')",
     "signal.SIGTERM": "__import__('signal').signal(15, __import__('signal').SIG_IGN)",
     "signal.SIGINT": "__import__('signal').signal(2, __import__('signal').SIG_DFL)",
 }
@@ -124,7 +136,7 @@ def test_a_setting_is_put_back_and_named_once(setting: str, place: str, caplog: 
         return  # a call is without gradients anyway
     (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
     assert note.startswith("note: reward 'bright:Bright' changes ")
-    assert setting in note
+    assert setting.split(" of ")[0] in note
 
 
 def test_a_call_that_is_overdue_puts_back_no_folder(here: Path) -> None:

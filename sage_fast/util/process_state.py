@@ -1,4 +1,7 @@
-"""Process-wide settings, mostly PyTorch's: what the code of a plug-in changes is put back, and a note names it."""
+"""Process-wide settings, mostly PyTorch's: what the code of a plug-in changes is put back, and a note names it.
+
+Functions count too that inference code is known to replace: attention, and initialisations that it skips.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
@@ -21,6 +25,7 @@ from sage_fast.util.console import wrapped
 from sage_fast.util.errors import SIGNALS, UserError
 
 log = logging.getLogger(__name__)
+PACKAGE = __name__.partition(".")[0]
 
 Accessors = tuple[Callable[[], Any], Callable[[Any], object]]
 """Functions that read and write a setting."""
@@ -43,11 +48,29 @@ def _refill(hooks: dict[int, Any], held: dict[int, Any]) -> None:
     hooks.update(held)
 
 
+def _loggers() -> dict[str, logging.Logger]:
+    known = logging.root.manager.loggerDict.items()
+    return {name: logger for name, logger in known if isinstance(logger, logging.Logger) and name.startswith(PACKAGE)}
+
+
+def _read_logging() -> tuple[int, dict[str, list[Any]]]:
+    states = {name: [logger.disabled, logger.level, *logger.handlers] for name, logger in _loggers().items()}
+    return logging.root.manager.disable, {name: state for name, state in states.items() if state != [False, 0]}
+
+
+def _write_logging(held: tuple[int, dict[str, list[Any]]]) -> None:
+    for name, logger in _loggers().items():
+        logger.disabled, logger.level, *logger.handlers = held[1].get(name, [False, 0])
+    logging.disable(held[0])  # and forget which levels are on
+
+
 _left = contextlib.ExitStack()
 """Keeps what leaves inference mode: its end would bring the mode back."""
 
 SETTINGS: dict[str, Accessors] = {
     "os.chdir": (os.getcwd, os.chdir),
+    "logging": (_read_logging, _write_logging),
+    "sys.stdout": (lambda: sys.stdout, functools.partial(setattr, sys, "stdout")),
     "torch.inference_mode": (torch.is_inference_mode_enabled, lambda on: _left.enter_context(torch.inference_mode(on))),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -61,6 +84,8 @@ SETTINGS: dict[str, Accessors] = {
     **_attributes("backends.cuda.matmul", "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),
     **_attributes("backends.cuda.matmul", "allow_bf16_reduced_precision_reduction"),
     **_attributes("utils.deterministic", "fill_uninitialized_memory"),
+    **_attributes("nn.functional", "scaled_dot_product_attention"),
+    **_attributes("nn.init", *(name for name in vars(torch.nn.init) if name.endswith("_") and name[0] != "_")),
 }
 """Name -> its functions. A setting comes after those that write to it, as leaving inference mode does to gradients."""
 for n in SIGNALS:
@@ -72,6 +97,8 @@ for kind in ("cpu", "cuda"):
 for kind in ("flash", "mem_efficient", "math", "cudnn"):
     reads, writes = (attrgetter(name)(torch.backends.cuda) for name in (f"{kind}_sdp_enabled", f"enable_{kind}_sdp"))
     SETTINGS[f"torch.backends.cuda.enable_{kind}_sdp"] = reads, writes
+for layer in ("Linear", "LayerNorm", "RMSNorm", "GroupNorm", "Conv2d", "Conv3d", "Embedding"):
+    SETTINGS |= _attributes(f"nn.{layer}", "reset_parameters")
 for part in ("", ".cudnn", ".mkldnn", ".cuda.matmul", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul"):
     SETTINGS |= _attributes(f"backends{part}", "fp32_precision")
 for name, hooks in vars(torch.nn.modules.module).items():
