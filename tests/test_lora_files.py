@@ -226,6 +226,14 @@ def test_without_an_alpha_the_rank_is_taken_with_a_note(tmp_path: Path, caplog: 
     assert not caplog.text
 
 
+def test_layers_without_an_alpha_beside_others_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = own_file(adapted(alpha=4), tmp_path)[0]
+    first = min(tensors).removesuffix(".lora_A.weight")
+    with caplog.at_level(logging.INFO, "sage_fast"):
+        loaded(header({"format": "pt"})(tmp_path, tensors | {f"{first}.alpha": torch.tensor(8.0)}))
+    assert "states no alpha" in " ".join(caplog.text.split())
+
+
 # -- what may not act -------------------------------------------------------------------------------------------------
 
 

@@ -99,7 +99,7 @@ def read_adapter(
     beside = file.with_name("adapter_config.json")
     is_peft = file.stem == "adapter_model" or any(name.startswith("base_model.model.") for name in groups)
     fields = _fields(header, beside if is_peft and beside.is_file() else None, part)
-    if "lora_alpha" not in fields and not any("alpha" in group for group in groups.values()):
+    if "lora_alpha" not in fields and not all("alpha" in group for group in groups.values()):
         log.info(wrapped(f"note: model.weights = {file}: states no alpha, so that the rank is taken for it"))
     known, factors, alphas = _known(layers, layouts), dict[str, tuple[Tensor, Tensor]](), dict[str, float]()
     for name, group in groups.items():
