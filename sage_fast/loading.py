@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.resolved import Resolved
@@ -50,8 +52,18 @@ def contents_of(prompts: Sequence[Prompt], weights: str | None, rewards: Mapping
     for key, entry in rewards.items():
         if not entry.is_address:
             spec = importlib.util.find_spec(module_of(place_of_reward(entry.name, key), key))
-            files = [spec.origin] if spec is not None and spec.origin is not None else []
-            found[key] = f"code ({fingerprint(b'', *files)})"
+            origin = spec and spec.origin
+            found[key] = f"code ({fingerprint(b'', *sorted(_code(Path(origin)) if origin else ()))})"
+    return found
+
+
+def _code(file: Path) -> set[Path]:
+    """Return a file of Python and those beside it that it may import, or that these may: it names them."""
+    found, new = {file}, {file}
+    while new:
+        words = {word for each in new if each.is_file() for word in re.findall(rb"\w+", each.read_bytes())}
+        new = {path for word in words if (path := file.with_name(f"{word.decode()}.py")).is_file()} - found
+        found |= new
     return found
 
 

@@ -90,6 +90,27 @@ def test_a_reward_is_told_by_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found[1]["reward.name"] != found[2]["reward.name"]
 
 
+@pytest.mark.parametrize("package", ["", "mine_too"])
+@pytest.mark.parametrize(
+    "line", ["from {0}help_of_mine import X", "import os, {0}help_of_mine as h", "help_of_mine = 3"]
+)
+def test_a_reward_is_told_by_the_code_that_it_imports_too(
+    package: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder, prefix = tmp_path / package, f"{package}." if package else ""
+    folder.mkdir(exist_ok=True)
+    (folder / "main_of_mine.py").write_text(line.format(prefix))
+    (folder / "help_of_mine.py").write_text("from far_of_mine import X\n")
+    found = []
+    for content in ("X = 1\n", "X = 1\n", "X = 2\n"):
+        (folder / "far_of_mine.py").write_text(content)
+        (folder / "another.py").write_text(f"{len(found)}")
+        found.append(contents_of([], None, {"reward.name": RewardEntry(name=f"{prefix}main_of_mine:Mine")}))
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(("contents", "said"), [({}, ""), ({"gone": "x"}, ""), ({"a": "old"}, "a holds new")])
 def test_contents_of_an_earlier_version_are_no_news(
     contents: dict[str, str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
