@@ -125,6 +125,8 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": a}\n', "line 3: not valid JSON: Expecting value at column 12"),
         ("p.jsonl", "[" * 100_000, "line 1: not valid JSON"),
         ("p.jsonl", '{"prompt": "a", "seed": ' + 5000 * "9" + "}", "line 1: not valid JSON: Exceeds the limit"),
+        ("p.jsonl", '{"prompt": "a", "weight": NaN}\n', "line 1: not valid JSON: NaN is no number there"),
+        ("p.jsonl", '{"prompt": "a", "w": [1, {"x": -Infinity}]}\n', "line 1: not valid JSON: -Infinity is no number"),
         ("p.jsonl", '"a cat"\n', "line 1: expected an object"),
         ("p.jsonl", '{"promt": "a"}\n', "line 1: unknown key 'promt'; .*did you mean 'prompt'"),
         ("p.jsonl", '{"seed": 1}\n', "line 1: 'prompt' is missing"),

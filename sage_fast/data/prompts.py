@@ -198,7 +198,7 @@ def _text_of(source: str) -> str:
 
 def _json_fields(line: str, where: str) -> Fields:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
@@ -206,6 +206,10 @@ def _json_fields(line: str, where: str) -> Fields:
     if not isinstance(fields, dict):
         raise UserError(f'{where}: expected an object, such as {{"prompt": "a cat"}}')
     return {key: value for key, value in fields.items() if value is not None or key not in KEYS[1:]}
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number there; the nearest is null")
 
 
 def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
