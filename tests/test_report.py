@@ -373,6 +373,9 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
         ("config.yaml", "- a", "expected a mapping of settings"),
         ("run.json", '{"a": ', "not valid JSON"),
         ("run.json", '{"notes": 3}', "'notes' does not hold what it should"),
+        ("run.json", '{"sigmas": [1.0, NaN]}', "'sigmas' does not hold what it should"),
+        ("run.json", '{"transition_std": [Infinity]}', "'transition_std' does not hold what it should"),
+        ("run.json", '{"equalizer": [1e999]}', "'equalizer' does not hold what it should"),
         ("metrics.jsonl", "[]\n", "line 1: not a row of metrics: .*; put a copy of the file there"),
     ],
 )

@@ -118,6 +118,7 @@ class RunFolder:
         kinds: dict[str, Any] = {"notes": str, "resumed": dict} | dict.fromkeys(STEPS, int | float)
         lists = {name: (facts.get(name) or [], kind) for name, kind in kinds.items()}
         wrong = [n for n, (values, kind) in lists.items() if not (isinstance(values, list) and _all(values, kind))]
+        wrong += [n for n in STEPS if n not in wrong and not all(map(math.isfinite, lists[n][0]))]
         wrong += ["contents"] * (not isinstance(facts.get("contents", {}), dict))
         for start in (facts, *lists["resumed"][0]) if not wrong else ():
             wrong += [n for n in ("date", "commit", "command", "method") if not isinstance(start.get(n), str | None)]
