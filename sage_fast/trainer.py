@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
+from sage_fast.algorithm.advantages import balanced_rewards, extremes, group_advantages
 from sage_fast.algorithm.iteration_plan import IterationPlan, Transition, plan_iteration
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import Observer
@@ -22,6 +22,7 @@ from sage_fast.models.policy import State
 from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.endpoint import turn_to_endpoints
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
@@ -114,10 +115,10 @@ class Trainer:
         plan = self.plan(index)
         batch, scores = self.rollout(plan)
         batch.advantages, kept = self.advantages(batch, scores)
-        batch.anchor_velocities = self.anchor_velocities(batch, batch.own(plan.anchored))
+        updates, anchored = plan.updates(kept), plan.anchored(kept)
+        batch.anchor_velocities = self.anchor_velocities(batch, batch.own(anchored))
 
-        updates = plan.updates(kept)
-        self.forwards = plan.forwards(sum(map(len, updates)))
+        self.forwards = plan.forwards(kept)
         own = sum(len(batch.own(update)) for update in updates)
         with self.observer.watch("train"), Progress("train", own, "transition") as bar:
             for update in updates:
@@ -156,6 +157,8 @@ class Trainer:
                 own = scorer.finish()
             with watch.waiting():
                 scores = gather_checked(self.reward, batch.numbers, own)
+            if batch.trajectories.endpoints:
+                turn_to_endpoints(batch, plan)
             if self.objective.scores_noised:
                 with watch("anchor"):
                     self.replay.score_noised(batch)
@@ -179,6 +182,7 @@ class Trainer:
             plan.rollouts.steps,
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
+            entered=plan.entered(numbers) if objective.settings.direction == "endpoint" else (),
             offload=self.config.sampling.offload_trajectories,
         )
         needed = {key for sample in own for key in (sample.prompt, self.embeddings[sample.prompt].negative)}
@@ -206,6 +210,7 @@ class Trainer:
         )
         self.observer.record_rewards(scores, advantages, valid, equal)
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
+        kept &= extremes(advantages, valid, self.config.train.trained_samples or valid.shape[1])
         return advantages.flatten()[batch.numbers].float().to(self.device), kept.flatten().tolist()
 
     # -- update -------------------------------------------------------------------------------------------------------

@@ -178,11 +178,15 @@ class IterationPlan:
         found = [(place, t) for place, group in enumerate(groups) for t in self.trained[group]]
         return sorted(found, key=lambda transition: transition[::-1])
 
-    @functools.cached_property
-    def anchored(self) -> list[Transition]:
-        """The transitions at which the anchor runs."""
+    def entered(self, numbers: Sequence[int]) -> list[Transition]:
+        """Return those of `transitions` that all samples of a group enter from the same latents."""
+        first = [self.rollouts.windows[self.samples[number].group] for number in numbers]
+        return [(i, t) for i, t in self.transitions(numbers) if t == first[i]]
+
+    def anchored(self, kept: Sequence[bool]) -> list[Transition]:
+        """Return the transitions at which the anchor runs, ordered by step; `kept` is as for `updates`."""
         free = self.anchor_is_free or self.resolved.objective.strategy.anchor is None
-        return [] if free else self.transitions(range(len(self.samples)))
+        return [] if free else [(i, t) for i, t in self.transitions(range(len(self.samples))) if kept[i]]
 
     def updates(self, kept: Sequence[bool]) -> list[list[Transition]]:
         """Return the transitions of each optimizer step. Each step has every kept sample, at timesteps of its own.
@@ -205,19 +209,21 @@ class IterationPlan:
             for u in range(count)
         ]
 
-    def forwards(self, trained: int | None = None) -> dict[str, int]:
+    def forwards(self, kept: Sequence[bool] | None = None) -> dict[str, int]:
         """Return part -> forwards of one sample, all ranks together; a step with guidance has two.
 
         Denoising steps that a rank runs once for several samples count once.
 
         Args:
-            trained: transitions with a backward; by default those of all samples.
+            kept: as for `updates`; by default `train.trained_samples` of every group.
         """
-        stored = sum(len(self.trained[sample.group]) for sample in self.samples)
+        train, stored = self.resolved.config.train, sum(len(self.trained[sample.group]) for sample in self.samples)
+        if kept is None:
+            kept = [sample.index < (train.trained_samples or train.group_size) for sample in self.samples]
         counts = {
             "rollout": sum(map(self.rollouts.count, self.shares)),
-            "training": stored if trained is None else trained,
-            "anchor": len(self.anchored) + stored * self.resolved.objective.scores_noised,
+            "training": sum(map(len, self.updates(kept))),
+            "anchor": len(self.anchored(kept)) + stored * self.resolved.objective.scores_noised,
         }
         return {part: count * self.resolved.config.sampling.passes for part, count in counts.items()}
 

@@ -114,7 +114,7 @@ class Setting:
         """Bounds in words, such as `at least 0 and below 1`, `a multiple of 16` or `4k + 1`."""
         if every := self.bounds.get("every"):
             least = self.bounds["least"]
-            return f"a multiple of {every}" if every == least else f"{every}k + {least}"
+            return f"a multiple of {every}" if least % every == 0 else f"{every}k + {least}"
         return " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items())
 
     def checked(self, value: object) -> Any:

@@ -21,6 +21,7 @@ ODE_SAMPLERS = ("ode",)
 """Samplers without noise."""
 Reduction = Literal["mean", "unscaled"]
 Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "awm"]
+Direction = Literal["noise", "endpoint"]
 Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
@@ -325,6 +326,11 @@ class ObjectiveConfig(Section):
     """`kl_mask` masks a transition that moves away from the rollout policy when its KL to it is above this. Per element
     with objective.log_prob = mean. Takes effect from the second update of an iteration on, with
     sampling.averaged_weights from the first."""
+    direction: Direction = "noise"
+    """What a step that a group enters from the same latents is scored against, which is the first of its window.
+    `noise`: the latents that it led to. `endpoint`: as far away, in the direction in which the final sample differs
+    from the mean of its group's. Not the exact policy gradient; far less noise. Needs
+    sampling.shared_initial_noise."""
     ratio: Ratio = "plain"
     """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy is added to the
     log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times S_t, so that the clip acts alike at
@@ -402,6 +408,8 @@ class TrainConfig(Section):
     """Groups per iteration, over all ranks."""
     group_size: int = within(4, least=2, most=2**20)
     """Samples per prompt. Their rewards are compared; one alone would have no advantage."""
+    trained_samples: int = within(0, least=0, every=2)
+    """Samples of a group that are trained: half of them with its largest advantages, half with its smallest. 0: all."""
     optimizer_steps: int = within(1, least=1)
     """Updates per iteration. Each trains every sample, on its own share of the trained steps."""
     batch_size: int = within(1, least=1)
@@ -456,6 +464,8 @@ class TrainConfig(Section):
         super().__post_init__()
         most = f"{MOST_SAMPLES:,} samples an iteration; the nearest is {MOST_SAMPLES // self.group_size}"
         self.require(self.samples <= MOST_SAMPLES, "prompts_per_iteration", f"expected at most {most}")
+        within_group = f"expected at most train.group_size = {self.group_size}; the nearest choice is 0"
+        self.require(self.trained_samples <= self.group_size, "trained_samples", within_group)
 
     @property
     def samples(self) -> int:

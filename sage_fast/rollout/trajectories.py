@@ -20,10 +20,13 @@ class Trajectories:
         length: steps of a rollout.
         device: device of the policy.
         velocities: dtype in which to keep the rollout policy's velocities; None keeps none.
+        entered: transitions of `trained` that are turned to their endpoints.
         offload: keep states and velocities in pinned host memory.
 
     Attributes:
         trained: the transitions, as given.
+        endpoints: transition of `entered` -> `[C, T, H, W]`, the final latents until they are turned, then what it is
+            scored against in place of the latents that it leads to.
         states: (sample, step) -> float32 `[C, T, H, W]`, latents before that step: of the trained transitions and of
             those that follow them.
         log_probs: transition -> float32 scalar on the device, under the rollout policy.
@@ -41,6 +44,7 @@ class Trajectories:
         device: torch.device,
         *,
         velocities: torch.dtype | None = None,
+        entered: Collection[Transition] = (),
         offload: bool = False,
     ) -> None:
         self.device = device
@@ -48,6 +52,8 @@ class Trajectories:
         self.trained = list(trained)
         self._after = self._successors(length)
         self.states = self.empty({*trained, *self._after.values()}, torch.float32)
+        self.endpoints = self.empty(entered, torch.float32)
+        self._next = {key: self.states[after] for key, after in self._after.items()} | self.endpoints
         self.log_probs: dict[Transition, Tensor] = {}
         self.velocities = {} if velocities is None else self.empty(trained, velocities)
 
@@ -84,7 +90,9 @@ class Trajectories:
             self.put(self.velocities, now, velocity())
 
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
-        """Store what training needs of the final latents of samples `rows`."""
+        """Store what training needs of the final latents of samples `rows`, which train the same steps."""
+        if entered := [(i, t) for i, t in self.endpoints if rows.start <= i < rows.stop]:
+            self.put(self.endpoints, entered, latents)
 
     def log_prob_old(self, micro: Sequence[Transition], log_prob: Tensor) -> Tensor:
         """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in training."""
@@ -93,8 +101,8 @@ class Trajectories:
         return torch.stack([self.log_probs[transition] for transition in micro])
 
     def next_states(self, transitions: Sequence[Transition]) -> Tensor:
-        """Return the latents that M (sample, step) lead to, `[M, C, T, H, W]` on the device."""
-        return self.gather(self.states, [self._after[transition] for transition in transitions])
+        """Return the latents that M (sample, step) are scored against, `[M, C, T, H, W]` on the device."""
+        return self.gather(self._next, transitions)
 
     def gather(self, stored: dict[Transition, Tensor], transitions: Sequence[Transition]) -> Tensor:
         """Return the entries of `stored`, such as `states`, for M (sample, step), `[M, C, T, H, W]` on the device.

@@ -1,0 +1,38 @@
+"""The endpoint direction: the noise of a step that a group enters from one latent, turned towards its final sample.
+
+Most of the noise n that leads from a shared latent to the samples of a group does not show in their final samples x0.
+The endpoint direction leaves it out (docs/explanation/objective.md):
+
+    x_next = mean + c n    becomes    mean + c |n| (x0 - mean of x0) / |x0 - mean of x0|
+
+The log-prob under the rollout policy stays what it was, since the length does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_fast.algorithm.iteration_plan import IterationPlan
+from sage_fast.ops.philox import philox_normal
+from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.trajectories import on_device
+from sage_fast.util.ranks import data_sum
+
+
+def turn_to_endpoints(batch: Batch, plan: IterationPlan) -> None:
+    """Turn the stored transitions of `IterationPlan.entered` to the endpoints, which `Trajectories.finish` has stored.
+
+    The means are over the group's samples on all ranks, which call this together.
+    """
+    stored, train = batch.trajectories, plan.resolved.config.train
+    sums = torch.zeros(train.prompts_per_iteration, *stored.shape, device=stored.device)
+    for (i, _), endpoint in stored.endpoints.items():
+        sums[batch.samples[i].group] += endpoint.to(stored.device)
+    means = data_sum(sums) / train.group_size
+    for (i, t), endpoint in stored.endpoints.items():
+        sample = batch.samples[i]
+        seed, step = on_device([sample.seed], stored.device), on_device(t, stored.device)
+        noise = float(plan.tables[sample.group].c[t]) * philox_normal(seed, step, stored.shape)[0]
+        away = endpoint.to(stored.device) - means[sample.group]
+        reached = stored.states[i, t + 1].to(stored.device)
+        endpoint.copy_(reached - noise + away * (noise.norm() / away.norm().clamp(min=1e-30)))

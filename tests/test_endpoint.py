@@ -1,0 +1,191 @@
+"""`objective.direction: endpoint` and `train.trained_samples`: what is trained of a group, and in which direction."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.algorithm.advantages import extremes
+from sage_fast.algorithm.iteration_plan import Sample
+from sage_fast.algorithm.trainable import check_trainable
+from sage_fast.ops.philox import philox_normal
+from sage_fast.rollout.endpoint import turn_to_endpoints
+from sage_fast.rollout.trajectories import Trajectories
+from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import initialize, rank, shutdown
+from tests.ranks import run_ranks, screens
+from tests.tiny import planned, settings, tiny_trainer
+
+ENDPOINT: dict[str, Any] = {
+    "objective__direction": "endpoint",
+    "sampling__shared_initial_noise": True,
+    "sampling__sde_window": 2,
+    "sampling__window_per_prompt": True,
+    "train__group_size": 4,
+}
+
+
+def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """Return the noise of a group whose endpoints are `jacobian` times it, and its turned noise, both `[N, D]`."""
+    size, shape = len(jacobian), (1, 1, 1, len(jacobian))
+    stored = Trajectories(
+        shape, [(i, 0) for i in range(samples)], 1, torch.device("cpu"), entered=[(i, 0) for i in range(samples)]
+    )
+    seeds = torch.arange(samples)
+    noise = 0.3 * philox_normal(seeds, torch.tensor(0), shape)
+    stored.states |= {(i, 1): value for i, value in enumerate(noise)}
+    stored.finish(
+        slice(0, samples), (noise.view(samples, size) @ jacobian.T.float()).view(samples, *shape), seeds, seeds
+    )
+    rows = [Sample(group=0, index=i, prompt="", seed=i, latent_seed=0) for i in range(samples)]
+    train = SimpleNamespace(prompts_per_iteration=1, group_size=samples)
+    plan = SimpleNamespace(
+        resolved=SimpleNamespace(config=SimpleNamespace(train=train)), tables=[SimpleNamespace(c=torch.tensor([0.3]))]
+    )
+    turn_to_endpoints(SimpleNamespace(trajectories=stored, samples=rows), plan)  # type: ignore[arg-type]
+    scored = stored.next_states([(i, 0) for i in range(samples)])
+    return noise.view(samples, size), scored.view(samples, size)
+
+
+def directions(jacobian: Tensor) -> tuple[float, float]:
+    """Return the cosines of (mean of A x noise, mean of A x turned noise) with the gradient of a linear reward."""
+    slope = torch.linspace(1, 2, len(jacobian))
+    noise, scored = turned(jacobian, 20_000)
+    advantage = noise @ jacobian.T.float() @ slope
+    exact = jacobian.T.float() @ slope
+    return tuple(
+        float(torch.cosine_similarity((advantage[:, None] * d).mean(0), exact, dim=0)) for d in (noise, scored)
+    )  # type: ignore[return-value]
+
+
+def test_turned_noise_keeps_its_length_and_points_to_the_centred_endpoint() -> None:
+    jacobian = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    noise, scored = turned(jacobian, 8)
+    torch.testing.assert_close(scored.norm(dim=1), noise.norm(dim=1))
+    ends = noise @ jacobian.T
+    expected = ends - ends.mean(0)
+    torch.testing.assert_close(torch.cosine_similarity(scored, expected), torch.ones(8))
+
+
+def test_where_the_endpoint_is_an_ascent_direction() -> None:
+    """In expectation it is J J^T g in place of J^T g: an ascent where J keeps the half-space of the gradient."""
+    sharp = torch.diag(torch.tensor([1.0, 0.8, 0.05, 0.05, 0.0, 0.0]))
+    for value in directions(sharp):
+        assert value > 0.98
+    angle = math.radians(80)
+    rotation = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    noise, endpoint_direction = directions(rotation)
+    assert noise > 0.98
+    assert endpoint_direction == pytest.approx(math.cos(angle), abs=0.03)
+    noise, endpoint_direction = directions(-torch.eye(4))  # a model that mirrors the noise
+    assert noise > 0.98
+    assert endpoint_direction < -0.98
+
+
+def test_less_noise_where_few_dimensions_reach_the_endpoint() -> None:
+    jacobian = torch.zeros(64, 64)
+    jacobian[0, 0] = 1
+    noise, scored = turned(jacobian, 4000)
+    advantage = noise[:, :1]
+    for_noise, for_endpoint = (
+        (advantage * d).var(0).sum() / (advantage * d).mean(0).square().sum() for d in (noise, scored)
+    )
+    assert for_noise > 20 * for_endpoint
+
+
+def test_only_the_step_that_a_group_enters_together_is_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(**ENDPOINT, train__parity_gate=True)
+    trainer = tiny_trainer(config)
+    plan = trainer.plan(0)
+    batch, _ = trainer.rollout(plan)  # the gate has replayed the turned steps
+    firsts = {(i, plan.rollouts.windows[sample.group]) for i, sample in enumerate(batch.samples)}
+    stored = batch.trajectories
+    assert set(stored.endpoints) == firsts
+    for i, t in stored.trained:
+        changed = not torch.equal(stored.next_states([(i, t)])[0], stored.states[i, t + 1])
+        assert changed == ((i, t) in firsts)
+    with torch.no_grad():
+        scores = trainer.replay.score(batch, stored.trained)
+    torch.testing.assert_close(scores.log_prob, scores.log_prob_old, rtol=0, atol=2e-5)
+
+
+def endpoints() -> dict[tuple[int, int], Tensor]:
+    trainer = tiny_trainer(settings(**ENDPOINT, train__parity_gate=False))
+    batch, _ = trainer.rollout(trainer.plan(0))
+    return {(batch.numbers[i], t): value.clone() for (i, t), value in batch.trajectories.endpoints.items()}
+
+
+def save_endpoints(folder: Path) -> None:
+    initialize(timeout_minutes=5)
+    torch.save(endpoints(), folder / f"{rank()}.pt")
+    shutdown()
+
+
+def test_a_group_spread_over_ranks(tmp_path: Path) -> None:
+    alone = endpoints()
+    assert run_ranks(save_endpoints, 2, tmp_path) == [0, 0], screens(tmp_path)
+    shares = [torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in range(2)]
+    assert {key for share in shares for key in share} == set(alone)
+    assert all({n // 4 for n, _ in alone} == {n // 4 for n, _ in share} for share in shares)  # of every group on each
+    for share in shares:
+        for key, value in share.items():
+            torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-5)
+
+
+def test_extremes() -> None:
+    advantages = torch.tensor(
+        [[0.5, -2.0, 1.0, -1.0, 0.0, 3.0], [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [9.0, 2.0, -1.0, 0.0, 0.0, 0.0]]
+    )
+    valid = torch.ones_like(advantages, dtype=torch.bool)
+    valid[2, 0] = valid[2, 3:] = False
+    kept = extremes(advantages, valid, 4)
+    assert (kept & valid).tolist() == [
+        [False, True, True, True, False, True],
+        [True, True, False, True, True, False],
+        [False, True, True, False, False, False],
+    ]
+    assert extremes(advantages, valid, 6)[valid].all()
+
+
+def test_extremes_are_trained_and_paid_for() -> None:
+    config = settings(
+        train__group_size=4, train__trained_samples=2, train__prompts_per_iteration=2, kl__anchor_interval=1
+    )
+    trainer = tiny_trainer(config)
+    plan = planned(config, trainer.prompts)
+    batch, scores = trainer.rollout(plan)
+    advantages, kept = trainer.advantages(batch, scores)
+    assert [sum(kept[:4]), sum(kept[4:])] == [2, 2]
+    for group in (slice(0, 4), slice(4, 8)):
+        chosen = [a for a, k in zip(advantages[group].tolist(), kept[group]) if k]
+        assert sorted(chosen) == [advantages[group].min(), advantages[group].max()]
+    steps = len(plan.trained[0])
+    assert sum(map(len, plan.updates(kept))) == 4 * steps
+    whole = planned(settings(train__group_size=4, train__prompts_per_iteration=2), trainer.prompts).forwards()
+    for part, share in {"rollout": 1, "training": 0.5, "anchor": 0.5}.items():
+        assert plan.forwards()[part] == plan.forwards(kept)[part] == share * whole[part], part
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"sampling__shared_initial_noise": False}, "direction = 'endpoint': expected sampling.shared_initial_noise"),
+        ({"objective__surrogate": "nft", "kl__strategy": "none"}, "direction = 'endpoint': expected sampling"),
+    ],
+)
+def test_what_it_needs(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_trainable(settings(**{**ENDPOINT, **overrides}))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(3, "a multiple of 2; the nearest valid values are 2 and 4"), (6, "at most train.group_size = 4")],
+)
+def test_how_many_are_trained(value: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        settings(train__group_size=4, train__trained_samples=value)
