@@ -54,7 +54,7 @@ def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
 def directions(jacobian: Tensor) -> tuple[float, float]:
     """Return the cosines of (mean of A x noise, mean of A x turned noise) with the gradient of a linear reward."""
     slope = torch.linspace(1, 2, len(jacobian))
-    noise, scored = turned(jacobian, 20_000)
+    noise, scored = turned(jacobian, 2000)
     advantage = noise @ jacobian.T.float() @ slope
     exact = jacobian.T.float() @ slope
     return tuple(
@@ -75,21 +75,21 @@ def test_where_the_endpoint_is_an_ascent_direction() -> None:
     """In expectation it is J J^T g in place of J^T g: an ascent where J keeps the half-space of the gradient."""
     sharp = torch.diag(torch.tensor([1.0, 0.8, 0.05, 0.05, 0.0, 0.0]))
     for value in directions(sharp):
-        assert value > 0.98
+        assert value > 0.95
     angle = math.radians(80)
     rotation = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
     noise, endpoint_direction = directions(rotation)
-    assert noise > 0.98
-    assert endpoint_direction == pytest.approx(math.cos(angle), abs=0.03)
+    assert noise > 0.95
+    assert endpoint_direction == pytest.approx(math.cos(angle), abs=0.1)
     noise, endpoint_direction = directions(-torch.eye(4))  # a model that mirrors the noise
-    assert noise > 0.98
-    assert endpoint_direction < -0.98
+    assert noise > 0.95
+    assert endpoint_direction < -0.95
 
 
 def test_less_noise_where_few_dimensions_reach_the_endpoint() -> None:
     jacobian = torch.zeros(64, 64)
     jacobian[0, 0] = 1
-    noise, scored = turned(jacobian, 4000)
+    noise, scored = turned(jacobian, 1000)
     advantage = noise[:, :1]
     for_noise, for_endpoint = (
         (advantage * d).var(0).sum() / (advantage * d).mean(0).square().sum() for d in (noise, scored)
