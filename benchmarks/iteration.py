@@ -20,7 +20,7 @@ from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup, resolve
 from sage_fast.ops import implementation
 from sage_fast.parallel.muon import Muon
-from sage_fast.testbed.model import TestbedTransformer
+from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.tools.harness import head_line
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import progress, quiet

@@ -35,7 +35,7 @@ from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.rollout.step import denoise
-from sage_fast.testbed.model import LATENT_SHAPE, Testbed
+from sage_fast.testbed.tiny_model import LATENT_SHAPE, Testbed
 from sage_fast.util.errors import in_one_line
 
 ATTENTIONS = {"eager cudnn": "cudnn", "eager flash4": "flash4"}

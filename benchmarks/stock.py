@@ -21,7 +21,7 @@ from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.encoder import IMAGE_TOKENS
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.testbed.model import allow_batches
+from sage_fast.testbed.tiny_model import allow_batches
 
 PADDED_TEXT, PADDED_GLYPHS = 1000, 256
 """Token counts to which the published pipeline pads a prompt; without an image, that has masked tokens too."""

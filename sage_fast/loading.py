@@ -11,7 +11,7 @@ from pathlib import Path
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.rank_checks import check_sequence_parallel
-from sage_fast.config.rewards import place_of_reward
+from sage_fast.config.reward_names import place_of_reward
 from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
 from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, shared_prompts
 from sage_fast.data.prompts import Prompt, captions_of, configured_prompts, metadata_of, negatives_of

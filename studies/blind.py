@@ -17,7 +17,7 @@ from scipy import special
 from sage_fast.cli import guarded
 from sage_fast.eval.scores import MIN_PROMPTS, UPPER, clustered_variance, t_quantile
 from sage_fast.eval.videoset import Key, VideoSet
-from sage_fast.report.comparison import read_sets
+from sage_fast.report.comparison_page import read_sets
 from sage_fast.report.html import data_address, render
 from sage_fast.run.sources import labelled
 from sage_fast.util.errors import UserError

@@ -23,7 +23,7 @@ from sage_fast.ops import implementation
 from sage_fast.util.console import log_to_screen, quiet, shows
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
-from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.meters import JUDGE_PART
 from studies.differences import Difference, difference_of_runs, mean_and_half, means_by_prompt
 from studies.processes import run_many
 

@@ -20,7 +20,7 @@ from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_b
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.model import Model
 from sage_fast.parallel import fit
-from sage_fast.testbed.model import Testbed
+from sage_fast.testbed.tiny_model import Testbed
 from sage_fast.tools.plan import plan
 from sage_fast.util.errors import UserError
 from tests.test_forward import PROMPTS, inputs

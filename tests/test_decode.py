@@ -19,8 +19,8 @@ from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shap
 from sage_fast.ops.norm_silu import norm_silu_reference
 from sage_fast.rewards import CompositeReward, Scores, join_scores
 from sage_fast.rollout.scoring import VideoScorer
-from sage_fast.testbed.model import load_vae
-from sage_fast.util.metrics import Stopwatch
+from sage_fast.testbed.tiny_model import load_vae
+from sage_fast.util.meters import Stopwatch
 from tests.tiny import BrightnessReward, settings, tiny_model, tiny_trainer
 
 MIB = 2**20

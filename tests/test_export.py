@@ -25,13 +25,13 @@ from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora.adapter import LORA_FILE
-from sage_fast.models.lora.export import converted, read_lora
+from sage_fast.models.lora.convert import converted, read_lora
 from sage_fast.models.model import Model
 from sage_fast.run.checkpoint import write_manifest
 from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder
 from sage_fast.run.weights import save_weights
 from sage_fast.testbed import BASE as TESTBED
-from sage_fast.testbed.model import TestbedTransformer
+from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU, settings
 from tests.tiny_checkpoint import tiny_transformer, write_tiny_checkpoint

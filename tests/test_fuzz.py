@@ -27,7 +27,7 @@ from sage_fast.config.loader import build, dump, load
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import KEYS, read_prompts
 from sage_fast.eval.comparison import compare
-from sage_fast.report.comparison import write_comparison
+from sage_fast.report.comparison_page import write_comparison
 from sage_fast.report.page import checks, read_run, write_report
 from sage_fast.run.folder import read_scores
 from sage_fast.run.sources import load_run, resumed_settings

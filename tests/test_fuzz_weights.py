@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from sage_fast.models.lora.adapter import LORA_FILE, add_lora, load_lora
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.testbed.model import TestbedTransformer
+from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.trainer import Trainer
 from tests.test_fuzz import cases, damaged, ours, scratch
 from tests.tiny import settings, tiny_trainer

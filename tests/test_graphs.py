@@ -25,7 +25,7 @@ from sage_fast.rollout import graphs as module
 from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
-from sage_fast.testbed.model import LATENT_SHAPE
+from sage_fast.testbed.tiny_model import LATENT_SHAPE
 from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer, with_images

@@ -7,7 +7,7 @@ import torch
 
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.commands.videos import generate
+from sage_fast.commands.sample_videos import generate
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.ops import transition_score

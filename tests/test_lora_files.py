@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.lora.adapter import LORA_FILE, load_lora, write_adapter
-from sage_fast.models.lora.export import converted, read_lora
+from sage_fast.models.lora.convert import converted, read_lora
 from sage_fast.util.errors import UserError
 from tests.tiny_checkpoint import tiny_transformer
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.load import make_trainable
 from sage_fast.models.lora.linear import FeedForward, FusedLinear
-from sage_fast.testbed.model import Testbed
+from sage_fast.testbed.tiny_model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda
 from tests.test_forward import PROMPTS, Operators, inputs

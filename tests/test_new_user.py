@@ -48,7 +48,7 @@ QUICKSTART = CONFIGS.parent / "docs" / "tutorials" / "first-run.md"
 WHERE = "import sage_fast, sage_fast.ops; print(sage_fast.__file__)\n"
 CHECK = """
 import torch
-from sage_fast.testbed.model import BASE
+from sage_fast.testbed.tiny_model import BASE
 def velocity(transformer):
     x = torch.randn(1, 65, 5, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

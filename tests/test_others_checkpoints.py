@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.load import check_weights, find_spec, load_model
 from sage_fast.testbed import BASE
-from sage_fast.testbed.model import TestbedTransformer
+from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU
 from tests.tiny_checkpoint import GUIDANCE_SCALE, write_tiny_checkpoint

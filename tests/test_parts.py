@@ -27,7 +27,7 @@ from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint, save_trai
 from sage_fast.run.folder import RunFolder, iteration_of
 from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.testbed import BASE as TESTBED
-from sage_fast.testbed.model import Testbed, TestbedTransformer
+from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
 from sage_fast.util.errors import RankError, UserError
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens

@@ -33,7 +33,7 @@ from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.rollout.step import denoise
-from sage_fast.testbed.model import LATENT_SHAPE
+from sage_fast.testbed.tiny_model import LATENT_SHAPE
 from sage_fast.tools.operators import OPERATORS
 from sage_fast.trainer import Trainer
 from sage_fast.util.seeding import sample_seeds

@@ -30,7 +30,7 @@ from sage_fast.config.loader import load
 from sage_fast.models.load import find_spec
 from sage_fast.tools.plan import plan
 from sage_fast.util import profiling
-from sage_fast.util.metrics import Stopwatch
+from sage_fast.util.meters import Stopwatch
 from sage_fast.util.profiling import PHASES, annotate, ranges
 from tests.ranks import command_on_ranks
 from tests.test_cli import PAPER, SMALL

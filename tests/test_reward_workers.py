@@ -30,8 +30,8 @@ from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward, Scores
 from sage_fast.rewards.caller import RewardCaller
 from sage_fast.rewards.calls import checked
-from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.failure_policy import TIMEOUTS
+from sage_fast.rewards.failures import RewardFailure
 from sage_fast.rewards.http import HttpReward, read_request
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.process import ChildProcess

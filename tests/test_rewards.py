@@ -14,7 +14,7 @@ import torch
 from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import CompositeReward, Judge, load_reward
 from sage_fast.rewards.dry_run import dry_run_reward
-from sage_fast.rewards.errors import RewardFailure
+from sage_fast.rewards.failures import RewardFailure
 from sage_fast.rewards.inline import InProcess
 from sage_fast.util.errors import RewardError, UserError
 

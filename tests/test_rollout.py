@@ -12,7 +12,7 @@ from sage_fast.ops import transition_score
 from sage_fast.ops.philox import philox_normal
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.trajectories import Trajectories
-from sage_fast.testbed.model import LATENT_SHAPE
+from sage_fast.testbed.tiny_model import LATENT_SHAPE
 from sage_fast.util.seeding import sample_seeds
 from tests.tiny import embeddings, settings, tiny_model
 

@@ -20,8 +20,8 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import registered
 
 REPOSITORY = Path(__file__).parent.parent
-MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "testbed")
-ENGINES = ("parallel.plain", "parallel.zero", "parallel.settings")
+MODELS = ("models.hunyuan15.", "testbed")
+ENGINES = ("parallel.plain", "parallel.zero", "parallel.fsdp", "parallel.ema", "parallel.gradients")
 BACKENDS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
 REPORT = ("report.page", "report.charts", "report.html", "report.comparison")
 OTHERS = ("benchmarks.", "tools", "cli", "run.trackers", "commands")
@@ -43,7 +43,7 @@ def test_families_are_found_by_the_class_of_their_transformer() -> None:
         assert {cls.__name__ for cls in family(name).networks.values()} == {class_name}
     spec = find_spec("testbed")
     assert spec.configs["transformer"]["_class_name"] == "TestbedTransformer"
-    assert type(find_spec(f"sage_fast.testbed.model:Testbed:{spec.path}")) is type(spec)
+    assert type(find_spec(f"sage_fast.testbed.tiny_model:Testbed:{spec.path}")) is type(spec)
 
 
 def test_a_card_names_the_model_that_was_trained(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_an_installed_package_adds_names_and_replaces_none(monkeypatch: pytest.M
         ("sage_fast.models.interface:Wan:folder", "expected a subclass of sage_fast.models.spec.Spec, found None"),
         ("sage_fast.models.spec:Cost:folder", "expected a subclass of sage_fast.models.spec.Spec, found <class"),
         (
-            "sage_fast.testbed.model:Testbed:folder",
+            "sage_fast.testbed.tiny_model:Testbed:folder",
             "no such folder; expected one of testbed, testbed-i2v; or a local folder",
         ),
         ("testbedd", "no such folder; expected one of testbed, testbed-i2v; did you mean 'testbed'?; or"),

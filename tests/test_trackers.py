@@ -21,7 +21,7 @@ import torch
 from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_fast.commands.videos import save_videos
+from sage_fast.commands.sample_videos import save_videos
 from sage_fast.config.loader import leaves
 from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet

@@ -19,7 +19,7 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_plan import IterationPlan, Transition
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.trainable import check_trainable
-from sage_fast.commands.videos import generate
+from sage_fast.commands.sample_videos import generate
 from sage_fast.config.schema import RewardConfig
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.ops import transition_score

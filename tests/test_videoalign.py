@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
-from sage_fast.rewards.frames import levels, resize
+from sage_fast.rewards.frame_reward import levels, resize
 from sage_fast.rewards.qwen2_vl import Qwen2VLReward
 from sage_fast.rewards.videoalign import PEFT, TEMPLATE, VideoAlignReward
 from sage_fast.util.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_fast.commands.videos import save_videos
+from sage_fast.commands.sample_videos import save_videos
 from sage_fast.eval.playback import read_video
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.util.videos import save_mp4

@@ -19,7 +19,7 @@ from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward
 from sage_fast.rewards.backends import load_reward
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
-from sage_fast.rewards.errors import RewardFailure
+from sage_fast.rewards.failures import RewardFailure
 from sage_fast.rewards.vlm import TEMPLATES, VLMReward
 from sage_fast.run.resume import _kept
 from sage_fast.util.errors import UserError

@@ -26,8 +26,8 @@ from sage_fast.models.load import make_trainable
 from sage_fast.models.model import Model
 from sage_fast.rewards import CompositeReward, Reward
 from sage_fast.run import train as run
-from sage_fast.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.text_encoder import embed
+from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.captions import Caption

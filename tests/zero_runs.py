@@ -29,7 +29,7 @@ from sage_fast.parallel import Engine, deepspeed_config, make_engine
 from sage_fast.rewards import CompositeReward
 from sage_fast.run.checkpoint import TrainingState, load_checkpoint, save_checkpoint, save_training_state
 from sage_fast.run.weights import save_weights
-from sage_fast.testbed.model import TestbedTransformer
+from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.testbed.world import train_prompts
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer

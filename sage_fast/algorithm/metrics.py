@@ -10,7 +10,7 @@ from torch import Tensor
 from sage_fast.algorithm.objective import Loss
 from sage_fast.rewards.interface import Scores
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.metrics import REWARD_PART, Metrics, Stopwatch, slowest_and_fastest
+from sage_fast.util.meters import REWARD_PART, Metrics, Stopwatch, slowest_and_fastest
 from sage_fast.util.ranks import all_gather_object, world_size
 
 

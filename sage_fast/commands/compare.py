@@ -23,6 +23,6 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     expected = f"a run folder, or a folder with {VIDEOS}"
     sources = {label: existing(source, expected) for label, source in labelled(options.run).items()}
     log.info(f"sage-fast compare: reading {', '.join(sources)}")
-    from sage_fast.report.comparison import write_comparison
+    from sage_fast.report.comparison_page import write_comparison
 
     write_comparison(sources, options.folder)

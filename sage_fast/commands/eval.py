@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         log.info(note)
     with heavy_imports("eval"):
         from sage_fast.eval.candidates import evaluate_candidates
-        from sage_fast.report.comparison import write_evaluation
+        from sage_fast.report.comparison_page import write_evaluation
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.util.ranks import rank
 

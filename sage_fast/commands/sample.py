@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         raise UserError("give at least one --prompt, or --prompts FILE")
     prompts = _given(options.prompt, options.image) + (read_prompts(options.prompts) if options.prompts else [])
     config = load_source("sample", options.config, overrides)
-    from sage_fast.commands.videos import generate, save_videos
+    from sage_fast.commands.sample_videos import generate, save_videos
     from sage_fast.loading import load_setup, resolve
     from sage_fast.util.seeding import sample_seeds
 

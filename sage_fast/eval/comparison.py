@@ -11,7 +11,7 @@ from sage_fast.eval.gains import Row, hacking, table
 from sage_fast.eval.scores import TOO_FEW, format_number
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.util.errors import UserError
-from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.meters import JUDGE_PART
 
 
 class Comparison(NamedTuple):

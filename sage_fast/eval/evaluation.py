@@ -19,7 +19,7 @@ from sage_fast.util.captions import split_key
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError
 from sage_fast.util.files import json_value
-from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.meters import JUDGE_PART
 from sage_fast.util.ranks import data_rank, data_size, fail_together, sequence_rank
 from sage_fast.util.seeding import sample_seeds
 

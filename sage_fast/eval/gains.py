@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from sage_fast.eval.scores import mean_and_margin
 from sage_fast.eval.videoset import Key, VideoSet
-from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.meters import JUDGE_PART
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from sage_fast.util.plugins import import_plugin, running
 
 SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
-    "TestbedTransformer": "sage_fast.testbed.model:Testbed",
+    "TestbedTransformer": "sage_fast.testbed.tiny_model:Testbed",
 }
 """Transformer class, as in config.json -> family. The first one is the default until config.json is read."""
 

@@ -27,7 +27,7 @@ from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import json_value, write_atomic
-from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
+from sage_fast.util.meters import JUDGE_PART, REWARD_PART
 
 log = logging.getLogger(__name__)
 

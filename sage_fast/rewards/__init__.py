@@ -5,7 +5,7 @@ A reward is a class with a method `score(videos, prompts) -> {part: Tensor [B]}`
 works too.
 """
 
-from sage_fast.config.rewards import SHIPPED
+from sage_fast.config.reward_names import SHIPPED
 from sage_fast.rewards.backends import load_reward
 from sage_fast.rewards.composite import CompositeReward, Judge, load_rewards
 from sage_fast.rewards.interface import Reward, Scores, join_scores

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.fields import require
-from sage_fast.config.rewards import CLIENTS, place_of_reward
+from sage_fast.config.reward_names import CLIENTS, place_of_reward
 from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment, names_for_values
-from sage_fast.rewards.errors import failure
 from sage_fast.rewards.failure_policy import Backend
+from sage_fast.rewards.failures import failure
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin, running
 from sage_fast.util.ranks import launched

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig, RewardEntry
-from sage_fast.rewards.errors import fulfil
 from sage_fast.rewards.failure_policy import Backend, Outcome, score_or_drop
+from sage_fast.rewards.failures import fulfil
 from sage_fast.rewards.interface import Metadata
 
 Result = TypeVar("Result")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage_fast.config.secrets import names_for_values
 from sage_fast.rewards.backends import score_of
-from sage_fast.rewards.errors import RewardFailure
+from sage_fast.rewards.failures import RewardFailure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.process_state import restored
 

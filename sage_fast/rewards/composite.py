@@ -12,12 +12,12 @@ from torch import Tensor
 from sage_fast.config.schema import Config, RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.rewards.backends import backend_class, connect
 from sage_fast.rewards.caller import RewardCaller
-from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.failure_policy import Outcome
+from sage_fast.rewards.failures import RewardFailure
 from sage_fast.rewards.interface import Metadata, Pending, Reward, Scores
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
-from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.meters import JUDGE_PART
 from sage_fast.util.ranks import local_device
 
 TAKEN = ("reward", "overall", "file", "prompt", "image", "seed")

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from sage_fast.config.fields import is_hub_id
-from sage_fast.config.rewards import CLIENTS
+from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.backends import find_reward, load_reward
 from sage_fast.util.errors import UserError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig
-from sage_fast.rewards.errors import RewardFailure, SomeFailed
+from sage_fast.rewards.failures import RewardFailure, SomeFailed
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import first_line
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from sage_fast.config.fields import is_unicode
 from sage_fast.config.secrets import bare_address, masked, names_for_values, secret
 from sage_fast.rewards.calls import checked
-from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.failure_policy import Backend
+from sage_fast.rewards.failures import RewardFailure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import json_value

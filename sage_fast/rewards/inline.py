@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.rewards.calls import called
-from sage_fast.rewards.errors import RewardFailure, failure, fulfil
 from sage_fast.rewards.failure_policy import Backend
+from sage_fast.rewards.failures import RewardFailure, failure, fulfil
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RewardError

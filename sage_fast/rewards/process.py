@@ -20,7 +20,7 @@ from torch import Tensor
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.backends import load_reward
 from sage_fast.rewards.calls import called
-from sage_fast.rewards.errors import RewardFailure, failure
+from sage_fast.rewards.failures import RewardFailure, failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import SIGNALS, UserError
 from sage_fast.util.process_state import end_started

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from sage_fast.rewards.frames import FrameReward, levels, resize
+from sage_fast.rewards.frame_reward import FrameReward, levels, resize
 from sage_fast.util.errors import UserError, nearest
 
 Precision = Literal["bfloat16", "float32"]

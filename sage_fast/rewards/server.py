@@ -25,7 +25,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.errors import failure, fulfil
+from sage_fast.rewards.failures import failure, fulfil
 from sage_fast.rewards.http import SCHEMA, TOKEN, format_response, read_request, token
 from sage_fast.util.errors import RewardError, first_line
 

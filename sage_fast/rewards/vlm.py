@@ -21,8 +21,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sage_fast.rewards.errors import RewardFailure, SomeFailed
-from sage_fast.rewards.frames import levels
+from sage_fast.rewards.failures import RewardFailure, SomeFailed
+from sage_fast.rewards.frame_reward import levels
 from sage_fast.rewards.http import Client, shown
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, nearest

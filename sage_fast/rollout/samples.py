@@ -15,7 +15,7 @@ from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout, rollout_runs
 from sage_fast.util.console import Progress
-from sage_fast.util.metrics import Stopwatch
+from sage_fast.util.meters import Stopwatch
 
 
 class SampleRollouts:

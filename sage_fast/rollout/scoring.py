@@ -11,7 +11,7 @@ from torch import Tensor
 from sage_fast.models.decoder import Decoder
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
 from sage_fast.util.errors import RewardError
-from sage_fast.util.metrics import Stopwatch
+from sage_fast.util.meters import Stopwatch
 from sage_fast.util.ranks import all_gather_object, gather_objects_of_sequence, sequence_rank, sequence_size
 
 log = logging.getLogger(__name__)

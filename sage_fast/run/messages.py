@@ -15,7 +15,7 @@ from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig, TrainConfig
 from sage_fast.eval.scores import format_number
 from sage_fast.models.spec import Distillation
-from sage_fast.util.metrics import REWARD_PART
+from sage_fast.util.meters import REWARD_PART
 
 INERT_LAMBDA = 1e-5
 """Largest lambda_KL of the paper, at which the KL's share of the gradient is below 1e-4: it holds nothing."""

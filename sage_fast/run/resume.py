@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from sage_fast.config.rewards import CLIENTS
+from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.errors import UserError

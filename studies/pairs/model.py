@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.model import Testbed
 from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM
+from sage_fast.testbed.tiny_model import Testbed
 from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES
 from studies.pairs.world import parse
 

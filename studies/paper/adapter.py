@@ -38,7 +38,7 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
     from sage_fast.config.schema import ModelConfig
     from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
     from sage_fast.models.load import make_trainable
-    from sage_fast.testbed.model import Testbed, TestbedTransformer
+    from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
 
     policies = []
     for dtype in (torch.bfloat16, torch.float32):

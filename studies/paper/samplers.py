@@ -250,7 +250,7 @@ def _on_testbed(
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
     """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
     from sage_fast.loading import load_setup, resolve
-    from sage_fast.testbed.model import allow_batches
+    from sage_fast.testbed.tiny_model import allow_batches
     from studies.testbed.pretrain import WORLDS, draw, encode
 
     setup = load_setup(resolve(shipped("recipes/paper")), rewards=False)

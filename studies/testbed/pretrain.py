@@ -35,7 +35,7 @@ from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisi
 from sage_fast.testbed import BASE, text_encoder
 from sage_fast.testbed import world as testbed
 from sage_fast.testbed.judge import JudgeNetwork, load_judge
-from sage_fast.testbed.model import TestbedTransformer, allow_batches, load_image_encoder, load_vae, tiny_vae
+from sage_fast.testbed.tiny_model import TestbedTransformer, allow_batches, load_image_encoder, load_vae, tiny_vae
 from sage_fast.testbed.world import BACKGROUND
 from sage_fast.util.console import log_to_screen, progress
 from studies.pairs import judge as pairs_judge

@@ -11,11 +11,11 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
 ITS_OWN = ("models/hunyuan15/", "testbed/")
 """The model, and a tiny instance of it."""
-KNOWN = re.compile(r"hunyuan|sage_fast\.testbed\.(model|text_encoder)", re.IGNORECASE)
+KNOWN = re.compile(r"hunyuan|sage_fast\.testbed\.(tiny_model|text_encoder)", re.IGNORECASE)
 NEEDED = {
     "cli.py": ["Align HunyuanVideo 1.5 with reward models by SAGE-GRPO."],
     "models/registry.py": ["HunyuanVideo15Transformer3DModel", "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
-                           "sage_fast.testbed.model:Testbed"],
+                           "sage_fast.testbed.tiny_model:Testbed"],
 }  # fmt: skip
 """File -> names of the model that it needs: what users read first, the families that ship."""
 
@@ -58,7 +58,7 @@ def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model(
     [
         "from sage_fast.models.hunyuan15.conditioning import TextEmbedding",
         "import sage_fast.testbed.text_encoder",
-        "from sage_fast.testbed import model",
+        "from sage_fast.testbed import tiny_model",
         "import models as hunyuan",
         "make(hunyuan_blocks=2)",
         "def make(hunyuan): ...",

@@ -10,7 +10,7 @@ from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import KL_STRATEGIES, RATIOS, SURROGATES
 from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS
 from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OPTIMIZERS
-from sage_fast.config.rewards import SHIPPED as REWARDS
+from sage_fast.config.reward_names import SHIPPED as REWARDS
 from sage_fast.data.prompts import SETS
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES
@@ -26,7 +26,7 @@ TABLES: dict[str, tuple[Iterable[str], ...]] = {
     "sage_fast/algorithm/kl_weight.py": (FEEDBACKS,),
     "sage_fast/algorithm/transitions.py": (SAMPLERS, REDUCTIONS),
     "sage_fast/config/engines.py": (ENGINES, OPTIMIZERS, ADAPTERS, BYTES),
-    "sage_fast/config/rewards.py": (REWARDS,),
+    "sage_fast/config/reward_names.py": (REWARDS,),
     "sage_fast/data/prompts.py": (SETS,),
     "sage_fast/models/attention/backends.py": (ATTENTION,),
     "sage_fast/models/checkpointing.py": (MODES,),

@@ -18,8 +18,8 @@ from sage_fast.loading import load_setup, resolve
 from sage_fast.models.load import find_spec
 from sage_fast.run.folder import read_scores
 from sage_fast.testbed import BASE, BASE_I2V
-from sage_fast.testbed.model import TestbedTransformer, load_image_encoder, load_vae
 from sage_fast.testbed.rewards_i2v import TestbedImageReward
+from sage_fast.testbed.tiny_model import TestbedTransformer, load_image_encoder, load_vae
 from sage_fast.testbed.world import FRAMES, SHAPES, heldout_prompts, parse
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.commands.videos import generate
+from sage_fast.commands.sample_videos import generate
 from sage_fast.config.loader import load
 from sage_fast.loading import load_setup, resolve
 from sage_fast.testbed import BASE
 from sage_fast.testbed.judge import TestbedJudge
-from sage_fast.testbed.model import TestbedTransformer, load_vae
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.testbed.text_encoder import embed
+from sage_fast.testbed.tiny_model import TestbedTransformer, load_vae
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, train_prompts
 from sage_fast.util.seeding import sample_seeds
 from studies.testbed.pretrain import WORLDS, Steps, pretrain

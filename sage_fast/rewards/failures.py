@@ -20,7 +20,7 @@ FRAMES = 8
 
 _OURS = {
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("backends", "caller", "calls", "composite", "errors", "failure_policy", "inline", "process")
+    for name in ("backends", "caller", "calls", "composite", "failure_policy", "failures", "inline", "process")
 } | {plugins.__file__}
 _PYTHONS = ("<frozen ", "importlib/__init__.py", "concurrent/futures/_base.py")
 

@@ -16,7 +16,7 @@ from sage_fast.report.html import cards, render
 from sage_fast.report.page import Trained, read_run
 from sage_fast.util.errors import printable
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json
-from sage_fast.util.metrics import REWARD_PART
+from sage_fast.util.meters import REWARD_PART
 
 
 def write_evaluation(
