@@ -53,7 +53,7 @@ def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> No
     config, lines = resumed_settings(str(PAPER), {"output": str(begun), "train.iterations": "5"})
     assert config == load(begun / "config.yaml", {"train.iterations": "5"})
     expected = f"train.learning_rate stays 0.0003 as in the run, not 0.001 as in {PAPER}; "
-    assert expected + "--train.learning_rate would change it" in lines
+    assert expected + "--train.learning_rate changes it" in lines
     said, own = load(PAPER), load(begun / "config.yaml")
     differing = {name for name in settings_of(Config) if attrgetter(name)(said) != attrgetter(name)(own)}
     assert {line.split()[0] for line in lines} == differing - {"output", "train.iterations"}

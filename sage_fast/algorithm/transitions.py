@@ -185,9 +185,7 @@ class TransitionTable:
         multiplies y by a + b/s and adds c noise. The last entry stays on the final sample.
         """
         variance, excess = 1.0, []
-        for s, n, a, b, c in zip(
-            *(row.tolist() for row in (self.sigmas[:-1], self.sigmas[1:], self.a, self.b, self.c))
-        ):
+        for s, n, a, b, c in zip(*(x.tolist() for x in (self.sigmas[:-1], self.sigmas[1:], self.a, self.b, self.c))):
             variance = (a + b / s) ** 2 * variance + c**2
             excess.append(max(variance - n**2, 0.0) ** 0.5)
         return torch.tensor(excess, dtype=torch.float64)

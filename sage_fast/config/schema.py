@@ -281,9 +281,7 @@ class RewardConfig(RewardEntry):
         for entry in self.entries:
             for part, weight in entry.weights.items():
                 if entry.named(part) in weights:
-                    raise UserError(
-                        f"reward.several: two rewards have a part {entry.named(part)!r}; give one of them a prefix"
-                    )
+                    raise UserError(f"reward.several: two rewards have a part {entry.named(part)!r}; give one a prefix")
                 weights[entry.named(part)] = weight
         return weights
 

@@ -86,7 +86,6 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
         path, seed = videos.images.get(prompt), videos.seeds and videos.seeds[i]
         image = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if path else ""
         numbers = {name: repr(values[i]) if math.isfinite(values[i]) else "" for name, values in videos.scores.items()}
-        writer.writerow(
-            numbers | {"file": os.path.relpath(file, folder), "prompt": prompt, "image": image, "seed": seed}
-        )
+        about = {"file": os.path.relpath(file, folder), "prompt": prompt, "image": image, "seed": seed}
+        writer.writerow(numbers | about)
     write_atomic(folder / VIDEOS, table.getvalue())

@@ -112,9 +112,7 @@ class ShardedStates(UnshardedStates):
         return sum(sizes(p)[: p.device_mesh.get_local_rank()]) if isinstance(p, DTensor) else 0
 
     def whole(self, p: Tensor) -> Tensor:
-        if not isinstance(p, DTensor):
-            return p.detach()
-        return p.full_tensor().detach()
+        return p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
 
     def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         for name, p in parameters.items():

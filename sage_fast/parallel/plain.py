@@ -70,9 +70,7 @@ class PlainEngine(Engine):
     def step(self) -> float:
         norm = self._update(learning_rate(self.config, self.steps))
         if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
-            )
+            raise NonFiniteError(f"gradient norm {norm} at optimizer step {self.steps}; the weights were not updated")
         torch.autograd.graph.increment_version(self.parameters)  # some optimizers write unseen by autograd
         self.steps += 1
         if self.ema is not None:

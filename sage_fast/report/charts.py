@@ -80,11 +80,6 @@ def is_on(rows: Sequence[MetricsRow], key: str) -> bool:
     return bool(np.isnan(values).all() or np.nanmax(np.abs(values)) > 0)
 
 
-def _iterations(rows: Sequence[MetricsRow]) -> np.ndarray:
-    """Return the number of iterations completed at each row; 1 for the first."""
-    return np.array([row["iteration"] + 1 for row in rows], dtype=np.float64)
-
-
 def themed_svg(figure: Figure, name: str, description: str) -> str:
     """Render the figure as an `<svg>` element without group ids or metadata; `name` makes its clip paths unique."""
     buffer = io.StringIO()
@@ -149,10 +144,11 @@ def lines(data: Lines, *, name: str, title: str, ylabel: str, log: bool = False,
         if log:
             axes.set_yscale("log", nonpositive="mask")
         for color, (label, (rows, values)) in zip(COLORS * 3, data.items()):
-            x, window = _iterations(rows), len(rows) // 15 if smoothed and len(rows) >= 30 else 1
+            x, window = column(rows, "iteration") + 1, len(rows) // 15 if smoothed and len(rows) >= 30 else 1
             if window > 1:
                 axes.plot(x, values, color=color, alpha=0.3, linewidth=0.9)
-            axes.plot(x, smooth(values, window), color=color, label=label, **_marker(rows))
+            dots: dict[str, Any] = {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
+            axes.plot(x, smooth(values, window), color=color, label=label, **dots)  # a point between gaps has no line
 
     return _chart(draw, name, title, ylabel)
 
@@ -162,11 +158,6 @@ def metric(key: str, runs: Mapping[str, Sequence[MetricsRow]]) -> str | None:
     title, ylabel, options = METRICS.get(key, (key.removeprefix(REWARD_PART), "mean over the batch", {}))
     data = {label: (rows, column(rows, key)) for label, rows in runs.items() if is_on(rows, key)}
     return lines(data, name=key, title=title, ylabel=ylabel, **options)
-
-
-def _marker(rows: Sequence[MetricsRow]) -> dict[str, Any]:
-    """Return marker options: dots for few iterations, since a point between two gaps draws no line."""
-    return {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
 
 
 def ratio(rows: Sequence[MetricsRow]) -> str | None:

@@ -139,9 +139,8 @@ class Qwen2VLReward(FrameReward):
     def text(self, prompt: str, grid: tuple[int, int, int]) -> str:
         """Return the whole conversation about one image or video."""
         tokens = math.prod(grid) // MERGED**2
-        return CHAT.format(
-            vision=f"<|{self.vision}_pad|>" * tokens, text=self.template.replace("{text_prompt}", prompt)
-        )
+        text = self.template.replace("{text_prompt}", prompt)
+        return CHAT.format(vision=f"<|{self.vision}_pad|>" * tokens, text=text)
 
     def read(self, frames: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
         """Return the hidden states at the special tokens, float32 `[B, tokens, hidden]`.

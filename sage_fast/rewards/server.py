@@ -158,7 +158,7 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.begun = self.loop.time()
-        self.loop.call_later(SECONDS_TO_BEGIN, self._abort_if_it_waits)
+        self.loop.call_later(SECONDS_TO_BEGIN, lambda: self.transport.abort() if self.waits else None)
         waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.waits]
         if len(waiting) > MAX_CONNECTIONS // 2:
             min(waiting, key=lambda each: each.begun).transport.abort()
@@ -166,10 +166,6 @@ class _Protocol(H11Protocol):
     @property
     def waits(self) -> bool:
         return self.cycle is None and not self.transport.is_closing()
-
-    def _abort_if_it_waits(self) -> None:
-        if self.waits:
-            self.transport.abort()
 
 
 async def _extend(body: bytearray, stream: AsyncIterator[bytes], length: int, grace: float) -> None:

@@ -62,7 +62,5 @@ def step_graphs(policy: Policy, cost: Cost, room: float) -> StepGraphs | None:
     if (first := cost.step + cost.context) <= room:
         return StepGraphs(policy, CudaRecorder(), room)
     if room:
-        log.info(
-            f"no CUDA graphs: a step keeps {format_bytes(first)}, and training leaves {format_bytes(max(room, 0))}"
-        )
+        log.info(f"no CUDA graphs: a step keeps {format_bytes(first)}, training leaves {format_bytes(max(room, 0))}")
     return None

@@ -64,8 +64,6 @@ class Setup:
             spec.condition,
         )
         self.embeddings = {
-            key: dataclasses.replace(
-                embedding, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1])
-            )
-            for key, embedding in found.items()
+            key: dataclasses.replace(made, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1]))
+            for key, made in found.items()
         }

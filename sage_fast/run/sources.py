@@ -137,7 +137,5 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     for name in keys_of(file):
         value, ignored = map(attrgetter(name), (config, given))
         if value != ignored and name != "output" and not any(f"{key}.".startswith(f"{name}.") for key in overrides):
-            lines.append(
-                f"{name} stays {value!r} as in the run, not {ignored!r} as in {file}; --{name} would change it"
-            )
+            lines.append(f"{name} stays {value!r} as in the run, not {ignored!r} as in {file}; --{name} changes it")
     return config, lines

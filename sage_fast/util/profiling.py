@@ -34,9 +34,7 @@ _tools: dict[str, Open] = {}
 
 def annotate(name: str, index: int | None = None) -> AbstractContextManager[Any]:
     """Return a context manager for the range `name` or `name index`; a shared null context while ranges are off."""
-    if not _tools:
-        return _OFF
-    return _range(name if index is None else f"{name} {index}")
+    return _range(name if index is None else f"{name} {index}") if _tools else _OFF
 
 
 @contextlib.contextmanager

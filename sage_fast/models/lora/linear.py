@@ -138,9 +138,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., d_in + pad]` to the layers' outputs side by side, `[..., d_out]`; overwrites the padding in x."""
-        if not self.pad:
-            return self._plain(x)
-        return self._fused(x, has_product=False)
+        return self._fused(x, has_product=False) if self.pad else self._plain(x)
 
     def _plain(self, x: Tensor) -> Tensor:
         """Run layers that have no adapter, as one matmul if all of their weights can be read here."""
@@ -149,9 +147,7 @@ class FusedLinear(nn.Module):
             return layers[0](x)
         if not all(_is_at_hand(layer) for layer in layers):
             return torch.cat([layer(x) for layer in layers], dim=-1)
-        weight, bias = (
-            torch.cat([getattr(layer, name).to(x.dtype) for layer in layers]) for name in ("weight", "bias")
-        )
+        weight, bias = (torch.cat([getattr(layer, key).to(x.dtype) for layer in layers]) for key in ("weight", "bias"))
         return F.linear(x, weight, bias)
 
     def unpadded(self, x: Tensor) -> Tensor:
