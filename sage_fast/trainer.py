@@ -261,7 +261,8 @@ class Trainer:
         scores = self.replay.score(batch, micro)
         steps = self.constants.at(on_device([t for _, t in micro], self.device))
         loss = sage_loss(self.objective, scores, steps, self.kl.value)
-        return loss, *gradient_norms(self.objective, loss, scores, steps.row, math.prod(self.latent_shape))
+        numel, rounding = math.prod(self.latent_shape), torch.finfo(self.policy.dtype).eps
+        return loss, *gradient_norms(self.objective, loss, scores, steps.row, numel, rounding)
 
     # -- anchor -------------------------------------------------------------------------------------------------------
 

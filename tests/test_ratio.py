@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.kl_weight import KLController
-from sage_fast.algorithm.objective import Loss, StepConstants, TransitionScores, sage_loss
+from sage_fast.algorithm.objective import Loss, StepConstants, TransitionScores, gradient_norms, sage_loss
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.schema import KLConfig, ObjectiveConfig
 from sage_fast.ops import transition_score
@@ -284,6 +284,27 @@ def test_share_is_held_in_training() -> None:
     trainer = tiny_trainer(config)
     shares = [trainer.iteration(index)["kl/gradient_share"] for index in range(16)]
     assert sum(shares[-10:]) / 10 == pytest.approx(0.1, rel=0.2)
+
+
+@pytest.mark.parametrize(("dtype", "counts"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_rounding_is_no_kl(dtype: torch.dtype, counts: bool) -> None:
+    """Velocities that differ by less than a unit of their dtype: a KL to hold in float32 alone."""
+    table = transition_table(sigma_schedule(4, 3.0), "sage", 0.5)
+    coefs = table.coefficients("mean").float()[:2]
+    steps = StepConstants(equalizer=torch.ones(2), bias=torch.zeros(2), coefs=coefs)
+    log_prob = torch.full((2,), -0.5, requires_grad=True)
+    kl_anchor = steps.row.m * 0.004**2
+    scores = TransitionScores(
+        log_prob=log_prob,
+        log_prob_old=log_prob.detach(),
+        kl_anchor=kl_anchor,
+        kl_old=0 * log_prob,
+        advantage=torch.ones(2),
+    )
+    objective = resolved(ObjectiveConfig(), KLConfig(strategy="fixed"))
+    loss = sage_loss(objective, scores, steps, 0.1)
+    _, kl = gradient_norms(objective, loss, scores, steps.row, 100, torch.finfo(dtype).eps)
+    assert ((kl > 0) == counts).all()
 
 
 def test_the_share_is_that_of_a_pull() -> None:

@@ -290,7 +290,7 @@ def sage_loss(objective: Objective, scores: TransitionScores, steps: StepConstan
 
 
 def gradient_norms(
-    objective: Objective, loss: Loss, scores: TransitionScores, row: Row, numel: int
+    objective: Objective, loss: Loss, scores: TransitionScores, row: Row, numel: int, rounding: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient norms in the velocity of the policy term and of the KL term (without lambda), each `[B]`.
 
@@ -311,6 +311,7 @@ def gradient_norms(
         scores: as given to `sage_loss`.
         row: coefficients of the transitions.
         numel: D, elements of a sample.
+        rounding: unit of the velocity's dtype. A KL between velocities that are no further apart counts as 0.
     """
     log_prob, kl_old, kl = scores.log_prob, scores.kl_old, objective.kl
     slopes = torch.autograd.grad(loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True)
@@ -323,7 +324,7 @@ def gradient_norms(
     policy = 2 * (square.clamp(min=0) / numel).sqrt()
 
     def kl_norm(value: Tensor) -> Tensor:
-        return 2 * (row.m * value / numel).sqrt()
+        return 2 * (row.m * value.where(value > row.m * rounding**2, 0.0) / numel).sqrt()
 
     squares = torch.zeros_like(policy)
     if objective.strategy.anchor is not None:
