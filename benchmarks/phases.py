@@ -29,8 +29,9 @@ from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes, synchronize
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
+from sage_fast.util.process_group import initialize
 from sage_fast.util.profiling import PHASES, WAIT, annotate, ranges
-from sage_fast.util.ranks import barrier, initialize, rank, world_size
+from sage_fast.util.ranks import barrier, rank, world_size
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,8 @@ from sage_fast.util.console import progress, quiet, wrapped
 from sage_fast.util.environment import environment, format_bytes
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.files import json_value, write_json
-from sage_fast.util.ranks import initialize, rank, world_size
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, world_size
 
 log = logging.getLogger(__name__)
 

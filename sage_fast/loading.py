@@ -22,7 +22,8 @@ from sage_fast.rollout.recorder import step_graphs
 from sage_fast.rollout.setup import Setup
 from sage_fast.util.files import fingerprint
 from sage_fast.util.plugins import module_of
-from sage_fast.util.ranks import initialize, join_sequence_group, local_device, rank, world_size
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import join_sequence_group, local_device, rank, world_size
 
 
 def resolve(config: Config) -> Resolved:

@@ -25,7 +25,8 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.trainer import Trainer
-from sage_fast.util.ranks import initialize, rank, shutdown
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import settings, tiny_trainer
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from sage_fast.config.schema import Config
 from sage_fast.util.files import read_metrics
-from sage_fast.util.ranks import _name_start, initialize
+from sage_fast.util.process_group import _name_start, initialize
 from tests.tiny import FEW_STEPS, BrightnessReward, arguments
 
 REPOSITORY = Path(__file__).parent.parent

@@ -16,7 +16,8 @@ from sage_fast.ops.philox import philox_normal
 from sage_fast.rollout.endpoint import turn_to_endpoints
 from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import initialize, rank, shutdown
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import planned, settings, tiny_trainer
 

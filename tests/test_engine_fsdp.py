@@ -21,7 +21,8 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_
 from sage_fast.parallel import Engine, fsdp, make_engine, ranks_that_shard
 from sage_fast.run.checkpoint import TrainingState, save_training_state
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.ranks import initialize, rank, shutdown
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown
 from tests import zero_runs
 from tests.ranks import run_ranks, screens
 from tests.tiny import CPU, embeddings, settings, tiny_model

@@ -29,7 +29,8 @@ from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
 from sage_fast.util.errors import RankError, UserError
-from sage_fast.util.ranks import initialize, rank, shutdown
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.test_engine_deepspeed import needs_deepspeed
 from tests.tiny import settings, tiny_model

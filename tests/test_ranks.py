@@ -37,7 +37,8 @@ from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
 from sage_fast.util.meters import Stopwatch, slowest_and_fastest
-from sage_fast.util.ranks import initialize, rank, shutdown, world_size
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown, world_size
 from tests.ranks import run_ranks, screens
 from tests.tiny import (
     CPU,

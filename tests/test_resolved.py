@@ -17,7 +17,7 @@ from sage_fast.config.schema import Config
 from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.models.load import find_spec
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import initialize
+from sage_fast.util.process_group import initialize
 from tests.tiny import settings, train
 
 FUNCTIONS = (initialize, check_trainable, check_sequence_parallel, find_spec)

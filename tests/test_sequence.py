@@ -28,7 +28,8 @@ from sage_fast.rewards.composite import Pending
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, RunError, UserError
-from sage_fast.util.ranks import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import all_reduce, join_sequence_group, rank, sequence_group, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import embeddings, rounding_of_advantages, settings, tiny_model, tiny_trainer, with_images
 

@@ -26,7 +26,8 @@ from sage_fast.rollout.loop import rollout_runs
 from sage_fast.tools.plan import Plan, plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import Progress
-from sage_fast.util.ranks import initialize, rank, shutdown
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.test_graphs import rerun
 from tests.tiny import (

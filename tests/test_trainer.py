@@ -423,7 +423,9 @@ def test_resume_asks_for_what_the_checkpoint_lacks(setting: str, before: Any, af
 TWO_RANKS = """
 import json, sys, torch
 torch.set_num_threads(1)
-from sage_fast.util.ranks import initialize, rank, shutdown
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import shutdown
+from sage_fast.util.ranks import rank
 from tests.tiny import settings, tiny_trainer
 device = initialize()
 config = settings(train__optimizer_steps=2, train__group_size=4, objective__advantage_std="batch")

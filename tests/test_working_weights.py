@@ -23,7 +23,8 @@ from sage_fast.parallel import Engine, make_engine
 from sage_fast.rollout.samples import SampleRollouts
 from sage_fast.run.checkpoint import TrainingState, save_training_state
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.ranks import initialize, rank, shutdown
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import embeddings, settings, tiny_model
 from tests.zero_runs import mixed_trainer

@@ -34,7 +34,8 @@ from sage_fast.testbed.world import train_prompts
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.ranks import initialize, rank, shutdown, world_size
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown, world_size
 from tests import tiny
 from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
 

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     prompts = read_prompts(config.data.prompts)
     from sage_fast.rewards import CompositeReward
     from sage_fast.rewards.http import TOKEN, token
-    from sage_fast.util.ranks import initialize
+    from sage_fast.util.process_group import initialize
 
     try:
         from sage_fast.rewards.server import LOOPBACK, RewardServer

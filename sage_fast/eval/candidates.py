@@ -29,7 +29,8 @@ from sage_fast.rewards.interface import Scorer
 from sage_fast.rollout.setup import Setup
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, writing
-from sage_fast.util.ranks import initialize, local_device, rank
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import local_device, rank
 from sage_fast.util.videos import numbered, save_video
 
 log = logging.getLogger(__name__)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
-
-from sage_fast.algorithm.iteration_plan import share_of
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.engines import ENGINES
 from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
@@ -14,9 +9,9 @@ from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.spec import MAX_GRAPHS, Cost, Spec
 from sage_fast.parallel.engine_memory import engine_memory
-from sage_fast.util.environment import format_bytes, free_bytes
-from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import all_gather_object, data_size, world_size
+from sage_fast.rollout.stored_size import stored_rollouts
+from sage_fast.util.environment import free_bytes
+from sage_fast.util.ranks import all_gather_object, world_size
 
 MEMORY_SHARE = 0.85
 """Share of the free memory that a run may plan with; the rest is for decoding, workspaces and fragmentation. In four
@@ -84,44 +79,3 @@ def training_room(resolved: Resolved, spec: Spec, policy: Policy, usable: float,
     held = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
     taken = held.total - held.weights + sum(stored.values())
     return MEMORY_SHARE * (usable - held.weights) - taken
-
-
-def stored_rollouts(resolved: Resolved, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
-    """Return the samples of an iteration on a rank of the first of `groups`, which has most; and part -> bytes."""
-    samples = len(share_of(resolved.config.train.samples, groups, 0))
-    return samples, trajectory_bytes(resolved, math.prod(spec.latent_shape(resolved.config.sampling)), samples)
-
-
-def trajectory_bytes(resolved: Resolved, numel: int, samples: int) -> dict[str, float]:
-    """Return part -> bytes of what `samples` rollouts store for training, with `numel` elements per latent."""
-    config, objective, trained = resolved.config, resolved.objective, len(resolved.longest_window)
-    # With untrained steps in between, a trained transition stores up to two states of its own.
-    shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
-    states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
-    states += objective.settings.direction == "endpoint"
-    velocities = int(objective.strategy.anchor is not None) + int(objective.stores_velocities)
-    width = config.model.element_bytes if config.sampling.guidance_scale == 1 else 4
-    return {
-        "trajectories (fp32 latents)": 4.0 * numel * samples * states,
-        "stored velocities": float(width * numel * samples * trained * velocities),
-    }
-
-
-def check_trajectories(resolved: Resolved, model: Model) -> str:
-    """Describe the size of an iteration's stored rollouts on this rank.
-
-    Raises:
-        UserError: they exceed the free memory.
-    """
-    samples, parts = stored_rollouts(resolved, model.spec, data_size())
-    size = sum(parts.values())
-    device = model.policy.device
-    on_gpu = device.type == "cuda" and not resolved.config.sampling.offload_trajectories
-    free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")
-    if size > free:
-        way = "set sampling.offload_trajectories = true, or " if on_gpu else ""
-        raise UserError(
-            f"the rollouts of an iteration take {format_bytes(size)} of {where}; {format_bytes(free)} are free; "
-            f"{way}lower train.group_size, train.prompts_per_iteration or train.timestep_fraction"
-        )
-    return f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"

@@ -14,7 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from sage_fast.util.errors import RunError, UserError, in_one_line, printable
-from sage_fast.util.ranks import fails_alone, initialize, rank, world_size
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import fails_alone, rank, world_size
 
 log = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ class Tracker:
     """
 
     def __init__(self, name: str, project: str, settings: Values, run: Path, run_id: str, iteration: int) -> None:
-        PartialState()  # required by the trackers' logger; it joins the process group of `ranks.initialize`
+        PartialState()  # required by the trackers' logger; it joins the process group of `initialize`
         self.project, self.run, self.run_id, self.iteration = project, run, run_id, iteration
         self.tracker = self._make(LOGGER_TYPE_TO_CLASS[name])
         try:

@@ -26,8 +26,8 @@ from sage_fast.eval.gains import hacking_in_run
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
-from sage_fast.parallel.fit import check_trajectories
 from sage_fast.rollout.setup import Setup
+from sage_fast.rollout.stored_size import check_trajectories
 from sage_fast.run import claim
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
 from sage_fast.run.folder import RunFolder, check_weights, iteration_of
@@ -39,7 +39,8 @@ from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line
 from sage_fast.util.files import write_json
-from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, initialize, rank, shutdown, world_size
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, rank, shutdown, world_size
 from sage_fast.util.videos import numbered, save_video
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,7 @@ import contextlib
 import os
 import re
 import reprlib
-import socket
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -20,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
-from sage_fast.util.errors import RankError, RewardError, RunError, Stopped, UserError, first_line
+from sage_fast.util.errors import RankError, RewardError, Stopped, UserError
 
 
 def launched(name: str, default: int) -> int:
@@ -49,91 +46,6 @@ def local_device() -> torch.device:
     device = torch.device("cuda", launched("LOCAL_RANK", 0))
     torch.cuda.set_device(device)
     return device
-
-
-def initialize(timeout_minutes: float = 10) -> torch.device:
-    """Join torchrun's process group, if there is one, and return this rank's device.
-
-    Args:
-        timeout_minutes: timeout of a collective; no effect on a group that is already joined.
-
-    Raises:
-        UserError: a variable of the launcher is missing or wrong.
-        RunError: the other ranks cannot be reached.
-    """
-    device, size, own = local_device(), launched("WORLD_SIZE", 1), launched("RANK", 0)
-    if size > 1 and not dist.is_initialized():
-        if own >= size:
-            raise UserError(f"RANK = {own} in the environment: expected less than WORLD_SIZE = {size}")
-        timeout = timedelta(minutes=timeout_minutes)
-        host, port = os.environ.get("MASTER_ADDR", ""), launched("MASTER_PORT", 0)
-        where = f"MASTER_ADDR:MASTER_PORT = {host}:{port}"
-        try:
-            if own > 0 and host and port:
-                _await_store(host, port, timeout)
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                timeout=timeout,
-                # NCCL connects eagerly and does not have to guess the device of a barrier.
-                device_id=device if device.type == "cuda" else None,
-                **_store_of_start(timeout),
-            )
-        except ValueError as error:
-            raise UserError(f"WORLD_SIZE = {size}, {where} in the environment: {first_line(error)}") from error
-        except (dist.DistError, OSError) as error:
-            where += f" within timeout_minutes = {timeout_minutes:g}"
-            raise RunError(f"rank {own} of {size} cannot join the others at {where}: {first_line(error)}") from error
-    return device
-
-
-def _await_store(host: str, port: int, timeout: timedelta) -> None:
-    """Wait until the store of rank 0 answers: PyTorch's own waiting prints a trace of its C++ code at each try.
-
-    Raises:
-        OSError: it does not, within the timeout.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            return socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-
-
-def _store_of_start(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of `init_process_group` that give each start of torchrun's ranks keys of its own.
-
-    torchrun keeps its store over a restart, with the addresses of the old ranks and the error that ended them. Its
-    count of restarts cannot name the keys: each machine counts only the restarts that its own ranks caused.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    name = _name_start(dist.PrefixStore("sage_fast", store), rank, world_size, timeout)
-    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}
-
-
-def _name_start(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a new name, the same on all ranks, from a store that may hold the keys of earlier starts. Collective.
-
-    Rank 0 makes the name and answers the others' requests until each has confirmed it. A rank numbers its requests over
-    all starts, so that it takes no answer to an earlier one.
-    """
-    if rank > 0:
-        request = store.add(f"requests/{rank}", 1)
-        name = store.get(f"answers/{rank}/{request}").decode()
-        store.add(name, 1)
-        return name
-    name, deadline = f"start-{store.add('starts', 1)}", time.monotonic() + timeout.total_seconds()
-    while (joined := 1 + store.add(name, 0)) < world_size:
-        if time.monotonic() > deadline:
-            raise RankError(f"{joined} of {world_size} ranks joined within timeout_minutes; look at the others' logs")
-        for other in range(1, world_size):
-            store.set(f"answers/{other}/{store.add(f'requests/{other}', 0)}", name)
-        time.sleep(0.05)
-    return name
 
 
 def start_alone(device: torch.device) -> None:
