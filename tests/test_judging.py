@@ -331,6 +331,12 @@ def test_prompts_of_any_kind_survive_the_csv(tmp_path: Path) -> None:
     assert [file.resolve() for file in again.shown.values()] == [file.resolve() for file in found.shown.values()]
 
 
+@pytest.mark.parametrize("seed", ["9" * 5000, "-1", "1.0", "\u0663", ""])
+def test_what_is_no_seed_is_left_out(seed: str, tmp_path: Path) -> None:
+    folder = folder_of_videos(tmp_path / "x", NASTY, {"seed": [seed] * 5})
+    assert read_folder("x", folder).seeds is None
+
+
 def test_codecs_that_browsers_do_not_play_are_encoded_again(tmp_path: Path) -> None:
     import imageio_ffmpeg
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -394,6 +395,12 @@ def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
     Outline(page)
     assert page.count("<video") == 3
     assert f"left out: {video}: cannot be read as a video" in page
+    (run / "eval" / "folder.json").mkdir()
+    os.mkfifo(run / "eval" / "pipe.json")
+    report_run(run, complete=True)
+    page = (run / "report.html").read_text()
+    for name in ("folder", "pipe"):
+        assert f"left out, since it is damaged: {run}/eval/{name}.json: no regular file" in page
     for name in ("after", "before"):
         (run / "eval" / f"{name}.json").write_text('{"iteration": 12')
         report_run(run, complete=True)

@@ -1,5 +1,6 @@
 """MP4 files are read back; pictures are checked at places where a frame must be."""
 
+import os
 import resource
 import subprocess
 from pathlib import Path
@@ -14,7 +15,8 @@ from PIL import Image
 from sage_fast.commands.sample_videos import save_videos
 from sage_fast.eval.playback import read_video
 from sage_fast.eval.sheets import contact_sheet
-from sage_fast.util.videos import save_mp4
+from sage_fast.util.errors import UserError
+from sage_fast.util.videos import numbered, save_mp4
 
 
 def ramp(frames=9, height=32, width=32):
@@ -152,6 +154,18 @@ def test_colours_are_those_of_bt709_and_say_so(tmp_path, size, color):
     y, u, v = raw.stdout[count // 2] - 16, raw.stdout[count + 5] - 128, raw.stdout[count + count // 4 + 5] - 128
     shown = [1.164 * y + 1.793 * v, 1.164 * y - 0.213 * u - 0.533 * v, 1.164 * y + 2.112 * u]
     assert shown == pytest.approx(color, abs=4)
+
+
+def test_only_files_are_videos(tmp_path):
+    """ffmpeg would wait for a pipe, and says nothing of a folder or of a link to itself."""
+    (tmp_path / "00-folder.mp4").mkdir()
+    (tmp_path / "01-link.mp4").symlink_to("01-link.mp4")
+    os.mkfifo(tmp_path / "02-pipe.mp4")
+    (tmp_path / "03-file.mp4").touch()
+    assert numbered(tmp_path) == {3: tmp_path / "03-file.mp4"}
+    for name in ("00-folder", "01-link", "04-nothing"):
+        with pytest.raises(UserError, match=f"{name}.mp4: cannot be read as a video"):
+            read_video(tmp_path / f"{name}.mp4")
 
 
 def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):

@@ -42,8 +42,6 @@ def _frames(path: Path, about: dict[str, Any]) -> Iterator[np.ndarray]:
             count += 1
     # SyntaxError: Pillow on a broken PNG. IndexError, AttributeError: imageio-ffmpeg on a file without video.
     except (OSError, RuntimeError, SyntaxError, ValueError, IndexError, AttributeError) as error:
-        if not path.is_file():
-            raise
         raise UserError(f"{path}: cannot be read as a video: {str(error).strip().splitlines()[-1]}") from error
     expected = about["duration"] * about["fps"]
     if count == 0 or count < 0.8 * expected - 1:

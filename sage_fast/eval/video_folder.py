@@ -11,6 +11,7 @@ import csv
 import io
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         label=label,
         prompts=[row["prompt"].strip() for row in rows],
         files=files,
-        seeds=[int(seed) for seed in seeds] if all(seed.isdecimal() for seed in seeds) else None,
+        seeds=[int(seed) for seed in seeds] if all(re.fullmatch("[0-9]{1,19}", seed) for seed in seeds) else None,
         scores={name: values for name, values in scores.items() if values is not None},
         images=images,
     )

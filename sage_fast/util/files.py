@@ -181,6 +181,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file holds no JSON object, as after an interrupted write.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: no regular file")  # a pipe would block
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -92,5 +92,5 @@ def save_video(video: Tensor, prompt: str, folder: Path, number: int, fps: float
 
 def numbered(folder: Path) -> dict[int, Path]:
     """Return number -> file for the videos of an evaluation; empty if the folder does not exist."""
-    found = {path: re.match(r"(\d+)-", path.name) for path in folder.glob("*.mp4")}
+    found = {path: re.match(r"(\d+)-", path.name) for path in folder.glob("*.mp4") if path.is_file()}
     return dict(sorted((int(number.group(1)), path) for path, number in found.items() if number))
