@@ -1,26 +1,17 @@
-"""Tables of docs/explanation/scaling.md: the plan's formulas, and CPU seconds at small sizes.
-
-python -m benchmarks.scaling                  write the tables into docs/explanation/scaling.md
-python -m benchmarks.scaling --measure FILE   first measure the small sizes on one thread and write them to FILE
-"""
+"""Tables of docs/explanation/scaling.md, by the plan's formulas; `python -m benchmarks.scaling` writes them there."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import math
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from sage_fast.algorithm.flops import training_flops
-from sage_fast.config.loader import load
-from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.conditioning import Inputs
 from sage_fast.models.hunyuan15.cost import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
@@ -31,15 +22,11 @@ from sage_fast.models.hunyuan15.spec import (
     decode_flops,
     forward_flops,
 )
-from sage_fast.models.load import find_spec
-from sage_fast.ops import implementation
 from sage_fast.tools.harness import BURST_FLOPS
-from sage_fast.tools.plan import plan, seconds_on_a_gpu
-from sage_fast.util.environment import environment
+from sage_fast.tools.plan import seconds_on_a_gpu
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "explanation" / "scaling.md"
-MEASURED = REPOSITORY / "benchmarks" / "results" / "2026-11-22-cpu-1-thread-scaling.json"
 TEXT_TOKENS = HunyuanVideo15.text_tokens
 ARCHITECTURE = {
     "num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "num_refiner_layers": 2, "mlp_ratio": 4.0,
@@ -189,91 +176,7 @@ def sizes() -> str:
     return _table(head, rows)
 
 
-def overlap() -> str:
-    """Table of what can be overlapped in a 480p iteration with four samples per GPU."""
-    work = Work()
-    iteration = 4 * work.of_a_sample / BURST_FLOPS
-    decode = work.decode / BURST_FLOPS
-    rows = [
-        ["decode, during the next rollout or the anchor's forwards", "not done", f"{4 * decode / iteration:.1%}"],
-        ["scoring of the last chunk, during the first updates", "not done", "at most the time to score one chunk"],
-        ["rollout of the next iteration, during this one's updates", "not done: off-policy",
-         f"at most {work.steps * work.forward / work.of_a_sample:.0%}"],
-    ]  # fmt: skip
-    return _table(["what overlaps with what", "status", "share of the iteration"], rows)
-
-
-# -- measured at small size --------------------------------------------------------------------------------------------
-
-SMALL = {
-    "unchanged": {},
-    "33 frames": {"sampling.num_frames": 33},
-    "65 frames": {"sampling.num_frames": 65},
-    "64 x 64 pixels": {"sampling.height": 64, "sampling.width": 64},
-    "groups of 8": {"train.group_size": 8},
-    "10 steps": {"sampling.steps": 10},
-}
-
-
-def small_config(given: dict[str, int]) -> Config:
-    base = {"train.prompts_per_iteration": 2, "train.group_size": 4, "train.optimizer_steps": 1}
-    settings = {key: str(value) for key, value in (base | given).items()}
-    return load(REPOSITORY / "configs" / "recipes" / "paper.yaml", settings)
-
-
-def measure(file: Path) -> None:
-    """Write the CPU seconds of one thread for rollout, anchor and training on the testbed, at each size, to `file`.
-
-    The minimum over iterations 1 to 3, after a warm-up. CPU seconds, since other processes do not add to them.
-    """
-    from sage_fast.loading import load_setup, resolve
-    from sage_fast.trainer import Trainer
-
-    torch.set_num_threads(1)
-    rows = {}
-    for name, given in SMALL.items():
-        config = small_config(given)
-        setup = load_setup(resolve(config))
-        setup.encode()
-        trainer = Trainer(
-            setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs
-        )
-        trainer.iteration(0)
-        seconds = []
-        for index in range(1, 4):
-            start = time.process_time()
-            row = trainer.iteration(index)
-            spent = time.process_time() - start
-            scored = float(str(row["time/decode"])) + float(str(row["time/reward"]))
-            seconds.append(spent * (1 - scored / float(str(row["time/total"]))))
-        rows[name] = {"settings": given, "cpu_seconds": min(seconds)}
-        print(name, rows[name])
-    facts = environment(torch.device("cpu"), implementation(torch.device("cpu"))) | {"threads": 1}
-    file.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-@functools.cache
-def small_flops(name: str) -> float:
-    """FLOPs of rollout, anchor and training, from the plan."""
-    config = small_config(SMALL[name])
-    planned = plan(config, find_spec("testbed"))
-    return sum(planned.flops[part] for part in ("rollout", "training", "anchor"))
-
-
-def small() -> str:
-    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
-    base = "unchanged"
-    return _table(
-        ["testbed", "FLOPs of rollout, anchor and training", "by the formulas", "CPU seconds", "measured"],
-        [
-            [name, f"{small_flops(name):.2e}", f"{small_flops(name) / small_flops(base):.2f}x",
-             f"{row['cpu_seconds']:.2f}", f"{row['cpu_seconds'] / rows[base]['cpu_seconds']:.2f}x"]
-            for name, row in rows.items()
-        ],
-    )  # fmt: skip
-
-
-TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in (sizes, overlap, small)}
+TABLES = {"sizes": sizes}
 
 
 def written(page: str) -> str:
@@ -283,9 +186,4 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    if options.measure is not None:
-        measure(options.measure)
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
