@@ -455,25 +455,10 @@ def test_running_mean_skips_gaps():
     np.testing.assert_allclose(charts.smooth(values, 3), [1.0, math.nan, 4.0, 4.0])
 
 
-def test_gradients_of_untrained_steps_and_damaged_rows_are_left_out():
-    """What is drawn: the geometric mean of a step's finite positive norms, at its noise level."""
-    sigmas, drawn = [1.0, 0.8, 0.5, 0.0], row(0, velocity_grad_norm=[0.1, None, 2.0])
-    damaged = [
-        row(1, velocity_grad_norm=None),
-        row(2, velocity_grad_norm=[None, math.inf]),
-        row(3, velocity_grad_norm=[0.0]),
-    ]
-    assert charts.gradient_by_sigma([drawn, *damaged], sigmas) == charts.gradient_by_sigma([drawn], sigmas)
-    longer = charts.gradient_by_sigma([drawn, row(1, velocity_grad_norm=[0.1, 1.0, 2.0])], sigmas)
-    assert longer != charts.gradient_by_sigma([drawn], sigmas)
-
-
 def test_a_chart_without_data_is_none():
     assert charts.lines({"x": ([row(0)], charts.column([row(0)], "nothing"))}, name="a", title="A", ylabel="y") is None
     assert charts.ratio([{"iteration": 0}]) is None
     assert charts.phases([{"iteration": 0}]) is None
-    assert charts.gradient_by_sigma([row(0, velocity_grad_norm=[None, None])], [1.0, 0.5, 0.0]) is None
-    assert charts.gradient_by_sigma([row(0)], None) is None
     assert charts.held_out({"x": {0: (1.0, 0.1), 10: (1.1, 0.1)}}) is None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import io
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -172,28 +171,6 @@ def phases(rows: Sequence[MetricsRow]) -> str | None:
     least = 1e-3 * sum(np.nansum(values) for _, values in known.values())  # a phase that is off takes microseconds
     data = {key: line for key, line in known.items() if np.nansum(line[1]) > least}
     return lines(data, name="phases", title="Time by phase", ylabel="seconds per iteration")
-
-
-def gradient_by_sigma(rows: Sequence[MetricsRow], sigmas: Sequence[float] | None) -> str | None:
-    """Draw the gradient norm at the velocity of each trained step by its noise level: geometric mean over the run."""
-    lists = [values for row in rows if isinstance(values := row.get("velocity_grad_norm"), list)]
-    points: dict[float, float] = {}
-    for sigma, values in zip(sigmas or (), itertools.zip_longest(*lists)):
-        norms = np.array([norm for norm in map(_number, values) if norm > 0])
-        points |= {sigma: 10 ** np.log10(norms).mean()} if len(norms) else {}
-    if not points:
-        return None
-
-    def draw(axes: Axes) -> None:
-        axes.plot([*points], [*points.values()], color=BLUE, marker="o", markersize=3.5)
-        axes.set_xlim(max(points) + 0.02, 0)  # sampling runs from noise to video
-        if spans_decades(np.array([*points.values()])):
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)  # shows how level the norms are
-
-    title = "Gradient at the velocity, mean of the run"
-    return _chart(draw, "gradient-sigma", title, "norm", "sigma of the step")
 
 
 Points = Mapping[int, tuple[float, float]]

@@ -284,7 +284,6 @@ def _charts(run: Trained) -> list[str]:
         *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
         charts.ratio(rows),
         *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm")),
-        charts.gradient_by_sigma(rows, run.folder.facts.get("sigmas")),
         charts.phases(rows),
     ]
     return [chart for chart in drawn if chart is not None]
