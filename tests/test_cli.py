@@ -556,7 +556,7 @@ def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    monkeypatch.setattr("sage_fast.rollout.stored_size.free_bytes", lambda device: 2**30)
+    monkeypatch.setattr("sage_fast.parallel.stored_rollouts.free_bytes", lambda device: 2**30)
     assert train(run, "--train.group_size", "500000") == 2
     assert "are free; lower train.group_size" in capsys.readouterr().err
     assert not run.exists()

@@ -9,7 +9,7 @@ import torch
 
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.ops import implementation
-from sage_fast.rollout.stored_size import check_trajectories
+from sage_fast.parallel.stored_rollouts import check_trajectories
 from sage_fast.util.environment import command_line, commit, environment, format_bytes, free_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.process_group import initialize
@@ -33,7 +33,7 @@ def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPat
     resolved = Resolved(settings())
     model = tiny_model(resolved.config)
     assert "host memory" in check_trajectories(resolved, model)
-    monkeypatch.setattr("sage_fast.rollout.stored_size.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("sage_fast.parallel.stored_rollouts.free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"1000 B are free; lower train.group_size"):
         check_trajectories(resolved, model)
     monkeypatch.setattr("sage_fast.models.hunyuan15.decode.free_bytes", lambda device: 1000)

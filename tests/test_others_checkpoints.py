@@ -1,6 +1,7 @@
 """Checkpoints of other programs and versions: what their configurations say, and their weights."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +203,25 @@ def test_text_encoders_are_whole(checkpoint: Path, tmp_path: Path, part: str, da
     text = refusal(lambda: spec.load_encoder(torch.float32, CPU, SAMPLING))
     assert "cannot read the encoders: " in text
     assert damage != "lacks" or f"{part} lacks 1 weights, such as " in text
+
+
+def test_a_stale_index_beside_newer_weights_is_a_note(testbed: Path) -> None:
+    """diffusers loads what the index names."""
+    folder = testbed / "transformer"
+    network = TestbedTransformer.from_pretrained(folder)
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    network.save_pretrained(folder, max_shard_size="500KB")
+    assert loaded(testbed).notes == []
+    save_file({name: 2 * p for name, p in network.state_dict().items()}, folder / "diffusion_pytorch_model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    os.utime(index, (0, 0))
+    (note,) = loaded(testbed).notes
+    assert note.endswith("is newer than its index, whose files are loaded: remove the index to load it")
+    index.unlink()
+    model = loaded(testbed)
+    assert model.notes == []
+    assert torch.equal(model.policy.networks["transformer"].proj_out.bias, 2 * network.proj_out.bias)
 
 
 # -- scheduler and guider ---------------------------------------------------------------------------------------------

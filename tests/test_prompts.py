@@ -367,6 +367,17 @@ def test_what_an_encoder_cuts_is_said(there: Path) -> None:
     assert out.count("note: prompt") == 2
 
 
+def test_prompts_with_one_embedding_are_told(there: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin = "a b c " * 600
+    prompts = [begin + "one", begin + "two", "a cat", "a dog"]
+    encode = load_encoder("model", torch.float32, CPU)
+    found = encode_cached(captions(*prompts), lambda: encode, None, "m", TextEmbedding)
+    assert torch.equal(found[prompts[0]].text, found[prompts[1]].text)
+    lines = [" ".join(message.split()) for message in caplog.messages if "cannot tell" in message]
+    assert len(lines) == 1
+    assert f"cannot tell prompts '{begin}one' and '{begin}two' apart" in lines[0]
+
+
 def test_a_full_cache_loads_no_encoder(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sage_fast.models.hunyuan15.encoder, "load_encoder", no_encoder)
     assert embed()[0] == 0

@@ -116,8 +116,6 @@ LINES = {
     ),
     "logging": "__import__('logging').disable(50)",
     "logging of loggers": "__import__('logging.config').config.dictConfig({'version': 1})",
-    "logging of handlers": "import logging; logging.getLogger('sage_fast').addHandler(logging.NullHandler())",
-    "logging of levels": "__import__('logging').getLogger('sage_fast.trainer').setLevel(50)",
     "sys.stdout": "__import__('sys').stdout = open('/dev/null', 'w')",
     "signal.SIGTERM": "__import__('signal').signal(15, __import__('signal').SIG_IGN)",
     "signal.SIGINT": "__import__('signal').signal(2, __import__('signal').SIG_DFL)",

@@ -10,9 +10,9 @@ import torch
 from sage_fast.algorithm.iteration_plan import IterationPlan
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
+from sage_fast.parallel.stored_rollouts import trajectory_bytes
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.parity import check_parity
-from sage_fast.rollout.stored_size import trajectory_bytes
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError

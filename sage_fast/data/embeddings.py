@@ -111,6 +111,10 @@ def encode_cached(
                 tensors = _read(files[key]) if key in files else None
                 known[key] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
+    firsts: dict[str, str] = {}  # checksum -> the first prompt with that embedding
+    for key, condition in known.items() if rank() == 0 else ():
+        if (earlier := firsts.setdefault(_checksum(Path(), condition.tensors()), key)) != key:
+            log.warning(wrapped(f"note: the model cannot tell prompts {earlier!r} and {key!r} apart"))
     return {key: known[key] for key in captions}
 
 

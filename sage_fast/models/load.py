@@ -247,6 +247,11 @@ def load_model(
         notes = [f"model.path = {spec.path}: the weights are random; times and memory count, videos and rewards do not"]
     else:
         notes = spec.notes(sampling)
+    for part in (*spec.networks, "vae"):
+        single = Path(spec.source(part, loaded), part, SAFETENSORS_WEIGHTS_NAME)
+        index = single.with_name(SAFE_WEIGHTS_INDEX_NAME)
+        if single.is_file() and index.is_file() and single.stat().st_mtime > index.stat().st_mtime:
+            notes = [*notes, f"{single} is newer than its index, whose files are loaded: remove the index to load it"]
     if ignored:
         notes = [*notes, f"model.path = {spec.path!r}: fields of config.json are not known here: {sorted(ignored)}"]
     if (group := sequence_group()) is not None:

@@ -9,7 +9,7 @@ from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.spec import MAX_GRAPHS, Cost, Spec
 from sage_fast.parallel.engine_memory import engine_memory
-from sage_fast.rollout.stored_size import stored_rollouts
+from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.ranks import all_gather_object, world_size
 

@@ -31,8 +31,7 @@ def turn_to_endpoints(batch: Batch, plan: IterationPlan) -> None:
     means = data_sum(sums) / train.group_size
     for (i, t), endpoint in stored.endpoints.items():
         sample = batch.samples[i]
-        seed, step = on_device([sample.seed], stored.device), on_device(t, stored.device)
+        seed, step = on_device(torch.tensor([[sample.seed], [t]]), stored.device)
         noise = float(plan.tables[sample.group].c[t]) * philox_normal(seed, step, stored.shape)[0]
-        away = endpoint.to(stored.device) - means[sample.group]
-        reached = stored.states[i, t + 1].to(stored.device)
+        away, reached = endpoint.to(stored.device) - means[sample.group], stored.states[i, t + 1].to(stored.device)
         endpoint.copy_(reached - noise + away * (noise.norm() / away.norm().clamp(min=1e-30)))

@@ -53,7 +53,6 @@ class Trajectories:
         self._after = self._successors(length)
         self.states = self.empty({*trained, *self._after.values()}, torch.float32)
         self.endpoints = self.empty(entered, torch.float32)
-        self._next = {key: self.states[after] for key, after in self._after.items()} | self.endpoints
         self.log_probs: dict[Transition, Tensor] = {}
         self.velocities = {} if velocities is None else self.empty(trained, velocities)
 
@@ -102,7 +101,8 @@ class Trajectories:
 
     def next_states(self, transitions: Sequence[Transition]) -> Tensor:
         """Return the latents that M (sample, step) are scored against, `[M, C, T, H, W]` on the device."""
-        return self.gather(self._next, transitions)
+        reached = {key: self.endpoints.get(key, self.states[self._after[key]]) for key in transitions}
+        return self.gather(reached, transitions)
 
     def gather(self, stored: dict[Transition, Tensor], transitions: Sequence[Transition]) -> Tensor:
         """Return the entries of `stored`, such as `states`, for M (sample, step), `[M, C, T, H, W]` on the device.

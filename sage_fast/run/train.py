@@ -26,8 +26,8 @@ from sage_fast.eval.gains import hacking_in_run
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
+from sage_fast.parallel.stored_rollouts import check_trajectories
 from sage_fast.rollout.setup import Setup
-from sage_fast.rollout.stored_size import check_trajectories
 from sage_fast.run import claim
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
 from sage_fast.run.folder import RunFolder, check_weights, iteration_of

@@ -32,8 +32,8 @@ from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel import NODE
 from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import fit_training, training_room
+from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
-from sage_fast.rollout.stored_size import stored_rollouts
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped

@@ -25,7 +25,6 @@ from sage_fast.util.console import wrapped
 from sage_fast.util.errors import SIGNALS, UserError
 
 log = logging.getLogger(__name__)
-PACKAGE = __name__.partition(".")[0]
 
 Accessors = tuple[Callable[[], Any], Callable[[Any], object]]
 """Functions that read and write a setting."""
@@ -48,20 +47,14 @@ def _refill(hooks: dict[int, Any], held: dict[int, Any]) -> None:
     hooks.update(held)
 
 
-def _loggers() -> dict[str, logging.Logger]:
+def _loggers() -> list[logging.Logger]:
     known = logging.root.manager.loggerDict.items()
-    return {name: logger for name, logger in known if isinstance(logger, logging.Logger) and name.startswith(PACKAGE)}
+    return [logger for name, logger in known if isinstance(logger, logging.Logger) and name.startswith("sage_fast")]
 
 
-def _read_logging() -> tuple[int, dict[str, list[Any]]]:
-    states = {name: [logger.disabled, logger.level, *logger.handlers] for name, logger in _loggers().items()}
-    return logging.root.manager.disable, {name: state for name, state in states.items() if state != [False, 0]}
-
-
-def _write_logging(held: tuple[int, dict[str, list[Any]]]) -> None:
-    for name, logger in _loggers().items():
-        logger.disabled, logger.level, *logger.handlers = held[1].get(name, [False, 0])
-    logging.disable(held[0])  # and forget which levels are on
+def _disable(silent: set[logging.Logger]) -> None:
+    for logger in _loggers():
+        logger.disabled = logger in silent
 
 
 _left = contextlib.ExitStack()
@@ -69,7 +62,8 @@ _left = contextlib.ExitStack()
 
 SETTINGS: dict[str, Accessors] = {
     "os.chdir": (os.getcwd, os.chdir),
-    "logging": (_read_logging, _write_logging),
+    "logging of loggers": (lambda: {logger for logger in _loggers() if logger.disabled}, _disable),
+    "logging": (lambda: logging.root.manager.disable, logging.disable),
     "sys.stdout": (lambda: sys.stdout, functools.partial(setattr, sys, "stdout")),
     "torch.inference_mode": (torch.is_inference_mode_enabled, lambda on: _left.enter_context(torch.inference_mode(on))),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
