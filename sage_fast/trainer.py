@@ -204,10 +204,8 @@ class Trainer:
         objective, weights = self.config.objective, self.config.reward.part_weights
         rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
         valid = rewards.isfinite()
-        compared = balanced_rewards(scores.parts, weights, valid) if objective.balanced_rewards else rewards
-        advantages, equal = group_advantages(
-            compared, valid, std=objective.advantage_std, clamp=objective.advantage_clamp
-        )
+        basis = balanced_rewards(scores.parts, weights, valid) if objective.balanced_rewards else rewards
+        advantages, equal = group_advantages(basis, valid, std=objective.advantage_std, clamp=objective.advantage_clamp)
         self.observer.record_rewards(scores, advantages, valid, equal)
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         kept &= extremes(advantages, valid, self.config.train.trained_samples or valid.shape[1])

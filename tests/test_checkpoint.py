@@ -319,6 +319,18 @@ def evaluated(run: Path, iteration: int, reward: float) -> None:
     write_atomic(run / "eval" / f"iteration-{iteration:06d}.json", json.dumps(scores))
 
 
+@pytest.mark.parametrize("name", ["iteration-\u0663", "iteration-" + "9" * 200, "iteration-000007", "iteration-7"])
+def test_a_stray_entry_is_no_checkpoint(name: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(settings())
+    save(trainer, tmp_path, 1)
+    stray = tmp_path / "checkpoints" / name
+    stray.touch() if name == "iteration-000007" else stray.mkdir()
+    assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["iteration-000001"]
+    found = load_checkpoint(tmp_path, trainer.engine)
+    assert found is not None
+    assert found[0] == 1
+
+
 def test_what_cannot_be_removed_is_noted_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,7 +63,7 @@ class RunFolder:
     @classmethod
     def of_checkpoint(cls, path: Path) -> RunFolder | None:
         """Return the run of a path `<run>/checkpoints/iteration-N`; None for any other path."""
-        inside = path.parent.name == "checkpoints" and re.fullmatch(r"iteration-\d+", path.name)
+        inside = path.parent.name == "checkpoints" and re.fullmatch("iteration-[0-9]{6,9}", path.name)
         return cls(path.parent.parent) if inside else None
 
     @property
@@ -186,7 +186,8 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of complete checkpoints, oldest first."""
-        found = [path for path in (self.path / "checkpoints").glob("iteration-*") if self.of_checkpoint(path)]
+        inside = (self.path / "checkpoints").glob("iteration-*")
+        found = [path for path in inside if path.is_dir() and self.of_checkpoint(path)]
         return sorted(found, key=iteration_of)
 
     def first_sound(self, folders: Iterable[Path], read: Callable[[Path], Found]) -> Found | None:
