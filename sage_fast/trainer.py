@@ -208,7 +208,8 @@ class Trainer:
         advantages, equal = group_advantages(basis, valid, std=objective.advantage_std, clamp=objective.advantage_clamp)
         self.observer.record_rewards(scores, advantages, valid, equal)
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
-        kept &= extremes(advantages, valid, self.config.train.trained_samples or valid.shape[1])
+        if count := self.config.train.trained_samples:
+            kept &= extremes(advantages, valid, count)
         return advantages.flatten()[batch.numbers].float().to(self.device), kept.flatten().tolist()
 
     # -- update -------------------------------------------------------------------------------------------------------
