@@ -340,7 +340,7 @@ def _widths(ptx: str, access: str) -> list[int]:
 def compile_report(
     specialisations: Iterable[Specialisation] = SPECIALISATIONS, architectures: Sequence[int] = ARCHITECTURES
 ) -> list[Row]:
-    """Compile the kernels for each architecture: about 0.5 s each, cached on disk by Triton.
+    """Compile the kernels for each architecture; Triton caches them on disk.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

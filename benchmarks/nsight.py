@@ -26,10 +26,7 @@ TESTBED = "random:testbed"
 
 
 def large_inputs(operator: str, device: torch.device) -> list[Any]:
-    """Make the arguments of an operator in the usual dtype, so large that only memory limits a copy.
-
-    24 samples of a transition took an H100 less time than its host took for the launches.
-    """
+    """Make the arguments of an operator in the usual dtype, so large that only memory should limit a copy."""
     gpu = device.type == "cuda"
     batch = (96 if gpu else 2) if operator.startswith("transition") else (4 if gpu else 1)
     shape = (batch, *OPERATORS[operator].production[1:])

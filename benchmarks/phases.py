@@ -106,7 +106,7 @@ def profile_iteration(
         "trace": None if window_only else str(folder / TRACE.format(rank())),
     }
     if profiler is not None and rank() == 0:
-        write_json(result, folder / "profile.json")  # a million events take minutes to read
+        write_json(result, folder / "profile.json")  # before the trace is read, which may be long
         if device.type == "cuda":
             log.info("reading the trace")
             result["kernels"] = kernel_table(profiler.key_averages())

@@ -40,7 +40,7 @@ from sage_fast.util.ranks import local_device
 WARM_UPS = 2
 """Calls of a contender before it is timed: one that compiles and allocates, one in steady state."""
 LONG = 20
-"""Steps from which on a rollout is timed once, after the warm-up of one step: it takes minutes."""
+"""Steps from which on a rollout is timed once, after the warm-up of one step."""
 OUT_OF_MEMORY = "out of memory"
 """The one reason for a missing time that is a finding, not a fault."""
 

@@ -231,7 +231,7 @@ class StockDecoder(VideoDecoder):
     """
 
     BATCH = 8
-    """On a CPU a batch of 64 takes half as long again, most of it in pages of memory that are new to the process."""
+    """Videos that `batches` decodes at once."""
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, batches: bool) -> None:
         super().__init__(vae, channels_last=False)

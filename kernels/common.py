@@ -182,7 +182,7 @@ def _minus_2_log(u):
 def _box_muller(u_radius, u_angle):
     """Return sqrt(-2 ln u_radius) times cos(2 pi u_angle) and sin(2 pi u_angle).
 
-    tl.cos and tl.sin cost several times as much. t = u - 1/2 is exact. With the zeros factored out and minimax p and q,
+    tl.cos and tl.sin reduce angles of any size. t = u - 1/2 is exact. With the zeros factored out and minimax p and q,
     cos(2 pi u) = (t^2 - 1/16) q(t^2) and sin(2 pi u) = t (t^2 - 1/4) p(t^2). At radius 1 the error over all 2^24 angles
     is at most 2.6e-7, against 3.8e-7 for the exact cosine of 2 pi u rounded to fp32.
     """
@@ -308,7 +308,7 @@ def reduce(partial: Tensor, coefs: Tensor, step: Tensor, numel: int) -> list[Ten
 
 
 def power_of_2(n: int) -> int:
-    """Smallest power of two >= `n` >= 1. triton.next_power_of_2 takes 12 us, twice in a launch of 40 to 50 us."""
+    """Smallest power of two >= `n` >= 1."""
     return 1 << (n - 1).bit_length()
 
 

@@ -42,7 +42,7 @@ LOADER = Path(__file__).with_name("flash4_loader.py")
 
 
 def like_the_model(shape: tuple[int, int, int, int], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values as a block has them: the values are every third head of a joint projection."""
+    """Return queries, keys and values as a block has them: the values are the last third of a joint projection."""
     tokens, heads, width = shape[1:]
     query, key = (torch.empty(shape, dtype=torch.bfloat16, **options) for _ in range(2))
     row = 3 * heads * width

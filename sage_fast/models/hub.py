@@ -24,7 +24,7 @@ HUB_SECONDS = 5.0
 def reachable(path: str) -> str:
     """Return `path` if it is a folder or a model on a reachable hub, else the folder of its cached download.
 
-    Cached per path: without network, `from_pretrained` retries for half a minute per file, even for cached files.
+    Cached per path: without network, `from_pretrained` retries for every file, even for cached ones.
 
     Raises:
         UserError: there is no local copy, and the hub cannot be reached or has no such model.

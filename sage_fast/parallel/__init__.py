@@ -19,7 +19,7 @@ NODE = 8
 
 
 def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = True) -> Engine:
-    """Build the engine that `train.engine` names; its module is imported here, since DeepSpeed takes seconds."""
+    """Build the engine that `train.engine` names; its module is imported here, since it may need DeepSpeed."""
     engine: Engine = pkgutil.resolve_name(ENGINES[config.engine].build)(policy, config, ema_warms_up=ema_warms_up)
     return engine
 

@@ -79,7 +79,7 @@ def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo
     """Patch the stock autoencoder to accept batches of more than one video; results are unchanged.
 
     Its attention mask has shape [B, S, S], which broadcasts against [B, 1, S, S] only for B = 1. The alternative
-    without a patch is `enable_slicing()`, one video at a time, which is slower for small videos.
+    without a patch is `enable_slicing()`, one video at a time.
     """
     for module in vae.modules():
         if isinstance(module, HunyuanVideo15AttnBlock):

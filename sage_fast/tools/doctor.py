@@ -47,7 +47,7 @@ OPTIONAL = {
 def doctor(file: Path | None = None) -> int:
     """Run all checks, print each when it is done, and return the exit status: 1 if anything is wrong.
 
-    The first compilation of kernels takes minutes, or hangs.
+    The first compilation of kernels may hang.
 
     Args:
         file: JSON, written after every row.

@@ -84,7 +84,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def heavy_imports(command: str) -> Iterator[None]:
-    """Announce the imports of the block, which take seconds; without the garbage collector they take a fifth less."""
+    """Announce the imports of the block, and run them without the garbage collector."""
     log.info(f"sage-fast {command}: loading PyTorch and diffusers")
     gc.disable()
     try:

@@ -27,7 +27,7 @@ def read_image(path: str, *, reduced: bool = False) -> Image.Image:
     """Read an image upright, in RGB.
 
     Args:
-        reduced: read a JPEG at a fraction of its size, which is faster.
+        reduced: read a JPEG at a fraction of its size.
 
     Raises:
         UserError: it is missing, no image, cut off, too small or too large, or has more than 8 bits a channel.

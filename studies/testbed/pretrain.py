@@ -227,7 +227,7 @@ def train_vae(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int) -> Auto
 def _reconstruct(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, foreground: float) -> None:
     """Train what requires gradients on freshly rendered videos. A pixel of a shape weighs 1 + `foreground`."""
     for weight in vae.parameters():
-        if weight.ndim == 5:  # channels innermost, in weights and input, is a fifth faster
+        if weight.ndim == 5:  # channels innermost, in weights and input
             weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(

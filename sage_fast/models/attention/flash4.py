@@ -1,8 +1,8 @@
 """FlashAttention 4 as an operator of PyTorch.
 
 The package flash-attn-4 (kernels in CuTe DSL for Hopper and Blackwell) launches its kernels past PyTorch's dispatcher.
-As an operator, checkpointing can keep its output. The package compiles at the first call of a kernel, for about a
-minute: into a folder, so that it does so once for all processes. Written against 4.0.0b36; its kernels have run as
+As an operator, checkpointing can keep its output. The package compiles at the first call of a kernel: into a
+folder, so that it does so once for all processes. Written against 4.0.0b36; its kernels have run as
 scripts/flash4_kit.py compiles them alone.
 """
 

@@ -115,7 +115,7 @@ class VideoDecoder(Decoder):
         latents = latents.contiguous(memory_format=self.layout)
         shape = video_shape(self.vae.decoder, latents.shape)
         videos = torch.empty(shape, dtype=torch.float32, device=latents.device)
-        # Parts of nearly equal size: a last part of a single video would be slow.
+        # Parts of nearly equal size, without a small one at the end.
         parts = -(-len(latents) // plan.samples)
         for part, out in zip(latents.tensor_split(parts), videos.tensor_split(parts)):
             done = 0

@@ -1,4 +1,4 @@
-"""The decoder of HunyuanVideo 1.5's autoencoder, in less memory and time than the stock forward.
+"""The decoder of HunyuanVideo 1.5's autoencoder, with fewer copies than the stock forward.
 
 The weights are those of the stock modules, and the values agree up to rounding. The differences:
 
