@@ -105,7 +105,8 @@ def build(folder: Path) -> str:
     """Write the wheel; return the line to print."""
     found = importlib.metadata.version("flash-attn-4")
     if found != VERSION:
-        return f"flash-attn-4 {found} is installed; the loader's arguments are those of {VERSION}"
+        raise SystemExit(f"flash-attn-4 {found} is installed; the loader's arguments are those of {VERSION}")
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as cache:
         objects, facts = compile_objects(Path(cache))
         from cutlass.cute.runtime import find_runtime_libraries

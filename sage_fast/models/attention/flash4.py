@@ -89,7 +89,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     deterministic = torch.get_deterministic_debug_mode() == 2  # 1 is `warn_only`
     if torch.get_deterministic_debug_mode() == 1:
-        warnings.warn("the backward of FlashAttention 4 is deterministic without warn_only alone", stacklevel=2)
+        warnings.warn("with warn_only the backward of FlashAttention 4 is not deterministic", stacklevel=2)
     with _one_compiles("backward", query.dtype, query.shape[3], deterministic):
         dq, dk, dv = _package()[1](query, key, value, out, gradient, log_sum_exp, deterministic=deterministic)
     return dq, dk, dv
