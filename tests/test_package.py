@@ -58,7 +58,7 @@ def test_only_three_folders_beside_the_package_are_part_of_it(tmp_path: Path) ->
 def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
     """It has every tracked file of the package, its configurations and kernels, the compiled operators, and no test.
 
-    Of the benchmarks it has what `sage-fast bench` imports.
+    Of the benchmarks it has what `sage-fast bench` and `profile` import.
     """
     tracked = subprocess.run(
         ["git", "ls-files", "sage_fast", "kernels", "configs", "benchmarks/*.py"],
