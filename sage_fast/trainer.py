@@ -157,7 +157,7 @@ class Trainer:
                 own = scorer.finish()
             with watch.waiting():
                 scores = gather_checked(self.reward, batch.numbers, own)
-            if batch.trajectories.endpoints:
+            if self.config.objective.direction == "endpoint":
                 turn_to_endpoints(batch, plan)
             if self.objective.scores_noised:
                 with watch("anchor"):

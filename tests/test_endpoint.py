@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.advantages import extremes
-from sage_fast.algorithm.iteration_plan import Sample
+from sage_fast.algorithm.iteration_plan import IterationPlan, Sample
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.ops.philox import philox_normal
+from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.endpoint import turn_to_endpoints
 from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.util.errors import UserError
@@ -112,6 +113,22 @@ def test_only_the_step_that_a_group_enters_together_is_turned(monkeypatch: pytes
     with torch.no_grad():
         scores = trainer.replay.score(batch, stored.trained)
     torch.testing.assert_close(scores.log_prob, scores.log_prob_old, rtol=0, atol=2e-5)
+
+
+def test_ranks_without_such_a_step_sum_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+
+    def watched(batch: Batch, plan: IterationPlan) -> None:
+        called.append(len(batch.trajectories.endpoints))
+        turn_to_endpoints(batch, plan)
+
+    monkeypatch.setattr("sage_fast.trainer.turn_to_endpoints", watched)
+    trainer = tiny_trainer(settings(**ENDPOINT, train__timestep_fraction=0.5, train__parity_gate=False))
+    for index in range(6):
+        trainer.rollout(trainer.plan(index))
+    assert len(called) == 6
+    assert 0 in called
+    assert max(called) > 0
 
 
 def endpoints() -> dict[tuple[int, int], Tensor]:
