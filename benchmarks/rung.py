@@ -168,7 +168,7 @@ class Rung:
         self.stock = with_own_adapter(transformer, dtype)
         options: dict[str, Any] = {"dtype": dtype, "guidance_scale": size.guidance}
         self.ours = HunyuanVideo15Policy(transformer, **options)
-        self.ours.forward.refresh()  # lays out the weights anew, before code is compiled for their strides
+        self.ours.forward.refresh()  # changes the strides of the weights, for which code is compiled later
         # The paths of our forward share one policy. Two policies over one transformer would take the weights from each
         # other, and lay out those of all blocks again, at every turn.
         self.policies: dict[str, HunyuanVideo15Policy] = {

@@ -59,7 +59,7 @@ def contents_of(prompts: Sequence[Prompt], weights: str | None, rewards: Mapping
 
 
 def _code(file: Path) -> set[Path]:
-    """Return a file of Python and those beside it that it may import, or that these may: it names them."""
+    """Return a Python file and the files beside it that it may import: it names them, or one of these does."""
     found, new = {file}, {file}
     while new:
         words = {word for each in new if each.is_file() for word in re.findall(rb"\w+", each.read_bytes())}

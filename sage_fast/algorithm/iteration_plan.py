@@ -217,13 +217,13 @@ class IterationPlan:
         Args:
             kept: as for `updates`; by default `train.trained_samples` of every group.
         """
-        train, stored = self.resolved.config.train, sum(len(self.trained[sample.group]) for sample in self.samples)
+        train, stored = self.resolved.config.train, [len(self.trained[sample.group]) for sample in self.samples]
         if kept is None:
             kept = [sample.index < (train.trained_samples or train.group_size) for sample in self.samples]
         counts = {
             "rollout": sum(map(self.rollouts.count, self.shares)),
-            "training": sum(map(len, self.updates(kept))),
-            "anchor": len(self.anchored(kept)) + stored * self.resolved.objective.scores_noised,
+            "training": sum(steps for steps, trains in zip(stored, kept) if trains),
+            "anchor": len(self.anchored(kept)) + sum(stored) * self.resolved.objective.scores_noised,
         }
         return {part: count * self.resolved.config.sampling.passes for part, count in counts.items()}
 

@@ -35,9 +35,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
     noiseless = f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false"
     s.require(bool(resolved.table.stochastic_steps) or not s.shared_initial_noise, "shared_initial_noise", noiseless)
     together = s.shared_initial_noise and resolved.objective.surrogate.scores_rollout
-    needs = (
-        "expected sampling.shared_initial_noise and a surrogate that scores the rollout; the nearest choice is noise"
-    )
+    needs = "expected sampling.shared_initial_noise and a surrogate that scores rollouts; the nearest choice is noise"
     config.objective.require(together or config.objective.direction == "noise", "direction", needs)
     share = f" and train.timestep_fraction = {train.timestep_fraction:g}" * (train.timestep_fraction < 1)
     if trainable < train.optimizer_steps:

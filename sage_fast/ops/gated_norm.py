@@ -36,19 +36,19 @@ def gated_norm(
         `[B, S, d]` and `[B, S, d + pad]` in the dtype of x, computed in float32. Differentiable in every tensor.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit.
+        ValueError: a shape, dtype or device does not fit, or `pad` is below 0.
     """
-    check_branch(x, y, {"gate": gate, "scale": scale, "shift": shift})
+    check_branch(x, y, {"gate": gate, "scale": scale, "shift": shift}, pad=pad)
     return torch.ops.sage_fast.gated_norm(x, y, gate, scale, shift, eps, pad)
 
 
-def check_branch(x: Tensor, y: Tensor, vectors: dict[str, Tensor]) -> None:
+def check_branch(x: Tensor, y: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
     """Check x, a branch's output y that is like x, and what `check_rows` checks.
 
     Raises:
         ValueError: one of them does not fit.
     """
-    check_rows(x, vectors)
+    check_rows(x, vectors, **further)
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(f"y: expected {x.dtype} {list(x.shape)}, got {y.dtype} {list(y.shape)}")
     if y.device != x.device:

@@ -36,7 +36,7 @@ def norm_modulate(
         `[B, S + pad_rows, d + pad]` in the dtype of x, computed in float32. Differentiable in x, scale and shift.
 
     Raises:
-        ValueError: a shape or device does not fit.
+        ValueError: a shape or device does not fit, or `pad` or `pad_rows` is below 0.
     """
     return residual_norm(x, scale, shift, eps, pad, pad_rows)[1]
 
@@ -49,16 +49,18 @@ def residual_norm(
     The backward adds both gradients in the norm's own pass, which saves a separate one. Arguments and errors are those
     of `norm_modulate`.
     """
-    check_rows(x, {"scale": scale, "shift": shift})
+    check_rows(x, {"scale": scale, "shift": shift}, pad=pad, pad_rows=pad_rows)
     return _Residual.apply(x, scale, shift, eps, pad, pad_rows)
 
 
-def check_rows(x: Tensor, vectors: dict[str, Tensor]) -> None:
-    """Check x and the vectors of its samples.
+def check_rows(x: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
+    """Check x, the vectors of its samples, and the counts of extra rows and columns.
 
     Raises:
-        ValueError: x is not `[B, S, d]`, or one of `vectors` is not `[B, d]` on its device.
+        ValueError: x is not `[B, S, d]`, one of `vectors` is not `[B, d]` on its device, or a count is below 0.
     """
+    if min(further.values(), default=0) < 0:  # the kernels would write outside the result
+        raise ValueError(f"expected at least 0, got {further}")
     if x.ndim != 3:
         raise ValueError(f"x: expected [B, S, d], got {list(x.shape)}")
     for name, tensor in vectors.items():

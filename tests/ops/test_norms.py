@@ -185,6 +185,10 @@ def test_bad_inputs() -> None:
         gated_norm(x, x, row[:, :7], row, row)
     with pytest.raises(ValueError, match=r"y: expected torch.float32 \[2, 3, 8\], got torch.bfloat16"):
         gated_norm(x, x.bfloat16(), row, row, row)
+    with pytest.raises(ValueError, match=r"expected at least 0, got {'pad': 0, 'pad_rows': -1}"):
+        norm_modulate(x, row, row, pad_rows=-1)
+    with pytest.raises(ValueError, match=r"expected at least 0, got {'pad': -1}"):
+        gated_norm(x, x, row, row, row, pad=-1)
     joint, text, *weights, rotary, _ = inputs("norm_rotate", (2, 3, 1, 2, 8), (FP32,))
     with pytest.raises(ValueError, match=r"text: expected torch.float32 \[2, 1, 3, 2, 8\], got torch.bfloat16"):
         norm_rotate(joint, text.bfloat16(), *weights, rotary)

@@ -125,8 +125,9 @@ def read_adapter(
 
 
 def _fields(header: Mapping[str, str], beside: Path | None, part: str) -> dict[str, Any]:
-    """Return what a file states of its LoRA, by peft's names: the configuration in its header, or in a file beside it,
-    joined with the plain entries of its header.
+    """Return what a file states of its LoRA, by peft's names.
+
+    Its configuration is in its header or in a file beside it; plain entries of the header count too.
 
     Raises:
         Fault: it cannot be read, or a field cannot be honoured.
