@@ -5,6 +5,7 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import os
@@ -17,6 +18,8 @@ from sage_fast.util.errors import UserError
 
 SHORTEST = 4
 """Shortest value of the environment that is masked in texts: any text holds shorter ones by chance."""
+PIECE = 8
+"""Shortest piece that is masked of a value whose half is not longer: an answer may be cut."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _given: dict[str, str] = {}
 """Value, or how an answer may write it -> name of the variable that was read."""
@@ -47,16 +50,24 @@ def secret(variable: str) -> str:
     """Read an environment variable whose value `names_for_values` then masks; return "" if it is not set."""
     value = os.environ.get(variable, "")
     bare = value.strip()
-    quoted = html.escape(bare), urllib.parse.quote(bare), urllib.parse.quote(bare, safe="")
-    _given.update(dict.fromkeys((value, bare, json.dumps(bare)[1:-1], repr(bare)[1:-1], *quoted), variable))
+    data = bare.encode(errors="surrogateescape")
+    quoted = html.escape(bare), urllib.parse.quote(data), urllib.parse.quote(data, safe="")
+    written = repr(bare)[1:-1], repr(data)[2:-1], data.decode("latin-1"), base64.b64encode(data).decode()
+    _given.update(dict.fromkeys((value, bare, json.dumps(bare)[1:-1], *written, *quoted), variable))
     return value
 
 
 def names_for_values(text: str) -> str:
-    """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward."""
-    for value in sorted(_given, key=len, reverse=True):
-        if len(value) >= SHORTEST:
-            text = text.replace(value, f"${{{_given[value]}}}")
+    """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward.
+
+    Also in place of half a value, in letters of any case.
+    """
+    values = sorted((value for value in _given if len(value) >= SHORTEST), key=len, reverse=True)
+    halves = ((value, max(PIECE, -(-len(value) // 2))) for value in values)
+    pieces = [(value[i : i + half], value) for value, half in halves for i in range(len(value) - half + 1)]
+    for piece, value in [*zip(values, values), *pieces]:
+        if piece.casefold() in text.casefold():
+            text = re.sub(re.escape(piece), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
     return text
 
 
