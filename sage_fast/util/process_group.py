@@ -34,8 +34,8 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
         host, port = os.environ.get("MASTER_ADDR", ""), launched("MASTER_PORT", 0)
         where = f"MASTER_ADDR:MASTER_PORT = {host}:{port}"
         try:
-            if own > 0 and host and port:
-                _await_store(host, port, timeout)
+            if host and port:
+                _await_store(host, port, timeout, own)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 timeout=timeout,
@@ -51,8 +51,10 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
     return device
 
 
-def _await_store(host: str, port: int, timeout: timedelta) -> None:
-    """Wait until the store of rank 0 answers: PyTorch's own waiting prints a trace of its C++ code at each try.
+def _await_store(host: str, port: int, timeout: timedelta, rank: int) -> None:
+    """Wait until the store of rank 0 answers, on rank 0 until its own name is known.
+
+    PyTorch's own waiting prints a trace of its C++ code at each try.
 
     Raises:
         OSError: it does not, within the timeout.
@@ -60,7 +62,9 @@ def _await_store(host: str, port: int, timeout: timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            return socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
+            if socket.getaddrinfo(host, port) and rank > 0:
+                socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
+            return
         except OSError:
             if time.monotonic() > deadline:
                 raise
