@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler
 from safetensors.torch import load_file, save_file
+from transformers import Qwen2_5_VLTextModel, T5EncoderModel
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.load import check_weights, find_spec, load_model
@@ -73,13 +74,31 @@ def test_a_field_that_the_class_does_not_know_is_a_note(testbed: Path, part: str
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_layers": "three"}, {"patch_size": None}, {"attention_head_dim": []}, {"mlp_ratio": "four"}],
+    [{"num_layers": "three"}, {"patch_size": None}, {"attention_head_dim": []}, {"mlp_ratio": "four"},
+     {"rope_theta": None}, {"rope_theta": "256"}, {"qk_norm": None}, {"rope_axes_dim": None}],
     ids=str,
-)
+)  # fmt: skip
 def test_values_of_another_type_are_one_line(testbed: Path, fields: dict[str, Any]) -> None:
     change(testbed / "transformer" / "config.json", **fields)
     for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
         assert "transformer/config.json describes no model: " in refusal(call)
+
+
+@pytest.mark.parametrize("value", [None, "1.03", [1]], ids=str)
+@pytest.mark.parametrize("field", ["scaling_factor", "spatial_compression_ratio"])
+def test_values_of_another_type_in_the_autoencoder_are_one_line(checkpoint: Path, tmp_path: Path, field: str, value: Any
+) -> None:  # fmt: skip
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    change(copied / "vae" / "config.json", **{field: value})
+    assert f"vae/config.json describes no model: {field} is " in refusal(lambda: check_weights(find_spec(str(copied))))
+    assert " vae/" in refusal(lambda: loaded(copied))
+
+
+@pytest.mark.parametrize("axes", [[4, 4, 4], [4, 4, 4, 4], [3, 7, 6], ["4", "6", "6"], []], ids=str)
+def test_rotary_axes_that_do_not_fill_a_head_are_one_line(testbed: Path, axes: list[Any]) -> None:
+    change(testbed / "transformer" / "config.json", rope_axes_dim=axes)
+    text = refusal(lambda: find_spec(str(testbed)))
+    assert f"its transformer has rope_axes_dim = {axes}; expected 3 even numbers with the sum 16" in text
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])
@@ -181,6 +200,43 @@ def test_a_weight_in_another_file_than_the_index_says(testbed: Path) -> None:
     assert key in refusal(lambda: loaded(testbed))
 
 
+@pytest.mark.parametrize(
+    "index",
+    [{"metadata": {}}, {"weight_map": {"proj_out.bias": 1}, "metadata": {}}, {"weight_map": {}}, {"no.such": "x"}],
+    ids=str,
+)
+def test_an_index_of_another_form_is_one_line(testbed: Path, index: dict[str, Any]) -> None:
+    (testbed / "transformer" / INDEX).write_text(json.dumps(index))
+    assert "transformer" in refusal(lambda: check_weights(find_spec(str(testbed))))
+    assert "transformer" in refusal(lambda: loaded(testbed))
+
+
+@pytest.mark.parametrize("name", ["index", "file"])
+def test_a_weight_that_nothing_asks_for_is_refused_at_the_dry_run_too(testbed: Path, name: str) -> None:
+    folder = testbed / "transformer"
+    file = folder / "diffusion_pytorch_model.safetensors"
+    if name == "file":
+        save_file(load_file(file) | {"ema.bias": torch.zeros(3)}, file, {"format": "pt"})
+    else:
+        files = sharded(folder)
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": files | {"ema.bias": max(files.values())}})
+        )
+    assert "ema.bias" in refusal(lambda: check_weights(find_spec(str(testbed))))
+    assert "ema.bias" in refusal(lambda: loaded(testbed))
+
+
+@pytest.mark.parametrize("key", ["proj_out.bias", "x_embedder.proj.weight"])
+def test_a_weight_that_the_index_does_not_list_is_refused_at_the_dry_run_too(testbed: Path, key: str) -> None:
+    """It is in a file, and is not loaded."""
+    folder = testbed / "transformer"
+    files = sharded(folder)
+    del files[key]
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert f"lacks 1 weights, such as {key}" in refusal(lambda: check_weights(find_spec(str(testbed))))
+    assert key in refusal(lambda: loaded(testbed))
+
+
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
 @pytest.mark.parametrize("damage", ["lacks", "torn", "shape", "config"])
 def test_text_encoders_are_whole(checkpoint: Path, tmp_path: Path, part: str, damage: str) -> None:
@@ -203,6 +259,70 @@ def test_text_encoders_are_whole(checkpoint: Path, tmp_path: Path, part: str, da
     text = refusal(lambda: spec.load_encoder(torch.float32, CPU, SAMPLING))
     assert "cannot read the encoders: " in text
     assert damage != "lacks" or f"{part} lacks 1 weights, such as " in text
+
+
+def encoder_refusal(checkpoint: Path) -> str:
+    spec = find_spec(str(checkpoint))
+    return refusal(lambda: spec.load_encoder(torch.float32, CPU, SAMPLING)).partition("cannot read the encoders: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("model_index.json", {"text_encoder": ["transformers", "Qwen9Model"]}),
+        ("model_index.json", {"text_encoder_2": [None, None]}),
+        ("model_index.json", {"text_encoder_2": 3}),
+        ("text_encoder/config.json", {"num_hidden_layers": 1}),
+        ("text_encoder/config.json", {"num_attention_heads": None}),
+        ("text_encoder_2/config.json", {"d_model": "24"}),
+        ("text_encoder_2/config.json", {"quantization_config": [1]}),
+        ("tokenizer/tokenizer_config.json", {"chat_template": "{% for"}),
+        ("tokenizer/tokenizer_config.json", {"chat_template": "{{ 'x' }}"}),
+        ("tokenizer/tokenizer_config.json", {"chat_template": "{{ 1 / 0 }}"}),
+        ("tokenizer/tokenizer_config.json", {"chat_template": None}),
+    ],
+    ids=str,
+)
+def test_encoders_and_tokenizers_of_another_form_are_one_line(
+    checkpoint: Path, tmp_path: Path, file: str, fields: dict[str, Any]
+) -> None:
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    (copied / "tokenizer" / "chat_template.jinja").unlink()
+    template = {"chat_template": (checkpoint / "tokenizer" / "chat_template.jinja").read_text()}
+    change(copied / "tokenizer" / "tokenizer_config.json", **template)
+    find_spec(str(copied)).load_encoder(torch.float32, CPU, SAMPLING)
+    change(copied / file, **fields)
+    assert encoder_refusal(copied)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_encoders_in_another_type_are_refused(checkpoint: Path, tmp_path: Path, part: str, dtype: torch.dtype) -> None:
+    """transformers casts them without the scales that another program keeps elsewhere."""
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    file = copied / part / "model.safetensors"
+    tensors = load_file(file)
+    save_file({key: p.to(dtype) if p.ndim == 2 else p for key, p in tensors.items()}, file, {"format": "pt"})
+    assert f"{part}/model.safetensors holds weights in " in encoder_refusal(copied)
+    save_file(tensors | {"position_ids": torch.arange(3)}, file, {"format": "pt"})
+    find_spec(str(copied)).load_encoder(torch.float32, CPU, SAMPLING)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
+def test_encoders_of_another_model_are_one_line(checkpoint: Path, tmp_path: Path, part: str) -> None:
+    """Words of another width fit no transformer; tokens without a row of the embedding stop a GPU."""
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    loader = Qwen2_5_VLTextModel if part == "text_encoder" else T5EncoderModel
+    network = loader.from_pretrained(checkpoint / part)
+    network.resize_token_embeddings(100)
+    network.save_pretrained(copied / part)
+    assert f"{part} has 100 tokens, and its tokenizer " in encoder_refusal(copied)
+    config = network.config
+    config.hidden_size, config.vocab_size = 16, 400
+    if part == "text_encoder":
+        config.rope_parameters["mrope_section"] = [1, 1, 2]
+    loader(config).save_pretrained(copied / part)
+    assert f"{part} has width 16; the transformer expects " in encoder_refusal(copied)
 
 
 def test_a_stale_index_beside_newer_weights_is_a_note(testbed: Path) -> None:
@@ -267,6 +387,16 @@ def test_another_scheduler_is_not_taken_for_ours(checkpoint: Path, tmp_path: Pat
     (note,) = notes(checkpoint, tmp_path, "scheduler", **scheduler.config, _class_name="UniPCMultistepScheduler")
     assert note.startswith("the checkpoint's scheduler is UniPCMultistepScheduler (")
     assert "flow_shift 5.0" in note
+
+
+@pytest.mark.parametrize("text", ["[1]", '"text"', "3", "[]", "{", "null"])
+@pytest.mark.parametrize("part", ["scheduler", "guider"])
+def test_a_part_that_states_nothing_is_said(checkpoint: Path, tmp_path: Path, part: str, text: str) -> None:
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    (other / part / f"{part}_config.json").write_text(text)
+    (note,) = find_spec(str(other)).notes(SamplingConfig(guidance_scale=GUIDANCE_SCALE))
+    assert note.startswith("the checkpoint lacks scheduler/ or guider/")
+    assert find_spec(str(other)).distillation is None
 
 
 def test_what_does_not_act_is_not_said(checkpoint: Path, tmp_path: Path) -> None:

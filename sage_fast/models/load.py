@@ -26,7 +26,7 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import CHECKPOINTS, SHIPPED, default_family, family, split_path
 from sage_fast.models.spec import Spec
-from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.errors import UserError, first_line, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -111,20 +111,23 @@ def check_weights(spec: Spec) -> None:
         expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
         given: dict[str, tuple[list[int], str, str]] = {}
         try:
-            names = [name]
             if name == SAFE_WEIGHTS_INDEX_NAME:
-                names = json.loads((folder / name).read_text())["weight_map"].values()
-            for name in sorted({*names}):
+                index = json.loads((folder / name).read_text())
+                files, _ = dict(index["weight_map"]), dict(index["metadata"])
+            else:
                 with safe_open(folder / name, "pt") as opened:
-                    for key in expected.keys() & {*opened.keys()}:
+                    files = dict.fromkeys(opened.keys(), name)
+            for name in sorted({*files.values()}):
+                with safe_open(folder / name, "pt") as opened:
+                    for key in (key for key, file in files.items() if file == name):
                         found = opened.get_slice(key)
                         given[key] = found.get_shape(), found.get_dtype(), name
         except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise UserError(f"model.path = {spec.path!r}: cannot read {part}/{name}: {error}") from error
         for key, (shape, dtype, name) in given.items():
             what = f"model.path = {spec.path!r}: {key} has shape {shape} and type {dtype} in {part}/{name}"
-            if shape != expected[key]:
-                raise UserError(f"{what}; its config.json asks for {expected[key]}")
+            if shape != expected.get(key):
+                raise UserError(f"{what}; its config.json asks for {expected.get(key, 'no such weight')}")
             if dtype not in FLOATS:
                 raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
         if lacking := sorted(expected.keys() - given.keys()):
@@ -169,8 +172,8 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
                 module, found = read(device_map={"": device})
             except NotImplementedError:  # missing weights cannot be moved; without a device they are named
                 module, found = read()
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
+    except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
+        raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {first_line(error)}") from error
     odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
     lost = (key for key, p in module.named_parameters() if p.is_meta and p.device != device)
     if odd := odd or [f"{key} is not where the index says" for key in lost]:

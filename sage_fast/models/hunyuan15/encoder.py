@@ -16,7 +16,7 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extra
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from PIL import Image
-from safetensors import SafetensorError
+from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
@@ -31,6 +31,8 @@ PARTS = (*ENCODERS, "tokenizer", "tokenizer_2")
 IMAGE_PARTS = ("image_encoder", "feature_extractor", "vae")
 IMAGE_TOKENS = 729
 """Tokens of an image in published checkpoints: SigLIP's 27 x 27 patches."""
+SCALED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
+"""Types of weights that mean nothing without scales, which another program keeps in its own way."""
 BLOCK, BLOCKS = 4096, 256
 """Sampled blocks for the fingerprint of a large file: bytes per block and number of blocks. In 5 GB, one per 20 MB."""
 
@@ -48,12 +50,14 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
         size: (height, width) of the videos, to which images are resized and cropped; None for text-to-video.
 
     Raises:
-        UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
+        UserError: they are missing or incomplete, do not fit each other or the transformer, or the tokenizer does not
+            match the pipeline's crop.
     """
     source = reachable(path)
     cls: Any = HunyuanVideo15Pipeline if size is None else diffusers.HunyuanVideo15ImageToVideoPipeline
     parts: dict[str, Any] = {"transformer": None, "scheduler": None, "guider": None}
     try:
+        widths: Any = AutoencoderKLHunyuanVideo15.load_config(source, subfolder="transformer")
         if size is None:
             with torch.device("meta"):  # the pipeline reads only sizes from it
                 parts["vae"] = AutoencoderKLHunyuanVideo15.from_config(
@@ -61,17 +65,25 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
                 )
         with progress_bars_of(source):
             for part in ENCODERS if size is None else (*ENCODERS, "image_encoder"):
+                for file in Path(source, part).glob("*.safetensors"):
+                    with safe_open(file, "pt") as opened:
+                        kinds = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+                    if odd := kinds & SCALED:
+                        raise OSError(f"{part}/{file.name} holds weights in {odd.pop()}; expected floats")
                 _, kind = cls.load_config(source)[part]
                 encoder, found = getattr(transformers, kind).from_pretrained(
                     source, subfolder=part, dtype=dtype, output_loading_info=True
                 )
                 if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
                     raise OSError(f"{part} lacks {len(lacking)} weights, such as {lacking[0]}")
+                own = encoder.config.hidden_size
+                if (width := widths.get(f"{part.replace('encoder', 'embed')}_dim", own)) != own:
+                    raise OSError(f"{part} has width {own}; the transformer expects {width}")
                 parts[part] = encoder
             pipeline = cls.from_pretrained(source, **parts, dtype=dtype)
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, SafetensorError) as error:
+        _check_tokens(pipeline)
+    except Exception as error:  # whatever odd files make these packages raise
         raise UserError(f"model.path = {path!r}: cannot read the encoders: {first_line(error)}") from error
-    _check_crop(pipeline, path)
     encoders = [pipeline.text_encoder, pipeline.text_encoder_2]
     if size is not None:
         pipeline.vae.decoder = None
@@ -121,23 +133,27 @@ def _content(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_crop(pipeline: Any, path: str) -> None:
+def _check_tokens(pipeline: Any) -> None:
     """Check that the pipeline's crop, which drops a fixed number of leading tokens, removes just the system message.
 
     Raises:
-        UserError: this tokenizer or chat template puts the start of the prompt elsewhere.
+        ValueError: this tokenizer or chat template puts the start of the prompt elsewhere, or gives tokens that the
+            encoder does not know.
     """
+    for part, tokenizer in zip(ENCODERS, (pipeline.tokenizer, pipeline.tokenizer_2)):
+        if (known := getattr(pipeline, part).config.vocab_size) < len(tokenizer):
+            raise ValueError(f"{part} has {known} tokens, and its tokenizer {len(tokenizer)}")
     chats = format_text_input(["a", "z"], pipeline.system_message)
     first, second = pipeline.tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"]
-    start = next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)
+    start = next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), -1)
     crop = pipeline.prompt_template_encode_start_idx
     if start != crop:
         harm = "words of the prompt would be lost" if start < crop else "the system message would be left in"
-        raise UserError(
-            f"model.path = {path!r}: its tokenizer begins the prompt at token {start}, and the pipeline crops {crop}: "
-            f"{harm}; expected the tokenizer of the published checkpoint"
+        raise ValueError(
+            f"the tokenizer begins the prompt at token {start}, and the pipeline crops {crop}: {harm}; expected the "
+            "tokenizer of the published checkpoint"
         )
 
 

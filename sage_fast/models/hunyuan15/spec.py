@@ -140,12 +140,12 @@ class HunyuanVideo15(Spec):
         Raises:
             UserError: the checkpoint would load but be sampled wrongly.
         """
-        task = self.configs.get("transformer", {}).get("task_type", "t2v")
+        has, task = f"model.path = {self.path!r}: its transformer has", self.transformer_config.task_type
         if task not in ("t2v", "i2v"):
-            raise UserError(
-                f"model.path = {self.path!r}: its transformer has task_type = {task!r}; expected 't2v' or 'i2v', as "
-                f"in {self.published}"
-            )
+            raise UserError(f"{has} task_type = {task!r}; expected 't2v' or 'i2v', as in {self.published}")
+        axes, width = self.transformer_config.rope_axes_dim, self.transformer_config.attention_head_dim
+        if len(axes) != 3 or not all(isinstance(n, int) and n % 2 == 0 for n in axes) or sum(axes) != width:
+            raise UserError(f"{has} rope_axes_dim = {axes}; expected 3 even numbers with the sum {width}")
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
         """Return where the settings sample differently from the checkpoint's own pipeline.
@@ -178,10 +178,12 @@ class HunyuanVideo15(Spec):
         """Return the class of the scheduler or the guider, and its configuration; a guider that is off has scale 1.
 
         Raises:
-            OSError: the checkpoint has none.
+            OSError: the checkpoint has none, or it states nothing.
         """
         cls, _ = SAMPLED_AS[part]
-        found = dict(cls.load_config(reachable(self.path), subfolder=part))
+        found = cls.load_config(reachable(self.path), subfolder=part)
+        if not found or not isinstance(found, dict):
+            raise OSError(f"{part} states nothing")
         if not found.pop("enabled", True):
             found |= {"guidance_scale": 1.0}
         return str(found.pop("_class_name", cls.__name__)), found
