@@ -129,7 +129,10 @@ def check() -> str:
         import flash_attn.cute as kit
 
         facts = kit.facts()
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and not (error.name or "").startswith("flash_attn"):
+            lacks = "apache-tvm-ffi is not installed" if error.name == "tvm_ffi" else f"it cannot be imported: {error}"
+            sys.exit(f"FlashAttention 4's kit is here, and {lacks}")
         return "FlashAttention 4's kit is not installed: no flash_attn_4-*.whl among the wheels. Skipped"
     if torch.cuda.is_available():
         from sage_fast.models.attention.backends import ATTENTION

@@ -38,8 +38,12 @@ def check(*tensors: Tensor) -> None:
     """Refuse what the kernels were not compiled for.
 
     Raises:
-        RuntimeError: the GPU, a dtype or a shape is another.
+        RuntimeError: the GPU, a dtype or a width is another, or they are too short.
+        ValueError: keys or values have another shape than the queries.
     """
+    for name, tensor in zip("qkv", tensors):
+        if tensor.shape != tensors[0].shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(tensors[0].shape)} as q")
     capability = torch.cuda.get_device_capability(tensors[0].device)
     if "sm_{}{}".format(*capability) != facts()["arch"]:
         raise RuntimeError(f"the FlashAttention kit is for {facts()['arch']}, and this GPU is {capability}")

@@ -6,6 +6,7 @@ The kernels need the package's compiler to be made and a GPU to run. Here a stan
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.flash4_kit import KERNELS, LOADER, like_the_model, write_wheel
+from sage_fast.models.attention import flash4
+from scripts.flash4_kit import KERNELS, LOADER, check, like_the_model, write_wheel
 
 FACTS = {"arch": "sm_90", "backward_tile": 80, "shortest": 129}
 PARAMETERS = {"fwd": 18, "bwd_pre": 14, "bwd": 22, "bwd_post": 7}
@@ -79,6 +81,53 @@ def test_every_kernel_gets_its_arguments(kit: ModuleType, calls: dict[str, tuple
 def test_other_cases_are_refused(kit: ModuleType, change: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(RuntimeError, match=r"kit is for bfloat16 \[B, S, H, 128\] with S of 129 or more, got"):
         kit.flash_attn_func(*map(change, like_the_model((1, 130, 2, 128))))
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("shape", [(1, 131, 2, 128), (1, 130, 1, 128), (2, 130, 2, 128), (1, 260, 2, 128)])
+def test_keys_and_values_of_another_shape_are_named(
+    kit: ModuleType, calls: dict[str, tuple[Any, ...]], name: str, shape: tuple[int, int, int, int]
+) -> None:
+    """The kernels would read past their ends."""
+    given = dict(zip("qkv", like_the_model((1, 130, 2, 128))))
+    out, lse = kit.flash_attn_func(*given.values())
+    calls.clear()
+    given[name] = like_the_model(shape)[0]
+    for call in (
+        lambda: kit.flash_attn_func(*given.values()),
+        lambda: kit._flash_attn_bwd(*given.values(), out, out, lse),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"^{name} has shape {re.escape(str([*shape]))}; expected \[1, 130, 2, 128\]"
+        ):
+            call()
+    with pytest.raises(
+        ValueError, match=rf"^{'key' if name == 'k' else 'value'} has shape .*; expected \[1, 130, 2, 128\]"
+    ):
+        flash4.attention(*given.values())
+    assert not calls
+
+
+@pytest.mark.parametrize("missing", ["tvm_ffi", "flash_attn", "libcuda"])
+def test_what_a_check_misses_is_named(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kit's loader imports apache-tvm-ffi, which its wheel does not hold."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.delitem(sys.modules, "flash_attn.cute", raising=False)
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)  # type: ignore[arg-type]
+    if missing == "flash_attn":
+        monkeypatch.setitem(sys.modules, "flash_attn", None)  # type: ignore[arg-type]
+        assert check() == "FlashAttention 4's kit is not installed: no flash_attn_4-*.whl among the wheels. Skipped"
+        return
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    lines = "import tvm_ffi" if missing == "tvm_ffi" else 'raise ImportError("libcuda.so.1: cannot open")'
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text(lines)
+    said = (
+        "apache-tvm-ffi is not installed" if missing == "tvm_ffi" else "cannot be imported: libcuda.so.1: cannot open"
+    )
+    with pytest.raises(SystemExit, match=f"FlashAttention 4's kit.*{said}"):
+        check()
 
 
 def test_another_gpu_and_a_deterministic_backward_are_refused(kit: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
