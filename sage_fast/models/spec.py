@@ -25,7 +25,7 @@ MAX_GRAPHS = 64
 of launches of each graph."""
 
 
-JSON_TYPES = {int: (int, float), float: (int, float), str: str, tuple: (list, tuple)}
+JSON_TYPES: dict[type, Any] = {int: (int, float), float: (int, float), str: str, tuple: (list, tuple)}
 """Type of a field's default -> what config.json may hold."""
 
 
