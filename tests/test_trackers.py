@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -162,21 +161,6 @@ def test_wandb_takes_the_rows_after_a_crash(tmp_path: Path, monkeypatch: pytest.
     assert [row["reward/mean"] for row in rows if row] == [1, 2, 3, 4]
     assert [row["iterations"] for row in rows if row] == [1, 2, 2, 3]
     assert {record.metric.step_metric for record in found if record.metric.glob_name == "*"} == {"iterations"}
-
-
-def test_trackio_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read at the first import
-    pytest.importorskip("trackio")
-    for start in (0, 2):
-        write(tmp_path / "demo", ["trackio"], start)
-    with sqlite3.connect(tmp_path / "shapes.db") as database:
-        logged = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
-    assert {name for name, _, _ in logged} == {"demo-0a1b2c3d"}
-    values = [(step, json.loads(metrics)) for _, step, metrics in logged]
-    assert {step: row["reward/mean"] for step, row in values if "reward/mean" in row} == {1: 10, 2: 11, 3: 12, 4: 13}
-    assert {step: row["heldout/vq"] for step, row in values if "heldout/vq" in row} == {0: 0.25, 2: 1.25, 4: 2.25}
-    media = tmp_path / "media" / "shapes" / "demo-0a1b2c3d"
-    assert [len(list((media / str(step)).glob("*.mp4"))) for step in (0, 2, 4)] == [2, 4, 2]
 
 
 def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

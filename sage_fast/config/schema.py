@@ -498,8 +498,7 @@ class TrackingConfig(Section):
     """Trackers that show the metrics of a run, in addition to its folder."""
 
     trackers: list[str] = dataclasses.field(default_factory=lambda: ["tensorboard"])
-    """Trackers in addition to `metrics.jsonl`, by accelerate's names: `tensorboard`, `wandb`, `trackio`, `mlflow`,
-    ..."""
+    """Trackers in addition to `metrics.jsonl`, by accelerate's names: `tensorboard`, `wandb`, `mlflow`, ..."""
     project: str = "sage-fast"
     """Project name of the run, in trackers that have projects."""
 

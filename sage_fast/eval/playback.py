@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageSequence
 from torch import Tensor
 
 from sage_fast.util.errors import UserError
 from sage_fast.util.videos import for_ffmpeg, save_mp4
 
-ANIMATIONS = (".webp", ".gif", ".png")
 _PLAYED = ("h264", "vp8", "vp9", "av1")
 """Codecs that browsers play in 4:2:0."""
 
@@ -27,10 +25,6 @@ def _frames(path: Path, about: dict[str, Any]) -> Iterator[np.ndarray]:
         UserError: the file cannot be read, or ends earlier than its header says.
     """
     try:
-        if path.suffix.lower() in ANIMATIONS:
-            with Image.open(path, formats=("WEBP", "GIF", "PNG")) as animation:
-                yield from (np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(animation))
-            return
         import imageio_ffmpeg
 
         reader = imageio_ffmpeg.read_frames(for_ffmpeg(path))
@@ -40,8 +34,8 @@ def _frames(path: Path, about: dict[str, Any]) -> Iterator[np.ndarray]:
         for frame in reader:
             yield np.frombuffer(frame, dtype=np.uint8).reshape(height, width, 3)
             count += 1
-    # SyntaxError: Pillow on a broken PNG. IndexError, AttributeError: imageio-ffmpeg on a file without video.
-    except (OSError, RuntimeError, SyntaxError, ValueError, IndexError, AttributeError) as error:
+    # IndexError, AttributeError: imageio-ffmpeg on a file without video.
+    except (OSError, RuntimeError, ValueError, IndexError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read as a video: {str(error).strip().splitlines()[-1]}") from error
     expected = about["duration"] * about["fps"]
     if count == 0 or count < 0.8 * expected - 1:
@@ -67,8 +61,6 @@ def for_browser(path: Path) -> tuple[str, bytes]:
     for _ in _frames(path, about):  # also a check
         pass
     suffix = path.suffix.lower()
-    if suffix in ANIMATIONS:
-        return f"image/{suffix[1:]}", path.read_bytes()
     if suffix in (".mp4", ".webm") and about["codec"] in _PLAYED and about["pix_fmt"].split("(")[0] == "yuv420p":
         return f"video/{suffix[1:]}", path.read_bytes()
     with tempfile.TemporaryDirectory() as folder:

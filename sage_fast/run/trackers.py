@@ -97,27 +97,9 @@ class TensorBoard(Tracker):
         self.tracker.log_images({"heldout/videos": np.asarray(sheet())[None]}, step=step, dataformats="NHWC")
 
 
-class Trackio(Tracker):
-    """Plays videos; it identifies a run by its name."""
+class Wandb(Tracker):
+    """Plays videos. Logs STEP as a value, for the x-axis: by its own `step`, wandb would drop rows that repeat."""
 
-    package = "trackio"
-
-    def _make(self, kind: Any) -> Any:
-        return kind(self.project, name=f"{self.run.name}-{self.run_id}", resume="allow")
-
-    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
-        package = importlib.import_module(self.package)
-        media = {
-            f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
-            for number, (file, prompt) in enumerate(zip(files, prompts))
-        }
-        self.log(media | {"heldout/videos": package.Image(sheet())}, step)
-
-
-class Wandb(Trackio):
-    """Logs STEP as a value, for the x-axis: by its own `step`, wandb would drop rows that a resumed run repeats."""
-
-    package = "wandb"
     STEP = "iterations"
 
     def _make(self, kind: Any) -> Any:
@@ -131,8 +113,16 @@ class Wandb(Trackio):
     def log(self, values: Values, step: int) -> None:
         self.tracker.log({**values, self.STEP: step})
 
+    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
+        package = importlib.import_module("wandb")
+        media = {
+            f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
+            for number, (file, prompt) in enumerate(zip(files, prompts))
+        }
+        self.log(media | {"heldout/videos": package.Image(sheet())}, step)
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}
 """Name in `tracking.trackers` -> its class; `Tracker` is the class of accelerate's other trackers."""
 
 

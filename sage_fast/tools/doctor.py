@@ -39,7 +39,6 @@ OPTIONAL = {
     "xformers": ("an attention kernel", ATTENTION["xformers"].install, "xformers.ops"),
     "deepspeed": ("train.engine = zero1 and zero2", "pip install 'sage-fast[deepspeed]'", ""),
     "wandb": ("a tracker", "pip install 'sage-fast[trackers]'", ""),
-    "trackio": ("a tracker", "pip install 'sage-fast[trackers]'", ""),
 }
 """Distribution -> use, how to get it, and the module to import of one that may be built for another torch or CUDA."""
 

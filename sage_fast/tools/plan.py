@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,6 @@ from sage_fast.models.load import check_weights, find_spec, meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
-from sage_fast.parallel import NODE
 from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import fit_training, training_room
 from sage_fast.parallel.stored_rollouts import stored_rollouts
@@ -39,8 +37,6 @@ from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
 
-ASSUMED_DISK = 1e9
-"""Bytes per second that a node writes to disk. An assumption: measure yours."""
 PLANNED_ITERATIONS = 200
 """Iterations over which the plan averages the work of windows."""
 MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "training": 593e12}
@@ -239,7 +235,6 @@ def format_plan(plan: Plan) -> str:
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     together = sum(plan.memory.values())
     fits = "fits" if together <= plan.gpu_memory else "does not fit"
-    disks = ASSUMED_DISK * math.ceil(plan.ranks / NODE)
     lines = [
         "model",
         _line("parameters", _count(plan.parameters)),
@@ -258,7 +253,6 @@ def format_plan(plan: Plan) -> str:
         "start and disk",
         _line("host memory of a node while it loads", format_bytes(plan.loaded)),
         _line("a checkpoint, to which each rank writes", format_bytes(plan.checkpoint)),
-        _line(f"at {ASSUMED_DISK / 1e9:g} GB/s a node, an assumption", _duration(plan.checkpoint / disks)),
         *(_line(part, format_bytes(count)) for part, count in plan.disk.items()),
         _line("disk, without videos and embeddings", format_bytes(sum(plan.disk.values()))),
     ]
