@@ -53,7 +53,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_command_works_without_the_standard_streams(closed: str, tmp_path: Path) -> None:
     start = f"exec {shlex.quote(sys.executable)} -m sage_fast"
-    for words in ("init here", "init --list", "--version"):
+    for words in ("init here", "--version"):
         done = subprocess.run(["bash", "-c", f"{start} {words} {closed}"], cwd=tmp_path, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "here" / "config.yaml").is_file()

@@ -123,7 +123,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     assert all(address.startswith(("data:", "#")) for address in addresses)
     assert not re.findall(r"@import|url\((?!#)", page)
     assert not re.search(r">\s*nan\b", page, re.IGNORECASE)
-    assert "12 iterations in 42 s of training" in page
+    assert "12 iterations in 00:42 of training" in page
     assert "sage: a note" in page
     assert "2e-05 (below 1e-3 the KL does nothing)" in page
 

@@ -37,25 +37,12 @@ PROMPTS = {True: "a red circle moves left quickly", False: "a red fox trots thro
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("folder", type=Path, metavar="FOLDER", nargs="?", help="new folder, or one without files of those names")
-    add("--config", metavar="NAME", default="demo", help="a configuration of --list (default: demo)")
-    add("--list", action="store_true", help="print the configurations: what each trains, on what evidence")
+    add("folder", type=Path, metavar="FOLDER", help="new folder, or one without files of those names")
+    add("--config", metavar="NAME", default="demo", help="a shipped configuration (default: demo)")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    if options.list == (options.folder is not None):
-        raise UserError("expected either FOLDER, as in sage-fast init FOLDER [--config NAME], or --list")
-    print(printable(list_configurations() if options.list else init(options.folder, options.config)))
-
-
-def list_configurations() -> str:
-    """Return the shipped configurations with their first two lines: what each trains, on what evidence."""
-    heads = {name: (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[:2] for name in _shipped()}
-    return "\n".join(f"{name}\n  {what[2:]}\n  {evidence[2:]}" for name, (what, evidence) in heads.items())
-
-
-def _shipped() -> list[str]:
-    return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
+    print(printable(init(options.folder, options.config)))
 
 
 def init(folder: Path, name: str) -> str:
@@ -73,7 +60,7 @@ def init(folder: Path, name: str) -> str:
     Raises:
         UserError: there is no such configuration, or one of the files exists; nothing is written.
     """
-    if name not in (names := _shipped()):
+    if name not in (names := sorted(file.stem for file in _FOLDER.glob("*.yaml"))):
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
     config = load(_FOLDER / f"{name}.yaml")
     suffix = Path(config.data.prompts).suffix or ".txt"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from sage_fast.config.loader import leaves, read_yaml
 from sage_fast.eval.comparison import compare
@@ -230,13 +231,7 @@ def _status(rows: Sequence[MetricsRow], planned: object) -> str:
     if isinstance(planned, int) and done < planned:
         return f"Stopped early, or still running: {done} of {planned} iterations."
     seconds = float(np.nansum(column(rows, "time/total")))
-    return f"{done} iterations" + (f" in {_duration(seconds)} of training." if seconds else ".")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return f"{done} iterations" + (f" in {tqdm.format_interval(seconds)} of training." if seconds else ".")
 
 
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:
