@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.models.attention import flash4
 from scripts.flash4_kit import KERNELS, LOADER, check, like_the_model, write_wheel
 
 FACTS = {"arch": "sm_90", "backward_tile": 80, "shortest": 129}
@@ -101,10 +100,6 @@ def test_keys_and_values_of_another_shape_are_named(
             ValueError, match=rf"^{name} has shape {re.escape(str([*shape]))}; expected \[1, 130, 2, 128\]"
         ):
             call()
-    with pytest.raises(
-        ValueError, match=rf"^{'key' if name == 'k' else 'value'} has shape .*; expected \[1, 130, 2, 128\]"
-    ):
-        flash4.attention(*given.values())
     assert not calls
 
 

@@ -18,8 +18,6 @@ from sage_fast.util.errors import UserError
 
 SHORTEST = 4
 """Shortest value of the environment that is masked in texts: any text holds shorter ones by chance."""
-PIECE = 8
-"""Shortest piece that is masked of a value whose half is not longer: an answer may be cut."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _given: dict[str, str] = {}
 """Value, or how an answer may write it -> name of the variable that was read."""
@@ -60,14 +58,11 @@ def secret(variable: str) -> str:
 def names_for_values(text: str) -> str:
     """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward.
 
-    Also in place of half a value, in letters of any case.
+    Letters may be of any case.
     """
-    values = sorted((value for value in _given if len(value) >= SHORTEST), key=len, reverse=True)
-    halves = ((value, max(PIECE, -(-len(value) // 2))) for value in values)
-    pieces = [(value[i : i + half], value) for value, half in halves for i in range(len(value) - half + 1)]
-    for piece, value in [*zip(values, values), *pieces]:
-        if piece.casefold() in text.casefold():
-            text = re.sub(re.escape(piece), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
+    for value in sorted(_given, key=len, reverse=True):
+        if len(value) >= SHORTEST:
+            text = re.sub(re.escape(value), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError, first_line, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
+JSON_TYPES: dict[type, Any] = {int: (int, float), float: (int, float), str: str, tuple: (list, tuple)}
+"""Type of a field's default -> what config.json may hold."""
 FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of weights in a file that are read as they are meant."""
 
@@ -93,6 +96,14 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     if (kind := configs["vae"].get("_class_name")) not in (None, known := cls.autoencoder.__name__):
         raise UserError(f"model.path = {given!r}: its vae is a {kind}; expected {known}")
     spec = cls(path, configs)
+    for part in parts:
+        for key, value in spec.known_fields(part).items():
+            usual = inspect.signature({**cls.networks, "vae": cls.autoencoder}[part]).parameters[key].default
+            if not isinstance(value, JSON_TYPES.get(type(usual), object)):
+                raise UserError(
+                    f"model.path = {given!r}: {part}/config.json describes no model: {key} is {value!r}; expected a "
+                    f"value like {usual!r}"
+                )
     spec.check()
     return spec
 

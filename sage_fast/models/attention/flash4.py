@@ -119,12 +119,5 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend; all `[B, S, H, D]` in bfloat16 or float16 on a GPU.
-
-    Raises:
-        ValueError: keys or values have another shape than the queries.
-    """
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape != query.shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(query.shape)} as query")
+    """Attend; all `[B, S, H, D]` in bfloat16 or float16 on a GPU."""
     return _attention(query, key, value)[0]
