@@ -290,9 +290,20 @@ def test_sample_and_eval_and_report_of_a_run(
     assert scores["iteration"] == 2
     assert main(["eval", str(finished_run), "--json", "/dev/full", "--eval.num_prompts", "1"]) == 1
     out, error = capsys.readouterr()
+    assert not list(tmp_path.glob("evaluation*"))
     assert out.startswith(f"weights of iteration 2: {finished_run}/weights\nsage-fast eval: loading PyTorch")
     assert error.splitlines()[-1] == "sage-fast eval: '/dev/full': No space left on device"
     assert main(["report", str(finished_run)]) == 0
+
+
+def test_an_evaluation_keeps_its_videos_table_and_page(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("evaluation", "evaluation-2"):
+        assert main(["eval", "base", str(finished_run), "--eval.num_prompts", "1", "--quiet"]) == 0
+        assert {file.name for file in Path(name).iterdir()} == {"evaluation.html", "evaluation.md", "videos"}
+        assert capsys.readouterr().out.endswith(f"\n{name}/evaluation.html\n")
 
 
 def test_newest_weights_of_a_run(tmp_path: Path) -> None:

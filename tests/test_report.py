@@ -34,7 +34,7 @@ def row(i, **changes):
         "loss": 1e-4,
         "kl/anchor": 1e-6,
         "kl/velocity": -1e-6,
-        "kl/gradient_share": 2e-5,
+        "kl/gradient_share": 0.02,
         "kl/lambda": 1e-7,
         "ratio/mean": 1.0,
         "ratio/min": 0.999,
@@ -429,6 +429,7 @@ def test_a_healthy_run_warns_of_nothing():
         ({"ratio__clip_fraction": 0.6}, "Clipped ratios"),
         ({"reward__std": 0.01}, "Reward spread within a group"),
         ({"reward__dropped": 2}, "Samples dropped for a failed reward"),
+        ({"kl__gradient_share": 2e-5}, "The KL's share of the gradient"),
         ({"grad_norm": None}, "Iterations with a value that is not finite"),
     ],
 )

@@ -125,7 +125,7 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
     acting = late("kl/gradient_share")
     if acting:
         text = _percent(acting) if acting >= 0.01 else f"{acting:.0e}"
-        look("The KL's share of the gradient", f"{text} (below 1e-3 the KL does nothing)", False)
+        look("The KL's share of the gradient", f"{text} (warns below 1e-3, where the KL does nothing)", acting < 1e-3)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
         text = f"{_percent(last / first)} of its first quarter (warns below 30%, where samples look alike)"
