@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.cli import main, parse
+from sage_fast.cli import COMMANDS, load, main, parse
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
@@ -102,6 +102,17 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     for command in ("sample", "eval", "profile"):
         done = subprocess.run([sys.executable, "-m", "sage_fast", command, "--help"], capture_output=True, text=True)
         assert "sage-fast train --help" in done.stdout
+
+
+def test_every_option_says_what_it_is() -> None:
+    missing: list[tuple[str, ...]] = []
+
+    def add(*words: str, help: str = "", **others: object) -> None:
+        missing.extend([words] * (len(help) < 10))
+
+    for name in COMMANDS:
+        load(name).add_arguments(add)
+    assert not missing
 
 
 @pytest.mark.parametrize(
@@ -424,7 +435,7 @@ REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
         (["--data.prompts", "none.jsonl"], "prompt file 'none.jsonl': no such file"),
         (["--data.eval_prompts", "testbed:heldout"], "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
                                                      "moving shapes, not for model.path = 'hunyuanvideo-community/"),
-        (["--gpu-memory", "0"], "--gpu-memory 0: expected GB above 0"),
+        (["--gpu-memory", "0"], "--gpu-memory 0: expected a number above 0"),
     ],
 )  # fmt: skip
 def test_dry_run_finds_what_the_run_would_stop_at(
@@ -475,6 +486,9 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
         (["--sampling.eta"], "--sampling.eta needs a value"),
         (["--sampling.eta", "--train.iterations", "3"], "--sampling.eta needs a value"),
+        (["--lr", "1e-4"], "unknown option --lr; did you mean --train.learning_rate?"),
+        (["--steps=3"], "unknown option --steps; did you mean --sampling.steps or --eval.steps?"),
+        (["--fsdp"], "unknown option --fsdp; did you mean --train.engine?"),
         (["--dry"], "unknown option --dry; see sage-fast train --help"),
         (["--sampling.eta="], "--sampling.eta: the value is empty"),
         (["--sampling", "3"], "'sampling' is a section of settings: sampling.sampler"),
@@ -482,7 +496,7 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["stray"], "unknown argument stray; see sage-fast train --help"),
         (["--model.path", "./no/such/folder"], "model.path = './no/such/folder': no such folder"),
         (["--model.weights", "no/such/file"], "model.weights = 'no/such/file': no such file"),
-        (["--data.prompts", "missing.txt"], "missing.txt': no such file"),
+        (["--data.prompts", "missing.txt"], "missing.txt': no such file here or beside the settings"),
         (["--reward.name", "json:dmups"], "json has no 'dmups' that can be called; expected one of"),
         (["--reward.name", "no_such_module:Reward"], "no module 'no_such_module' is installed or in"),
         (["--reward.name", "videoalignment"], "did you mean 'videoalign'?; or 'package.module:name'"),
@@ -499,6 +513,16 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert train(run, *arguments) == 2
     assert message in capsys.readouterr().err
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"), [("resume", "train RUN --resume"), ("grid", "studies.grid"), ("push", "hf upload")]
+)
+def test_what_is_no_command_points_to_what_there_is(
+    word: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word, "runs/first"]) == 2
+    assert instead in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

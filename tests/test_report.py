@@ -125,7 +125,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     assert not re.search(r">\s*nan\b", page, re.IGNORECASE)
     assert "12 iterations in 42 s of training" in page
     assert "sage: a note" in page
-    assert "2e-05 (below 1e-3 the KL does nothing)" in page
+    assert "0.02 (warns below 1e-3: it does nothing)" in page
 
 
 def test_every_video_can_be_stopped_and_none_starts_by_itself(run):

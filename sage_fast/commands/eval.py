@@ -28,8 +28,7 @@ def add_arguments(add: Callable[..., object]) -> None:
     sources = "YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it"
     add("source", metavar="SOURCE", nargs="+", help=sources)
     add("--scorer", action="append", default=[], metavar="NAME", help="an extra reward, or LABEL=NAME; may be repeated")
-    kept = "new or empty folder for the videos, the table, and a page with both (default: a new one, evaluation)"
-    add("--folder", type=Path, help=kept)
+    add("--folder", type=Path, help="new or empty folder for videos, table and page (default: evaluation, a new one)")
     add("--json", type=Path, metavar="FILE", help="write every score to FILE, and nothing else without --folder")
     add("--quiet", action="store_true", help="no progress bar")
 

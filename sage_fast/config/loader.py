@@ -23,6 +23,10 @@ from sage_fast.util.errors import UserError, first_line
 LARGEST = 1_000_000
 """Most characters of a YAML text."""
 
+ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine"}
+"""Last part of a name in other trainers -> the setting meant."""
+FILES = ("data.prompts", "data.eval_prompts", "model.weights")
+"""Settings that may name a file beside the configuration."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
 
@@ -66,6 +70,9 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
+    for name, file in [(name, Path(str(own[name]))) for name in own.keys() & FILES]:
+        if not file.exists() and (path.parent / file).exists():
+            own[name] = str(path.parent / file)
     for key in _entries_joined(own).keys() - settings_of(Config).keys():
         raise UserError(f"config {path}: {_unknown(key)}")
     if base is None:
@@ -155,9 +162,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def build(settings: Mapping[str, Any]) -> Config:
-    """Return a checked `Config` from dotted keys."""
+    """Return a checked `Config` from dotted keys or nested mappings."""
     given: dict[str, dict[str, Any]] = {name: {} for name in sections(Config)}
-    for key, value in _entries_joined(settings).items():
+    for key, value in leaves(_entries_joined(settings)).items():
         if key not in settings_of(Config):
             raise UserError(_unknown(key))
         section, _, field = key.rpartition(".")
@@ -211,13 +218,18 @@ def _typed(key: str, text: str) -> Any:
 
 
 def _unknown(key: str) -> str:
-    """Suggest a setting for an unknown key: one with the same last name (`--eta`), else one with a similar path."""
+    """Say what is wrong with an unknown key."""
+    if key in sections(Config):
+        inside = [name for name in settings_of(Config) if name.startswith(f"{key}.")]
+        return f"{key!r} is a section of settings: {', '.join(inside)}"
+    question = f"did you mean {' or '.join(map(repr, close))}?" if (close := similar(key)) else "--help lists them"
+    return f"unknown setting {textwrap.shorten(key, 60)!r}; {question}"
+
+
+def similar(key: str) -> list[str]:
+    """Return the settings that an unknown key may mean: by its last name (`--eta`, `--lr`), else by a similar path."""
     import difflib
 
-    known = list(settings_of(Config))
-    if key in sections(Config):
-        inside = [name for name in known if name.startswith(f"{key}.")]
-        return f"{key!r} is a section of settings: {', '.join(inside)}"
-    same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    close = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"unknown setting {textwrap.shorten(key, 60)!r}; did you mean {close[0]!r}?"
+    last, known = key.rsplit(".", 1)[-1].replace("-", "_"), list(settings_of(Config))
+    named = [ALIASES.get(last, ""), *(name for name in known if f".{name}".endswith(f".{last}"))]
+    return list(dict.fromkeys(filter(None, named))) or difflib.get_close_matches(key, known, n=1)

@@ -24,7 +24,7 @@ from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cards, render
 from sage_fast.run.folder import STEPS, RunFolder
 from sage_fast.util.console import wrapped
-from sage_fast.util.environment import PACKAGES
+from sage_fast.util.environment import PACKAGES, format_duration
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import json_value, write_atomic
 from sage_fast.util.meters import JUDGE_PART, REWARD_PART
@@ -117,18 +117,17 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
 
     share = late("reward/zero_std_groups")
     if share is not None:
-        text = f"{_percent(share)} (warns above 25%): they teach nothing"
+        text = f"{share:.0%} (warns above 25%): they teach nothing"
         look("Groups whose rewards are all equal", text, share > 0.25)
     clipped = late("ratio/clip_fraction")
     if clipped is not None and charts.is_on(rows, "ratio/clip_fraction"):
-        look("Clipped ratios", f"{_percent(clipped)} (warns above 30%): a high share wastes updates", clipped > 0.3)
+        look("Clipped ratios", f"{clipped:.0%} (warns above 30%): a high share wastes updates", clipped > 0.3)
     acting = late("kl/gradient_share")
     if acting:
-        text = _percent(acting) if acting >= 0.01 else f"{acting:.0e}"
-        look("The KL's share of the gradient", f"{text} (warns below 1e-3, where the KL does nothing)", acting < 1e-3)
+        look("The KL's share of the gradient", f"{acting:.1g} (warns below 1e-3: it does nothing)", acting < 1e-3)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
-        text = f"{_percent(last / first)} of its first quarter (warns below 30%, where samples look alike)"
+        text = f"{last / first:.0%} of its first quarter (warns below 30%, where samples look alike)"
         look("Reward spread within a group", text, last < 0.3 * first)
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
@@ -157,10 +156,6 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
 def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:
     values = column(rows, key)
     return float(np.nanmean(values)) if not np.isnan(values).all() else None
-
-
-def _percent(share: float) -> str:
-    return f"{format_number(100 * share, 0)}%"
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -230,13 +225,7 @@ def _status(rows: Sequence[MetricsRow], planned: object) -> str:
     if isinstance(planned, int) and done < planned:
         return f"Stopped early, or still running: {done} of {planned} iterations."
     seconds = float(np.nansum(column(rows, "time/total")))
-    return f"{done} iterations" + (f" in {_duration(seconds)} of training." if seconds else ".")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return f"{done} iterations" + (f" in {format_duration(seconds)} of training." if seconds else ".")
 
 
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:

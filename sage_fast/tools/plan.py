@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,6 @@ from sage_fast.models.load import check_weights, find_spec, meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
-from sage_fast.parallel import NODE
 from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import fit_training, training_room
 from sage_fast.parallel.stored_rollouts import stored_rollouts
@@ -37,10 +35,9 @@ from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
-from sage_fast.util.environment import format_bytes
+from sage_fast.util.environment import format_bytes, format_duration, format_number
 
-ASSUMED_DISK = 1e9
-"""Bytes per second that a node writes to disk. An assumption: measure yours."""
+REMEDIES = "--train.engine zero3 on more GPUs, --model.gradient_checkpointing full, --train.batch_size 1, a LoRA"
 PLANNED_ITERATIONS = 200
 """Iterations over which the plan averages the work of windows."""
 MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "training": 593e12}
@@ -234,20 +231,25 @@ def _exported_bytes(model: ModelConfig, policy: Policy) -> float:
     return 4.0 * sum(p.numel() for p in exported.values())
 
 
-def format_plan(plan: Plan) -> str:
-    """Format a plan for a terminal."""
+def format_plan(plan: Plan, price: float = 0.0) -> str:
+    """Format a plan for a terminal, first of all what to do if it does not fit.
+
+    Args:
+        price: of an hour of a GPU, in any currency; 0 if unknown.
+    """
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     together = sum(plan.memory.values())
     fits = "fits" if together <= plan.gpu_memory else "does not fit"
-    disks = ASSUMED_DISK * math.ceil(plan.ranks / NODE)
+    verdict = f"This does not fit: {format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}. Try {REMEDIES}."
     lines = [
+        *([*textwrap.wrap(verdict, 80), ""] if together > plan.gpu_memory else []),
         "model",
         _line("parameters", _count(plan.parameters)),
         _line("trained parameters", _count(plan.trainable)),
         _line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
         _line("tokens of a video", f"{plan.tokens:,}"),
         "",
-        *_format_work(plan, gpus),
+        *_format_work(plan, gpus, price),
         "",
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
@@ -258,7 +260,6 @@ def format_plan(plan: Plan) -> str:
         "start and disk",
         _line("host memory of a node while it loads", format_bytes(plan.loaded)),
         _line("a checkpoint, to which each rank writes", format_bytes(plan.checkpoint)),
-        _line(f"at {ASSUMED_DISK / 1e9:g} GB/s a node, an assumption", _duration(plan.checkpoint / disks)),
         *(_line(part, format_bytes(count)) for part, count in plan.disk.items()),
         _line("disk, without videos and embeddings", format_bytes(sum(plan.disk.values()))),
     ]
@@ -269,11 +270,11 @@ def _line(label: str, *cells: str, width: int = 41) -> str:
     return f"  {label:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
 
 
-def _format_work(plan: Plan, gpus: str) -> list[str]:
+def _format_work(plan: Plan, gpus: str, price: float) -> list[str]:
     """Format FLOPs, times and GPU-hours of an iteration and of the run."""
 
     def work(label: str, count: int, flops: float, of_busiest: Mapping[str, float]) -> str:
-        times = map(_duration, seconds_on_a_gpu(of_busiest))
+        times = map(format_duration, seconds_on_a_gpu(of_busiest))
         return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
@@ -281,7 +282,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
     forward, together, e = plan.flops["forward"], sum(parts.values()), plan.evaluations
     evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
     slowest = {part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()}
-    hours = [_number(plan.ranks * seconds / 3600) for seconds in seconds_on_a_gpu(slowest)]
+    hours = [plan.ranks * seconds / 3600 for seconds in seconds_on_a_gpu(slowest)]
     rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
     return [
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
@@ -293,7 +294,8 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
         work("one evaluation", 0, e.flops, evaluation),
         work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
-        _line("GPU-hours", "", "", *hours, width=29),
+        _line("GPU-hours", "", "", *map(format_number, hours), width=29),
+        *[_line(f"at {price:g} an hour", "", "", *(format_number(price * h) for h in hours), width=29)] * (price > 0),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a matrix product in "
             f"bf16, a burst on one H200), with {plan.prompt_tokens} tokens a prompt. 'on H200s' is at the TFLOP/s that "
@@ -319,18 +321,7 @@ def _count(count: int) -> str:
     return f"{count / scale:.3g} {unit} = {count:,}"
 
 
-def _duration(seconds: float) -> str:
-    units = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-    unit, scale = next((unit for unit in units if seconds >= (2 * unit[1] if unit[1] > 1 else unit[1])), units[-1])
-    return f"{_number(seconds / scale)} {unit}"
-
-
-def _number(value: float) -> str:
-    """Return three digits, and all of a number from 1000 on."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
+def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -> str:
     """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads no weights.
 
     Raises:
@@ -348,7 +339,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
     sizes = reward_sizes(config.named_rewards)
-    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes))
+    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes), price)
     return f"{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
 
 
