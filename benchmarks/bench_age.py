@@ -1,4 +1,4 @@
-"""`pytest benchmarks/`: README's timings are of the code as it is, and pages name the commit of theirs. Times nothing."""
+"""`pytest benchmarks/`: README's timings are of the code as it is, and pages name their commits. It times nothing."""
 
 import json
 import re

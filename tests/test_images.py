@@ -24,7 +24,7 @@ from sage_fast.cli import main
 from sage_fast.commands.card import model_card
 from sage_fast.commands.init import init
 from sage_fast.config.command_line import split_settings
-from sage_fast.config.loader import dump, from_overrides, load
+from sage_fast.config.loader import dump, load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompt_checks import check_captions
@@ -449,7 +449,7 @@ def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
 def test_models_of_two_tasks_are_not_evaluated_together(folder: Path) -> None:
     """Which is said before the first of them samples anything."""
     words = ["--model.path", "testbed", "--output", "other"]
-    (folder / "words.yaml").write_text(dump(from_overrides(split_settings([*TINY, *words])[1])))
+    (folder / "words.yaml").write_text(dump(load(None, split_settings([*TINY, *words])[1])))
     status, out = call("eval", "run", "words.yaml", "--folder", "both")
     assert (status, "line 1: image = 'red.png', and model.path = " in out.replace("\n", " ")) == (2, True), out
     assert not (folder / "both").exists()

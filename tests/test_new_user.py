@@ -32,7 +32,7 @@ EVIDENCE_OF = {
     "demo": "run here on the testbed",
     "demo-i2v": "run here on the testbed",
     "demo-nft": "run here on the testbed",
-    "official-480p": "run at this size by the authors",
+    "official-480p": "settings of the authors; not run by this code",
     "hunyuanvideo15-480p": "one iteration on an H200, random weights",
     "hunyuanvideo15-480p-full": FOUR_BLOCKS,
     "hunyuanvideo15-480p-nft": FOUR_BLOCKS,

@@ -123,7 +123,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     assert all(address.startswith(("data:", "#")) for address in addresses)
     assert not re.findall(r"@import|url\((?!#)", page)
     assert not re.search(r">\s*nan\b", page, re.IGNORECASE)
-    assert "12 iterations in 42 s of training" in page
+    assert "12 iterations in 0.7 min of training" in page
     assert "sage: a note" in page
     assert "0.02 (warns below 1e-3: it does nothing)" in page
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.config.loader import from_overrides
+from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.run.folder import RunFolder
@@ -73,7 +73,7 @@ def read_candidates(arguments: Sequence[str], overrides: Mapping[str, str]) -> t
             raise UserError(f"{BASE!r} is the model of a run or of settings without trained weights: name those too")
         if "reward.name" not in overrides and not any(key.startswith("reward.several") for key in overrides):
             raise UserError("only videos are given: --reward.name NAME, and --reward.weights, say what scores them")
-        return found, from_overrides(overrides)
+        return found, load(None, overrides)
     base = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None))
     return [c if Path(c.path).exists() else dataclasses.replace(c, config=base) for c in found], config
 

@@ -16,7 +16,7 @@ from typing import Any, get_origin
 
 import yaml
 
-from sage_fast.config.fields import sections, settings_of
+from sage_fast.config.fields import own_settings, sections, settings_of
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError, first_line
 
@@ -25,13 +25,11 @@ LARGEST = 1_000_000
 
 ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine"}
 """Last part of a name in other trainers -> the setting meant."""
-FILES = ("data.prompts", "data.eval_prompts", "model.weights")
-"""Settings that may name a file beside the configuration."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
 
 def load(
-    path: str | Path, overrides: Mapping[str, str] | None = None, overlays: Sequence[Mapping[str, Any]] = ()
+    path: str | Path | None, overrides: Mapping[str, str] | None = None, overlays: Sequence[Mapping[str, Any]] = ()
 ) -> Config:
     """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the result.
 
@@ -40,25 +38,14 @@ def load(
     base's, an override's replaces the file's. An entry of `reward.args` replaces only that argument.
 
     Args:
+        path: None for the defaults.
         overlays: settings as in a file. They win over the file, and the overrides win over them.
 
     Raises:
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
-    return build(_merged(_read(Path(path)), *map(leaves, overlays), _given(overrides or {})))
-
-
-def from_overrides(overrides: Mapping[str, str]) -> Config:
-    """Apply `overrides` to the defaults, as `load` applies them to a file.
-
-    Raises:
-        UserError: unknown key, wrong type, invalid value.
-    """
-    return build(_given(overrides))
-
-
-def _given(overrides: Mapping[str, str]) -> dict[str, Any]:
-    return {key: _typed(key, text) for key, text in overrides.items()}
+    own, typed = _read(Path(path)) if path else {}, {key: _typed(key, text) for key, text in (overrides or {}).items()}
+    return build(_merged(own, *map(leaves, overlays), typed))
 
 
 def keys_of(path: Path) -> list[str]:
@@ -70,9 +57,9 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
-    for name, file in [(name, Path(str(own[name]))) for name in own.keys() & FILES]:
-        if not file.exists() and (path.parent / file).exists():
-            own[name] = str(path.parent / file)
+    for name in own.keys() & {"data.prompts", "data.eval_prompts", "model.weights"}:
+        if not Path(str(own[name])).exists() and (path.parent / str(own[name])).exists():
+            own[name] = str(path.parent / own[name])
     for key in _entries_joined(own).keys() - settings_of(Config).keys():
         raise UserError(f"config {path}: {_unknown(key)}")
     if base is None:
@@ -114,10 +101,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         loaded = parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"config {path}: not valid YAML: {error}") from error
-    if loaded in (None, {}):
-        raise UserError(f"config {path}: holds no settings")
-    if not isinstance(loaded, dict):
-        raise UserError(f"config {path}: expected a mapping of settings")
+    if not loaded or not isinstance(loaded, dict):
+        raise UserError(f"config {path}: {'expected a mapping of' if loaded else 'holds no'} settings")
     return loaded
 
 
@@ -208,10 +193,8 @@ def _typed(key: str, text: str) -> Any:
     try:
         value = parse_yaml(text)
     except ValueError as error:
-        raise UserError(
-            f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; text with special characters needs quotes of "
-            f"its own inside those of the shell: --{key} \"'...'\""
-        ) from error
+        quote = f"quote special characters twice: --{key} \"'...'\""
+        raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; {quote}") from error
     setting = settings_of(Config).get(key)
     as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
     return text if setting is not None and setting.is_text and as_typed else value
@@ -220,8 +203,7 @@ def _typed(key: str, text: str) -> Any:
 def _unknown(key: str) -> str:
     """Say what is wrong with an unknown key."""
     if key in sections(Config):
-        inside = [name for name in settings_of(Config) if name.startswith(f"{key}.")]
-        return f"{key!r} is a section of settings: {', '.join(inside)}"
+        return f"{key!r} is a section of settings: {', '.join(s.name for s in own_settings(sections(Config)[key]))}"
     question = f"did you mean {' or '.join(map(repr, close))}?" if (close := similar(key)) else "--help lists them"
     return f"unknown setting {textwrap.shorten(key, 60)!r}; {question}"
 

@@ -24,7 +24,7 @@ from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cards, render
 from sage_fast.run.folder import STEPS, RunFolder
 from sage_fast.util.console import wrapped
-from sage_fast.util.environment import PACKAGES, format_duration
+from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import json_value, write_atomic
 from sage_fast.util.meters import JUDGE_PART, REWARD_PART
@@ -225,7 +225,7 @@ def _status(rows: Sequence[MetricsRow], planned: object) -> str:
     if isinstance(planned, int) and done < planned:
         return f"Stopped early, or still running: {done} of {planned} iterations."
     seconds = float(np.nansum(column(rows, "time/total")))
-    return f"{done} iterations" + (f" in {format_duration(seconds)} of training." if seconds else ".")
+    return f"{done} iterations" + (f" in {seconds / 60:.3g} min of training." if seconds else ".")
 
 
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:

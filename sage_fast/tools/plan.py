@@ -35,7 +35,7 @@ from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
-from sage_fast.util.environment import format_bytes, format_duration, format_number
+from sage_fast.util.environment import format_bytes
 
 REMEDIES = "--train.engine zero3 on more GPUs, --model.gradient_checkpointing full, --train.batch_size 1, a LoRA"
 PLANNED_ITERATIONS = 200
@@ -274,7 +274,7 @@ def _format_work(plan: Plan, gpus: str, price: float) -> list[str]:
     """Format FLOPs, times and GPU-hours of an iteration and of the run."""
 
     def work(label: str, count: int, flops: float, of_busiest: Mapping[str, float]) -> str:
-        times = map(format_duration, seconds_on_a_gpu(of_busiest))
+        times = map(_duration, seconds_on_a_gpu(of_busiest))
         return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
@@ -294,8 +294,8 @@ def _format_work(plan: Plan, gpus: str, price: float) -> list[str]:
         f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
         work("one evaluation", 0, e.flops, evaluation),
         work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
-        _line("GPU-hours", "", "", *map(format_number, hours), width=29),
-        *[_line(f"at {price:g} an hour", "", "", *(format_number(price * h) for h in hours), width=29)] * (price > 0),
+        _line("GPU-hours", "", "", *map(_number, hours), width=29),
+        *[_line(f"at {price:g} an hour", "", "", *(_number(price * h) for h in hours), width=29)] * (price > 0),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a matrix product in "
             f"bf16, a burst on one H200), with {plan.prompt_tokens} tokens a prompt. 'on H200s' is at the TFLOP/s that "
@@ -319,6 +319,17 @@ def _count(count: int) -> str:
     """Return a count with its short form, such as `8.33 B = 8,326,608,160`."""
     unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6) if count >= 1e6 else ("k", 1e3)
     return f"{count / scale:.3g} {unit} = {count:,}"
+
+
+def _duration(seconds: float) -> str:
+    units = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+    unit, scale = next((unit for unit in units if seconds >= (2 * unit[1] if unit[1] > 1 else unit[1])), units[-1])
+    return f"{_number(seconds / scale)} {unit}"
+
+
+def _number(value: float) -> str:
+    """Return three digits, and all of a number from 1000 on."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -> str:

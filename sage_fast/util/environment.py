@@ -114,15 +114,3 @@ def format_bytes(count: float) -> str:
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"
     return f"{count:.0f} B"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a time in the largest unit of which there are two, such as `90 min`."""
-    units = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-    unit, scale = next((unit for unit in units if seconds >= (2 * unit[1] if unit[1] > 1 else unit[1])), units[-1])
-    return f"{format_number(seconds / scale)} {unit}"
-
-
-def format_number(value: float) -> str:
-    """Return three digits, and all of a number from 1000 on."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
