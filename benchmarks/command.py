@@ -24,7 +24,13 @@ ONLY = {
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("what", nargs="?", choices=("operators", "rollout", "iteration", "limits"), default="operators")
+    add(
+        "what",
+        nargs="?",
+        choices=("operators", "rollout", "iteration", "limits"),
+        default="operators",
+        help="what to time (default: operators)",
+    )
     add("--config", metavar="FILE", help="YAML file, for `bench iteration`")
     add("--json", type=Path, metavar="FILE", help="write every number to FILE, again after every row")
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
@@ -32,7 +38,7 @@ def add_arguments(add: Callable[..., object]) -> None:
         "limits`: ceiling, attention or adapter_rows")  # fmt: skip
     add("--path", action="append", help="for `bench rollout` or `iteration`: stock, tuned, eager, ...")
     add("--budget", type=float, metavar="SECONDS", help="for `bench rollout`: skip rows that do not fit")
-    add("--repetitions", type=int, default=15)
+    add("--repetitions", type=int, default=15, help="timed calls of a row (default: 15)")
     add("--dry-run", action="store_true", default=None, help="for `bench rollout`: print FLOPs, and run nothing")
     add("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
 

@@ -219,5 +219,5 @@ def format_profile(result: Mapping[str, Any]) -> str:
             lines.append(f"{row['seconds']:>11.4f}{share:>8.1%}{row['calls']:>9}  {row['name'][:90]}")
     if result["trace"] is not None:
         others = f" (of other ranks: {TRACE.format(1)} ...)" if result["ranks"] > 1 else ""
-        lines += ["", f"trace, for chrome://tracing or ui.perfetto.dev: {result['trace']}{others}"]
+        lines += ["", f"trace, for ui.perfetto.dev: {result['trace']}{others}"]
     return "\n".join(line.rstrip() for line in lines)

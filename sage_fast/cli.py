@@ -25,10 +25,9 @@ EPILOG = """examples:
   sage-fast train runs/demo --resume
   sage-fast sample runs/demo --prompt "a red circle moves left quickly"
 
-Any setting of the YAML file can be given on the command line, such as
---sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
-"""
+Any setting of the YAML file can be given on the command line, such as
+--sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them."""
 THREAD_GRACE = 20.0
 """Seconds that threads of plug-ins have to end after the command."""
 PIPE_CLOSED = 141
@@ -66,6 +65,9 @@ COMMANDS = {
     "doctor": Command("check what is installed, whether it works and gives the right numbers"),
 }
 """Commands by name, in the order the help lists them."""
+
+ELSEWHERE = {"resume": "sage-fast train RUN --resume", "grid": "python -m studies.grid", "push": "export and hf upload"}
+"""Words that may be taken for commands -> what there is instead."""
 
 
 def load(name: str) -> Any:
@@ -115,20 +117,19 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         UserError: no such command, or an unknown option.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        raise UserError(f"no such command; {nearest(arguments[0], COMMANDS)}")
+        raise UserError(f"no such command; {ELSEWHERE.get(arguments[0]) or nearest(arguments[0], COMMANDS)}")
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     from sage_fast.config.command_line import split_settings
-    from sage_fast.config.fields import settings_of
-    from sage_fast.config.schema import Config
+    from sage_fast.config.loader import similar
 
     takes_settings = any(COMMANDS[name].settings for name in named)
     words, overrides = split_settings(arguments) if takes_settings else (list(arguments), {})
     options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(words)
     if rest:
         word = rest[0].partition("=")[0]
-        close = [name for name in settings_of(Config) if f".{name}".endswith(f".{word.removeprefix('--')}")]
-        hint = f"did you mean --{close[0]}?" if takes_settings and close else f"see sage-fast {options.command} --help"
+        close = similar(word.removeprefix("--")) if takes_settings and word.startswith("--") else []
+        hint = f"did you mean --{' or --'.join(close)}?" if close else f"see sage-fast {options.command} --help"
         raise UserError(f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}")
     return options, overrides
 

@@ -32,7 +32,9 @@ def written(page: str) -> str:
         result = json.loads((REPOSITORY / found[2]).read_text(encoding="utf-8"))
         form = next(form for key, form in FORMS.items() if key in result)
         text, *_ = re.split("\n\n(?:trace,|GPU seconds )", form(result))  # the rest is for who measured it
-        return f"{found[1]}```text\n{text}\n```\n{found[3]}"
+        commit, *changed = result["environment"]["commit"].partition("+changes")
+        measured = f"commit {commit[:7]}{' with changes' * any(changed)}, {result['environment']['date'][:10]}"
+        return f"{found[1]}```text\n{text}\n{measured}\n```\n{found[3]}"
 
     return TABLE.sub(table, page)
 

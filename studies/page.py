@@ -97,15 +97,15 @@ def markdown(
         lines += _table([("claim", "source", "verdict")])
         lines += [f"| [{c.says}](#{_anchor(c.title)}) | {c.source or '-'} | {f.verdict} |" for c, f in chosen.items()]
         lines += [""]
-    lines += ["## How it was made", ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += ["", "## Protocol", "", "\n\n".join(protocol)]
     for claim, finding in findings.items():
-        lines += ["", f"## {claim.title}", "", f"![{claim.name}]({claim.name}.svg)", ""]
+        lines += [f"## {claim.title}", "", f"![{claim.name}]({claim.name}.svg)", ""]
         lines += [f"**{finding.verdict.capitalize()}.** {finding.text}", ""]
         for table in filter(None, (finding.compared, finding.table)):
             lines += [*_table(table), ""]
-        lines += [f"[Data]({claim.name}.csv)."]
+        lines += [f"[Data]({claim.name}.csv).", ""]
+    lines += ["## How it was made", ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "## Protocol", "", "\n\n".join(protocol)]
     return "\n".join(lines) + "\n"
 
 

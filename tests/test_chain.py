@@ -52,7 +52,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for words in chain(folder, "one"):
         assert main(words) == 0
     *_, evaluated = (command_on_ranks(words, folder) for words in chain(folder, "two"))
-    assert evaluated.count("overall") == 1
+    assert evaluated.count("reward") == 1
     return folder
 
 
@@ -71,7 +71,7 @@ def test_the_papers_columns_stand_in_one_table(work: Path) -> None:
     for name in ("one", "two"):
         table = (work / f"{name}-evaluation" / "evaluation.md").read_text()
         rows = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")}
-        assert {"overall", "vq", "mq", "ta", "vq_raw", "clipscore", "pickscore"} <= rows, table
+        assert {"reward", "vq", "mq", "ta", "vq_raw", "clipscore", "pickscore"} <= rows, table
         assert (work / f"{name}-evaluation" / "evaluation.html").stat().st_size > 10_000
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.cli import main, parse
+from sage_fast.cli import COMMANDS, load, main, parse
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
@@ -102,6 +102,17 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     for command in ("sample", "eval", "profile"):
         done = subprocess.run([sys.executable, "-m", "sage_fast", command, "--help"], capture_output=True, text=True)
         assert "sage-fast train --help" in done.stdout
+
+
+def test_every_option_says_what_it_is() -> None:
+    missing: list[tuple[str, ...]] = []
+
+    def add(*words: str, help: str = "", **others: object) -> None:
+        missing.extend([words] * (len(help) < 5))
+
+    for name in COMMANDS:
+        load(name).add_arguments(add)
+    assert not missing
 
 
 @pytest.mark.parametrize(
@@ -290,9 +301,20 @@ def test_sample_and_eval_and_report_of_a_run(
     assert scores["iteration"] == 2
     assert main(["eval", str(finished_run), "--json", "/dev/full", "--eval.num_prompts", "1"]) == 1
     out, error = capsys.readouterr()
+    assert not list(tmp_path.glob("evaluation*"))
     assert out.startswith(f"weights of iteration 2: {finished_run}/weights\nsage-fast eval: loading PyTorch")
     assert error.splitlines()[-1] == "sage-fast eval: '/dev/full': No space left on device"
     assert main(["report", str(finished_run)]) == 0
+
+
+def test_an_evaluation_keeps_its_videos_table_and_page(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("evaluation", "evaluation-2"):
+        assert main(["eval", "base", str(finished_run), "--eval.num_prompts", "1", "--quiet"]) == 0
+        assert {file.name for file in Path(name).iterdir()} == {"evaluation.html", "evaluation.md", "videos"}
+        assert capsys.readouterr().out.endswith(f"\n{name}/evaluation.html\n")
 
 
 def test_newest_weights_of_a_run(tmp_path: Path) -> None:
@@ -413,7 +435,7 @@ REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
         (["--data.prompts", "none.jsonl"], "prompt file 'none.jsonl': no such file"),
         (["--data.eval_prompts", "testbed:heldout"], "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
                                                      "moving shapes, not for model.path = 'hunyuanvideo-community/"),
-        (["--gpu-memory", "0"], "--gpu-memory 0: expected GB above 0"),
+        (["--gpu-memory", "0"], "--gpu-memory 0: expected a number above 0"),
     ],
 )  # fmt: skip
 def test_dry_run_finds_what_the_run_would_stop_at(
@@ -464,6 +486,9 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
         (["--sampling.eta"], "--sampling.eta needs a value"),
         (["--sampling.eta", "--train.iterations", "3"], "--sampling.eta needs a value"),
+        (["--lr", "1e-4"], "unknown option --lr; did you mean --train.learning_rate?"),
+        (["--steps=3"], "unknown option --steps; did you mean --sampling.steps or --eval.steps?"),
+        (["--fsdp"], "unknown option --fsdp; did you mean --train.engine?"),
         (["--dry"], "unknown option --dry; see sage-fast train --help"),
         (["--sampling.eta="], "--sampling.eta: the value is empty"),
         (["--sampling", "3"], "'sampling' is a section of settings: sampling.sampler"),
@@ -471,7 +496,7 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["stray"], "unknown argument stray; see sage-fast train --help"),
         (["--model.path", "./no/such/folder"], "model.path = './no/such/folder': no such folder"),
         (["--model.weights", "no/such/file"], "model.weights = 'no/such/file': no such file"),
-        (["--data.prompts", "missing.txt"], "missing.txt': no such file"),
+        (["--data.prompts", "missing.txt"], "missing.txt': no such file here or beside the settings"),
         (["--reward.name", "json:dmups"], "json has no 'dmups' that can be called; expected one of"),
         (["--reward.name", "no_such_module:Reward"], "no module 'no_such_module' is installed or in"),
         (["--reward.name", "videoalignment"], "did you mean 'videoalign'?; or 'package.module:name'"),
@@ -488,6 +513,16 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert train(run, *arguments) == 2
     assert message in capsys.readouterr().err
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"), [("resume", "train RUN --resume"), ("grid", "studies.grid"), ("push", "hf upload")]
+)
+def test_what_is_no_command_points_to_what_there_is(
+    word: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word, "runs/first"]) == 2
+    assert instead in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,10 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"sampling.etta": 1}, "unknown setting 'sampling.etta'; did you mean 'sampling.eta'"),
         ({"eta": 1}, "did you mean 'sampling.eta'"),
         ({"optimizer.learning_rate": 1}, "did you mean 'train.learning_rate'"),
+        ({"train.lr": 1}, "unknown setting 'train.lr'; did you mean 'train.learning_rate'"),
+        ({"train": {"epochs": 1}}, "unknown setting 'train.epochs'; did you mean 'train.iterations'"),
+        ({"batch_size": 1}, "did you mean 'sampling.batch_size' or 'train.batch_size'"),
+        ({"xyz": 1}, "unknown setting 'xyz'; --help lists them"),
         ({"sampling": 3}, "'sampling' is a section of settings: sampling.sampler, sampling.eta"),
         ({"model.attention": "flsh"}, "model.attention = 'flsh': expected one of auto, .*; did you mean 'flash'"),
         ({"model.lora_alpha": 0}, "model.lora_alpha = 0: expected at least 1; the nearest is 1"),
@@ -141,6 +145,27 @@ def test_a_section_is_checked_however_it_is_made() -> None:
         dataclasses.replace(SamplingConfig(sde_window=5), sde_window=7, steps=6)
     with pytest.raises(UserError, match=r"reward.weights = .*: expected finite weights"):
         RewardConfig(weights={"vq": 1.0, "mq": math.inf})
+
+
+def test_nested_mappings_are_settings() -> None:
+    nested = {"train": {"iterations": 5}, "sampling.eta": 0.5, "reward": {"args": {"path": {"a": 1}}}}
+    assert build(nested) == build({"train.iterations": 5, "sampling.eta": 0.5, "reward.args.path": {"a": 1}})
+
+
+def test_files_beside_the_configuration_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After those of the current folder."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for file in ("base.yaml", "config.yaml"):
+        (mine / file).write_text(
+            "data: {prompts: own.txt, eval_prompts: none.txt}\n" if file == "base.yaml" else "base: base.yaml\n"
+        )
+    (mine / "own.txt").write_text("a cat\n")
+    monkeypatch.chdir(tmp_path)
+    data = load("mine/config.yaml").data
+    assert (data.prompts, data.eval_prompts) == ("mine/own.txt", "none.txt")
+    (tmp_path / "own.txt").write_text("a dog\n")
+    assert load("mine/config.yaml").data.prompts == "own.txt"
 
 
 def test_lists() -> None:
@@ -263,7 +288,7 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
         ("seed: 3\nsampling:\n  eta: 1\n\n  etta: 2\n", r"c.yaml: unknown setting 'sampling.etta'; did you"),
         ("# a\nsampling.etta: 2\n", r"c.yaml: unknown setting 'sampling.etta'; did you mean"),
         ("sampling: 3\n", r"c.yaml: 'sampling' is a section of settings: sampling.sampler"),
-        ("a red circle moves left " * 20 + ": 1", "unknown setting 'a red .* \\[...\\]'; did you mean"),
+        ("a red circle moves left " * 20 + ": 1", "unknown setting 'a red .* \\[...\\]'; --help lists them"),
     ],
 )
 def test_config_file_messages(text: str, message: str, tmp_path: Path) -> None:

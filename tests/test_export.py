@@ -343,7 +343,7 @@ def test_the_card_has_the_table_and_the_settings(run: Path, tmp_path: Path) -> N
     assert card.data.base_model_relation == "adapter"
     # differences are 0.25 (i + 1): mean 0.875, standard error 0.25 sqrt(3.5 / 6), times Student's t of 5: 2.5706
     assert "| +0.8750 ± 0.4908 |" in card.text
-    assert re.search(r"overall +\| 2.5000 ± [\d.]+ \| 3.3750 ± ", card.text)
+    assert re.search(r"reward +\| 2.5000 ± [\d.]+ \| 3.3750 ± ", card.text)
     assert "7 iterations" in card.text
     shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", card.text, re.S)[1])  # type: ignore[index]
     assert shown["reward"]["args"] == {"api_key": "${API_KEY}", "fps": 2}

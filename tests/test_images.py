@@ -24,7 +24,7 @@ from sage_fast.cli import main
 from sage_fast.commands.card import model_card
 from sage_fast.commands.init import init
 from sage_fast.config.command_line import split_settings
-from sage_fast.config.loader import dump, from_overrides, load
+from sage_fast.config.loader import dump, load
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompt_checks import check_captions
@@ -449,7 +449,7 @@ def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
 def test_models_of_two_tasks_are_not_evaluated_together(folder: Path) -> None:
     """Which is said before the first of them samples anything."""
     words = ["--model.path", "testbed", "--output", "other"]
-    (folder / "words.yaml").write_text(dump(from_overrides(split_settings([*TINY, *words])[1])))
+    (folder / "words.yaml").write_text(dump(load(None, split_settings([*TINY, *words])[1])))
     status, out = call("eval", "run", "words.yaml", "--folder", "both")
     assert (status, "line 1: image = 'red.png', and model.path = " in out.replace("\n", " ")) == (2, True), out
     assert not (folder / "both").exists()
@@ -521,10 +521,10 @@ def test_init_copies_images(there: Path) -> None:
     config, shipped = load(there / "mine" / "config.yaml"), load(REPOSITORY / "configs" / "demo-i2v.yaml")
     for name in ("prompts", "eval_prompts"):
         ours, theirs = there / "mine" / getattr(config.data, name), REPOSITORY / getattr(shipped.data, name)
-        assert ours.read_text() == theirs.read_text()
+        assert ours.read_text().replace("images/", "") == theirs.read_text()
         for copy, prompt in zip(read_prompts(str(ours)), read_prompts(str(theirs)), strict=True):
             assert Path(copy.caption.image).read_bytes() == Path(prompt.caption.image).read_bytes()
-            assert copy.caption.image == str(there / "mine" / prompt.image)
+            assert copy.caption.image == str(there / "mine" / "images" / prompt.image)
 
 
 def test_the_card_of_such_a_model_samples_from_an_image() -> None:

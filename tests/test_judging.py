@@ -149,7 +149,7 @@ def test_the_table_is_printed_and_written(evaluated: tuple[Path, str]) -> None:
     assert rows["theirs", "reward"]["gain_margin"] is None, "of four prompts"
     text = (out / "evaluation.md").read_text()
     assert text in printed
-    means, gains = (line.split("|") for line in text.splitlines() if line.startswith("| overall"))
+    means, gains = (line.split("|") for line in text.splitlines() if line.startswith("| reward"))
     assert means[3].split()[:2] == [f"{mean:.4f}", "±"]
     assert gains[2].split()[:2] == [f"{sum(gain) / 5:+.4f}", "±"]
     page = (out / "evaluation.html").read_text()
@@ -303,9 +303,9 @@ def test_videos_are_paired_by_prompt_and_not_by_place() -> None:
 def test_a_source_without_any_score_has_dashes() -> None:
     rows = table([video_set("x", [1.0] * 5), video_set("y", [math.nan] * 5)])
     assert math.isnan(rows[1].mean)
-    means, gains = (line.split() for line in format_table(rows).splitlines() if line.startswith("| overall"))
-    assert means == ["|", "overall", "|", "1.0000", "±", "0.0000", "|", "-", "|"]
-    assert gains == ["|", "overall", "|", "-", "|"]
+    means, gains = (line.split() for line in format_table(rows).splitlines() if line.startswith("| reward"))
+    assert means == ["|", "reward", "|", "1.0000", "±", "0.0000", "|", "-", "|"]
+    assert gains == ["|", "reward", "|", "-", "|"]
 
 
 def test_one_prompt_has_no_interval() -> None:

@@ -9,7 +9,7 @@ from sage_fast.algorithm.objective import SURROGATES, Objective
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.cli import main
-from sage_fast.config.loader import from_overrides, load
+from sage_fast.config.loader import load
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.util.files import read_json
 from tests.tiny import FEW_STEPS, arguments
@@ -48,7 +48,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
     ],
 )
 def test_a_method_in_words(settings: dict[str, str], method: str) -> None:
-    config = from_overrides(settings)
+    config = load(None, settings)
     assert method_of(Objective(config), config.sampling) == method
 
 
@@ -95,5 +95,5 @@ def test_a_plan_and_a_run_begin_with_it(tmp_path: Path, capsys: pytest.CaptureFi
 )
 def test_updates_that_nothing_bounds_are_told(overrides: dict[str, str], warns: bool) -> None:
     """Off-policy, without a ratio, a mask or a KL."""
-    warnings = config_warnings(Resolved(from_overrides({"kl.strategy": "none"} | overrides)))
+    warnings = config_warnings(Resolved(load(None, {"kl.strategy": "none"} | overrides)))
     assert any("nothing holds the later updates" in warning for warning in warnings) == warns

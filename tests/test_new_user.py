@@ -32,7 +32,7 @@ EVIDENCE_OF = {
     "demo": "run here on the testbed",
     "demo-i2v": "run here on the testbed",
     "demo-nft": "run here on the testbed",
-    "official-480p": "run at this size by the authors",
+    "official-480p": "settings of the authors; not run by this code",
     "hunyuanvideo15-480p": "one iteration on an H200, random weights",
     "hunyuanvideo15-480p-full": FOUR_BLOCKS,
     "hunyuanvideo15-480p-nft": FOUR_BLOCKS,
@@ -206,12 +206,14 @@ def test_init_writes_what_its_configuration_names(
     differing = [line.split(":")[0].strip() for line, other in pairs if line != other]
     own_reward = ["name", "weights"] if name.startswith("demo") else []
     assert differing == ["output", "prompts", "eval_prompts", *own_reward]
-    expected = {*FILES, "slurm.sbatch"} - {"slurm.sbatch" if own_reward else "my_rewards.py"}
+    expected = {*FILES, *([] if own_reward else ["slurm.sbatch"])}
     data = load(CONFIGS / f"{name}.yaml").data
     if data.prompts.endswith(".jsonl"):
         shipped = [read_prompts(str(CONFIGS.parent / source)) for source in (data.prompts, data.eval_prompts)]
         expected = {file.replace(".txt", ".jsonl") for file in expected}
-        expected |= {prompt.image for prompt in itertools.chain(*shipped)}
+        expected |= {"images"}
+        assert {*os.listdir("images")} == {prompt.image for prompt in itertools.chain(*shipped)}
+        assert len(read_prompts("prompts.jsonl")) == len(shipped[0])  # their images are found
     assert sorted(os.listdir()) == sorted(expected)
     if name not in ("demo", "hunyuanvideo15-480p") and "SAGE_FAST_SOAK" not in os.environ:
         return  # a dry run of the 8.3 B model takes seconds

@@ -186,6 +186,23 @@ def test_the_run_holds_its_evaluations() -> None:
     )
 
 
+def test_what_the_run_costs_at_a_price() -> None:
+    found = re.search(
+        r"GPU-hours +(\S+) +(\S+)\n +at 2.5 an hour +(\S+) +(\S+)$", format_plan(plan(build(SIZE)), 2.5), re.M
+    )
+    assert found is not None
+    hours, prices = ([float(text.replace(",", "")) for text in found.groups()[i : i + 2]] for i in (0, 2))
+    assert prices == pytest.approx([2.5 * hour for hour in hours], rel=0.01)
+
+
+def test_a_card_that_is_too_small_is_told_first() -> None:
+    small = format_plan(plan(build(SIZE), gpu_memory=8e9))
+    assert small.startswith("This does not fit: ")
+    assert "on GPUs of 7.45 GiB" in small
+    assert "--train.engine zero3" in " ".join(small.splitlines()[:4])
+    assert format_plan(plan(build(SIZE))).startswith("model\n")
+
+
 def test_a_sample_shared_by_two_gpus_takes_half_the_time_of_each() -> None:
     """4 samples on 8 GPUs, two for each sample."""
     shared = {"train.prompts_per_iteration": 1, "train.group_size": 4, "model.sequence_parallel": 2}

@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 import sage_fast.data.embeddings
 from sage_fast.cli import main
 from sage_fast.config.command_line import split_settings
-from sage_fast.config.loader import dump, from_overrides
+from sage_fast.config.loader import dump, load
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, metadata_of, negatives_of, read_prompts
@@ -151,7 +151,7 @@ def test_a_broken_file_is_named_with_its_line(name: str, content: str | bytes, e
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing.txt.*no such file; expected UTF-8 text .*\.jsonl"):
+    with pytest.raises(UserError, match=r"missing.txt.*no such file here .*; expected UTF-8 text .*\.jsonl"):
         read_prompts(str(tmp_path / "missing.txt"))
     with pytest.raises(
         UserError, match=r"expected one of testbed:train, testbed:heldout; did you mean 'testbed:tr.*file$"
@@ -447,7 +447,7 @@ def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str
     """Run docs/how-to/prompts.md: embed more prompts than the run's, then train without text encoders."""
     own = split_settings([*TINY, "--model.path", "model", "--output", "runs/page"])[1]
     del own["data.embedding_cache"]
-    (there / "config.yaml").write_text(dump(from_overrides(own)))
+    (there / "config.yaml").write_text(dump(load(None, own)))
     (there / "more.jsonl").write_text('{"prompt": "a boat"}\n{"prompt": "a fox", "negative_prompt": "blurry"}\n')
     shutil.move(there / "cache", there / "embeddings")
     (page,) = blocks(REPOSITORY / "docs" / "how-to" / "prompts.md")

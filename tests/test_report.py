@@ -34,7 +34,7 @@ def row(i, **changes):
         "loss": 1e-4,
         "kl/anchor": 1e-6,
         "kl/velocity": -1e-6,
-        "kl/gradient_share": 2e-5,
+        "kl/gradient_share": 0.02,
         "kl/lambda": 1e-7,
         "ratio/mean": 1.0,
         "ratio/min": 0.999,
@@ -123,9 +123,9 @@ def test_the_page_is_whole_and_loads_nothing(run):
     assert all(address.startswith(("data:", "#")) for address in addresses)
     assert not re.findall(r"@import|url\((?!#)", page)
     assert not re.search(r">\s*nan\b", page, re.IGNORECASE)
-    assert "12 iterations in 00:42 of training" in page
+    assert "12 iterations in 0.7 min of training" in page
     assert "sage: a note" in page
-    assert "2e-05 (below 1e-3 the KL does nothing)" in page
+    assert "0.02 (warns below 1e-3: it does nothing)" in page
 
 
 def test_every_video_can_be_stopped_and_none_starts_by_itself(run):
@@ -429,6 +429,7 @@ def test_a_healthy_run_warns_of_nothing():
         ({"ratio__clip_fraction": 0.6}, "Clipped ratios"),
         ({"reward__std": 0.01}, "Reward spread within a group"),
         ({"reward__dropped": 2}, "Samples dropped for a failed reward"),
+        ({"kl__gradient_share": 2e-5}, "The KL's share of the gradient"),
         ({"grad_norm": None}, "Iterations with a value that is not finite"),
     ],
 )

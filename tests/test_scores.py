@@ -124,12 +124,12 @@ def test_tables_for_the_terminal():
     text = format_table(table(pair(scores((1.0, 2.0)), scores((1.5, 2.7)))))
     head, rule, first, *_ = text.splitlines()[6:]
     assert cells(head) == ["gain over before", "after"]
-    assert cells(first) == ["overall", "+0.6000 ± 0.1150"]  # t = 2.5706
+    assert cells(first) == ["reward", "+0.6000 ± 0.1150"]  # t = 2.5706
     assert set(rule) == {"|", "-", ":", " "}
     assert len({len(line) for line in text.splitlines()[6:11]}) == 1
     text = one_source(scores((1.0, 2.0)))
     assert text.endswith("6 videos of 6 prompts each; ± is a 95 % interval")
-    assert [cells(line) for line in text.splitlines()[::2][:2]] == [["mean", "base"], ["overall", "1.5000 ± 0.5748"]]
+    assert [cells(line) for line in text.splitlines()[::2][:2]] == [["mean", "base"], ["reward", "1.5000 ± 0.5748"]]
 
 
 def judged(reward, alignment):
@@ -173,16 +173,16 @@ def test_gains_medians_and_losses_are_shown():
         return [(int(prompt), why) for (prompt, _), why in choose(sets, count).items()]
 
     assert shown(6) == [
-        (4, "+2.00"),
-        (0, "+0.50"),
-        (7, "+0.30"),
-        (3, "+0.20"),
-        (5, "-0.10"),
-        (1, "-0.80"),
+        (4, "reward +2.00"),
+        (0, "reward +0.50"),
+        (7, "reward +0.30"),
+        (3, "reward +0.20"),
+        (5, "reward -0.10"),
+        (1, "reward -0.80"),
     ]
     assert [i for i, _ in shown(3)] == [4, 7, 1]
     assert [i for i, _ in shown(1)] == [7]
-    assert shown(2, [0, 3, 8]) == [(0, "+0.50"), (3, "+0.20")]
+    assert shown(2, [0, 3, 8]) == [(0, "reward +0.50"), (3, "reward +0.20")]
     assert [i for i, _ in shown(20)] == [4, 0, 8, 7, 3, 2, 5, 1]
     unknown = evaluation(names, [None] * 9)
     assert shown(6, [3, 1], (unknown, unknown)) == [(1, ""), (3, "")]
@@ -191,8 +191,8 @@ def test_gains_medians_and_losses_are_shown():
 
 def test_small_numbers_keep_their_digits():
     lines = format_table(table(pair(scores((1e-5, 3e-5)), scores((4e-5, 7e-5))))).splitlines()
-    assert [cell.split()[0] for cell in cells(lines[2])] == ["overall", "2e-05", "5.5e-05"]
-    assert cells(lines[8]) == ["overall", "+3.5e-05 ± 5.7e-06"]
+    assert [cell.split()[0] for cell in cells(lines[2])] == ["reward", "2e-05", "5.5e-05"]
+    assert cells(lines[8]) == ["reward", "+3.5e-05 ± 5.7e-06"]
     numbers = [format_number(x, 3) for x in (0, 0.0004, -0.0006, 0.001, math.nan)]
     assert numbers == ["0.000", "0.0004", "-0.0006", "0.001", "nan"]
 

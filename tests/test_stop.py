@@ -323,7 +323,7 @@ def test_the_page_is_drawn_at_each_evaluation(tmp_path: Path, caplog: pytest.Log
     calls: list[tuple[str, bool]] = []
     train(config(tmp_path / "run", train__iterations=3, eval__interval=1), report=drawn(calls))
     assert [complete for _, complete in calls] == [False, False, False, True]
-    found = [re.sub(r" in \d+ s of training", "", status) for status, _ in calls]
+    found = [re.sub(r" in [\d.]+ min of training", "", status) for status, _ in calls]
     running = "Stopped early, or still running: "
     assert found == [
         "No iteration has been completed yet.", f"{running}1 of 3 iterations.", f"{running}2 of 3 iterations.",

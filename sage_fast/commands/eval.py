@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.config.loader import from_overrides
+from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.run.folder import RunFolder
@@ -27,8 +28,8 @@ def add_arguments(add: Callable[..., object]) -> None:
     sources = "YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it"
     add("source", metavar="SOURCE", nargs="+", help=sources)
     add("--scorer", action="append", default=[], metavar="NAME", help="an extra reward, or LABEL=NAME; may be repeated")
-    add("--folder", type=Path, help="new or empty folder for the videos, the table, and a page with both")
-    add("--json", type=Path, metavar="FILE", help="write every score to FILE")
+    add("--folder", type=Path, help="new or empty folder for videos, table and page (default: evaluation, a new one)")
+    add("--json", type=Path, metavar="FILE", help="write every score to FILE, and nothing else without --folder")
     add("--quiet", action="store_true", help="no progress bar")
 
 
@@ -38,6 +39,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     scorers = labelled(options.scorer)
     if wrong := {"", "judge"} & scorers.keys():
         raise UserError(f"--scorer {scorers[wrong.pop()]!r}: expected LABEL=NAME, and a label other than judge")
+    if (folder := options.folder) is None and options.json is None:  # alike on all ranks, which have yet to join
+        names = (Path(f"evaluation-{i}" if i > 1 else "evaluation") for i in itertools.count(1))
+        folder = next(name for name in names if not name.exists())
     for note in notes_on(candidates, config.sampling, config.eval_guidance_scale):
         log.info(note)
     with heavy_imports("eval"):
@@ -47,9 +51,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         from sage_fast.util.ranks import rank
 
     with fail_fast(config.timeout_minutes):
-        found = evaluate_candidates(candidates, config, scorers, options.folder)
+        found = evaluate_candidates(candidates, config, scorers, folder)
         if rank() == 0:
-            write_evaluation(*found, config.eval.num_videos, folder=options.folder, json=options.json)
+            write_evaluation(*found, config.eval.num_videos, folder=folder, json=options.json)
 
 
 def read_candidates(arguments: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[Candidate], Config]:
@@ -69,7 +73,7 @@ def read_candidates(arguments: Sequence[str], overrides: Mapping[str, str]) -> t
             raise UserError(f"{BASE!r} is the model of a run or of settings without trained weights: name those too")
         if "reward.name" not in overrides and not any(key.startswith("reward.several") for key in overrides):
             raise UserError("only videos are given: --reward.name NAME, and --reward.weights, say what scores them")
-        return found, from_overrides(overrides)
+        return found, load(None, overrides)
     base = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None))
     return [c if Path(c.path).exists() else dataclasses.replace(c, config=base) for c in found], config
 

@@ -46,9 +46,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
 
 def init(folder: Path, name: str) -> str:
-    """Write config.yaml, prompts.txt and heldout.txt, and my_rewards.py for the testbed or slurm.sbatch for a cluster.
+    """Write config.yaml, prompts.txt, heldout.txt and my_rewards.py, and slurm.sbatch if it is not for the testbed.
 
-    If the configuration has .jsonl files, copies of these and their images instead of the .txt files.
+    If the configuration has .jsonl files, copies of these instead of the .txt files, and their images in `images`.
 
     Args:
         folder: created if missing.
@@ -70,21 +70,22 @@ def init(folder: Path, name: str) -> str:
         prompts = read_prompts(given if given in SETS else str(source))
         lines = "".join(f"{prompt.text}\n" for prompt in prompts)
         files[file + suffix] = lines if given in SETS else source.read_text(encoding="utf-8")
-        images |= {prompt.image: prompt.caption.image for prompt in prompts if prompt.image}
+        images |= {f"images/{prompt.image}": prompt.caption.image for prompt in prompts if prompt.image}
         captions |= {prompt.text for prompt in prompts}
     on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}
     own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
     settings = _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))
-    extra = "my_rewards.py" if on_testbed else "slurm.sbatch"
-    texts = {"config.yaml": settings, extra: (_FOLDER / extra).read_text(encoding="utf-8"), **files}
+    extra = ["my_rewards.py", "slurm.sbatch"][: 2 - on_testbed]
+    texts = {"config.yaml": settings, **{name: (_FOLDER / name).read_text(encoding="utf-8") for name in extra}, **files}
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
     if found := [file for file in (*texts, *images) if (folder / file).exists()]:
         raise UserError(f"{str(folder)!r} already holds {', '.join(found)}; expected another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
-        write_atomic(folder / file, text)
+        write_atomic(folder / file, text.replace('"image": "', '"image": "images/'))
     for image, path in images.items():
+        (folder / "images").mkdir(exist_ok=True)
         write_atomic(folder / image, Path(path).read_bytes())
     wrote = f"{', '.join(texts)}{f' and {len(images)} images' if images else ''}"
     return f"{folder}: wrote {wrote}\n{_next_commands(folder, f'heldout{suffix}', on_testbed=on_testbed)}"

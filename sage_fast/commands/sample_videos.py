@@ -39,9 +39,7 @@ def save_videos(videos: Sequence[Tensor], prompts: Sequence[str], folder: Path, 
     """
     folder.mkdir(parents=True, exist_ok=True)
     first = max(numbered(folder), default=-1) + 1
-    paths = []
-    for place, (video, prompt) in enumerate(zip(videos, prompts), start=first):
-        paths.append(save_video(video, prompt, folder, place, fps))
+    paths = [save_video(v, prompt, folder, i, fps) for i, (v, prompt) in enumerate(zip(videos, prompts), first)]
     if videos:
         with atomic_path(folder / f"contact-sheet-{first:02d}.png") as file:
             contact_sheet(videos, prompts[: len(videos)]).save(file, "PNG")

@@ -22,6 +22,7 @@ def add_arguments(add: Callable[..., object]) -> None:
     add("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
     add("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")
+    add("--gpu-price", type=float, metavar="PRICE", help="with --dry-run: price of a GPU-hour, for the cost of the run")
     add("--resume", action="store_true", help="continue the run in the output folder, by its own settings, or begin it")
     add("--quiet", action="store_true", help="print nothing but errors")
 
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
             from sage_fast.util.ranks import launched
 
         ranks = options.gpus or launched("WORLD_SIZE", 1)
-        print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80))))
+        print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80), options.gpu_price or 0.0)))
         return
     with heavy_imports("train"):
         from sage_fast.loading import load_setup
@@ -54,10 +55,10 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         train(config, load_setup, report_run, resume=resume)
 
 
-def _check_gpus(options: argparse.Namespace) -> None:
-    for name, value in (("--gpus", options.gpus), ("--gpu-memory", options.gpu_memory)):
+def _check_gpus(o: argparse.Namespace) -> None:
+    for name, value in (("--gpus", o.gpus), ("--gpu-memory", o.gpu_memory), ("--gpu-price", o.gpu_price)):
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} {value:g}: expected {'at least 1' if name == '--gpus' else 'GB above 0'}")
-        if value is not None and not options.dry_run:
-            start = f"torchrun --nproc-per-node {options.gpus or 'N'} -m sage_fast train {options.config}"
+            raise UserError(f"{name} {value:g}: expected {'at least 1' if name == '--gpus' else 'a number above 0'}")
+        if value is not None and not o.dry_run:
+            start = f"torchrun --nproc-per-node {o.gpus or 'N'} -m sage_fast train {o.config}"
             raise UserError(f"{name} goes with --dry-run; to train on GPUs: {start}")

@@ -16,18 +16,20 @@ from typing import Any, get_origin
 
 import yaml
 
-from sage_fast.config.fields import sections, settings_of
+from sage_fast.config.fields import own_settings, sections, settings_of
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError, first_line
 
 LARGEST = 1_000_000
 """Most characters of a YAML text."""
 
+ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine"}
+"""Last part of a name in other trainers -> the setting meant."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
 
 def load(
-    path: str | Path, overrides: Mapping[str, str] | None = None, overlays: Sequence[Mapping[str, Any]] = ()
+    path: str | Path | None, overrides: Mapping[str, str] | None = None, overlays: Sequence[Mapping[str, Any]] = ()
 ) -> Config:
     """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the result.
 
@@ -36,25 +38,14 @@ def load(
     base's, an override's replaces the file's. An entry of `reward.args` replaces only that argument.
 
     Args:
+        path: None for the defaults.
         overlays: settings as in a file. They win over the file, and the overrides win over them.
 
     Raises:
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
-    return build(_merged(_read(Path(path)), *map(leaves, overlays), _given(overrides or {})))
-
-
-def from_overrides(overrides: Mapping[str, str]) -> Config:
-    """Apply `overrides` to the defaults, as `load` applies them to a file.
-
-    Raises:
-        UserError: unknown key, wrong type, invalid value.
-    """
-    return build(_given(overrides))
-
-
-def _given(overrides: Mapping[str, str]) -> dict[str, Any]:
-    return {key: _typed(key, text) for key, text in overrides.items()}
+    own, typed = _read(Path(path)) if path else {}, {key: _typed(key, text) for key, text in (overrides or {}).items()}
+    return build(_merged(own, *map(leaves, overlays), typed))
 
 
 def keys_of(path: Path) -> list[str]:
@@ -66,6 +57,9 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
+    for name in own.keys() & {"data.prompts", "data.eval_prompts", "model.weights"}:
+        if not Path(str(own[name])).exists() and (path.parent / str(own[name])).exists():
+            own[name] = str(path.parent / own[name])
     for key in _entries_joined(own).keys() - settings_of(Config).keys():
         raise UserError(f"config {path}: {_unknown(key)}")
     if base is None:
@@ -107,10 +101,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         loaded = parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"config {path}: not valid YAML: {error}") from error
-    if loaded in (None, {}):
-        raise UserError(f"config {path}: holds no settings")
-    if not isinstance(loaded, dict):
-        raise UserError(f"config {path}: expected a mapping of settings")
+    if not loaded or not isinstance(loaded, dict):
+        raise UserError(f"config {path}: {'expected a mapping of' if loaded else 'holds no'} settings")
     return loaded
 
 
@@ -155,9 +147,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def build(settings: Mapping[str, Any]) -> Config:
-    """Return a checked `Config` from dotted keys."""
+    """Return a checked `Config` from dotted keys or nested mappings."""
     given: dict[str, dict[str, Any]] = {name: {} for name in sections(Config)}
-    for key, value in _entries_joined(settings).items():
+    for key, value in leaves(_entries_joined(settings)).items():
         if key not in settings_of(Config):
             raise UserError(_unknown(key))
         section, _, field = key.rpartition(".")
@@ -201,23 +193,25 @@ def _typed(key: str, text: str) -> Any:
     try:
         value = parse_yaml(text)
     except ValueError as error:
-        raise UserError(
-            f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; text with special characters needs quotes of "
-            f"its own inside those of the shell: --{key} \"'...'\""
-        ) from error
+        quote = f"quote special characters twice: --{key} \"'...'\""
+        raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; {quote}") from error
     setting = settings_of(Config).get(key)
     as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
     return text if setting is not None and setting.is_text and as_typed else value
 
 
 def _unknown(key: str) -> str:
-    """Suggest a setting for an unknown key: one with the same last name (`--eta`), else one with a similar path."""
+    """Say what is wrong with an unknown key."""
+    if key in sections(Config):
+        return f"{key!r} is a section of settings: {', '.join(s.name for s in own_settings(sections(Config)[key]))}"
+    question = f"did you mean {' or '.join(map(repr, close))}?" if (close := similar(key)) else "--help lists them"
+    return f"unknown setting {textwrap.shorten(key, 60)!r}; {question}"
+
+
+def similar(key: str) -> list[str]:
+    """Return the settings that an unknown key may mean: by its last name (`--eta`, `--lr`), else by a similar path."""
     import difflib
 
-    known = list(settings_of(Config))
-    if key in sections(Config):
-        inside = [name for name in known if name.startswith(f"{key}.")]
-        return f"{key!r} is a section of settings: {', '.join(inside)}"
-    same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    close = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"unknown setting {textwrap.shorten(key, 60)!r}; did you mean {close[0]!r}?"
+    last, known = key.rsplit(".", 1)[-1].replace("-", "_"), list(settings_of(Config))
+    named = [ALIASES.get(last, ""), *(name for name in known if f".{name}".endswith(f".{last}"))]
+    return list(dict.fromkeys(filter(None, named))) or difflib.get_close_matches(key, known, n=1)

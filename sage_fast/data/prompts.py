@@ -186,8 +186,8 @@ def _text_of(source: str) -> str:
         found = False
     if not found:
         close = difflib.get_close_matches(source, SETS, n=1)
-        question = f", or {close[0]!r}" if close else ""
-        raise UserError(f"prompt file {source!r}: no such file; expected {FORMATS}{question}")
+        hint = f", or {close[0]!r}" if close else ""
+        raise UserError(f"prompt file {source!r}: no such file here or beside the settings; expected {FORMATS}{hint}")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")

@@ -75,7 +75,7 @@ def format_table(rows: Sequence[Row]) -> str:
     text = []
     for title, cells, shown in (("mean", means, labels), (f"gain over {labels[0]}", gains, labels[1:])):
         if cells:
-            body = [[shown_name(score), *(cells.get((score, label), "-") for label in shown)] for score in scores]
+            body = [[score, *(cells.get((score, label), "-") for label in shown)] for score in scores]
             text += [*_grid([[title, *shown], *body]), ""]
     return "\n".join([*text, summary(rows)])
 
@@ -87,11 +87,6 @@ def summary(rows: Sequence[Row]) -> str:
     fewer = "" if len(counts) < 2 else "up to "
     intervals = "± is a 95 % interval" if any(row.margin is not None for row in rows) else TOO_FEW
     return f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} each; {intervals}"
-
-
-def shown_name(score: str) -> str:
-    """Return a score's name in tables: `overall` for the composite, as in the paper."""
-    return "overall" if score == "reward" else score
 
 
 def _with_margin(value: float, margin: float | None, *, sign: bool = False) -> str:

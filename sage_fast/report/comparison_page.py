@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.comparison import Comparison, compare, shown_name, summary
+from sage_fast.eval.comparison import Comparison, compare, summary
 from sage_fast.eval.gains import table
 from sage_fast.eval.video_folder import read_folder
 from sage_fast.eval.videoset import VideoSet
@@ -124,7 +124,7 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
     page = render(
         "gallery.html.j2",
         title=title or " · ".join(videos.label for videos in found.sets),
-        groups=[(shown_name(score), [row for row in rows if row.score == score]) for score in scores],
+        groups=[(score, [row for row in rows if row.score == score]) for score in scores],
         gains=rows[0].label if any(row.gain is not None for row in rows) else None,
         summary=summary(rows) if rows else "",
         videos=cards(found.sets, count, notes),
@@ -150,7 +150,7 @@ def _charts(runs: Mapping[str, Trained]) -> list[str]:
     scores = {name for run in runs.values() for name in run.points}
     for score in sorted(scores, key=lambda name: (name != "reward", name)):
         shown = {label: run.points.get(score, {}) for label, run in runs.items()}
-        drawn.append(charts.held_out(shown, f"Held-out {shown_name(score)}", "mean score", least=1))
+        drawn.append(charts.held_out(shown, f"Held-out {score}", "mean score", least=1))
     rows = {label: run.folder.rows for label, run in runs.items() if run.folder.rows}
     parts = sorted({key for each in rows.values() for row in each for key in row if key.startswith(REWARD_PART)})
     drawn += [charts.metric(key, rows) for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS])]

@@ -12,7 +12,6 @@ from typing import Any
 import jinja2
 from PIL import Image
 
-from sage_fast.eval.comparison import shown_name
 from sage_fast.eval.gains import gains_of
 from sage_fast.eval.playback import for_browser
 from sage_fast.eval.scores import format_number
@@ -93,7 +92,7 @@ def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
     ends = (count + 1) // 3
     middle = (len(ordered) - count) // 2 + ends
     shown = ordered[:ends] + ordered[middle : middle + count - 2 * ends] + ordered[len(ordered) - ends :]
-    return {key: f"{gains[key]:+.2f}" if len(sets) > 1 else "" for key in shown}
+    return {key: f"{score} {gains[key]:+.2f}" if len(sets) > 1 else "" for key in shown}
 
 
 def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[str, Any]]:
@@ -119,6 +118,5 @@ def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[s
 
 
 def scores_of(videos: VideoSet, key: Key) -> dict[str, float]:
-    """Return the known scores of one video by their names in tables."""
-    found = {shown_name(name): videos.by_key(name).get(key) for name in videos.scores}
-    return {name: value for name, value in found.items() if value is not None}
+    """Return the known scores of one video."""
+    return {name: value for name in videos.scores if (value := videos.by_key(name).get(key)) is not None}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from sage_fast.config.loader import leaves, read_yaml
 from sage_fast.eval.comparison import compare
@@ -118,18 +117,17 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
 
     share = late("reward/zero_std_groups")
     if share is not None:
-        text = f"{_percent(share)} (warns above 25%): they teach nothing"
+        text = f"{share:.0%} (warns above 25%): they teach nothing"
         look("Groups whose rewards are all equal", text, share > 0.25)
     clipped = late("ratio/clip_fraction")
     if clipped is not None and charts.is_on(rows, "ratio/clip_fraction"):
-        look("Clipped ratios", f"{_percent(clipped)} (warns above 30%): a high share wastes updates", clipped > 0.3)
+        look("Clipped ratios", f"{clipped:.0%} (warns above 30%): a high share wastes updates", clipped > 0.3)
     acting = late("kl/gradient_share")
     if acting:
-        text = _percent(acting) if acting >= 0.01 else f"{acting:.0e}"
-        look("The KL's share of the gradient", f"{text} (below 1e-3 the KL does nothing)", False)
+        look("The KL's share of the gradient", f"{acting:.1g} (warns below 1e-3: it does nothing)", acting < 1e-3)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
-        text = f"{_percent(last / first)} of its first quarter (warns below 30%, where samples look alike)"
+        text = f"{last / first:.0%} of its first quarter (warns below 30%, where samples look alike)"
         look("Reward spread within a group", text, last < 0.3 * first)
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
@@ -158,10 +156,6 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
 def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:
     values = column(rows, key)
     return float(np.nanmean(values)) if not np.isnan(values).all() else None
-
-
-def _percent(share: float) -> str:
-    return f"{format_number(100 * share, 0)}%"
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -231,7 +225,7 @@ def _status(rows: Sequence[MetricsRow], planned: object) -> str:
     if isinstance(planned, int) and done < planned:
         return f"Stopped early, or still running: {done} of {planned} iterations."
     seconds = float(np.nansum(column(rows, "time/total")))
-    return f"{done} iterations" + (f" in {tqdm.format_interval(seconds)} of training." if seconds else ".")
+    return f"{done} iterations" + (f" in {seconds / 60:.3g} min of training." if seconds else ".")
 
 
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:

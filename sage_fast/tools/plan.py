@@ -37,6 +37,7 @@ from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
 
+REMEDIES = "--train.engine zero3 on more GPUs, --model.gradient_checkpointing full, --train.batch_size 1, a LoRA"
 PLANNED_ITERATIONS = 200
 """Iterations over which the plan averages the work of windows."""
 MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "training": 593e12}
@@ -230,19 +231,25 @@ def _exported_bytes(model: ModelConfig, policy: Policy) -> float:
     return 4.0 * sum(p.numel() for p in exported.values())
 
 
-def format_plan(plan: Plan) -> str:
-    """Format a plan for a terminal."""
+def format_plan(plan: Plan, price: float = 0.0) -> str:
+    """Format a plan for a terminal, first of all what to do if it does not fit.
+
+    Args:
+        price: of an hour of a GPU, in any currency; 0 if unknown.
+    """
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     together = sum(plan.memory.values())
     fits = "fits" if together <= plan.gpu_memory else "does not fit"
+    verdict = f"This does not fit: {format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}. Try {REMEDIES}."
     lines = [
+        *([*textwrap.wrap(verdict, 80), ""] if together > plan.gpu_memory else []),
         "model",
         _line("parameters", _count(plan.parameters)),
         _line("trained parameters", _count(plan.trainable)),
         _line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
         _line("tokens of a video", f"{plan.tokens:,}"),
         "",
-        *_format_work(plan, gpus),
+        *_format_work(plan, gpus, price),
         "",
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
@@ -263,7 +270,7 @@ def _line(label: str, *cells: str, width: int = 41) -> str:
     return f"  {label:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
 
 
-def _format_work(plan: Plan, gpus: str) -> list[str]:
+def _format_work(plan: Plan, gpus: str, price: float) -> list[str]:
     """Format FLOPs, times and GPU-hours of an iteration and of the run."""
 
     def work(label: str, count: int, flops: float, of_busiest: Mapping[str, float]) -> str:
@@ -275,7 +282,7 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
     forward, together, e = plan.flops["forward"], sum(parts.values()), plan.evaluations
     evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
     slowest = {part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()}
-    hours = [_number(plan.ranks * seconds / 3600) for seconds in seconds_on_a_gpu(slowest)]
+    hours = [plan.ranks * seconds / 3600 for seconds in seconds_on_a_gpu(slowest)]
     rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
     return [
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
@@ -287,7 +294,8 @@ def _format_work(plan: Plan, gpus: str) -> list[str]:
         f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
         work("one evaluation", 0, e.flops, evaluation),
         work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
-        _line("GPU-hours", "", "", *hours, width=29),
+        _line("GPU-hours", "", "", *map(_number, hours), width=29),
+        *[_line(f"at {price:g} an hour", "", "", *(_number(price * h) for h in hours), width=29)] * (price > 0),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a matrix product in "
             f"bf16, a burst on one H200), with {plan.prompt_tokens} tokens a prompt. 'on H200s' is at the TFLOP/s that "
@@ -324,7 +332,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
+def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -> str:
     """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads no weights.
 
     Raises:
@@ -342,7 +350,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
     sizes = reward_sizes(config.named_rewards)
-    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes))
+    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes), price)
     return f"{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
 
 
