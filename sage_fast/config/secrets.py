@@ -5,7 +5,6 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import os
@@ -46,11 +45,10 @@ def from_environment(value: Any, name: str) -> Any:
 
 def secret(variable: str) -> str:
     """Read an environment variable whose value `names_for_values` then masks; return "" if it is not set."""
-    value = os.environ.get(variable, "")
-    bare = value.strip()
+    bare = (value := os.environ.get(variable, "")).strip()
     data = bare.encode(errors="surrogateescape")
     quoted = html.escape(bare), urllib.parse.quote(data), urllib.parse.quote(data, safe="")
-    written = repr(bare)[1:-1], repr(data)[2:-1], data.decode("latin-1"), base64.b64encode(data).decode()
+    written = repr(bare)[1:-1], repr(data)[2:-1], data.decode("latin-1")
     _given.update(dict.fromkeys((value, bare, json.dumps(bare)[1:-1], *written, *quoted), variable))
     return value
 
@@ -60,9 +58,8 @@ def names_for_values(text: str) -> str:
 
     Letters may be of any case.
     """
-    for value in sorted(_given, key=len, reverse=True):
-        if len(value) >= SHORTEST:
-            text = re.sub(re.escape(value), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
+    for value in sorted((value for value in _given if len(value) >= SHORTEST), key=len, reverse=True):
+        text = re.sub(re.escape(value), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
     return text
 
 
