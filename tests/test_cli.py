@@ -179,7 +179,7 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
         (
             ["init", "real", "--config", "hunyuanvideo15-480p"],
             0,
-            "wrote config.yaml, slurm.sbatch, prompts.txt, heldout.txt",
+            "wrote config.yaml, my_rewards.py, slurm.sbatch, prompts.txt, heldout.txt",
         ),
     ],
 )
