@@ -307,10 +307,12 @@ def test_a_run_warns_once_after_its_first_iteration(tmp_path: Path, caplog: pyte
 def drawn(calls: list[tuple[str, bool]]) -> Any:
     """Draw the page and note its status line; the first time, fail as a library that draws might."""
 
-    def report(run: Path, complete: bool) -> None:
-        report_run(run, complete)
-        status = re.search(r'<p class="soft">(.*?)</p>', (run / "report.html").read_text())
+    def report(run: Path, complete: bool, running: bool) -> None:
+        report_run(run, complete, running)
+        page = (run / "report.html").read_text()
+        status = re.search(r'<p class="soft">(.*?)</p>', page)
         assert status is not None
+        assert ('http-equiv="refresh"' in page) == running
         calls.append((status[1], complete))
         if len(calls) == 1:
             raise RuntimeError("no font")
@@ -324,12 +326,32 @@ def test_the_page_is_drawn_at_each_evaluation(tmp_path: Path, caplog: pytest.Log
     train(config(tmp_path / "run", train__iterations=3, eval__interval=1), report=drawn(calls))
     assert [complete for _, complete in calls] == [False, False, False, True]
     found = [re.sub(r" in [\d.]+ min of training", "", status) for status, _ in calls]
-    running = "Stopped early, or still running: "
     assert found == [
-        "No iteration has been completed yet.", f"{running}1 of 3 iterations.", f"{running}2 of 3 iterations.",
+        "No iteration has been completed yet.", "Running: 1 of 3 iterations.", "Running: 2 of 3 iterations.",
         "3 iterations.",
     ]  # fmt: skip
     assert "note: no report (RuntimeError: no font); later: sage-fast report" in caplog.text
+
+
+@pytest.mark.charts
+@pytest.mark.parametrize("share", [1e9, 1e-9], ids=["cheap", "dear"])
+def test_the_page_is_drawn_after_each_iteration_if_it_costs_little(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any evaluation in between. A page that would take more of the run's time waits."""
+    monkeypatch.setattr("sage_fast.run.train.PAGE_SHARE", share)
+    pages: list[tuple[bool, list[str]]] = []
+
+    def report(run: Path, complete: bool, running: bool) -> None:
+        report_run(run, complete, running)
+        pages.append((running, re.findall(r'<svg role="img" aria-label="(.*?)"', (run / "report.html").read_text())))
+
+    train(config(tmp_path / "run", train__iterations=3), report=report)
+    assert [running for running, _ in pages] == [True, *[True] * (3 if share > 1 else 0), False]
+    assert pages[0][1] == []
+    for _, charts in pages[1:]:
+        assert {"Training reward", "Its parts", "Loss", "Importance ratio", "Time by phase"} <= {*charts}
+        assert any(chart.startswith("KL to") for chart in charts)
 
 
 def test_the_page_of_a_stopped_run_holds_its_last_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

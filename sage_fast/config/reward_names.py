@@ -13,6 +13,7 @@ SHIPPED = {
     "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",
     "pickscore": "sage_fast.rewards.clip:PickScoreReward",
     "hpsv3": "sage_fast.rewards.hpsv3:HPSv3Reward",
+    "ocr": "sage_fast.rewards.ocr:OCRReward",
     "vlm": "sage_fast.rewards.vlm:VLMReward",
 }
 """Short names of the rewards that come with the package."""

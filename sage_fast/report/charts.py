@@ -47,6 +47,7 @@ _CHART: Any = {
 
 METRICS: dict[str, tuple[str, str, dict[str, bool]]] = {
     "reward/mean": ("Training reward", "mean over the batch", {}),
+    "loss": ("Loss", "policy term + lambda x KL", {}),
     "reward/std": ("Reward spread within a group", "standard deviation", {}),
     "kl/anchor": ("KL to the anchor", "nats per element", {}),
     "kl/velocity": ("KL to the rollout policy", "nats per element", {}),

@@ -161,8 +161,8 @@ def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def write_report(folder: Path) -> Path:
-    """Write `report.html`, a self-contained page, into the run folder.
+def write_report(folder: Path, running: bool = False) -> Path:
+    """Write `report.html`, a self-contained page, into the run folder; of a running run it reloads itself.
 
     Returns:
         The path of the page.
@@ -176,7 +176,8 @@ def write_report(folder: Path) -> Path:
     page = render(
         "report.html.j2",
         name=folder.resolve().name,
-        status=_status(run.rows, trained.settings.get("train.iterations")),
+        running=running,
+        status=_status(run.rows, trained.settings.get("train.iterations"), running),
         method=run.facts.get("method"),
         table=[(before, after) for before, after in itertools.pairwise(rows) if after.gain is not None],
         last=sides[-1].label if sides else "",
@@ -194,7 +195,7 @@ def write_report(folder: Path) -> Path:
     return run.report_file
 
 
-def report_run(folder: Path, complete: bool) -> None:
+def report_run(folder: Path, complete: bool, running: bool = False) -> None:
     """Write `report.html`; of a complete run also log the table of its gains.
 
     A damaged evaluation or video is left out, with a note.
@@ -202,6 +203,7 @@ def report_run(folder: Path, complete: bool) -> None:
     Args:
         folder: the run folder.
         complete: whether the run has come to its end.
+        running: whether it goes on.
     """
     if complete:
         run = RunFolder(folder)
@@ -213,17 +215,17 @@ def report_run(folder: Path, complete: bool) -> None:
                 write_folder(videos.only(kept), run.videos(name))
         if evaluations.keys() >= {"before", "after"}:
             log.info(compare([evaluations["before"], evaluations["after"]]).text)
-    page = write_report(folder)
+    page = write_report(folder, running)
     if complete:
         log.info(f"report: {page}")
 
 
-def _status(rows: Sequence[MetricsRow], planned: object) -> str:
+def _status(rows: Sequence[MetricsRow], planned: object, running: bool) -> str:
     done = len(rows)
     if not done:
         return "No iteration has been completed yet."
     if isinstance(planned, int) and done < planned:
-        return f"Stopped early, or still running: {done} of {planned} iterations."
+        return f"{'Running' if running else 'Stopped early, or still running'}: {done} of {planned} iterations."
     seconds = float(np.nansum(column(rows, "time/total")))
     return f"{done} iterations" + (f" in {seconds / 60:.3g} min of training." if seconds else ".")
 
@@ -268,7 +270,7 @@ def _charts(run: Trained) -> list[str]:
 
     part_lines = {label: (rows, column(rows, key)) for key, label in parts.items()}
     drawn += [
-        metric("reward/mean"),
+        *map(metric, ("reward/mean", "loss")),
         charts.lines(part_lines, name="parts", title="Its parts", ylabel="mean over the batch"),
         *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
         charts.ratio(rows),

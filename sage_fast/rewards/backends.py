@@ -8,18 +8,20 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sage_fast.config.fields import require
-from sage_fast.config.reward_names import CLIENTS, place_of_reward
+from sage_fast.config.reward_names import CLIENTS, SHIPPED, place_of_reward
 from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment, names_for_values
 from sage_fast.rewards.failure_policy import Backend
 from sage_fast.rewards.failures import failure
+from sage_fast.rewards.interface import Metadata
+from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin, running
 from sage_fast.util.ranks import launched
@@ -109,6 +111,26 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
     if args:
         raise UserError(f"{setting}: is not a class, so it takes no args; got {sorted(args)}")
     return reward, {}
+
+
+def check_prompts(entry: RewardEntry, key: str, prompts: Iterable[str], metadata: Mapping[str, Metadata]) -> None:
+    """Check that a shipped reward can score every prompt, if its class says which: `check_prompt(text, metadata)`.
+
+    Args:
+        key: setting that holds the name, for messages.
+        prompts: keys.
+        metadata: key -> metadata of a prompt, if it has any.
+
+    Raises:
+        UserError: it cannot; names the prompt.
+    """
+    shipped = find_reward(entry, key)[0] if entry.name in SHIPPED else None  # a user's own may not run in this process
+    if (check := getattr(shipped, "check_prompt", None)) is not None:
+        for prompt in prompts:
+            try:
+                check(split_key(prompt)[0], metadata.get(prompt, {}))
+            except ValueError as error:
+                raise UserError(f"{key} = {entry.name!r}: prompt {prompt!r}: {error}") from error
 
 
 def _checked_args(kind: type, args: Mapping[str, Any], device: str, setting: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import Config, RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.rewards.backends import backend_class, connect
+from sage_fast.rewards.backends import backend_class, check_prompts, connect
 from sage_fast.rewards.caller import RewardCaller
 from sage_fast.rewards.failure_policy import Outcome
 from sage_fast.rewards.failures import RewardFailure
@@ -79,7 +79,7 @@ class CompositeReward:
         """Score one or two made-up videos, check the result against the settings, and set `parts`.
 
         Args:
-            prompts: keys of the run's prompts.
+            prompts: keys of all prompts that it scores.
             device: device of the run's videos.
 
         Raises:
@@ -93,6 +93,7 @@ class CompositeReward:
         found: dict[str, str] = {}
         for caller in self.callers:
             entry, where = caller.entry, f"{caller.key} = {caller.entry.name!r}"
+            check_prompts(entry, caller.key, prompts, self.metadata)
             made_up = f"made-up videos {list(videos.shape)} of {keys[0]!r}"
             try:
                 with torch.random.fork_rng(devices=[]):
@@ -256,7 +257,7 @@ def load_rewards(
     """
     device = str(local_device())
     reward, judge = CompositeReward.of(config.reward, device, metadata), None
-    reward.check(config.sampling, prompts, device)
+    reward.check(config.sampling, [*prompts, *eval_prompts], device)
     for part in reward.parts:
         if part in TAKEN or part.startswith(JUDGE_PART):
             who = " and ".join(map(repr, reward.names))

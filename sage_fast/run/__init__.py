@@ -1,1 +1,32 @@
 """One run: loading, the training loop, the run folder, checkpoints, evaluations and trackers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+
+def read_metrics(folder: str | Path) -> Any:
+    """Read `metrics.jsonl` of a run, finished or not, as columns.
+
+    Returns:
+        Metric -> one value per iteration: float64 `[iterations]`, NaN for null and where a row lacks it; a list where
+        values are no numbers. It is a dict, or a `pandas.DataFrame` where pandas is installed.
+
+    Raises:
+        UserError: the folder holds no run, or a line is damaged.
+    """
+    import numpy as np
+
+    from sage_fast.run.folder import RunFolder
+
+    run = RunFolder(folder)
+    run.check()
+    columns: dict[str, Any] = {name: [row.get(name) for row in run.rows] for row in run.rows for name in row}
+    for name, values in columns.items():
+        if all(isinstance(value, int | float | None) for value in values):
+            columns[name] = np.array(values, dtype=np.float64)
+    if importlib.util.find_spec("pandas") is None:
+        return columns
+    return importlib.import_module("pandas").DataFrame(columns)

@@ -47,8 +47,10 @@ log = logging.getLogger(__name__)
 
 Load = Callable[..., Setup]
 """Loads prompts, rewards and the model of settings that are resolved; `attention` replaces `model.attention`."""
-Report = Callable[[Path, bool], object]
-"""Draws the page of a run: its folder, and whether the run is complete."""
+Report = Callable[[Path, bool, bool], object]
+"""Draws the page of a run: its folder, whether the run is complete, and whether it goes on."""
+PAGE_SHARE = 0.02
+"""Share of the time of a run that its page may take between two evaluations: the other ranks wait."""
 
 
 def train(config: Config, load: Load, report: Report, *, resume: bool = False) -> Path:
@@ -56,7 +58,7 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
 
     Args:
         load: called once the folder is locked; the commands pass `sage_fast.loading.load_setup`.
-        report: called on rank 0 after each evaluation and at the end; the commands pass
+        report: called on rank 0 after evaluations, after iterations and at the end; the commands pass
             `sage_fast.report.page.report_run`.
 
     Returns:
@@ -109,6 +111,7 @@ class Run:
         self.config, self.stop, self.report = config, stop, report
         self.folder, self.done = Path(config.output), 0
         self.writer: MetricsWriter | None = None
+        self._next_page = 0.0
         run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)
@@ -182,13 +185,15 @@ class Run:
                     log.warning(wrapped(f"warning: {warning}"))
                 if self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
+                elif time.monotonic() >= self._next_page:
+                    self.draw(complete=False)
                 if self.done == count or self.done % config.train.checkpoint_interval == 0:
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:
             if not fails_alone():
                 self._save_last_complete(completed, reason)
-                self.draw(complete=False)
+                self.draw(complete=False, running=False)
             raise
 
     @property
@@ -226,14 +231,16 @@ class Run:
         if name != "after":  # `train` draws the complete run
             self.draw(complete=False)
 
-    def draw(self, *, complete: bool) -> None:
+    def draw(self, *, complete: bool, running: bool = True) -> None:
         """Draw the run's page on rank 0. A failure is reported, and never ends a run."""
         if self.writer is None:
             return
+        began = time.monotonic()
         try:
-            self.report(self.folder, complete)
+            self.report(self.folder, complete, running and not complete)
         except Exception as error:  # libraries that draw have their own exceptions
             log.warning(wrapped(f"note: no report ({in_one_line(error)}); later: sage-fast report {self.folder}"))
+        self._next_page = began + (time.monotonic() - began) / PAGE_SHARE
 
     def checkpoint(self) -> None:
         """Save the state between two iterations and remove the checkpoints that are not kept."""

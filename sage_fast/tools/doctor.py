@@ -39,6 +39,7 @@ OPTIONAL = {
     "xformers": ("an attention kernel", ATTENTION["xformers"].install, "xformers.ops"),
     "deepspeed": ("train.engine = zero1 and zero2", "pip install 'sage-fast[deepspeed]'", ""),
     "wandb": ("a tracker", "pip install 'sage-fast[trackers]'", ""),
+    "rapidocr": ("the reward ocr", "pip install 'sage-fast[ocr]'", ""),
 }
 """Distribution -> use, how to get it, and the module to import of one that may be built for another torch or CUDA."""
 
