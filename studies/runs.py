@@ -253,8 +253,12 @@ def train_one(config: Config, file: Path) -> float:
     return scores[-1]
 
 
-OLDER = {"sampler: exact\n": "sampler: precise\n", "surrogate: nft_adaptive\n": "surrogate: nft\n"}
-"""Line of an older run's settings -> the same today."""
+OLDER = {
+    "sampler: exact\n": "sampler: precise\n",
+    "surrogate: nft_adaptive\n": "surrogate: nft\n",
+    "  ratio: plain\n": "",
+}
+"""Line of an older run's settings -> the same today; empty for the value that runs have where there was a choice."""
 LEFT = {"kl.position_fraction", "eval.sampler", "train.deepspeed_config"}
 """Settings of older runs, all with one value, that are no choice any more."""
 

@@ -84,7 +84,6 @@ ACTS = {"kl__feedback": "share"}
         pytest.param({"kl__strategy": "moving", **ACTS}, False, id="moving"),
         pytest.param({"kl__strategy": "moving"}, True, id="inert-lambda"),
         pytest.param({"kl__strategy": "moving", "kl__feedback": "none"}, True, id="inert-lambda-that-stays"),
-        pytest.param({"kl__strategy": "moving", "kl__feedback": "ppo"}, False, id="lambda-that-rises"),
         pytest.param({"kl__strategy": "moving", "kl__lambda_max": 0.2, "kl__feedback": "none"}, False, id="lambda"),
         pytest.param({"kl__strategy": "moving", "kl__beta_pos": 0.0}, True, id="no-position-weight"),
         pytest.param({"kl__strategy": "stepwise", "kl__beta_pos": 0.0, **ACTS}, False, id="stepwise"),

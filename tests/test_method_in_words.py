@@ -30,8 +30,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
             "GRPO: sage SDE, eta 0.5, noise in 4 of 20 steps, no equalizer, dual KL, lambda 1e-07 to 1e-05",
         ),
         (
-            {"sampling.sampler": "flow", "kl.feedback": "ppo", "kl.strategy": "moving"},
-            "GRPO: flow SDE, eta 0.5, equalizer, moving KL, lambda 1e-07 to 1000",
+            {"sampling.sampler": "flow", "kl.strategy": "moving"},
+            "GRPO: flow SDE, eta 0.5, equalizer, moving KL, 2 % of the gradient",
         ),
         (
             {"sampling.sampler": "precise", "objective.surrogate": "kl_mask", "kl.strategy": "none"},

@@ -451,7 +451,7 @@ def test_counts_of_an_iteration() -> None:
     assert result.forwards == {"rollout": 6 * 8 * 2, "training": 6 * 4 * 2, "anchor": 6 * 4 * 2}
     assert result.memory["trajectories (fp32 latents)"] == 4 * 1536 * 6 * 8  # 4 steps with gaps: 2 states each
     assert result.memory["stored velocities"] == 4 * 1536 * 6 * 4
-    config.objective.ratio, config.train.optimizer_steps = "centred", 2  # its KL needs those of the rollout too
+    config.objective.surrogate, config.train.optimizer_steps = "kl_mask", 2  # its KL needs those of the rollout too
     result = plan(config, tiny_model(config).spec)
     assert result.memory["stored velocities"] == 2 * 4 * 1536 * 6 * 4
 

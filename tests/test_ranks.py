@@ -108,7 +108,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
         ALONE | {"reward__max_dropped": 1, "objective__advantage_std": "batch"}, SomeFail
     ),
     "an equal group, noised again": (
-        ALONE | {"train__optimizer_steps": 2, "kl__feedback": "ppo", "kl__warmup_steps": 0, "sampling__sampler": "ode",
+        ALONE | {"train__optimizer_steps": 2, "kl__warmup_steps": 0, "sampling__sampler": "ode",
                  "objective__surrogate": "nft", "kl__velocity_term": "closed_form",
                  "sampling__averaged_weights": True, "train__ema_decay": 0.5},
         OneGroupIsEqual,

@@ -366,10 +366,11 @@ def _alive(group: int) -> bool:
 def test_the_archived_runs_are_those_of_the_settings_as_they_are(study: str, tmp_path: Path) -> None:
     """`make reproduce` and `make race` continue from the archives; every tenth run is looked at."""
     settings_of = {"reproduce": training.settings_of, "race": race.settings_of}[study]
+    left = training._protocol()["archived"]
     (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(f"*-cpu-{study}-runs.tar.xz")
     with tarfile.open(archive, "r|xz") as archived:
         for place, file in enumerate(file for file in archived if file.isfile()):
-            if place % 10 == 0:
+            if place % 10 == 0 and Path(file.name).stem.rpartition("-seed")[0] not in left:
                 archived.extract(file, tmp_path, filter="data")
                 assert runs._is_of(tmp_path / file.name, settings_of(Path(file.name).stem, quick=False)), file.name
     assert place >= 50

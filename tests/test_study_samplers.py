@@ -91,13 +91,13 @@ def test_print() -> None:
     drift = printed.mode_drift(4000)
     assert drift["ours"] < 0.12 < 0.3 < drift["printed"]
     assert picture(finding.draw, (8.6, 3.4), "svg", "x").startswith(b"<?xml")
-    loops = {(name, 1.0): [(1.0, printed.TARGET)] for name in ("paper", "ppo")}
+    loops = {(name, 1.0): [(1.0, printed.TARGET)] for name in ("printed", "opposite")}
     assert printed.judge_print({"ours": 0.0, "printed": 0.0}, loops) == "held"
     assert printed.judge_print({"ours": 0.0, "printed": 0.5}, loops) == "not held"
     assert printed.judge_print({"ours": 0.5, "printed": 0.5}, loops) == "not decidable"
     for start in printed.STARTS:  # no loop starts at its target
-        assert not printed.arrives(printed.closed_loop("ppo", start)[:1])
-    values = [value for value, _ in printed.closed_loop("paper", 0.01)]  # the KL is ten times its target
+        assert not printed.arrives(printed.closed_loop("opposite", start)[:1])
+    values = [value for value, _ in printed.closed_loop("printed", 0.01)]  # the KL is ten times its target
     assert values[1] == pytest.approx(0.009)
     assert values[-1] == pytest.approx(printed.BALANCE / 1000)
 

@@ -14,21 +14,17 @@ class FeedbackRow:
 
     Attributes:
         factors: factors on lambda when the KL is too large and too small; None if lambda does not follow the KL.
-        holds_share: lambda follows the KL's share of the gradient and has no warm-up.
-        capped: the bound of lambda is `kl.lambda_max`, not `kl.lambda_limit`.
-        starts_positive: lambda is multiplied from the start, so `kl.lambda_min` must be above 0.
+        holds_share: lambda follows the KL's share of the gradient, up to `kl.lambda_limit`. It has no warm-up, so
+            `kl.lambda_min` must be above 0.
     """
 
     factors: tuple[float, float] | None = None
     holds_share: bool = False
-    capped: bool = False
-    starts_positive: bool = False
 
 
 FEEDBACKS = {
-    "paper": FeedbackRow(factors=(0.9, 1.1), capped=True),
-    "ppo": FeedbackRow(factors=(1.1, 0.9), starts_positive=True),
-    "share": FeedbackRow(holds_share=True, starts_positive=True),
+    "paper": FeedbackRow(factors=(0.9, 1.1)),
+    "share": FeedbackRow(holds_share=True),
     "none": FeedbackRow(),
 }
 LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
@@ -37,14 +33,13 @@ LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
 
 def largest_lambda(kl: KLConfig) -> float:
     """Return the upper bound of lambda_KL after the warm-up."""
-    row = FEEDBACKS[kl.feedback]
-    return kl.lambda_limit if row.holds_share or (row.factors is not None and not row.capped) else kl.lambda_max
+    return kl.lambda_limit if FEEDBACKS[kl.feedback].holds_share else kl.lambda_max
 
 
 class KLController:
     """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observations (Eq. 42).
 
-    Eq. 42 lowers lambda when the KL is too large ("relax"); `ppo` is the usual, opposite direction. `share` has no
+    Eq. 42 lowers lambda when the KL is too large ("relax"), the opposite of the usual direction. `share` has no
     warm-up. It averages the ratio of the KL's gradient to the policy's at lambda = 1, which does not depend on lambda.
     The average gives the lambda for `kl.target_share`, so lambda reaches it without overshooting.
     """

@@ -83,7 +83,7 @@ def _check_kl(objective: Objective) -> None:
             "2, or kl.strategy = 'none'"
         )
     positive = f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07"
-    kl.require(kl.lambda_min > 0 or not feedback.starts_positive or not objective.kl_acts, "lambda_min", positive)
+    kl.require(kl.lambda_min > 0 or not feedback.holds_share or not objective.kl_acts, "lambda_min", positive)
     kl.require(
         not feedback.holds_share or not strategy.velocity or strategy.anchor is not None or objective.closed_form,
         "feedback",

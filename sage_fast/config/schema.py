@@ -22,11 +22,10 @@ ODE_SAMPLERS = ("ode",)
 Reduction = Literal["mean", "unscaled"]
 Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "awm"]
 Direction = Literal["noise", "endpoint"]
-Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
 VelocityTerm = Literal["rollout", "closed_form"]
-Feedback = Literal["paper", "ppo", "share", "none"]
+Feedback = Literal["paper", "share", "none"]
 DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
@@ -329,10 +328,6 @@ class ObjectiveConfig(Section):
     `noise`: the latents that it led to. `endpoint`: as far away, in the direction in which the final sample differs
     from the mean of its group's. Not the exact policy gradient; far less noise. Needs
     sampling.shared_initial_noise."""
-    ratio: Ratio = "plain"
-    """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy is added to the
-    log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times S_t, so that the clip acts alike at
-    every step."""
     clip_range: float = within(1e-4, above=0)
     """The ratio of a transition is clipped to [1 - clip_range, 1 + clip_range]."""
     log_prob: Reduction = "mean"
@@ -375,14 +370,14 @@ class KLConfig(Section):
     """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`. 0 turns the KL off. Feedback
     `share` reads nothing else from it."""
     lambda_limit: float = within(1e3, least=0)
-    """Upper bound of the weight of the whole KL with feedback `ppo` or `share`; at least kl.lambda_max."""
+    """Upper bound of the weight of the whole KL with feedback `share`; at least kl.lambda_max."""
     warmup_steps: int = within(100, least=0)
     """K of Eq. 41, in optimizer steps. Feedback `share` has no warm-up."""
     feedback: Feedback = "share"
     """How lambda changes after the warm-up. `share`: hold the KL's share of the gradient. `paper`: Eq. 42 as printed,
-    with lambda up to 1e-5, where the KL does nothing. `ppo`: the usual direction. `none`: stay at kl.lambda_max."""
+    with lambda up to 1e-5, where the KL does nothing. `none`: stay at kl.lambda_max."""
     target: float = within(1e-4, above=0)
-    """Target KL of `paper` and `ppo`, per element."""
+    """Target KL of `paper`, per element."""
     target_share: float = within(0.02, above=0, below=1)
     """Target of `share`: the KL's share of the gradient on the velocity, logged as `kl/gradient_share`. The velocity
     term counts only in closed form."""

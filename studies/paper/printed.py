@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from sage_fast.algorithm.kl_weight import KLController
+from sage_fast.algorithm.kl_weight import FeedbackRow, KLController
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.config.schema import Feedback, KLConfig
+from sage_fast.config.schema import KLConfig
 from sage_fast.report.charts import COLORS, GREY
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.paper.mixture import Mixture, follow_printed_score, follow_table, sample
@@ -34,18 +34,22 @@ def mode_drift(count: int) -> dict[str, float]:
     return {name: float((share - 0.25).abs().sum()) for name, share in shares.items()}
 
 
-def closed_loop(feedback: Feedback, start: float) -> list[tuple[float, float]]:
-    """Run the trainer's controller in a loop where KL = TARGET x BALANCE / lambda; return (lambda, KL) per update."""
+def closed_loop(direction: str, start: float) -> list[tuple[float, float]]:
+    """Run the trainer's controller in a loop where KL = TARGET x BALANCE / lambda; return (lambda, KL) per update.
+
+    Direction `opposite` raises lambda where Eq. 42 as `printed` lowers it.
+    """
     controller = KLController(
         KLConfig(
-            feedback=feedback,
+            feedback="paper",
             target=TARGET,
             warmup_steps=0,
             lambda_min=BALANCE / 1000,
             lambda_max=BALANCE * 1000,
-            lambda_limit=BALANCE * 1000,
         )
     )
+    if direction == "opposite":
+        controller.row = FeedbackRow(factors=(1.1, 0.9))
     controller.value = start
     course = []
     for _ in range(UPDATES):
@@ -66,30 +70,30 @@ def judge_print(drift: Mapping[str, float], loops: Mapping[tuple[str, float], li
     `not decidable` if ours fails as well.
     """
 
-    def good(score: str, feedback: str) -> bool:
-        return drift[score] < DRIFT and all(arrives(course) for (name, _), course in loops.items() if name == feedback)
+    def good(score: str, direction: str) -> bool:
+        return drift[score] < DRIFT and all(arrives(course) for (name, _), course in loops.items() if name == direction)
 
-    if good("printed", "paper"):
+    if good("printed", "printed"):
         return "held"
-    return "not held" if good("ours", "ppo") else "not decidable"
+    return "not held" if good("ours", "opposite") else "not decidable"
 
 
 def find_print(material: Material) -> Finding:
     """Compare both formulas on data and in a loop where the right answer is known."""
     drift = mode_drift(1000 if material.quick else 10000)
-    names: tuple[Feedback, ...] = ("paper", "ppo")
+    names = ("printed", "opposite")
     loops: dict[tuple[str, float], list[tuple[float, float]]] = {
         (name, start): closed_loop(name, start) for name in names for start in STARTS
     }
     verdict = judge_print(drift, loops)
     arrived = {name: sum(arrives(loops[name, start]) for start in STARTS) for name in names}
-    far = [loops["paper", start][-1][1] / TARGET for start in STARTS]
+    far = [loops["printed", start][-1][1] / TARGET for start in STARTS]
     text = (
         f"The printed score moves the weights of four modes by {drift['printed']:.2f} in L1, the one with the factor "
         f"1 - s by {drift['ours']:.2f} (flow, {STEPS} steps, shift {SHIFT:g}, eta {ETA:g}). Where KL = constant / "
-        f"lambda, the printed feedback reaches the target from {arrived['paper']} of {len(STARTS)} starts and ends "
+        f"lambda, the printed feedback reaches the target from {arrived['printed']} of {len(STARTS)} starts and ends "
         f"between {min(far):.2g} and {max(far):.2g} times it after {UPDATES} updates; the opposite direction reaches "
-        f"it from {arrived['ppo']}."
+        f"it from {arrived['opposite']}."
     )
     rows: list[dict[str, object]] = [{"part": "score", "name": name, "drift": value} for name, value in drift.items()]
     rows += [
@@ -105,9 +109,9 @@ def find_print(material: Material) -> Finding:
         left.set_ylabel("sum of |share - 1/4|")
         left.grid(axis="x", visible=False)
         for (name, start), course in loops.items():
-            color, label = (COLORS[1], "printed") if name == "paper" else (COLORS[0], "opposite (ppo)")
+            color, label = COLORS[1 if name == "printed" else 0], name if start == STARTS[0] else None
             for axes, values in ((middle, [value for value, _ in course]), (right, [kl for _, kl in course])):
-                axes.plot(values, color=color, label=label if start == STARTS[0] else None, linewidth=1.3)
+                axes.plot(values, color=color, label=label, linewidth=1.3)
         right.axhspan(BAND[0] * TARGET, BAND[1] * TARGET, color=GREY, alpha=0.2, linewidth=0)
         for axes, title in ((middle, "lambda"), (right, "KL; grey: around the target")):
             axes.set_yscale("log")

@@ -156,7 +156,6 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
         (schema.Sampler, transitions.SAMPLERS),
         (schema.Reduction, transitions.REDUCTIONS),
         (schema.Surrogate, objective.SURROGATES),
-        (schema.Ratio, objective.RATIOS),
         (schema.KLStrategyName, objective.KL_STRATEGIES),
         (schema.Feedback, kl_weight.FEEDBACKS),
         (schema.AttentionBackend, {"auto", *backends.ATTENTION}),
