@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from sage_fast.benchmarks.phases import flops_of_phases
+from sage_fast.benchmarks.timing import quiet
 from torch import Tensor
 
 from sage_fast.algorithm.kl_weight import KLController
@@ -41,7 +42,7 @@ from sage_fast.run.sources import load_source
 from sage_fast.tools.harness import head_line
 from sage_fast.tools.plan import plan, seconds_on_a_gpu
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import progress, quiet, wrapped
+from sage_fast.util.console import progress, wrapped
 from sage_fast.util.environment import environment, format_bytes
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.files import json_value, write_json

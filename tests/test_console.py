@@ -10,6 +10,7 @@ import termios
 from pathlib import Path
 
 import pytest
+from sage_fast.benchmarks.timing import quiet
 
 from sage_fast.util import console
 from sage_fast.util.errors import printable
@@ -62,14 +63,14 @@ def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     console.log_to_screen()
     speak()
     assert capfd.readouterr() == (ALL, "")
-    with console.quiet():
+    with quiet():
         speak()
         LOG.error("wrong")
     assert capfd.readouterr() == ("wrong\n", "")
     speak()
     assert capfd.readouterr() == (ALL, "")
     console.log_to_screen(quiet=True)
-    with console.quiet():
+    with quiet():
         speak()
     speak()
     monkeypatch.setenv("RANK", "1")
@@ -131,13 +132,14 @@ LOGGED = """
 import logging, os, sys
 from pathlib import Path
 from typing import Any
+from sage_fast.benchmarks.timing import quiet
 from sage_fast.util import console
 console.log_to(Path(sys.argv[1]))
 log = logging.getLogger("sage_fast.run")
 log.info("hidden before")
 console.log_to_screen()
 log.info("said")
-with console.quiet():
+with quiet():
     log.info("said quietly")
 list(console.progress(range(3), "sample", 3, "step"))
 print("printed", flush=True)

@@ -750,7 +750,7 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
 
 
 def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
-    names = {"spec", "policy", "decoder", "attention", "attention_milliseconds", "notes", "checkpointing"}
+    names = {"spec", "policy", "decoder", "attention", "notes", "checkpointing"}
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
     assert model.spec.path == str(checkpoint)

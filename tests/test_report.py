@@ -227,7 +227,7 @@ def test_the_judge_stands_in_table_chart_and_captions(run):
         (run / "eval" / f"{name}.json").write_text(json.dumps(found))
     page = write_report(run).read_text()
     assert "<td>judge/alignment</td>" in page
-    assert "Held-out judge: alignment" in page
+    assert "Held-out judge/alignment" in page
     assert "<span>judge/alignment 0.80</span>" in page
     assert "+0.70:" in page  # two videos of six: nothing is the largest
     assert "+0.50:" in page
@@ -280,7 +280,7 @@ def test_no_text_of_a_chart_is_cut(run, monkeypatch):
     monkeypatch.setattr(charts, "themed_svg", lambda figure, *rest: figures.append(figure) or original(figure, *rest))
     write_report(run)
     runs = {f"a run with a long name {i}": {0: (1.0, 0.1), 5: (1.5, 0.1)} for i in range(6)}
-    charts.held_out(runs, ylabel="composite reward", least=1)
+    charts.held_out(runs, least=1)
     assert len(figures) == 15
     for figure in figures:
         figure.draw_without_rendering()

@@ -350,7 +350,7 @@ def test_the_page_is_drawn_after_each_iteration_if_it_costs_little(
     assert [running for running, _ in pages] == [True, *[True] * (3 if share > 1 else 0), False]
     assert pages[0][1] == []
     for _, charts in pages[1:]:
-        assert {"Training reward", "Its parts", "Loss", "Importance ratio", "Time by phase"} <= {*charts}
+        assert {"Training reward", "Parts of the reward", "Loss", "Importance ratio", "Time by phase"} <= {*charts}
         assert any(chart.startswith("KL to") for chart in charts)
 
 

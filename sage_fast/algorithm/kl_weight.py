@@ -31,11 +31,6 @@ LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
 """Bounds on the factor by which `share` moves lambda in one update: with a full history, and before it is full."""
 
 
-def largest_lambda(kl: KLConfig) -> float:
-    """Return the upper bound of lambda_KL after the warm-up."""
-    return kl.lambda_limit if FEEDBACKS[kl.feedback].holds_share else kl.lambda_max
-
-
 class KLController:
     """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observations (Eq. 42).
 
@@ -75,7 +70,7 @@ class KLController:
                 self.value *= row.factors[0]
             elif mean < 0.5 * config.target:
                 self.value *= row.factors[1]
-            self.value = min(max(self.value, config.lambda_min), largest_lambda(config))
+            self.value = min(max(self.value, config.lambda_min), config.lambda_max)
 
     def _hold_share(self, share: float) -> None:
         config = self.config
@@ -90,12 +85,8 @@ class KLController:
             self.value = min(max(wanted, config.lambda_min), config.lambda_limit)
 
     def state_dict(self) -> dict[str, object]:
-        return {
-            "step": self.step,
-            "value": self.value,
-            "history": list(self.history),
-            "holds_share": self.row.holds_share,
-        }
+        held = self.row.holds_share
+        return {"step": self.step, "value": self.value, "history": list(self.history), "holds_share": held}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore `state_dict`. The history starts empty if the feedback observes something else now."""

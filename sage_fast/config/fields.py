@@ -168,8 +168,6 @@ def _convert(hint: Any, value: Any) -> Any:
     if hint is Any:
         return value
     if origin is Literal:
-        if isinstance(value, bool) and "on" in inside:
-            value = "on" if value else "off"  # YAML reads them as booleans
         if value in inside:
             return value
         off = value is False or value == "off"  # YAML reads off as False

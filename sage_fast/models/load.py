@@ -302,7 +302,6 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
         right = {name: trial for name, trial in trials[0].items() if name not in problems}
         if problems and not right:
             raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(model.notes))
-        model.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
         asked = fastest(right)
     elif not ATTENTION[asked].is_reference:
         tried: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))

@@ -178,9 +178,7 @@ Points = Mapping[int, tuple[float, float]]
 """Iteration -> score and the half-width of its 95 % interval (NaN if unknown)."""
 
 
-def held_out(
-    points: Mapping[str, Points], title: str = "Held-out reward", ylabel: str = "composite reward", least: int = 3
-) -> str | None:
+def held_out(points: Mapping[str, Points], title: str = "Held-out reward", least: int = 3) -> str | None:
     """Draw scores of evaluations by iteration, with 95 % intervals and one line per label.
 
     Returns None if no line has `least` points.
@@ -196,4 +194,4 @@ def held_out(
             axes.errorbar(x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=label)
 
     name = re.sub(r"\W+", "-", title.lower())
-    return _chart(draw, name, title, f"{ylabel} ± 95 %" if known else ylabel)
+    return _chart(draw, name, title, "mean score ± 95 %" if known else "mean score")

@@ -150,7 +150,7 @@ def _charts(runs: Mapping[str, Trained]) -> list[str]:
     scores = {name for run in runs.values() for name in run.points}
     for score in sorted(scores, key=lambda name: (name != "reward", name)):
         shown = {label: run.points.get(score, {}) for label, run in runs.items()}
-        drawn.append(charts.held_out(shown, f"Held-out {score}", "mean score", least=1))
+        drawn.append(charts.held_out(shown, f"Held-out {score}", least=1))
     rows = {label: run.folder.rows for label, run in runs.items() if run.folder.rows}
     parts = sorted({key for each in rows.values() for row in each for key in row if key.startswith(REWARD_PART)})
     drawn += [charts.metric(key, rows) for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS])]

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,8 +95,8 @@ class Check(NamedTuple):
     warning: bool
 
 
-def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None = None) -> list[Check]:
-    """Return the checks to read before believing a rising reward; checks without data are skipped.
+def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None = None) -> Iterator[Check]:
+    """Yield the checks to read before believing a rising reward; checks without data are skipped.
 
     Shares are means over the last quarter of the run. A part has risen or fallen if the interval of its change excludes
     0; without an interval it is not judged.
@@ -106,51 +106,44 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
         gains: of the last evaluation over the first, the composite first.
         hacking: `hacking_in_run` of the evaluations.
     """
-    found: list[Check] = []
-
-    def look(name: str, text: str, warning: bool) -> None:
-        found.append(Check(name, text, warning))
-
     quarter = max(1, len(rows) // 4)
     early, late = (lambda key: _mean(rows[:quarter], key)), (lambda key: _mean(rows[-quarter:], key))
     long_enough = len(rows) >= 8
 
-    share = late("reward/zero_std_groups")
-    if share is not None:
+    if (share := late("reward/zero_std_groups")) is not None:
         text = f"{share:.0%} (warns above 25%): they teach nothing"
-        look("Groups whose rewards are all equal", text, share > 0.25)
+        yield Check("Groups whose rewards are all equal", text, share > 0.25)
     clipped = late("ratio/clip_fraction")
     if clipped is not None and charts.is_on(rows, "ratio/clip_fraction"):
-        look("Clipped ratios", f"{clipped:.0%} (warns above 30%): a high share wastes updates", clipped > 0.3)
-    acting = late("kl/gradient_share")
-    if acting:
-        look("The KL's share of the gradient", f"{acting:.1g} (warns below 1e-3: it does nothing)", acting < 1e-3)
+        yield Check("Clipped ratios", f"{clipped:.0%} (warns above 30%): a high share wastes updates", clipped > 0.3)
+    if acting := late("kl/gradient_share"):
+        text = f"{acting:.1g} (warns below 1e-3: it does nothing)"
+        yield Check("The KL's share of the gradient", text, acting < 1e-3)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
         text = f"{last / first:.0%} of its first quarter (warns below 30%, where samples look alike)"
-        look("Reward spread within a group", text, last < 0.3 * first)
+        yield Check("Reward spread within a group", text, last < 0.3 * first)
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
-        look("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
+        yield Check("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
     judged = [row for row in gains if row.gain_margin is not None]
     parts = [row for row in judged[1:] if not row.score.startswith(JUDGE_PART)]
     if len(parts) > 1:
         risen, fallen = ([row.score for row in parts if row.direction == way] for way in ("up", "down"))
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
-        look("One part bought with another (held-out)", text, bool(risen and fallen))
+        yield Check("One part bought with another (held-out)", text, bool(risen and fallen))
     watched = {row.score.removeprefix(JUDGE_PART): row.gain for row in judged if row.score.startswith(JUDGE_PART)}
     if watched:
         change = ", ".join(f"{part} {format_number(gain or 0, 3, sign=True)}" for part, gain in watched.items())
-        look("Held-out reward against the judge", hacking or f"judge: {change}", hacking is not None)
+        yield Check("Held-out reward against the judge", hacking or f"judge: {change}", hacking is not None)
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and judged and start is not None and end is not None:
         rise, fall = (format_number(x, 3, sign=True) for x in (end - start, judged[0].gain or 0))
         text = f"training {rise} from first to last quarter, held-out {fall}"
-        look("Training reward against held-out reward", text, end > start and judged[0].direction == "down")
+        yield Check("Training reward against held-out reward", text, end > start and judged[0].direction == "down")
     if rows:
         gaps = sum(1 for row in rows if any(json_value(value) is None for value in row.values()))
-        look("Iterations with a value that is not finite", str(gaps), gaps > 0)
-    return found
+        yield Check("Iterations with a value that is not finite", str(gaps), gaps > 0)
 
 
 def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:
@@ -181,7 +174,7 @@ def write_report(folder: Path, running: bool = False) -> Path:
         method=run.facts.get("method"),
         table=[(before, after) for before, after in itertools.pairwise(rows) if after.gain is not None],
         last=sides[-1].label if sides else "",
-        checks=checks(run.rows, [row for row in rows if row.gain is not None], trained.hacking),
+        checks=list(checks(run.rows, [row for row in rows if row.gain is not None], trained.hacking)),
         charts=_charts(trained),
         steps=_steps(run.facts),
         videos=cards(sides, count if isinstance(count, int) and count > 0 else 6, left_out),
@@ -259,22 +252,14 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _charts(run: Trained) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
     rows, points = run.folder.rows, run.points
-    parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
-    drawn = [charts.held_out({"reward": points.get("reward", {})})]
-    for part in sorted(part for part in points if part.startswith(JUDGE_PART)):
-        title = f"Held-out judge: {part.removeprefix(JUDGE_PART)}"
-        drawn.append(charts.held_out({part: points[part]}, title, "mean score"))
-
-    def metric(key: str) -> str | None:
-        return charts.metric(key, {key: rows})
-
-    part_lines = {label: (rows, column(rows, key)) for key, label in parts.items()}
-    drawn += [
-        *map(metric, ("reward/mean", "loss")),
-        charts.lines(part_lines, name="parts", title="Its parts", ylabel="mean over the batch"),
-        *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
+    scores = ["reward", *sorted(part for part in points if part.startswith(JUDGE_PART))]
+    parts = {key.removeprefix(REWARD_PART): key for row in rows for key in row if key.startswith(REWARD_PART)}
+    lines = {label: (rows, column(rows, key)) for label, key in parts.items()}
+    drawn = [
+        *(charts.held_out({name: points.get(name, {})}, f"Held-out {name}") for name in scores),
+        *(charts.metric(key, {key: rows}) for key in charts.METRICS),
+        charts.lines(lines, name="parts", title="Parts of the reward", ylabel="mean over the batch"),
         charts.ratio(rows),
-        *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm")),
         charts.phases(rows),
     ]
     return [chart for chart in drawn if chart is not None]

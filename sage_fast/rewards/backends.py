@@ -124,13 +124,12 @@ def check_prompts(entry: RewardEntry, key: str, prompts: Iterable[str], metadata
     Raises:
         UserError: it cannot; names the prompt.
     """
-    shipped = find_reward(entry, key)[0] if entry.name in SHIPPED else None  # a user's own may not run in this process
-    if (check := getattr(shipped, "check_prompt", None)) is not None:
-        for prompt in prompts:
-            try:
-                check(split_key(prompt)[0], metadata.get(prompt, {}))
-            except ValueError as error:
-                raise UserError(f"{key} = {entry.name!r}: prompt {prompt!r}: {error}") from error
+    shipped: Any = find_reward(entry, key)[0] if entry.name in SHIPPED else None  # a user's own may not run here
+    for prompt in prompts if hasattr(shipped, "check_prompt") else ():
+        try:
+            shipped.check_prompt(split_key(prompt)[0], metadata.get(prompt, {}))
+        except ValueError as error:
+            raise UserError(f"{key} = {entry.name!r}: prompt {prompt!r}: {error}") from error
 
 
 def _checked_args(kind: type, args: Mapping[str, Any], device: str, setting: str) -> dict[str, Any]:

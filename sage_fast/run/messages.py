@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sage_fast.algorithm.distilled import distillation_warnings
-from sage_fast.algorithm.kl_weight import FEEDBACKS, largest_lambda
+from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import SAMPLERS
@@ -42,11 +42,11 @@ def method_of(objective: Objective, sampling: SamplingConfig) -> str:
 def _kl_in_words(objective: Objective) -> str:
     if not objective.kl_acts:
         return "no KL"
-    kl, most = objective.kl, largest_lambda(objective.kl)
+    kl = objective.kl
     if FEEDBACKS[kl.feedback].holds_share:
         return f"{kl.strategy} KL, {100 * kl.target_share:g} % of the gradient"
-    span = f"{kl.lambda_min:g} to {most:g}" if kl.lambda_min < most else f"{most:g}"
-    return f"{kl.strategy} KL, lambda {span}"
+    rises = f"{kl.lambda_min:g} to " if kl.lambda_min < kl.lambda_max else ""
+    return f"{kl.strategy} KL, lambda {rises}{kl.lambda_max:g}"
 
 
 def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
@@ -68,7 +68,8 @@ def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str
 
 def kl_holds(objective: Objective) -> bool:
     """Whether a KL holds the policy: one at a lambda that can do something."""
-    return objective.kl_acts and largest_lambda(objective.kl) > INERT_LAMBDA
+    kl = objective.kl
+    return objective.kl_acts and (FEEDBACKS[kl.feedback].holds_share or kl.lambda_max > INERT_LAMBDA)
 
 
 def guidance_warning(objective: Objective, trained: float, evaluated: float) -> str | None:

@@ -26,7 +26,7 @@ from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.ops import implementation
 from sage_fast.tools.checks import VERDICTS, Check, tried
 from sage_fast.tools.harness import head_line
-from sage_fast.util.environment import environment
+from sage_fast.util.environment import environment, version_of
 from sage_fast.util.errors import in_one_line
 from sage_fast.util.files import write_json
 from sage_fast.util.ranks import local_device
@@ -90,15 +90,8 @@ def packages() -> Iterator[Check]:
         yield _optional(name, *row)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _required(requirement: Requirement) -> Check:
-    name, version, advice = requirement.name, _version(requirement.name), f"pip install '{requirement}'"
+    name, version, advice = requirement.name, version_of(requirement.name), f"pip install '{requirement}'"
     if version is None:
         return Check(name, "missing" if name == "argcomplete" else "wrong", "not installed", advice)
     if not requirement.specifier.contains(version, prereleases=True):
@@ -107,7 +100,7 @@ def _required(requirement: Requirement) -> Check:
 
 
 def _optional(name: str, use: str, advice: str, module: str) -> Check:
-    version = _version(name)
+    version = version_of(name)
     if version is None:
         return Check(name, "missing", f"not installed; used for {use}", advice)
     if module:

@@ -72,17 +72,6 @@ def log_to_screen(*, quiet: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Print only errors within the block."""
-    before = _screen.level
-    _screen.setLevel(max(before, logging.ERROR))
-    try:
-        yield
-    finally:
-        _screen.setLevel(before)
-
-
-@contextlib.contextmanager
 def heavy_imports(command: str) -> Iterator[None]:
     """Announce the imports of the block, and run them without the garbage collector."""
     log.info(f"sage-fast {command}: loading PyTorch and diffusers")

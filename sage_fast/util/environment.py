@@ -32,14 +32,16 @@ PEAK_TFLOPS = {
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate")
 
 
+def version_of(name: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def environment(device: torch.device, operators: str) -> dict[str, Any]:
     """Return what it takes to repeat a result: commit, date, device, threads, operators and versions."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "sage_fast": __version__,
         "commit": commit(),
@@ -48,7 +50,7 @@ def environment(device: torch.device, operators: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "operators": operators,
         "python": platform.python_version(),
-        **versions,
+        **{name: found for name in PACKAGES if (found := version_of(name)) is not None},
     }
 
 
