@@ -116,7 +116,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     tags = Outline(page).tags
     names = [tag for tag, _ in tags]
     assert names.count("video") == 4
-    assert names.count("svg") == 13
+    assert names.count("svg") == 14
     loading = ("src", "href", "xlink:href", "data", "action", "poster", "srcset")
     addresses = [value for _, attrs in tags for key, value in attrs.items() if key in loading]
     assert addresses
@@ -281,7 +281,7 @@ def test_no_text_of_a_chart_is_cut(run, monkeypatch):
     write_report(run)
     runs = {f"a run with a long name {i}": {0: (1.0, 0.1), 5: (1.5, 0.1)} for i in range(6)}
     charts.held_out(runs, least=1)
-    assert len(figures) == 15
+    assert len(figures) == 16
     for figure in figures:
         figure.draw_without_rendering()
         (axes,) = figure.axes
@@ -312,7 +312,7 @@ def test_gaps_nulls_and_missing_keys_do_not_break_it(run):
         r.pop("time/total", None)
     write_rows(run, rows)
     page = write_report(run).read_text()
-    assert page.count("<svg") == 12
+    assert page.count("<svg") == 13
     assert "KL weight" not in page
     assert not re.search(r"[ML] ?nan", page)
 
