@@ -312,7 +312,7 @@ def test_gaps_nulls_and_missing_keys_do_not_break_it(run):
         r.pop("time/total", None)
     write_rows(run, rows)
     page = write_report(run).read_text()
-    assert page.count("<svg") == 13
+    assert page.count("<svg") == 12
     assert "KL weight" not in page
     assert not re.search(r"[ML] ?nan", page)
 
