@@ -129,7 +129,7 @@ def _tables(finding: Finding) -> list[list[list[str]]]:
     for heading, *rows in filter(None, (finding.compared, finding.table)):
         wide = [any(_WITH_INTERVAL.fullmatch(row[i]) for row in rows) for i in range(len(heading))]
         split = [[_WITH_INTERVAL.fullmatch(cell) for cell in row] for row in rows]
-        table = [[name for i, cell in enumerate(heading) for name in (cell, "95 % interval")[: 1 + wide[i]]]]
+        table = [[name for i, cell in enumerate(heading) for name in (cell, "interval")[: 1 + wide[i]]]]
         for row, parts in zip(rows, split):
             pairs = [(part[1], part[2]) if part else (cell, "") for cell, part in zip(row, parts)]
             table.append([cell for i, pair in enumerate(pairs) for cell in pair[: 1 + wide[i]]])

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.util.errors import RunError
 from studies import page, runs
+from studies.demo import runs as demo
 from studies.differences import Difference, holm
 from studies.finding import KINDS, Claim, Finding, Material, corrected
-from studies.demo import runs as demo
 from studies.paper import comparisons, training
 from studies.paper.__main__ import main
 from studies.paper.claims import CLAIMS
@@ -381,7 +381,7 @@ def test_an_interval_has_a_column_of_its_own() -> None:
     finding = Finding(verdict="held", text="", draw=lambda figure: None, rows=[], table=table)
     assert page._tables(finding) == [
         [
-            ["recipe", "gain", "95 % interval", "above"],
+            ["recipe", "gain", "interval", "above"],
             ["a", "+0.191", "[+0.046, +0.336]", ""],
             ["b", "+0.1", "[-0.1, +0.3]", "+1"],
         ]
