@@ -49,7 +49,6 @@ def test_minimal_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert max(abs(ratio + 1) for *_, ratio in seen[before:]) > 1e-6
 
 
-@pytest.mark.soak
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     """Its code cells, one after the other in one process, as a kernel runs them; pandas is not there."""
     notebook = json.loads((EXAMPLES / "first_look.ipynb").read_text(encoding="utf-8"))

@@ -34,7 +34,7 @@ from sage_fast.run.writer import MetricsWriter
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_metrics
 from tests.test_docs import REPOSITORY, SMALL, blocks, commands
-from tests.tiny import settings, train
+from tests.tiny import arguments, settings, train
 
 
 def made(config: Config, run: Path, run_id: str, start: int = 0) -> MetricsWriter:
@@ -154,7 +154,8 @@ def test_the_example_of_the_page_logs_to_wandb(tmp_path: Path, monkeypatch: pyte
         if words[0] == "export":
             monkeypatch.setenv(*words[1].split("="))
         elif words[0] == "sage-fast":
-            assert main([*words[1:], *SMALL]) == 0
+            few = arguments(train__iterations=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
+            assert main([*words[1:], *SMALL, *few]) == 0
         else:
             assert words[:2] == ["wandb", "sync"]
             wandb.teardown()
