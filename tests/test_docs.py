@@ -170,6 +170,16 @@ def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:
     assert "strictly decreasing from 1 to 0" in (site / "reference" / "python.html").read_text()
 
 
+@pytest.mark.parametrize("study", ["race", "demo"])
+def test_the_page_of_a_study_begins_with_results_and_ends_with_its_protocol(study: str) -> None:
+    page = (REPOSITORY / "docs" / "results" / f"{study}.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", page, re.M)
+    assert headings[-2:] == ["How it was made", "Protocol"]
+    protocol = yaml.safe_load((REPOSITORY / "studies" / study / "protocol.yaml").read_text(encoding="utf-8"))
+    assert page.endswith("## Protocol\n\n" + "\n\n".join(protocol["text"]) + "\n")
+    assert protocol["history"]
+
+
 def test_pages_for_maintainers_stand_apart() -> None:
     maintaining = re.search(r"^  - Maintaining:\n((?:      - .*\n)+)", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
     assert maintaining
