@@ -255,7 +255,14 @@ def train_one(config: Config, file: Path) -> float:
 
 OLDER = {"sampler: exact\n": "sampler: precise\n", "surrogate: nft_adaptive\n": "surrogate: nft\n"}
 """Line of an older run's settings -> the same today."""
-LEFT = {"kl.position_fraction", "eval.sampler", "train.deepspeed_config"}
+LEFT = {
+    "eval.sampler",
+    "kl.position_fraction",
+    "reward.normalisation",
+    "train.deepspeed_config",
+    "train.offload",
+    "train.timestep_permutation",
+}
 """Settings of older runs, all with one value, that are no choice any more."""
 
 

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.util.errors import RunError
 from studies import page, runs
+from studies.demo import runs as demo
 from studies.differences import Difference, holm
 from studies.finding import KINDS, Claim, Finding, Material, corrected
 from studies.paper import comparisons, training
@@ -362,14 +363,26 @@ def _alive(group: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("study", ["reproduce", "race"])
+@pytest.mark.parametrize("study", ["reproduce", "race", "demo"])
 def test_the_archived_runs_are_those_of_the_settings_as_they_are(study: str, tmp_path: Path) -> None:
-    """`make reproduce` and `make race` continue from the archives; every tenth run is looked at."""
-    settings_of = {"reproduce": training.settings_of, "race": race.settings_of}[study]
+    """The studies continue from the archives; every tenth run is looked at."""
+    settings_of = {"reproduce": training.settings_of, "race": race.settings_of, "demo": demo.settings_of}[study]
     (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(f"*-cpu-{study}-runs.tar.xz")
     with tarfile.open(archive, "r|xz") as archived:
         for place, file in enumerate(file for file in archived if file.isfile()):
             if place % 10 == 0:
                 archived.extract(file, tmp_path, filter="data")
                 assert runs._is_of(tmp_path / file.name, settings_of(Path(file.name).stem, quick=False)), file.name
-    assert place >= 50
+    assert place >= 25
+
+
+def test_an_interval_has_a_column_of_its_own() -> None:
+    table = [("recipe", "gain", "above"), ("a", "+0.191 [+0.046, +0.336]", ""), ("b", "+0.1 [-0.1, +0.3]", "+1")]
+    finding = Finding(verdict="held", text="", draw=lambda figure: None, rows=[], table=table)
+    assert page._tables(finding) == [
+        [
+            ["recipe", "gain", "interval", "above"],
+            ["a", "+0.191", "[+0.046, +0.336]", ""],
+            ["b", "+0.1", "[-0.1, +0.3]", "+1"],
+        ]
+    ]
