@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler
 from safetensors.torch import load_file, save_file
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import Qwen2_5_VLTextModel, T5EncoderModel
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
@@ -108,6 +109,71 @@ def test_quantized_weights_are_one_line(testbed: Path, part: str, method: str) -
     assert f"its {part} is quantized; expected weights in float32" in refusal(lambda: find_spec(str(testbed)))
 
 
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("transformer", {"num_layers": 100_000}),
+        ("transformer", {"num_refiner_layers": 10**12}),
+        ("vae", {"layers_per_block": 10**6}),
+        ("vae", {"block_out_channels": [8] * 5000}),
+    ],
+    ids=["layers", "refiner", "autoencoder", "blocks"],
+)
+def test_a_number_of_layers_that_no_model_has_is_not_built(
+    testbed: Path, part: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sage_fast.models.spec.MAX_MODULES", 1000)
+    made = []
+    hook = register_module_module_registration_hook(lambda *_: made.append(1))
+    try:
+        change(testbed / part / "config.json", **fields)
+        for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+            made.clear()
+            assert f"{part}/config.json describes no model: more than 1000 modules" in refusal(call)
+            assert len(made) < 2000
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "words"),
+    [
+        ("text_encoder", {"num_hidden_layers": 10**12, "layer_types": None}, "has num_hidden_layers 1000000000000"),
+        ("text_encoder_2", {"num_layers": 10**6}, "has num_layers 1000000; expected at most 10000"),
+        ("text_encoder_2", {"num_layers": 5000}, "more than 10000 modules"),
+        ("tokenizer_2", {"extra_ids": 10**9}, "tokenizer_config.json has extra_ids 1000000000"),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_encoder_has_is_not_built(
+    checkpoint: Path, tmp_path: Path, file: str, fields: dict[str, Any], words: str
+) -> None:
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    change(next((copied / file).glob("*config.json")), **fields)
+    assert words in encoder_refusal(copied)
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("vae", {"scaling_factor": float("nan")}),
+        ("vae", {"scaling_factor": float("inf")}),
+        ("vae", {"scaling_factor": 0}),
+        ("vae", {"scaling_factor": -1.03}),
+        ("vae", {"temporal_compression_ratio": 3}),
+        ("transformer", {"rope_theta": float("nan")}),
+        ("transformer", {"rope_theta": 0}),
+        ("transformer", {"num_layers": -1}),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_video_are_one_line(testbed: Path, part: str, fields: dict[str, Any]) -> None:
+    change(testbed / part / "config.json", **fields)
+    (field,) = fields
+    text = refusal(lambda: find_spec(str(testbed)))
+    assert f"{field} is {fields[field]}; expected a value like " in text or f"{field} = {fields[field]}; exp" in text
+
+
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -123,9 +189,8 @@ def test_weights_of_another_shape_are_one_line_before_they_are_loaded(
     testbed: Path, part: str, fields: dict[str, Any]
 ) -> None:
     change(testbed / part / "config.json", **fields)
-    text = refusal(lambda: check_weights(find_spec(str(testbed))))
-    assert f" in {part}/diffusion_pytorch_model.safetensors; its config.json asks for [" in text
-    assert f"cannot read the weights in {part}/" in refusal(lambda: loaded(testbed))
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert f" in {part}/diffusion_pytorch_model.safetensors; its config.json asks for [" in refusal(call)
 
 
 def test_one_tensor_of_another_shape_is_named(testbed: Path) -> None:
@@ -182,13 +247,47 @@ def test_the_weights_of_a_checkpoint_are_what_its_index_lists(testbed: Path) -> 
         assert f"cannot read transformer/{INDEX}" in refusal(lambda: check_weights(find_spec(str(testbed))))
 
 
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+@pytest.mark.parametrize(
+    "name",
+    ["diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin", "model.safetensors",
+     "diffusion_pytorch_model.non_ema.bin", ""],
+)  # fmt: skip
+def test_weights_under_another_name_are_one_line_that_names_both(testbed: Path, part: str, name: str) -> None:
+    file = testbed / part / "diffusion_pytorch_model.safetensors"
+    if name.endswith("bin"):
+        torch.save(load_file(file), file.with_name(name))
+    elif name:
+        shutil.copy(file, file.with_name(name))
+    file.unlink()
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        text = refusal(call)
+        assert f"{part}/ lacks {file.name} and its index, and holds {name or 'no weights'}; expected what " in text
+
+
+@pytest.mark.parametrize(
+    "place", ["../other/{}", "{folder}/../other/{}", "./{}", "sub/../../other/{}", "..", "pipe", ""]
+)
+def test_an_index_names_files_beside_it(testbed: Path, place: str) -> None:
+    """What lies outside the checkpoint is not read, were it a sound file."""
+    folder, other = testbed / "transformer", testbed / "other"
+    files = sharded(folder)
+    shutil.copytree(folder, other)
+    os.mkfifo(folder / "pipe")
+    named = {key: place.format(file, folder=folder) for key, file in files.items()}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": named}))
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        text = refusal(call)
+        assert f"cannot read transformer/{INDEX}: it names " in text or text.endswith(": no such file")
+
+
 def test_a_weight_that_no_file_holds_is_refused(testbed: Path) -> None:
     file = testbed / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     del tensors["proj_out.bias"]
     save_file(tensors, file, {"format": "pt"})
-    assert "lacks 1 weights, such as proj_out.bias" in refusal(lambda: check_weights(find_spec(str(testbed))))
-    assert "proj_out.bias is missing" in refusal(lambda: loaded(testbed))
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert "lacks 1 weights, such as proj_out.bias" in refusal(call)
 
 
 def test_a_weight_in_another_file_than_the_index_says(testbed: Path) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from sage_fast.cli import main
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.config.secrets import from_environment, secret
+from sage_fast.config.secrets import from_environment, masked, secret
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.rewards.dry_run import dry_run_reward
 from sage_fast.rewards.failures import RewardFailure
-from sage_fast.rewards.http import HttpReward
+from sage_fast.rewards.http import HttpReward, _error_of, read_response, shown
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
@@ -178,6 +178,65 @@ def test_no_half_of_a_secret_is_shown(spell: Any, monkeypatch: pytest.MonkeyPatc
     assert "${SAGE_KEY}" in shown
     half = len(text) // 2 + 1
     assert not any(text[i : i + half] in shown for i in range(len(text) - half + 1))
+
+
+LATIN = TOKEN.encode().decode("latin-1")
+
+
+@pytest.mark.parametrize("token", [TOKEN, "sk-" + 50 * "0123456789abcdef", SECRET])
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])
+@pytest.mark.parametrize(
+    "echo",
+    ["not <{}", '{{"error": "bad token {}', "bad token {}...", '{{"error": {{"message": "{}…"}}}}',
+     '{{"detail": "bad token {}", "status": 401}}', "<p>{}</p> is no token"],
+)  # fmt: skip
+def test_a_token_that_a_server_cuts_is_not_shown(
+    echo: str, kept: float, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its limit of a message does, a broken connection, or `max_tokens`; more text may follow."""
+    monkeypatch.setenv("SAGE_KEY", token)
+    value = secret("SAGE_KEY")
+    least = 4 if echo.partition("{}")[2] in ("", "...") else 8
+    half = value[: max(int(kept * len(value)), least)]
+    for body in (echo.format(half), echo.format(half.upper())):
+        for text in (_error_of(bytearray(body.encode())), shown(body), str(RewardFailure(f"status 401: {body}"))):
+            assert "${SAGE_KEY}" in text
+            assert half[:4].lower() not in text.lower()
+
+
+@pytest.mark.parametrize("length", range(80 - len(TOKEN), 82))
+def test_a_secret_across_our_own_cut_is_masked_first(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGE_KEY", TOKEN)
+    secret("SAGE_KEY")
+    for start in (" " * length, " " * (length + 100_000 - 80)):
+        assert TOKEN[:3] not in shown(f"{start}{TOKEN} is wrong")
+
+
+@pytest.mark.parametrize("cut", range(5, len(TOKEN.encode())))
+def test_a_cut_within_a_letter_shows_no_part(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are no UTF-8, and a header that a server reads as Latin-1 and writes as JSON."""
+    monkeypatch.setenv("SAGE_KEY", TOKEN)
+    secret("SAGE_KEY")
+    for body in (TOKEN.encode()[:cut], json.dumps(LATIN)[: cut + 12].encode(), LATIN[:cut].encode()):
+        text = _error_of(bytearray(b"bad: " + body))
+        assert "${SAGE_KEY}" in text
+        assert "k/9" not in text
+
+
+def test_an_answer_is_read_though_its_fields_begin_like_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "0123456789abcdef"
+    for variable, value in (("A", "parts-of-me"), ("B", "cdef-and-more"), ("C", "motions")):
+        monkeypatch.setenv(variable, value)
+        secret(variable)
+    answer = masked({"schema": "x", "id": name, "parts": {"motion": [0.5]}})
+    assert read_response(answer, name, "http://there")["motion"].tolist() == [0.5]
+
+
+def test_texts_that_resemble_a_secret_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGE_KEY", "/home/me/weights-of-mine")
+    secret("SAGE_KEY")
+    for text in ("/home/me/rewards.py:3: ValueError: no", "/home is full: no", "at /home/me/weighing/a.py in run"):
+        assert str(RewardFailure(text)) == text
 
 
 @pytest.mark.parametrize("spell", [repr, json.dumps, html.escape, urllib.parse.quote, lambda text: json.dumps([text])])

@@ -47,26 +47,38 @@ def secret(variable: str) -> str:
     """Read an environment variable whose value `names_for_values` then masks; return "" if it is not set."""
     bare = (value := os.environ.get(variable, "")).strip()
     data = bare.encode(errors="surrogateescape")
-    quoted = html.escape(bare), urllib.parse.quote(data), urllib.parse.quote(data, safe="")
-    written = repr(bare)[1:-1], repr(data)[2:-1], data.decode("latin-1")
-    _given.update(dict.fromkeys((value, bare, json.dumps(bare)[1:-1], *written, *quoted), variable))
+    quoted = repr(data)[2:-1], urllib.parse.quote(data), urllib.parse.quote(data, safe="")
+    read = (bare, data.decode("latin-1"))
+    written = (spell for text in read for spell in (text, json.dumps(text)[1:-1], repr(text)[1:-1], html.escape(text)))
+    _given.update(dict.fromkeys((value, *quoted, *written), variable))
     return value
 
 
-def names_for_values(text: str) -> str:
+def names_for_values(text: str, *, whole: bool = False) -> str:
     """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward.
 
-    Letters may be of any case.
+    Letters may be of any case. Unless only `whole` values count, one may be cut off: `SHORTEST` letters at the end of
+    the text, or twice as many at the end of a word.
     """
     for value in sorted((value for value in _given if len(value) >= SHORTEST), key=len, reverse=True):
-        text = re.sub(re.escape(value), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
+        shown, done, end = "", 0, len(text)
+        while end and not text[end - 1].isalnum():
+            end -= 1
+        for found in re.finditer(re.escape(value[:SHORTEST]), text, re.IGNORECASE):
+            start = stop = found.start()
+            while stop < len(text) and stop - start < len(value) and text[stop].lower() == value[stop - start].lower():
+                stop += 1
+            cut = stop >= end or (stop >= start + 2 * SHORTEST and not text[stop].isalnum())
+            if start >= done and (stop == start + len(value) or (cut and not whole)):
+                shown, done = f"{shown}{text[done:start]}${{{_given[value]}}}", stop
+        text = shown + text[done:]
     return text
 
 
 def masked(answer: Any) -> Any:
     """Apply `names_for_values` to every text of a JSON value from outside, names of fields included."""
     if isinstance(answer, dict):
-        return {masked(name): masked(value) for name, value in answer.items()}
+        return {names_for_values(name, whole=True): masked(value) for name, value in answer.items()}
     if isinstance(answer, list):
         return [*map(masked, answer)]
     return names_for_values(answer) if isinstance(answer, str) else answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     for part in parts:
         for key, value in spec.known_fields(part).items():
             usual = inspect.signature({**cls.networks, "vae": cls.autoencoder}[part]).parameters[key].default
-            if not isinstance(value, JSON_TYPES.get(type(usual), object)):
+            positive = isinstance(usual, int | float) and usual > 0
+            if not isinstance(value, JSON_TYPES.get(type(usual), object)) or (positive and not 0 < value < math.inf):
                 raise UserError(
                     f"model.path = {given!r}: {part}/config.json describes no model: {key} is {value!r}; expected a "
                     f"value like {usual!r}"
@@ -115,34 +117,48 @@ def check_weights(spec: Spec) -> None:
         UserError: one is missing, or has another shape or type, or a file is damaged.
     """
     for part in (*spec.networks, "vae"):
-        folder = Path(spec.source(part, spec.path)) / part
-        name = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file() else SAFETENSORS_WEIGHTS_NAME
-        if not (folder / name).is_file():
-            continue
-        expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
-        given: dict[str, tuple[list[int], str, str]] = {}
-        try:
-            if name == SAFE_WEIGHTS_INDEX_NAME:
-                index = json.loads((folder / name).read_text())
-                files, _ = dict(index["weight_map"]), dict(index["metadata"])
-            else:
-                with safe_open(folder / name, "pt") as opened:
-                    files = dict.fromkeys(opened.keys(), name)
-            for name in sorted({*files.values()}):
-                with safe_open(folder / name, "pt") as opened:
-                    for key in (key for key, file in files.items() if file == name):
-                        found = opened.get_slice(key)
-                        given[key] = found.get_shape(), found.get_dtype(), name
-        except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise UserError(f"model.path = {spec.path!r}: cannot read {part}/{name}: {error}") from error
-        for key, (shape, dtype, name) in given.items():
-            what = f"model.path = {spec.path!r}: {key} has shape {shape} and type {dtype} in {part}/{name}"
-            if shape != expected.get(key):
-                raise UserError(f"{what}; its config.json asks for {expected.get(key, 'no such weight')}")
-            if dtype not in FLOATS:
-                raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
-        if lacking := sorted(expected.keys() - given.keys()):
-            raise UserError(f"model.path = {spec.path!r}: {part} lacks {len(lacking)} weights, such as {lacking[0]}")
+        _check_part(spec, "model.path", spec.source(part, spec.path), part)
+
+
+def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
+    if is_random(source) or not Path(source).is_dir():
+        return
+    folder, start = Path(source, part), f"{setting} = {source!r}:"
+    name = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file() else SAFETENSORS_WEIGHTS_NAME
+    if not (folder / name).is_file():
+        held = sorted(file.name for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}"))
+        raise UserError(
+            f"{start} {part}/ lacks {name} and its index, and holds {', '.join(held[:3]) or 'no weights'}; "
+            "expected what save_pretrained of diffusers writes without a variant"
+        )
+    expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
+    given: dict[str, tuple[list[int], str, str]] = {}
+    try:
+        if name == SAFE_WEIGHTS_INDEX_NAME:
+            index = json.loads((folder / name).read_text())
+            files, _ = dict(index["weight_map"]), dict(index["metadata"])
+            if outside := [file for file in files.values() if Path(file).name != file]:
+                raise ValueError(f"it names {outside[0]!r}; expected files beside it, as save_pretrained writes them")
+        else:
+            with safe_open(folder / name, "pt") as opened:
+                files = dict.fromkeys(opened.keys(), name)
+        for name in sorted({*files.values()}):
+            if not (folder / name).is_file():
+                raise OSError("no such file")
+            with safe_open(folder / name, "pt") as opened:
+                for key in (key for key, file in files.items() if file == name):
+                    found = opened.get_slice(key)
+                    given[key] = found.get_shape(), found.get_dtype(), name
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UserError(f"{start} cannot read {part}/{name}: {error}") from error
+    for key, (shape, dtype, name) in given.items():
+        what = f"{start} {key} has shape {shape} and type {dtype} in {part}/{name}"
+        if shape != expected.get(key):
+            raise UserError(f"{what}; its config.json asks for {expected.get(key, 'no such weight')}")
+        if dtype not in FLOATS:
+            raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
+    if lacking := sorted(expected.keys() - given.keys()):
+        raise UserError(f"{start} {part} lacks {len(lacking)} weights, such as {lacking[0]}")
 
 
 def _family_in(path: str, source: str) -> type[Spec]:
@@ -175,8 +191,11 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     """
     if is_random(source):
         return random_module(spec, part, dtype, device)
+    _check_part(spec, setting, source, part)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
-    read = functools.partial(cls.from_pretrained, source, subfolder=part, dtype=dtype, output_loading_info=True)
+    read = functools.partial(
+        cls.from_pretrained, source, subfolder=part, dtype=dtype, output_loading_info=True, use_safetensors=True
+    )
     try:
         with progress_bars_of(source):
             try:

@@ -5,14 +5,16 @@ models/registry.py finds it; models/interface.py has what a policy takes besides
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
@@ -20,9 +22,27 @@ from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.policy import Policy
 from sage_fast.util.errors import UserError, first_line
 
+MAX_MODULES = 10_000
+"""Most modules of a network: four times those of the largest published one. A config.json may ask for any number."""
 MAX_GRAPHS = 64
 """Most CUDA graphs of a run. It bounds the memory to plan with, and what PyTorch does not count: the driver's thousands
 of launches of each graph."""
+
+
+@contextlib.contextmanager
+def few_modules() -> Iterator[None]:
+    """Raise a ValueError in a constructor that makes more than `MAX_MODULES` modules."""
+    left = iter(range(MAX_MODULES))
+
+    def count(*_: object) -> None:
+        if next(left, None) is None:
+            raise ValueError(f"more than {MAX_MODULES} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +168,7 @@ class Spec:
             UserError: its class refuses the values in config.json.
         """
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), few_modules():
                 return {**self.networks, "vae": self.autoencoder}[part](**self.known_fields(part))
         except Exception as error:  # whatever odd values make a class raise
             raise UserError(

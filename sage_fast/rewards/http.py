@@ -116,7 +116,7 @@ class Client(Backend):
         except httpx.HTTPError as error:
             raise NoAnswer(f"{type(error).__name__}: {printable(names_for_values(str(error)))}") from error
         except (ValueError, RecursionError) as error:
-            raise NoAnswer(f"an answer that is no JSON: {shown(text.decode(errors='backslashreplace'))}") from error
+            raise NoAnswer(f"an answer that is no JSON: {shown(text.decode(errors='replace'))}") from error
         why = f"status {response.status_code}: {_error_of(text)}"
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise NoAnswer(why)
@@ -201,7 +201,7 @@ def read_response(got: Any, name: str, url: str) -> dict[str, Tensor]:
         RewardFailure: the response is malformed or answers another request.
     """
     try:
-        if got["id"] != name:
+        if got["id"] != masked(name):
             raise RewardFailure(f"{url}: answers request {shown(got['id'])} instead of {name!r}")
         return {
             part: torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float32)
@@ -217,9 +217,9 @@ def _error_of(body: bytearray) -> str:
         error = (answer := masked(json.loads(body))).get("error", answer)
         return printable(names_for_values(str(error["message"] if isinstance(error, dict) else error))[:4000])
     except (ValueError, AttributeError, KeyError, RecursionError):
-        return shown(body.decode(errors="backslashreplace"))
+        return shown(body.decode(errors="replace"))
 
 
 def shown(answer: object) -> str:
     """Return the beginning of an answer, whose secrets are masked before it is cut: one may be a number."""
-    return repr(names_for_values(str(answer))[:80])
+    return repr(names_for_values(str(answer)[:100_000])[:80])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.interface import Encoder
+from sage_fast.models.spec import MAX_MODULES, few_modules
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError, first_line
 from sage_fast.util.images import read_image
@@ -59,11 +61,15 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
     try:
         widths: Any = AutoencoderKLHunyuanVideo15.load_config(source, subfolder="transformer")
         if size is None:
-            with torch.device("meta"):  # the pipeline reads only sizes from it
+            with torch.device("meta"), few_modules():  # the pipeline reads only sizes from it
                 parts["vae"] = AutoencoderKLHunyuanVideo15.from_config(
                     AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae")
                 )
-        with progress_bars_of(source):
+        for file in (file for part in PARTS for file in Path(source, part).glob("*config.json")):
+            for key, count in json.loads(file.read_text()).items():
+                if ("layers" in key or key == "extra_ids") and isinstance(count, int) and count > MAX_MODULES:
+                    raise OSError(f"{file.parent.name}/{file.name} has {key} {count}; expected at most {MAX_MODULES}")
+        with progress_bars_of(source), few_modules():
             for part in ENCODERS if size is None else (*ENCODERS, "image_encoder"):
                 for file in Path(source, part).glob("*.safetensors"):
                     with safe_open(file, "pt") as opened:

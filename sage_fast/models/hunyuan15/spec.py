@@ -146,6 +146,8 @@ class HunyuanVideo15(Spec):
         axes, width = self.transformer_config.rope_axes_dim, self.transformer_config.attention_head_dim
         if len(axes) != 3 or not all(isinstance(n, int) and n % 2 == 0 for n in axes) or sum(axes) != width:
             raise UserError(f"{has} rope_axes_dim = {axes}; expected 3 even numbers with the sum {width}")
+        if (ratio := self.vae.temporal_compression_ratio) & (ratio - 1):
+            raise UserError(f"model.path = {self.path!r}: its vae has temporal_compression_ratio = {ratio}; expected 4")
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
         """Return where the settings sample differently from the checkpoint's own pipeline.
