@@ -23,6 +23,7 @@ from tests.tiny import CPU
 from tests.tiny_checkpoint import GUIDANCE_SCALE, write_tiny_checkpoint
 
 SAMPLING = SamplingConfig(num_frames=17, height=32, width=32)
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -100,6 +101,24 @@ def test_rotary_axes_that_do_not_fill_a_head_are_one_line(testbed: Path, axes: l
     change(testbed / "transformer" / "config.json", rope_axes_dim=axes)
     text = refusal(lambda: find_spec(str(testbed)))
     assert f"its transformer has rope_axes_dim = {axes}; expected 3 even numbers with the sum 16" in text
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long"])
+@pytest.mark.parametrize("file", ["transformer/config.json", "vae/config.json", f"transformer/{INDEX}"])
+def test_json_that_python_cannot_hold_is_one_line(testbed: Path, file: str, text: str) -> None:
+    (testbed / file).write_text(text)
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert "cannot read " in refusal(call)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long"])
+@pytest.mark.parametrize("file", ["model_index.json", "scheduler/scheduler_config.json", "guider/guider_config.json"])
+def test_json_that_says_nothing_is_as_none(checkpoint: Path, tmp_path: Path, file: str, text: str) -> None:
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    (copied / file).write_text(text)
+    spec = find_spec(str(copied))
+    spec.notes(SAMPLING)
+    assert (spec.takes_images, spec.distillation) == (False, None)
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])
@@ -225,9 +244,6 @@ def sharded(folder: Path) -> dict[str, str]:
     TestbedTransformer.from_pretrained(folder).save_pretrained(folder, max_shard_size="40KB")
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     return dict(json.loads((folder / INDEX).read_text())["weight_map"])
-
-
-INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
 
 def test_the_weights_of_a_checkpoint_are_what_its_index_lists(testbed: Path) -> None:

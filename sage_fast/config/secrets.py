@@ -54,31 +54,32 @@ def secret(variable: str) -> str:
     return value
 
 
-def names_for_values(text: str, *, whole: bool = False) -> str:
+def names_for_values(text: str, *, is_name: bool = False) -> str:
     """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward.
 
-    Letters may be of any case. Unless only `whole` values count, one may be cut off: `SHORTEST` letters at the end of
-    the text, or twice as many at the end of a word.
+    Letters may be of any case. A value may be cut off: twice `SHORTEST` letters at the end of a word, or `SHORTEST` at
+    the end of a text that is not the name of a field.
     """
-    for value in sorted((value for value in _given if len(value) >= SHORTEST), key=len, reverse=True):
-        shown, done, end = "", 0, len(text)
-        while end and not text[end - 1].isalnum():
-            end -= 1
-        for found in re.finditer(re.escape(value[:SHORTEST]), text, re.IGNORECASE):
-            start = stop = found.start()
-            while stop < len(text) and stop - start < len(value) and text[stop].lower() == value[stop - start].lower():
-                stop += 1
-            cut = stop >= end or (stop >= start + 2 * SHORTEST and not text[stop].isalnum())
-            if start >= done and (stop == start + len(value) or (cut and not whole)):
-                shown, done = f"{shown}{text[done:start]}${{{_given[value]}}}", stop
-        text = shown + text[done:]
-    return text
+    values = [value for value in _given if len(value) >= SHORTEST]
+    heads = "|".join({re.escape(value[:SHORTEST]) for value in values}) or "$."
+    shown, done, end = "", 0, len(re.match(r".*\w|", text, re.DOTALL)[0])  # type: ignore[index]
+    for start in (found.start() for found in re.finditer(f"(?={heads})", text, re.IGNORECASE)):
+        best = start, ""
+        for value in values:
+            pair = [text[start : start + len(value)].lower(), value.lower()]
+            stop = start + len(os.path.commonprefix(pair))  # noqa: RUF071
+            enough = start + SHORTEST * (1 if stop >= end and not is_name else 2)
+            if stop >= start + len(value) or (stop >= enough and not text[stop : stop + 1].isalnum()):
+                best = max(best, (stop, value))
+        if start >= done and best[1]:
+            shown, done = f"{shown}{text[done:start]}${{{_given[best[1]]}}}", best[0]
+    return shown + text[done:]
 
 
 def masked(answer: Any) -> Any:
     """Apply `names_for_values` to every text of a JSON value from outside, names of fields included."""
     if isinstance(answer, dict):
-        return {names_for_values(name, whole=True): masked(value) for name, value in answer.items()}
+        return {names_for_values(name, is_name=True): masked(value) for name, value in answer.items()}
     if isinstance(answer, list):
         return [*map(masked, answer)]
     return names_for_values(answer) if isinstance(answer, str) else answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import math
@@ -53,8 +52,8 @@ def read_config(setting: str, source: str, part: str) -> dict[str, Any]:
         raise UserError(f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is missing")
     try:
         config = _ConfigReader.load_config(source, subfolder=part)
-    except OSError as error:
-        raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise UserError(f"{setting} = {source!r}: the {part}'s config.json holds no mapping")
     if config.get("quantization_config"):
@@ -126,30 +125,28 @@ def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
     folder, start = Path(source, part), f"{setting} = {source!r}:"
     name = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file() else SAFETENSORS_WEIGHTS_NAME
     if not (folder / name).is_file():
-        held = sorted(file.name for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}"))
+        held = sorted(file.name for file in folder.glob("*") if file.is_file() and file.suffix != ".json")
         raise UserError(
             f"{start} {part}/ lacks {name} and its index, and holds {', '.join(held[:3]) or 'no weights'}; "
             "expected what save_pretrained of diffusers writes without a variant"
         )
     expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
     given: dict[str, tuple[list[int], str, str]] = {}
+    files = {"": name}
     try:
         if name == SAFE_WEIGHTS_INDEX_NAME:
             index = json.loads((folder / name).read_text())
             files, _ = dict(index["weight_map"]), dict(index["metadata"])
             if outside := [file for file in files.values() if Path(file).name != file]:
                 raise ValueError(f"it names {outside[0]!r}; expected files beside it, as save_pretrained writes them")
-        else:
-            with safe_open(folder / name, "pt") as opened:
-                files = dict.fromkeys(opened.keys(), name)
         for name in sorted({*files.values()}):
             if not (folder / name).is_file():
                 raise OSError("no such file")
             with safe_open(folder / name, "pt") as opened:
-                for key in (key for key, file in files.items() if file == name):
+                for key in opened.keys() if "" in files else [key for key, file in files.items() if file == name]:
                     found = opened.get_slice(key)
                     given[key] = found.get_shape(), found.get_dtype(), name
-    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{start} cannot read {part}/{name}: {error}") from error
     for key, (shape, dtype, name) in given.items():
         what = f"{start} {key} has shape {shape} and type {dtype} in {part}/{name}"
@@ -193,20 +190,14 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
         return random_module(spec, part, dtype, device)
     _check_part(spec, setting, source, part)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
-    read = functools.partial(
-        cls.from_pretrained, source, subfolder=part, dtype=dtype, output_loading_info=True, use_safetensors=True
-    )
+    options: dict[str, Any] = {"subfolder": part, "device_map": {"": device}, "use_safetensors": True}
     try:
         with progress_bars_of(source):
-            try:
-                module, found = read(device_map={"": device})
-            except NotImplementedError:  # missing weights cannot be moved; without a device they are named
-                module, found = read()
-    except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
+            module, found = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+    except (OSError, ValueError, TypeError, LookupError, SafetensorError, NotImplementedError) as error:
         raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {first_line(error)}") from error
-    odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
-    lost = (key for key, p in module.named_parameters() if p.is_meta and p.device != device)
-    if odd := odd or [f"{key} is not where the index says" for key in lost]:
+    lost = [key for key, p in module.named_parameters() if p.is_meta and p.device != device]
+    if odd := [*found["missing_keys"], *found["unexpected_keys"], *lost]:  # of a download
         raise UserError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
     return module
 

@@ -5,16 +5,16 @@ models/registry.py finds it; models/interface.py has what a policy takes besides
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
@@ -29,20 +29,15 @@ MAX_GRAPHS = 64
 of launches of each graph."""
 
 
-@contextlib.contextmanager
-def few_modules() -> Iterator[None]:
-    """Raise a ValueError in a constructor that makes more than `MAX_MODULES` modules."""
+def few_modules() -> RemovableHandle:
+    """Return a context in which a constructor that makes more than `MAX_MODULES` modules raises a ValueError."""
     left = iter(range(MAX_MODULES))
 
     def count(*_: object) -> None:
         if next(left, None) is None:
             raise ValueError(f"more than {MAX_MODULES} modules")
 
-    hook = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return register_module_module_registration_hook(count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

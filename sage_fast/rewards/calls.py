@@ -48,7 +48,7 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
         raise RewardFailure(f"returned {type(returned).__name__}; expected a mapping of parts to [{count}]")
     parts = {}
     for name, value in returned.items():
-        part = names_for_values(name) if isinstance(name, str) else name
+        part = names_for_values(name, is_name=True) if isinstance(name, str) else name
         if not isinstance(part, str) or not PART.fullmatch(part):
             raise RewardFailure(f"returned a part named {part!r}; expected 1 to 100 letters, digits and _ . - + / % $")
         try:
