@@ -183,7 +183,7 @@ def test_flash4_compiles_once_for_all_processes(flash4: Flash4, tmp_path: Path) 
         thread.join(0.5)
         assert thread.is_alive()
         assert flash4.forwards == 0
-    thread.join(30)
+    thread.join(600)
     assert flash4.forwards == 1
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(cache)

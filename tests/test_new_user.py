@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from sage_fast.eval.video_folder import read_folder
 from sage_fast.util.files import read_metrics
 from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments
+from tests.waits import wait_until
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SHIPPED = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
@@ -146,9 +146,7 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     run = user.folder / "runs" / "first"
     (words,) = commands(train)
     process = user.start(*words, *SMALL, "--train.iterations", "1000")
-    deadline = time.monotonic() + 300
-    while len(read_metrics(run / "metrics.jsonl")) < 2 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: process.poll() is not None or len(read_metrics(run / "metrics.jsonl")) >= 2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out[-2000:] + err[-4000:]

@@ -30,6 +30,7 @@ from studies.paper.compute import front
 from studies.paper.training import config_of, protocol
 from studies.race import runs as race
 from studies.runs import TrainedRun, difference, exaflops
+from tests.waits import HANG, wait_until
 
 pytestmark = pytest.mark.soak
 
@@ -305,7 +306,7 @@ def train_one(config, file):
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[1] == "fails":
         raise RuntimeError("out of memory")
-    time.sleep(60)
+    time.sleep(6000)
 
 if __name__ == "__main__":
     runs.train_one = train_one
@@ -342,17 +343,14 @@ def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
     elif how == "SIGTERM":
         os.kill(process.pid, signal.SIGTERM)
-    printed = process.communicate(timeout=50)[1]
+    printed = process.communicate(timeout=HANG)[1]
     assert process.returncode == status
     lines = printed.splitlines()
     assert not says or lines[-1].startswith(f"studies.paper: {says}")
     assert how == "fails" or len(lines) == bool(says)
     assert how != "fails" or lines[0].startswith("Traceback")
     assert len(list(runs.glob("*.begun"))) == 1
-    deadline = time.monotonic() + 20
-    while _alive(process.pid) and time.monotonic() < deadline:  # the semaphore tracker ends last
-        time.sleep(0.05)
-    assert not _alive(process.pid)
+    wait_until(lambda: not _alive(process.pid))  # the semaphore tracker ends last
 
 
 def _alive(group: int) -> bool:
