@@ -212,7 +212,7 @@ def test_init_writes_what_its_configuration_names(
         shipped = [read_prompts(str(CONFIGS.parent / source)) for source in (data.prompts, data.eval_prompts)]
         expected = {file.replace(".txt", ".jsonl") for file in expected}
         expected |= {"images"}
-        assert {*os.listdir("images")} == {prompt.image for prompt in itertools.chain(*shipped)}
+        assert {*map(str, Path("images").iterdir())} == {prompt.image for prompt in itertools.chain(*shipped)}
         assert len(read_prompts("prompts.jsonl")) == len(shipped[0])  # their images are found
     assert sorted(os.listdir()) == sorted(expected)
     if name not in ("demo", "hunyuanvideo15-480p") and "SAGE_FAST_SOAK" not in os.environ:
