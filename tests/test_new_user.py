@@ -174,6 +174,10 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
         frames = torch.stack([read_video(file) for file in videos.files if file])
         for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
             assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.06)  # compression changes it
+    (listed,) = re.findall(r"^`runs/demo` holds .*?\.$", README.read_text(), re.M | re.S)
+    found = {file.name + "/" * file.is_dir() for file in run.iterdir()}
+    names = {name for name in re.findall(r"`([\w./]+)`", listed) if name != "runs/demo"}
+    assert names | {"run.lock"} | {name for name in found if name.startswith("config.until-")} == found
     (run / "report.html").unlink()
     user.run_or_call("sage-fast", "report", "runs/first")
     assert (run / "report.html").stat().st_size > 10_000

@@ -173,7 +173,7 @@ Points = Mapping[int, tuple[float, float]]
 
 
 def held_out(
-    points: Mapping[str, Points], title: str = "Held-out reward", ylabel: str = "composite reward", least: int = 3
+    points: Mapping[str, Points], title: str = "Held-out reward", ylabel: str = "mean reward", least: int = 3
 ) -> str | None:
     """Draw scores of evaluations by iteration, with 95 % intervals and one line per label.
 
