@@ -86,7 +86,7 @@ def test_a_reward_is_told_by_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "code_of_mine.py").write_text(content)
         entries = {"reward.name": RewardEntry(name="code_of_mine:Mine"), "eval.judge": RewardEntry(name="http://h:1")}
         found.append(contents_of({}, None, entries))
-    assert [*found[0]] == ["data.prompts", "reward.name"]
+    assert [*found[0]] == ["reward.name"]
     assert found[0] == found[1]
     assert found[1]["reward.name"] != found[2]["reward.name"]
 

@@ -43,7 +43,7 @@ def test_all_pictures_are_drawn_from_one_run(tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert f"after: reward {sum(after['reward']) / 6:.3f} of 3, " in printed
     for part in ("clean shape", "steady motion", "colour", "shape", "direction", "speed"):
-        assert len(re.findall(rf"[ ]{part} [01]\.\d\d", printed)) == 3
+        assert len(re.findall(rf", {part} [01]\.\d\d", printed)) == 3
 
     (run / "eval" / "after.json").write_text(json.dumps(after | {"reward": [x + 0.1 for x in after["reward"]]}))
     with pytest.raises(AssertionError, match="not close"):
