@@ -172,6 +172,10 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
         frames = torch.stack([read_video(file) for file in videos.files if file])
         for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
             assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.06)  # compression changes it
+    (listed,) = re.findall(r"^`runs/demo` holds .*?\.$", README.read_text(), re.M | re.S)
+    found = {file.name + "/" * file.is_dir() for file in run.iterdir()}
+    names = {name for name in re.findall(r"`([\w./]+)`", listed) if name != "runs/demo"}
+    assert names | {"run.lock"} | {name for name in found if name.startswith("config.until-")} == found
     (run / "report.html").unlink()
     user.run_or_call("sage-fast", "report", "runs/first")
     assert (run / "report.html").stat().st_size > 10_000
@@ -210,7 +214,7 @@ def test_init_writes_what_its_configuration_names(
         shipped = [read_prompts(str(CONFIGS.parent / source)) for source in (data.prompts, data.eval_prompts)]
         expected = {file.replace(".txt", ".jsonl") for file in expected}
         expected |= {"images"}
-        assert {*os.listdir("images")} == {prompt.image for prompt in itertools.chain(*shipped)}
+        assert {*map(str, Path("images").iterdir())} == {prompt.image for prompt in itertools.chain(*shipped)}
         assert len(read_prompts("prompts.jsonl")) == len(shipped[0])  # their images are found
     assert sorted(os.listdir()) == sorted(expected)
     if name not in ("demo", "hunyuanvideo15-480p") and "SAGE_FAST_SOAK" not in os.environ:

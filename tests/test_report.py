@@ -186,7 +186,7 @@ def test_fewer_than_five_prompts_are_not_judged(run):
         (run / "eval" / f"{name}.json").write_text(json.dumps(content))
     page = write_report(run).read_text()
     assert "±" not in page
-    assert "no interval from fewer than 5 prompts: no difference is judged" in page
+    assert "no interval from fewer than 5 prompts: no gain is judged" in page
 
 
 def test_small_numbers_keep_their_digits(run):
@@ -212,7 +212,7 @@ def test_prompts_are_escaped_and_rewards_shown(run):
     assert "<b>red</b>" not in page
     assert "<b>2.700</b>" in page
     assert "+0.600 ±&nbsp;0.115" in page
-    assert "difference ± 95 %" in page
+    assert "gain ± 95 %" in page
 
 
 @pytest.mark.charts
@@ -280,7 +280,7 @@ def test_no_text_of_a_chart_is_cut(run, monkeypatch):
     monkeypatch.setattr(charts, "themed_svg", lambda figure, *rest: figures.append(figure) or original(figure, *rest))
     write_report(run)
     runs = {f"a run with a long name {i}": {0: (1.0, 0.1), 5: (1.5, 0.1)} for i in range(6)}
-    charts.held_out(runs, ylabel="composite reward", least=1)
+    charts.held_out(runs, ylabel="mean reward", least=1)
     assert len(figures) == 14
     for figure in figures:
         figure.draw_without_rendering()
