@@ -37,9 +37,8 @@ def from_environment(value: Any, name: str) -> Any:
         return [from_environment(item, f"{name}.{place}") for place, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    for variable in _VARIABLE.findall(value):
-        if variable not in os.environ:
-            raise UserError(f"{name} = {value!r}: there is no environment variable {variable}")
+    if lacking := [variable for variable in _VARIABLE.findall(value) if variable not in os.environ]:
+        raise UserError(f"{name} = {value!r}: there is no environment variable {lacking[0]}")
     return _VARIABLE.sub(lambda found: secret(found[1]), value)
 
 
