@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sage_fast.benchmarks.timing import quiet
 from torch.autograd import DeviceType
 
 from sage_fast.algorithm.flops import flops
@@ -26,7 +25,7 @@ from sage_fast.ops import implementation
 from sage_fast.tools.harness import head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import progress
+from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes, synchronize
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
@@ -69,12 +68,7 @@ def profile_iteration(
     resolved = check_trainable(config)
     if not window_only and (folder / "profile.json").exists():
         raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
-    if window_only:
-        try:
-            torch.cuda.nvtx.mark("sage-fast profile")
-        except RuntimeError as error:
-            raise UserError(f"--window-only: {error}") from error
-    with ranges(torch.cuda.nvtx.range if window_only else torch.profiler.record_function):
+    with ranges("nvtx" if window_only else "torch"):
         log.info("loading the model")
         setup = load_setup(resolved)
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from sage_fast import __version__
 from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, nearest, printable, reason
+from sage_fast.util.profiling import ranges, tools_of_environment
 
 EPILOG = """examples:
   sage-fast train configs/demo.yaml --output runs/demo
@@ -194,7 +195,8 @@ def _run(arguments: list[str]) -> int:
 
     leave_logs()
     log_to_screen(quiet=getattr(options, "quiet", False))
-    return load(options.command).run(options, overrides) or 0
+    with ranges(*tools_of_environment()):
+        return load(options.command).run(options, overrides) or 0
 
 
 def _output_is_closed() -> bool:

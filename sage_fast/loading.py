@@ -37,17 +37,21 @@ def resolve(config: Config) -> Resolved:
     return Resolved(config)
 
 
-def contents_of(prompts: Sequence[Prompt], weights: str | None, rewards: Mapping[str, RewardEntry]) -> dict[str, str]:
-    """Return setting -> what its files and code hold, with a digest, so that a resume can tell what has changed.
+def contents_of(
+    prompts: Mapping[str, Sequence[Prompt]], weights: str | None, rewards: Mapping[str, RewardEntry]
+) -> dict[str, str]:
+    """Return setting -> what its files and code hold, with a digest: a resume and `compare` tell what has changed.
 
     Args:
-        prompts: of training.
+        prompts: setting -> its prompts.
         weights: `model.weights`.
         rewards: setting that holds the name of a reward -> the reward, which is loaded.
     """
-    records = [(prompt.text, prompt.negative, prompt.image, prompt.metadata) for prompt in prompts]
-    images = [prompt.caption.image for prompt in prompts if prompt.image]
-    found = {"data.prompts": f"{len(prompts)} prompts ({fingerprint(repr(records).encode(), *images)})"}
+    found = {}
+    for key, each in prompts.items():
+        records = [(prompt.text, prompt.negative, prompt.image, prompt.metadata) for prompt in each]
+        images = [prompt.caption.image for prompt in each if prompt.image]
+        found[key] = f"{len(each)} prompts ({fingerprint(repr(records).encode(), *images)})"
     if weights is not None:
         found["model.weights"] = f"weights ({fingerprint(b'', weights)})"
     for key, entry in rewards.items():
@@ -120,6 +124,7 @@ def load_setup(
         model.notes.append(
             f"the seeds in {config.data.prompts} are for evaluation and samples; training draws new noise each time"
         )
+    sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
     told = rewards and rank() == 0  # which writes run.json; weights may have many gigabytes to read
     return Setup(
         resolved=resolved,
@@ -131,6 +136,6 @@ def load_setup(
         eval_prompts=[prompt.key for prompt in eval_prompts],
         captions=captions_of([*train_prompts, *eval_prompts]),
         negatives=negatives,
-        contents=contents_of(train_prompts, config.model.weights, config.named_rewards) if told else {},
+        contents=contents_of(sets, config.model.weights, config.named_rewards) if told else {},
         eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
     )

@@ -291,8 +291,11 @@ class Trainer:
 
     def state_dict(self) -> dict[str, object]:
         """Return the JSON counters that a resume needs in addition to the engine's state and `anchor`."""
-        kl, current = self.kl.state_dict(), self.anchor_is_current
-        return {"kl": kl, "anchor_step": self.anchor_step, "anchor_is_current": current}
+        return {
+            "kl": self.kl.state_dict(),
+            "anchor_step": self.anchor_step,
+            "anchor_is_current": self.anchor_is_current,
+        }
 
     def load_state_dict(self, state: dict, anchor: State | None) -> None:
         """Restore `state_dict` and `anchor`; restore the engine first.

@@ -22,6 +22,7 @@ log = logging.getLogger("sage_fast.studies")
 
 TEMPLATE = Path(__file__).parent / "results.html.j2"
 PAGE, MARKDOWN = "results.html", "results/results.md"
+_WITH_INTERVAL = re.compile(r"(\S+) (\[\S+, \S+\])")
 ABOUT_QUICK = "Made with `--quick`: no verdict of a claim that trains means anything. "
 
 
@@ -62,6 +63,7 @@ def write_study(
             "finding": finding,
             "figure": inline_picture(finding.draw, claim.size, claim.name, claim.title),
             "data": base64.b64encode(data(finding).encode()).decode(),
+            "tables": _tables(finding),
         }
         for claim, finding in findings.items()
     ]
@@ -101,7 +103,7 @@ def markdown(
     for claim, finding in findings.items():
         lines += [f"## {claim.title}", "", f"![{claim.name}]({claim.name}.svg)", ""]
         lines += [f"**{finding.verdict.capitalize()}.** {finding.text}", ""]
-        for table in filter(None, (finding.compared, finding.table)):
+        for table in _tables(finding):
             lines += [*_table(table), ""]
         lines += [f"[Data]({claim.name}.csv).", ""]
     lines += ["## How it was made", ""]
@@ -119,6 +121,20 @@ def by_kind(findings: Mapping[Claim, Finding]) -> list[tuple[str, str, dict[Clai
         counted = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("not held", "not decidable"))
         if chosen:
             found.append((heading, f"{verdicts['held']} of {len(chosen)} held, {counted} at this size", chosen))
+    return found
+
+
+def _tables(finding: Finding) -> list[list[list[str]]]:
+    """Return the tables of a finding; the interval of a cell `value [low, high]` has a column of its own."""
+    found = []
+    for heading, *rows in filter(None, (finding.compared, finding.table)):
+        wide = [any(_WITH_INTERVAL.fullmatch(row[i]) for row in rows) for i in range(len(heading))]
+        split = [[_WITH_INTERVAL.fullmatch(cell) for cell in row] for row in rows]
+        table = [[name for i, cell in enumerate(heading) for name in (cell, "interval")[: 1 + wide[i]]]]
+        for row, parts in zip(rows, split):
+            pairs = [(part[1], part[2]) if part else (cell, "") for cell, part in zip(row, parts)]
+            table.append([cell for i, pair in enumerate(pairs) for cell in pair[: 1 + wide[i]]])
+        found.append(table)
     return found
 
 

@@ -15,14 +15,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sage_fast.benchmarks.timing import quiet
-
 from sage_fast.cli import guarded
 from sage_fast.config.loader import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
 from sage_fast.models.spec import Spec
 from sage_fast.ops import implementation
-from sage_fast.util.console import log_to_screen, shows
+from sage_fast.util.console import log_to_screen, quiet, shows
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
 from sage_fast.util.meters import JUDGE_PART
@@ -255,13 +253,16 @@ def train_one(config: Config, file: Path) -> float:
     return scores[-1]
 
 
-OLDER = {
-    "sampler: exact\n": "sampler: precise\n",
-    "surrogate: nft_adaptive\n": "surrogate: nft\n",
-    "  ratio: plain\n": "",
+OLDER = {"sampler: exact\n": "sampler: precise\n", "surrogate: nft_adaptive\n": "surrogate: nft\n"}
+"""Line of an older run's settings -> the same today."""
+LEFT = {
+    "eval.sampler",
+    "kl.position_fraction",
+    "reward.normalisation",
+    "train.deepspeed_config",
+    "train.offload",
+    "train.timestep_permutation",
 }
-"""Line of an older run's settings -> the same today; empty for the value that runs have where there was a choice."""
-LEFT = {"kl.position_fraction", "eval.sampler", "train.deepspeed_config"}
 """Settings of older runs, all with one value, that are no choice any more."""
 
 

@@ -42,9 +42,15 @@ TINY: dict[str, dict[str, Any]] = {
             ("none", "fixed", "stepwise", "moving", "dual"), ("rollout", "closed_form")
         )
     },
+    **{
+        f"ratio-{ratio}": {"objective__ratio": ratio, "objective__clip_range": 1.0, **TWO_UPDATES}
+        for ratio in ("centred", "normalised")
+    },
     "clipped": {"objective__clip_range": 1e-6, "train__parity_gate": False, **TWO_UPDATES},
     "log_prob": {"objective__surrogate": "log_prob"},
-    "reduction-unscaled": {"objective__log_prob": "unscaled", "objective__clip_range": 1e3, **TWO_UPDATES},
+    "reduction-unscaled": {
+        "objective__log_prob": "unscaled", "objective__ratio": "centred", "objective__clip_range": 1e3, **TWO_UPDATES,
+    },
     "window": {"sampling__sde_window": 2},
     "windows": {"sampling__sde_window": 2, "sampling__window_per_prompt": True},
     "fraction": {"train__timestep_fraction": 0.5},

@@ -244,7 +244,8 @@ class PretendCuda(TorchDispatchMode):
             stack.enter_context(mock.patch.object(torch, "Generator", Generator))
             stack.enter_context(mock.patch.object(torch, "autocast", _autocast))
             # Ranges say in which phase of an iteration an event happened.
-            stack.enter_context(profiling.ranges(self._range))
+            stack.enter_context(mock.patch.dict(profiling._OPENERS, pretend=lambda: self._range))
+            stack.enter_context(profiling.ranges("pretend"))
             # `torch.tensor(..., device="cuda")` fills host memory, and its copy to the device is dispatched.
             stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
             torch._C._set_only_lift_cpu_tensors(True)

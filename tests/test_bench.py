@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +39,7 @@ from sage_fast.ops._dispatch import REFERENCES
 from sage_fast.tools.operators import OPERATORS
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings
+from tests.waits import wait_until
 
 CPU = torch.device("cpu")
 STEP_OF_CASE = 5
@@ -425,12 +425,14 @@ def test_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_clock_and_power_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that says N/A, and one that is cut off, are left out."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '$0 $@' > \"$0.args\"\nprintf '1980, 700.5\\n[N/A], 3\\n1500, 690.0\\n17'\n")
+    smi.write_text(
+        "#!/bin/sh\necho '$0 $@' > \"$0.args\"\nprintf '1980, 700.5\\n[N/A], 3\\n1500, 690.0\\n17'\n: > \"$0.done\"\n"
+    )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     with limits._watched(torch.device("cuda")) as samples:
-        time.sleep(0.5)
+        wait_until(Path(f"{smi}.done").exists)
     assert samples == [(1980.0, 700.5), (1500.0, 690.0)]
     with limits._watched(CPU) as samples:
         pass

@@ -29,6 +29,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import append_line, atomic_path, write_atomic
 from tests.tiny import perturb, settings, tiny_trainer, train
+from tests.waits import HANG, wait_until
 
 
 def save(trainer: Trainer, run: Path, iteration: int) -> None:
@@ -434,16 +435,18 @@ def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
         (tmp_path / "run" / "config.yaml").touch()
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            time.sleep(10 * HANG)
             os._exit(0)
         with pytest.raises(UserError, match="another run is using it"), locked(tmp_path / "run"):
             pytest.fail("the fork has let go what the run holds")
+
+    def is_free() -> bool:
+        with contextlib.suppress(UserError), locked(tmp_path / "run"):
+            return True
+        return False
+
     try:
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            with contextlib.suppress(UserError), locked(tmp_path / "run"):
-                return
-        pytest.fail("the fork holds the lock")
+        wait_until(is_free)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

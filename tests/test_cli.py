@@ -25,6 +25,7 @@ from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import read_metrics, save_tensors, writing
+from tests.waits import HANG
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PAPER = CONFIGS / "recipes" / "paper.yaml"
@@ -658,11 +659,11 @@ import atexit, sys, threading, time, sage_fast.cli as cli, sage_fast.commands.re
 from concurrent.futures import ThreadPoolExecutor
 
 def run(*_):
-    threading.Thread(target=time.sleep, args=(0.2,), name="brief").start()
+    threading.Thread(target=time.sleep, args=(0.05,), name="brief").start()
     {}
     return 3
 
-cli.THREAD_GRACE, command.run, sys.argv = 1.0, run, ["sage-fast", "report", "x"]
+cli.THREAD_GRACE, command.run, sys.argv = 3.0, run, ["sage-fast", "report", "x"]
 atexit.register(print, "exit functions ran", file=sys.stderr)
 sys.exit(cli.main())
 """
@@ -683,7 +684,7 @@ sys.exit(cli.main())
     "ends with the command's status; a note names the thread",
 )
 def test_a_thread_that_is_left_running_does_not_keep_the_process(line: str, status: int, named: str) -> None:
-    done = subprocess.run([sys.executable, "-c", THREADS.format(line)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", THREADS.format(line)], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == status
     assert done.stderr.count("exit functions ran\n") == 1
     assert ("ZeroDivisionError" in done.stderr) == (status == 1)

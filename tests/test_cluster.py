@@ -20,6 +20,7 @@ from sage_fast import cli
 from sage_fast.config.loader import load
 from tests.test_docs import blocks
 from tests.tiny import arguments
+from tests.waits import HANG, wait_until
 
 REPOSITORY = Path(__file__).parent.parent
 SCRIPT = REPOSITORY / "configs" / "slurm.sbatch"
@@ -83,12 +84,9 @@ def submit(tmp_path: Path) -> Submit:
     return start
 
 
-def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]", seconds: float = 600) -> None:
-    start = time.monotonic()
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() - start < seconds
-        time.sleep(0.05)
+def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]") -> None:
+    wait_until(lambda: process.poll() is not None or condition())
+    assert condition(), process.communicate()
 
 
 def grace_of(words: list[str]) -> float:
@@ -106,7 +104,7 @@ def requeued(folder: Path) -> list[str]:
 def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
     """Each task gets torchrun's variables and the arguments as given; rank 0 prints, the others write files."""
     process = submit("config.yaml", "runs/a run", "--reward.name", "my rewards:One")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG)
     assert (process.returncode, err, requeued(tmp_path)) == (0, "", [])
     for rank in range(2):
         first, *words = (tmp_path / f"started.{rank}").read_text().splitlines()
@@ -121,15 +119,15 @@ def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
 def test_a_run_that_is_there_is_continued(submit: Submit, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "config.yaml").touch()
-    assert submit("config.yaml", "runs").wait(60) == 0
+    assert submit("config.yaml", "runs").wait(HANG) == 0
     words = (tmp_path / "started.0").read_text().split()
     assert words[-7:] == ["train", "runs/config.yaml", "--output", "runs", "--resume", "--train.grace_seconds", "1700"]
     assert grace_of(words[-9:]) == 1700
 
 
 def test_what_fails_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
-    assert submit("config.yaml", "runs", STATUS="3").wait(60) == 3
-    assert submit("config.yaml").wait(60) == 2
+    assert submit("config.yaml", "runs", STATUS="3").wait(HANG) == 3
+    assert submit("config.yaml").wait(HANG) == 2
     assert requeued(tmp_path) == []
 
 
@@ -143,7 +141,7 @@ def test_the_time_limit_stops_every_rank_and_queues_the_job_again(submit: Submit
     process = submit("config.yaml", "runs", WAITS="600", STATUS_ON_TERM=status)
     started(process, tmp_path)
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=HANG)
     assert process.returncode == 0
     assert f"stopped before the end, status {status}; queued again" in out
     assert requeued(tmp_path) == ["requeue 70123"]
@@ -170,10 +168,9 @@ def test_a_cancelled_job_is_not_queued_again_and_one_that_hangs_is(
     files = [tmp_path / f"started.{rank}" for rank in range(2)]
     for count, number in enumerate(numbers, start=1):
         process.send_signal(number)
-        while count < len(numbers) and not all("TERM" in file.read_text() for file in files):
-            assert process.poll() is None
-            time.sleep(0.05)
-    assert process.wait(60) == (0 if again else 143)
+        if count < len(numbers):
+            wait_for(lambda: all("TERM" in file.read_text() for file in files), process)
+    assert process.wait(HANG) == (0 if again else 143)
     assert requeued(tmp_path) == (["requeue 70123"] if again else [])
     for file in files:
         assert file.read_text().endswith("TERM\n" * len(numbers))
@@ -192,7 +189,7 @@ def test_a_run_that_ended_just_in_time_is_not_queued_again(submit: Submit, tmp_p
     if finished:
         after.touch()
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 0
+    assert process.wait(HANG) == 0
     assert requeued(tmp_path) == ([] if finished else ["requeue 70123"])
 
 
@@ -210,12 +207,12 @@ def test_two_ranks_that_share_samples_train_stop_and_go_on(submit: Submit, tmp_p
     whole = "checkpoints/iteration-??????"
     wait_for(lambda: list(run.glob(whole)), process)
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 0, err[-3000:]
     assert requeued(tmp_path) == ["requeue 70123"]
     done = max(int(folder.name.split("-")[1]) for folder in run.glob(whole))
     process = submit(config, str(run), *given, "--train.iterations", str(done + 1), **environment)
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 0, err[-3000:]
     assert f"resumed after {done} iterations" in out
     assert (run / "report.html").exists()

@@ -16,9 +16,10 @@ from sage_fast.util import console
 from sage_fast.util.errors import printable
 
 SLOW = (
-    "import logging, time\nfrom sage_fast.util import console\n"
-    "console.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
-    "console.log_to_screen()\nfor _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
+    "import logging, types\nfrom sage_fast.util import console\n"
+    "console.SECONDS_BETWEEN_LINES, console.LONG, seconds = 5, 20, [0]\n"
+    "console.time = types.SimpleNamespace(monotonic=lambda: seconds[-1])\n"
+    "console.log_to_screen()\nfor i in console.progress(range(12), 'sample', 12, 'step'): seconds.append(4 * i + 4)\n"
     "logging.getLogger('sage_fast.run').info('done')\n"
 )
 
@@ -27,8 +28,8 @@ def test_a_log_holds_lines_that_become_rarer_and_no_carriage_return() -> None:
     done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[-1] == "done"
-    assert 2 <= len(lines[:-1]) <= 7  # in 0.5 s: one about every 0.05 s up to 0.2 s, then one every 0.2 s
-    assert all(line.startswith("sample: ") and line.endswith(" of 12 steps") for line in lines[:-1])
+    steps = [2, 4, 6, 11]  # of 4 s each: a line every 5 s up to 20 s, then one every 20 s
+    assert lines[:-1] == [f"sample: {step} of 12 steps" for step in steps]
     assert "\r" not in done.stdout + done.stderr
 
 

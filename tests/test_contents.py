@@ -36,6 +36,7 @@ def test_a_resume_says_that_the_prompts_are_others(tmp_path: Path, caplog: pytes
     assert "from here on" not in caplog.text
     before = json.loads((tmp_path / "run" / "run.json").read_text())["contents"]
     assert before["data.prompts"].startswith("3 prompts (SHA-256 ")
+    assert before["data.eval_prompts"].startswith("24 prompts (SHA-256 ")
     records(tmp_path, WORDS[:2])
     train(settings(**given | {"train__iterations": 2}), resume=True)
     said = " ".join(" ".join(caplog.messages).split())
@@ -48,7 +49,8 @@ def test_a_resume_says_that_the_prompts_are_others(tmp_path: Path, caplog: pytes
 
 
 def held(**fields: object) -> str:
-    return contents_of([Prompt(text="a", **fields)], None, {})["data.prompts"]  # type: ignore[arg-type]
+    prompts = [Prompt(text="a", **fields)]  # type: ignore[arg-type]
+    return contents_of({"data.prompts": prompts}, None, {})["data.prompts"]
 
 
 def test_negatives_and_metadata_belong_to_the_prompts() -> None:
@@ -72,7 +74,7 @@ def test_weights_are_told_by_what_their_file_or_folder_holds(inside: str, tmp_pa
     file.parent.mkdir(parents=True, exist_ok=True)
     for content in ("one", "one", "two"):
         file.write_text(content)
-        found.append(contents_of([], str(path), {})["model.weights"])
+        found.append(contents_of({}, str(path), {})["model.weights"])
     assert found[0] == found[1] != found[2]
 
 
@@ -83,8 +85,8 @@ def test_a_reward_is_told_by_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
     for content in ("X = 1\n", "X = 1\n", "X = 2\n"):
         (tmp_path / "code_of_mine.py").write_text(content)
         entries = {"reward.name": RewardEntry(name="code_of_mine:Mine"), "eval.judge": RewardEntry(name="http://h:1")}
-        found.append(contents_of([], None, entries))
-    assert [*found[0]] == ["data.prompts", "reward.name"]
+        found.append(contents_of({}, None, entries))
+    assert [*found[0]] == ["reward.name"]
     assert found[0] == found[1]
     assert found[1]["reward.name"] != found[2]["reward.name"]
 
@@ -106,7 +108,7 @@ def test_a_reward_is_told_by_the_code_that_it_imports_too(
     for content in ("X = 1\n", "X = 1\n", "X = 2\n"):
         (folder / "far_of_mine.py").write_text(content)
         (folder / "another.py").write_text(f"{len(found)}")
-        found.append(contents_of([], None, {"reward.name": RewardEntry(name=f"{prefix}main_of_mine:Mine")}))
+        found.append(contents_of({}, None, {"reward.name": RewardEntry(name=f"{prefix}main_of_mine:Mine")}))
     assert found[0] == found[1] != found[2]
 
 

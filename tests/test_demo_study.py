@@ -54,6 +54,7 @@ def test_the_best_cells_are_run_on_every_seed(monkeypatch: pytest.MonkeyPatch, t
         return [made(level.get(name.rpartition("-seed")[0], 1.5), config.seed) for name, config in settings.items()]
 
     monkeypatch.setattr(runs, "train_runs", train)
+    monkeypatch.setattr(runs, "score_correct_clips", lambda config: (2.9, 2.8))
     found = make(tmp_path, quick=True, workers=1)
     best = list(cells())[-4:]
     assert sorted(cell for cell, trained in found.search.items() if len(trained) == 2) == sorted(best)
@@ -71,10 +72,17 @@ def test_the_verdict_follows_the_difference(score: float, verdict: str) -> None:
     search = {last: [made(1.9, 0)]} | {
         cell: [made(score, seed) for seed in range(2)] for cell, score in ((first, 1.4), (second, 1.5))
     }
-    gain, best = (claim.find(None) for claim in findings.claims(Made(search=search, confirmation=confirmation)))
+    found = Made(search=search, confirmation=confirmation, correct=(2.886, 2.747))
+    gain, best = (claim.find(None) for claim in findings.claims(found))
+    assert "2.89 as drawn, and 2.75 through the autoencoder" in gain.text
     assert gain.verdict == verdict
     assert float(gain.table[1][3]) == pytest.approx(
         statistics.fmean(run.mean() for run in confirmation[SAGE]), abs=1e-3
     )
     assert f"`{second}` has the highest mean" in best.text
     assert [row[0] for row in best.table] == ["cell", f"`{second}`", f"`{first}`", f"`{last}`"]
+
+
+def test_a_correct_clip_scores_less_through_the_autoencoder() -> None:
+    drawn, decoded = runs.score_correct_clips(settings_of(f"{SAGE}-seed10", quick=True))
+    assert 2.6 < decoded < drawn < 3

@@ -1,7 +1,9 @@
 """The examples run, and compute what they say."""
 
 import importlib.util
+import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-FILE = Path(__file__).parent.parent / "examples" / "minimal.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FILE = EXAMPLES / "minimal.py"
 
 
 def test_minimal_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,3 +47,25 @@ def test_minimal_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         assert loss == pytest.approx(plain, abs=1e-5)
         assert ratio == pytest.approx(-1, abs=1e-5)
     assert max(abs(ratio + 1) for *_, ratio in seen[before:]) > 1e-6
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """Its code cells, one after the other in one process, as a kernel runs them; pandas is not there."""
+    notebook = json.loads((EXAMPLES / "first_look.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    assert len(notebook["cells"]) < 8
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    script = tmp_path / "cells.py"
+    no_pandas = "import sys\nsys.modules['pandas'] = None\n"
+    script.write_text("\n\n".join([no_pandas, *("".join(cell["source"]) for cell in code)]), encoding="utf-8")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["sigma", "a", "b", "c", "S_t"] in lines
+    left, right = lines[lines.index(["vq", "mq", "ta"]) + 1 :][:2]
+    assert float(left[2]) > float(right[2]) + 0.1
+    assert [Path(line[0]).name for line in lines if line[0].startswith("/")] == ["report.html"]
+    (heading,) = [place for place, line in enumerate(lines) if line[0] == "iteration"]
+    assert [line[0] for line in lines[heading + 1 :]] == ["0", "1", "2", "3"]
+    assert all(0 < float(line[1]) < 3 for line in lines[heading + 1 :])

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -31,6 +30,7 @@ from studies import grid
 from studies.grid import is_finished, main, read_grid
 from tests.test_cluster import RECORDER, SCANCEL, SCONTROL, SRUN
 from tests.test_docs import blocks, commands
+from tests.waits import HANG, wait_until
 
 pytestmark = pytest.mark.soak
 
@@ -157,11 +157,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         [sys.executable, "-m", "studies.grid", "grid.yaml"], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    deadline = time.monotonic() + 300
-    while len(read_metrics(first / "metrics.jsonl")) < 2:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() is not None or len(read_metrics(first / "metrics.jsonl")) >= 2)
+    assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
     found["stopped"] = process.communicate(timeout=300)[0], process.returncode
     found["done"] = len(read_metrics(first / "metrics.jsonl"))
@@ -274,13 +271,10 @@ def test_an_element_of_the_array_is_a_run(
              "SLURM_NTASKS_PER_NODE": "2", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder",
              "SCONTROL_LOG": str(folder / "scontrol.log"), "PATH": f"{folder}/bin:{os.environ['PATH']}"}  # fmt: skip
     process = subprocess.Popen(["bash", "array.sbatch"], env=os.environ | slurm | {"WAITS": "600"})
-    deadline = time.monotonic() + 60
-    while not all(Path(f"started.{rank}").exists() for rank in range(2)):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() is not None or all(Path(f"started.{rank}").exists() for rank in range(2)))
+    assert process.poll() is None
     process.send_signal(signal.SIGUSR1)  # the time limit
-    assert process.wait(60) == 0
+    assert process.wait(HANG) == 0
     assert Path("scontrol.log").read_text() == "requeue 70123\n"
     started = Path("started.0").read_text().splitlines()
     assert started[0].startswith("0/2 0/2 127.0.0.1:")

@@ -465,6 +465,27 @@ def test_compare_says_that_runs_have_different_rewards(
     assert "since start of training" in page
 
 
+def test_compare_tells_files_by_what_they_hold(tmp_path: Path) -> None:
+    """Prompts that `init` copied are the same prompts; a file that was edited between two runs is another one."""
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", 0.5)
+    for run, prompts, weights in ((one, "testbed:train", "1"), (two, "prompts.txt", "2")):
+        settings = yaml.safe_load((run / "config.yaml").read_text())
+        settings |= {"data": {"prompts": prompts}, "model": {"weights": "weights"}}
+        (run / "config.yaml").write_text(yaml.safe_dump(settings))
+        contents = {"data.prompts": "72 prompts (SHA-256 ab)", "model.weights": f"weights (SHA-256 {weights})"}
+        (run / "run.json").write_text(json.dumps({"contents": contents}))
+    page = compared(tmp_path / "out", one, two)
+    assert "prompts.txt" not in page
+    assert "<td>model.weights</td><td>weights (SHA-256 1)</td><td>weights (SHA-256 2)</td>" in page
+    contents["data.prompts"] = "3 prompts (SHA-256 cd)"
+    (two / "run.json").write_text(json.dumps({"contents": contents}))
+    assert "<td>data.prompts</td><td>testbed:train</td><td>prompts.txt</td>" in compared(tmp_path / "out", one, two)
+    (one / "run.json").unlink()  # an older run says nothing of its files: their names are compared
+    page = compared(tmp_path / "out", one, two)
+    assert "prompts.txt" in page
+    assert "model.weights" not in page
+
+
 def test_another_reward_scores_the_videos_that_a_run_has_kept(
     evaluated: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

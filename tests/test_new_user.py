@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from sage_fast.eval.video_folder import read_folder
 from sage_fast.util.files import read_metrics
 from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments
+from tests.waits import wait_until
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SHIPPED = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
@@ -146,9 +146,7 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     run = user.folder / "runs" / "first"
     (words,) = commands(train)
     process = user.start(*words, *SMALL, "--train.iterations", "1000")
-    deadline = time.monotonic() + 300
-    while len(read_metrics(run / "metrics.jsonl")) < 2 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: process.poll() is not None or len(read_metrics(run / "metrics.jsonl")) >= 2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out[-2000:] + err[-4000:]
@@ -174,6 +172,10 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
         frames = torch.stack([read_video(file) for file in videos.files if file])
         for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
             assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.06)  # compression changes it
+    (listed,) = re.findall(r"^`runs/demo` holds .*?\.$", README.read_text(), re.M | re.S)
+    found = {file.name + "/" * file.is_dir() for file in run.iterdir()}
+    names = {name for name in re.findall(r"`([\w./]+)`", listed) if name != "runs/demo"}
+    assert names | {"run.lock"} | {name for name in found if name.startswith("config.until-")} == found
     (run / "report.html").unlink()
     user.run_or_call("sage-fast", "report", "runs/first")
     assert (run / "report.html").stat().st_size > 10_000
@@ -212,7 +214,7 @@ def test_init_writes_what_its_configuration_names(
         shipped = [read_prompts(str(CONFIGS.parent / source)) for source in (data.prompts, data.eval_prompts)]
         expected = {file.replace(".txt", ".jsonl") for file in expected}
         expected |= {"images"}
-        assert {*os.listdir("images")} == {prompt.image for prompt in itertools.chain(*shipped)}
+        assert {*map(str, Path("images").iterdir())} == {prompt.image for prompt in itertools.chain(*shipped)}
         assert len(read_prompts("prompts.jsonl")) == len(shipped[0])  # their images are found
     assert sorted(os.listdir()) == sorted(expected)
     if name not in ("demo", "hunyuanvideo15-480p") and "SAGE_FAST_SOAK" not in os.environ:

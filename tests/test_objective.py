@@ -276,17 +276,25 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     return batch, sorted(rows.trained)
 
 
-LOSSES = itertools.product(KL_STRATEGIES, ("clip", "log_prob"), ("rollout", "closed_form"))
-"""KL strategy, kind of loss, velocity term. `make test` has each strategy with one loss and `dual` with all,
+LOSSES = itertools.product(
+    KL_STRATEGIES, (("clip", "plain"), ("clip", "normalised"), ("log_prob", "plain")), ("rollout", "closed_form")
+)
+"""KL strategy, kind of loss and ratio, velocity term. `make test` has each strategy with one loss and `dual` with all,
 `make soak` the rest."""
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "velocity_term"),
-    [pytest.param(*case, marks=[pytest.mark.soak] * (case[0] != "dual" and case[1] != "clip")) for case in LOSSES],
-)
+    ("strategy", "kind", "ratio", "velocity_term"),
+    [
+        pytest.param(
+            strategy, *loss, term,
+            marks=[pytest.mark.soak] * (strategy != "dual" and loss != ("clip", "normalised")),
+        )
+        for strategy, loss, term in LOSSES
+    ],
+)  # fmt: skip
 def test_gradient_of_the_whole_loss(
-    strategy: str, kind: str, velocity_term: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, kind: str, ratio: str, velocity_term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare the directional derivative of the loss in the weights with central differences, in float64.
 
@@ -294,7 +302,7 @@ def test_gradient_of_the_whole_loss(
     """
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
-        objective__surrogate=kind, objective__clip_range=0.05, sampling__steps=3,
+        objective__surrogate=kind, objective__ratio=ratio, objective__clip_range=0.05, sampling__steps=3,
         sampling__num_frames=17, train__group_size=2, train__optimizer_steps=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)

@@ -22,6 +22,7 @@ from tests.tiny import CPU
 from tests.tiny_checkpoint import GUIDANCE_SCALE, write_tiny_checkpoint
 
 SAMPLING = SamplingConfig(num_frames=17, height=32, width=32)
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -101,6 +102,24 @@ def test_rotary_axes_that_do_not_fill_a_head_are_one_line(testbed: Path, axes: l
     assert f"its transformer has rope_axes_dim = {axes}; expected 3 even numbers with the sum 16" in text
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long"])
+@pytest.mark.parametrize("file", ["transformer/config.json", "vae/config.json", f"transformer/{INDEX}"])
+def test_json_that_python_cannot_hold_is_one_line(testbed: Path, file: str, text: str) -> None:
+    (testbed / file).write_text(text)
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert "cannot read " in refusal(call)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long"])
+@pytest.mark.parametrize("file", ["model_index.json", "scheduler/scheduler_config.json", "guider/guider_config.json"])
+def test_json_that_says_nothing_is_as_none(checkpoint: Path, tmp_path: Path, file: str, text: str) -> None:
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    (copied / file).write_text(text)
+    spec = find_spec(str(copied))
+    spec.notes(SAMPLING)
+    assert (spec.takes_images, spec.distillation) == (False, None)
+
+
 @pytest.mark.parametrize("part", ["transformer", "vae"])
 @pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "gguf"])
 def test_quantized_weights_are_one_line(testbed: Path, part: str, method: str) -> None:
@@ -123,9 +142,8 @@ def test_weights_of_another_shape_are_one_line_before_they_are_loaded(
     testbed: Path, part: str, fields: dict[str, Any]
 ) -> None:
     change(testbed / part / "config.json", **fields)
-    text = refusal(lambda: check_weights(find_spec(str(testbed))))
-    assert f" in {part}/diffusion_pytorch_model.safetensors; its config.json asks for [" in text
-    assert f"cannot read the weights in {part}/" in refusal(lambda: loaded(testbed))
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert f" in {part}/diffusion_pytorch_model.safetensors; its config.json asks for [" in refusal(call)
 
 
 def test_one_tensor_of_another_shape_is_named(testbed: Path) -> None:
@@ -162,9 +180,6 @@ def sharded(folder: Path) -> dict[str, str]:
     return dict(json.loads((folder / INDEX).read_text())["weight_map"])
 
 
-INDEX = "diffusion_pytorch_model.safetensors.index.json"
-
-
 def test_the_weights_of_a_checkpoint_are_what_its_index_lists(testbed: Path) -> None:
     folder = testbed / "transformer"
     files = sharded(folder)
@@ -182,13 +197,42 @@ def test_the_weights_of_a_checkpoint_are_what_its_index_lists(testbed: Path) -> 
         assert f"cannot read transformer/{INDEX}" in refusal(lambda: check_weights(find_spec(str(testbed))))
 
 
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+@pytest.mark.parametrize(
+    "name",
+    ["diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin", "model.safetensors",
+     "diffusion_pytorch_model.non_ema.bin", ""],
+)  # fmt: skip
+def test_weights_under_another_name_are_one_line_that_names_both(testbed: Path, part: str, name: str) -> None:
+    file = testbed / part / "diffusion_pytorch_model.safetensors"
+    if name.endswith("bin"):
+        torch.save(load_file(file), file.with_name(name))
+    elif name:
+        shutil.copy(file, file.with_name(name))
+    file.unlink()
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert f"{part}/ holds no {file.name} and no index; save_pretrained writes them" in refusal(call)
+
+
+@pytest.mark.parametrize("place", ["../other/{}", "{folder}/../other/{}", "./{}", "sub/../../other/{}"])
+def test_an_index_names_files_beside_it(testbed: Path, place: str) -> None:
+    """What lies outside the checkpoint is not read, were it a sound file."""
+    folder, other = testbed / "transformer", testbed / "other"
+    files = sharded(folder)
+    shutil.copytree(folder, other)
+    named = {key: place.format(file, folder=folder) for key, file in files.items()}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": named}))
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert f"cannot read transformer/{INDEX}: it names " in refusal(call)
+
+
 def test_a_weight_that_no_file_holds_is_refused(testbed: Path) -> None:
     file = testbed / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     del tensors["proj_out.bias"]
     save_file(tensors, file, {"format": "pt"})
-    assert "lacks 1 weights, such as proj_out.bias" in refusal(lambda: check_weights(find_spec(str(testbed))))
-    assert "proj_out.bias is missing" in refusal(lambda: loaded(testbed))
+    for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
+        assert "lacks 1 weights, such as proj_out.bias" in refusal(call)
 
 
 def test_a_weight_in_another_file_than_the_index_says(testbed: Path) -> None:

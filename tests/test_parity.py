@@ -30,33 +30,40 @@ def moments(bias: float, noise: float) -> tuple[Tensor, Tensor]:
     return at, at
 
 
-@pytest.mark.parametrize(("bias", "share"), [(2e-5, 0.25), (2e-6, 0.07)])
-def test_what_counts_is_the_rounding_of_the_ratio(bias: float, share: float, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("ratio", "share"), [("plain", 0.25), ("centred", 0.05), ("normalised", 0.1)])
+def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
+    ratio: str, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    config = settings(objective__clip_range=1e-4, train__optimizer_steps=2)
-    value = check_rounding(*moments(bias, 5e-6), Objective(config), 1e-5)
+    config = settings(objective__ratio=ratio, objective__clip_range=1e-4, train__optimizer_steps=2)
+    value = check_rounding(*moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), Objective(config), 1e-5)
     assert value == pytest.approx(share * 1e-4)
     (line,) = (" ".join(message.split()) for message in caplog.messages)
-    assert f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias {-bias:.1e}, noise 5.0e-06)" in line
-    advice = "more than a tenth: the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, a wider"
-    assert (advice in line) == (share > 0.1)
+    assert f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias -2.0e-05, noise 5.0e-06)" in line
+    advice = (
+        "more than a tenth: the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, objective"
+    )
+    assert (advice in line) == (ratio == "plain")
 
 
 def test_more_than_a_third_stops() -> None:
     objective = Objective(settings(objective__clip_range=1e-4, train__optimizer_steps=2))
-    with pytest.raises(ParityError, match=r"4.0e-01 of objective.clip_range \(1e-04\), more than a third: .*wider"):
-        check_rounding(*moments(3.5e-5, 5e-6), objective, 1e-5)
+    ones = torch.ones(3)
+    with pytest.raises(ParityError, match=r"4.0e-01 of objective.clip_range \(1e-04\), more than a third: .*centred"):
+        check_rounding(*moments(3.5e-5, 5e-6), ones, objective, 1e-5)
+    with pytest.raises(ParityError, match=r"Use train.optimizer_steps = 1, a wider objective.clip_range"):
+        check_rounding(*moments(5e-6, 3.5e-5), ones, objective, 1e-5)  # centring would remove little of it
     with pytest.raises(ParityError, match="nan"):
-        check_rounding(*moments(float("nan"), 5e-6), objective, 1e-5)
+        check_rounding(*moments(float("nan"), 5e-6), ones, objective, 1e-5)
 
 
 def test_what_counts_for_a_mask_by_the_kl_is_the_kl_of_rounding() -> None:
     """Its noise does no harm: the KL, which rounding raises, decides what is masked."""
     given = {"objective__surrogate": "kl_mask", "objective__kl_limit": 1e-4, "train__optimizer_steps": 2}
-    objective = Objective(settings(**given))
-    assert check_rounding(*moments(2e-5, 1.0), objective, 1e-5) == pytest.approx(2e-5)
+    objective, ones = Objective(settings(**given)), torch.ones(3)
+    assert check_rounding(*moments(2e-5, 1.0), ones, objective, 1e-5) == pytest.approx(2e-5)
     with pytest.raises(ParityError, match=r"4.0e-01 of objective.kl_limit .* a wider objective.kl_limit"):
-        check_rounding(*moments(4e-5, 0.0), objective, 1e-5)
+        check_rounding(*moments(4e-5, 0.0), ones, objective, 1e-5)
     assert 0 <= first_row(tiny_trainer(settings(**given)))["log_prob/rounding"] < 1e-5
     with pytest.raises(ParityError, match="in the KL that masks"):
         tiny_trainer(settings(**given | {"objective__kl_limit": 1e-20})).iteration(0)
@@ -108,9 +115,12 @@ def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(moment.requires_grad for moment in seen[0])
 
 
-def test_float32_is_far_below_the_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ratio", ["plain", "centred", "normalised"])
+def test_float32_is_far_below_every_limit(ratio: str, tmp_path: Path) -> None:
     """The settings are those of `recipes/paper.yaml`, with a tenth of its clip range."""
-    row = first_row(paper_trainer(tmp_path, objective__clip_range=1e-4, train__prompts_per_iteration=2))
+    row = first_row(
+        paper_trainer(tmp_path, objective__ratio=ratio, objective__clip_range=1e-4, train__prompts_per_iteration=2)
+    )
     assert row["log_prob/rounding"] < 1e-6
 
 

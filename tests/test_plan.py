@@ -29,7 +29,7 @@ from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.tools.plan import MEASURED_FLOPS, Plan, checkpoint_bytes, format_plan, plan, reward_sizes
+from sage_fast.tools.plan import MEASURED_FLOPS, Plan, checkpoint_bytes, dry_run, format_plan, plan, reward_sizes
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
@@ -193,6 +193,21 @@ def test_what_the_run_costs_at_a_price() -> None:
     assert found is not None
     hours, prices = ([float(text.replace(",", "")) for text in found.groups()[i : i + 2]] for i in (0, 2))
     assert prices == pytest.approx([2.5 * hour for hour in hours], rel=0.01)
+
+
+def test_the_time_of_rewards_that_a_run_has_measured_enters_its_plan(tmp_path: Path) -> None:
+    """Of a run in the output folder: the median over its iterations, added to the times of the iteration and run."""
+    config = settings(output=str(tmp_path / "run"), train__iterations=100)
+    before = dry_run(config, 2, 80e9)
+    assert "Rewards and communication are not counted." in " ".join(before.split())
+    (tmp_path / "run").mkdir()
+    rows = [{"iteration": i, "time/reward": seconds} for i, seconds in enumerate((50.0, 9.0, 7.0))]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    after = dry_run(config, 2, 80e9)
+    assert re.search(r"^  rewards, by metrics.jsonl +9 s +9 s$", after, re.M)
+    assert re.search(r"^  together +\d+ +\S+ +9 s +9 s$", after, re.M)
+    assert re.search(r"^  all of the run +\S+ +15 min +15 min\n  GPU-hours +0.5 +0.5$", after, re.M)
+    assert "Communication is not counted." in " ".join(after.split())
 
 
 def test_a_card_that_is_too_small_is_told_first() -> None:
@@ -451,7 +466,7 @@ def test_counts_of_an_iteration() -> None:
     assert result.forwards == {"rollout": 6 * 8 * 2, "training": 6 * 4 * 2, "anchor": 6 * 4 * 2}
     assert result.memory["trajectories (fp32 latents)"] == 4 * 1536 * 6 * 8  # 4 steps with gaps: 2 states each
     assert result.memory["stored velocities"] == 4 * 1536 * 6 * 4
-    config.objective.surrogate, config.train.optimizer_steps = "kl_mask", 2  # its KL needs those of the rollout too
+    config.objective.ratio, config.train.optimizer_steps = "centred", 2  # its KL needs those of the rollout too
     result = plan(config, tiny_model(config).spec)
     assert result.memory["stored velocities"] == 2 * 4 * 1536 * 6 * 4
 

@@ -653,13 +653,11 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
     tensors = load_file(weights)
     tensors.pop("decoder.conv_in.conv.weight")
     save_file(tensors, weights, metadata={"format": "pt"})
-    assert message(copy) == (
-        f"model.path = '{copy}': 1 weights in vae/ do not fit its config.json: decoder.conv_in.conv.weight is missing"
-    )
+    assert message(copy) == f"model.path = '{copy}': vae lacks 1 weights, such as decoder.conv_in.conv.weight"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert message(copy).startswith(f"model.path = '{copy}': cannot read the weights in vae/: ")
+    assert message(copy).startswith(f"model.path = '{copy}': cannot read vae/{weights.name}: ")
     weights.unlink()
-    assert message(copy).startswith(f"model.path = '{copy}': cannot read the weights in vae/: ")
+    assert message(copy).startswith(f"model.path = '{copy}': vae/ holds no {weights.name} and no index")
     config = copy / "transformer" / "config.json"
     config.write_text(config.read_text().replace("HunyuanVideo15Transformer3DModel", "WanTransformer3DModel"))
     assert message(copy) == (
@@ -750,7 +748,7 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
 
 
 def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
-    names = {"spec", "policy", "decoder", "attention", "notes", "checkpointing"}
+    names = {"spec", "policy", "decoder", "attention", "attention_milliseconds", "notes", "checkpointing"}
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
     assert model.spec.path == str(checkpoint)

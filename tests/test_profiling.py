@@ -5,12 +5,14 @@ import gzip
 import io
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nvtx
 import pytest
 import torch
 from sage_fast.benchmarks.phases import (
@@ -43,7 +45,8 @@ class Recording:
         self.pushed: list[tuple[str, ...]] = []
 
     @contextlib.contextmanager
-    def range(self, name: str) -> Iterator[None]:
+    def annotate(self, name: str, *, domain: str) -> Iterator[None]:
+        assert domain == "sage_fast"
         stack = self.stacks.setdefault(threading.get_ident(), [])
         stack.append(name)
         self.pushed.append(tuple(stack))
@@ -56,8 +59,7 @@ class Recording:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recording = Recording()
-    monkeypatch.setattr(torch.cuda.nvtx, "range", recording.range)
-    monkeypatch.setattr(torch.cuda.nvtx, "mark", lambda name: None)
+    monkeypatch.setattr(nvtx, "annotate", recording.annotate)
     return recording
 
 
@@ -65,7 +67,7 @@ def test_ranges_of_an_iteration(recorded: Recording) -> None:
     config = settings(kl__strategy="fixed", sampling__batch_size=4)  # 6 samples: two batches
     trainer = tiny_trainer(config)
     trainer.iteration(0)
-    with ranges(recorded.range):
+    with ranges("nvtx"):
         trainer.iteration(1)
     steps = [
         [("rollout", f"step {k}"), ("rollout", f"step {k}", "transformer"), ("rollout", f"step {k}", "transition")]
@@ -102,7 +104,7 @@ def test_ranges_close_on_an_error_and_stay_on_their_thread(recorded: Recording) 
             thread.join()
             raise OSError("went away")
 
-    with ranges(recorded.range), pytest.raises(OSError, match="away"):
+    with ranges("nvtx"), pytest.raises(OSError, match="away"):
         failing_reward()
     assert recorded.pushed == [("reward",), ("elsewhere",)]
     assert not any(recorded.stacks.values())
@@ -145,15 +147,33 @@ def test_the_page_names_each_phase_in_its_table_of_ranges() -> None:
     assert {*profiling.PHASES, profiling.WAIT} <= named
 
 
-def test_ranges_of_a_block_within_another(recorded: Recording) -> None:
-    with ranges(recorded.range), torch.profiler.profile() as profiler:
-        with ranges(torch.profiler.record_function), annotate("inner"):
+def test_switches_nest_without_doubling(recorded: Recording) -> None:
+    with ranges("nvtx"), torch.profiler.profile() as profiler:
+        with ranges("nvtx", "torch"), annotate("both"):
             pass
-        with annotate("outer"):
+        with annotate("nvtx alone"):
             pass
-    assert recorded.pushed == [("outer",)]
-    assert [event.name for event in profiler.events() if event.is_user_annotation] == ["inner"]
-    assert profiling._open is None
+    assert recorded.pushed == [("both",), ("nvtx alone",)]
+    assert [event.name for event in profiler.events() if event.is_user_annotation] == ["both"]
+    assert profiling._tools == {}
+
+
+def test_the_environment_switches_ranges_on(
+    recorded: Recording, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = ["sample", str(PAPER), "--prompt", "a red circle moves left quickly", "--folder", str(tmp_path), "--quiet"]
+    monkeypatch.setenv("SAGE_FAST_NVTX", "1")
+    assert main([*sample, "--eval.steps", "2"]) == 0
+    assert [path[-1] for path in recorded.pushed] == [
+        *["step 0", "transformer", "transition", "step 1", "transformer", "transition"]
+    ]
+    monkeypatch.setenv("SAGE_FAST_NVTX", "yes")
+    assert main(sample) == 2
+    assert "SAGE_FAST_NVTX = 'yes' in the environment: expected 1 (ranges on) or 0" in capsys.readouterr().err
+    monkeypatch.setenv("SAGE_FAST_NVTX", "1")
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    assert main(sample) == 2
+    assert "NVTX ranges need the nvtx package" in capsys.readouterr().err
 
 
 # -- sage-fast profile ------------------------------------------------------------------------------------------------
@@ -168,7 +188,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
     """Folder, printed text and profile.json of one small profile."""
     folder = tmp_path_factory.mktemp("profile") / "tiny"
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setitem(sys.modules, "nvtx", None)  # torch.profiler needs no NVTX
         assert main(["profile", str(PAPER), "--folder", str(folder), *SMALL, "--sampling.eta=0.4", AUTO]) == 0
     return folder, printed.getvalue(), json.loads((folder / "profile.json").read_text())
 
@@ -251,7 +272,6 @@ def test_window_only_pushes_nvtx_ranges_and_uses_no_other_profiler(
         (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
         (["--sampling.sampler", "ode"], "no stochastic step"),
         (["--model.path", "./no/such/folder"], "no such folder"),
-        (["--window-only"], "--window-only: NVTX functions not installed"),
     ],
 )
 def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

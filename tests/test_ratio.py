@@ -1,4 +1,4 @@
-"""The ratio: its mean and its gradient; the KL's share of the gradient."""
+"""The ratio: how centring and normalising change its mean, gradient and clip; the KL's share of the gradient."""
 
 import math
 from typing import Any
@@ -69,13 +69,26 @@ def is_zero(mean_of: Tensor) -> bool:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("moved", [0.2, 1.0])
-def test_the_mean_log_ratio_is_minus_the_kl(reduction: str, moved: float) -> None:
-    """At any distance from the rollout policy, towards which the KL's gradient biases that of the ratio."""
+def test_centred_log_ratio_and_its_gradient_have_mean_zero(reduction: str, moved: float) -> None:
+    """At any distance from the rollout policy the log-ratio's mean is minus the KL, and centring removes it.
+
+    Centring also removes the KL's gradient: the centred gradient is b noise / c at any distance, so its variance does
+    not grow either. The KL's gradient biases the plain one towards the rollout policy. A detached KL would keep that
+    bias, as it does not change the gradient.
+    """
     plain, v, kl = drawn(ObjectiveConfig(log_prob=reduction, clip_range=1e9, equalizer=False), 3, moved)
     bias = float(TABLE.log_ratio_bias(reduction)[3])
     assert is_zero(plain.ratio.log() + bias * kl)
     assert not is_zero(plain.ratio.log())
-    assert not is_zero(gradient_of_log_ratio(plain, v))
+    gradient = gradient_of_log_ratio(plain, v)
+    assert not is_zero(gradient)
+    objective = ObjectiveConfig(log_prob=reduction, clip_range=1e9, equalizer=False, ratio="centred")
+    centred, v, _ = drawn(objective, 3, moved)
+    assert is_zero(centred.ratio.log())
+    gradient = gradient_of_log_ratio(centred, v)
+    assert is_zero(gradient)
+    at_rollout, v_old, _ = drawn(objective, 3, 0.0)
+    torch.testing.assert_close(gradient, gradient_of_log_ratio(at_rollout, v_old), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -98,19 +111,67 @@ def test_the_kl_mask_goes_by_the_exact_kl(reduction: Any, side: float) -> None:
     torch.testing.assert_close(gradient, torch.where(masked[:, None], 0.0, unclipped), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "kl_mask", "nft"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("equalizer", [True, False])
+def test_every_ratio_has_the_same_gradient_at_the_rollout_policy(reduction: str, equalizer: bool) -> None:
+    def gradient(ratio: Any, step: int) -> Tensor:
+        loss, v, _ = drawn(ObjectiveConfig(log_prob=reduction, ratio=ratio, equalizer=equalizer), step, 0.0, samples=8)
+        return torch.autograd.grad(loss.total.sum(), v)[0]
+
+    for step in TABLE.stochastic_steps:
+        plain = gradient("plain", step)
+        assert plain.abs().max() > 0
+        for ratio in ("centred", "normalised"):
+            torch.testing.assert_close(gradient(ratio, step), plain, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("equalizer", [True, False])
+def test_the_clip_acts_alike_at_every_step_on_a_normalised_ratio(equalizer: bool) -> None:
+    """The same change of the velocity spreads the log-ratio equally at each step, so the same share is clipped."""
+    moved = 0.01
+    steps = TABLE.stochastic_steps
+    scale = TABLE.gradient_scale()
+    spread = float(scale[steps].quantile(0.5)) * moved / math.sqrt(NUMEL)  # median(N) |v - v_old| / D
+
+    def spread_of(ratio: Any) -> tuple[list[float], list[float]]:
+        objective = ObjectiveConfig(ratio=ratio, equalizer=equalizer, clip_range=spread)
+        losses = [drawn(objective, step, moved)[0] for step in steps]
+        return [float(loss.ratio.log().std()) for loss in losses], [float(loss.clipped.mean()) for loss in losses]
+
+    stds, clipped = spread_of("normalised")
+    assert stds == pytest.approx([spread] * len(steps), rel=0.05)
+    assert clipped == pytest.approx([0.317] * len(steps), abs=0.04)  # beyond one standard deviation
+    stds, clipped = spread_of("centred")
+    assert max(stds) > 2 * min(stds)
+    assert max(clipped) > 0.5
+    assert min(clipped) < 0.2
+
+
+def test_the_log_prob_surrogate_uses_no_ratio() -> None:
+    def total(ratio: Any) -> Tensor:
+        return drawn(ObjectiveConfig(surrogate="log_prob", ratio=ratio), 2, 0.1, samples=4)[0].total
+
+    assert torch.equal(total("plain"), total("normalised"))
+
+
+NORMED = [("clip", ratio) for ratio in ("plain", "centred", "normalised")]
+NORMED += [("kl_mask", "plain"), ("nft", "plain")]
+"""Surrogate and ratio."""
+
+
+@pytest.mark.parametrize(("surrogate", "ratio"), NORMED)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(
     ("strategy", "velocity_term"),
     [("moving", "rollout"), ("stepwise", "closed_form"), ("dual", "closed_form")],
 )
 def test_gradient_norms_are_those_of_autograd(
-    strategy: str, velocity_term: str, reduction: str, surrogate: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, velocity_term: str, reduction: str, surrogate: str, ratio: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare the norms on the velocity by sample, away from rollout and anchor; the KL's terms add in quadrature."""
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
-        kl__beta_pos=0.7, objective__log_prob=reduction, objective__clip_range=10.0,
+        kl__beta_pos=0.7, objective__log_prob=reduction, objective__ratio=ratio, objective__clip_range=10.0,
         objective__surrogate=surrogate, objective__kl_limit=10.0, sampling__steps=3, train__group_size=2,
         train__optimizer_steps=2,
     )  # fmt: skip
@@ -203,7 +264,7 @@ def test_share_waits_where_there_is_nothing_to_hold() -> None:
 
 def test_another_feedback_begins_with_an_empty_history() -> None:
     state = controlled(KLConfig(feedback="paper"), penalised, 3)[0].state_dict()
-    for feedback, kept in (("none", 3), ("share", 0)):
+    for feedback, kept in (("paper", 3), ("share", 0)):
         controller = KLController(KLConfig(feedback=feedback))
         controller.load_state_dict(state)
         assert len(controller.history) == kept

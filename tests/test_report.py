@@ -186,7 +186,7 @@ def test_fewer_than_five_prompts_are_not_judged(run):
         (run / "eval" / f"{name}.json").write_text(json.dumps(content))
     page = write_report(run).read_text()
     assert "±" not in page
-    assert "no interval from fewer than 5 prompts: no difference is judged" in page
+    assert "no interval from fewer than 5 prompts: no gain is judged" in page
 
 
 def test_small_numbers_keep_their_digits(run):
@@ -212,7 +212,7 @@ def test_prompts_are_escaped_and_rewards_shown(run):
     assert "<b>red</b>" not in page
     assert "<b>2.700</b>" in page
     assert "+0.600 ±&nbsp;0.115" in page
-    assert "difference ± 95 %" in page
+    assert "gain ± 95 %" in page
 
 
 @pytest.mark.charts

@@ -168,13 +168,18 @@ def test_a_call_with_a_time_limit_puts_back_the_folder_too(
     assert note == "note: reward 'bright:Bright' changes os.chdir for the whole process; it was put back"
 
 
+ENDED = threading.Event()
+"""Ends a call that hangs."""
+
+
 def test_a_call_that_goes_elsewhere_and_hangs_leaves_the_run_its_folder(here: Path) -> None:
-    write(call="__import__('os').chdir('/'); __import__('time').sleep(1)")
+    write(call="__import__('os').chdir('/'); __import__('sys').modules['tests.test_reward_state'].ENDED.wait()")
     reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, timeout_seconds=0.2))
     others = set(threading.enumerate())
     with pytest.raises(RewardError, match="gave no answer within"):
         reward(torch.rand(1, 2, 3, 8, 8), ["a"])
     assert Path.cwd() == here
+    ENDED.set()
     for thread in {*threading.enumerate()} - others:
         thread.join()
     assert Path.cwd() == here

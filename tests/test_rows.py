@@ -56,14 +56,18 @@ def iteration(config: Config) -> dict[str, Any]:
 
 
 def test_a_surrogate_that_clips_has_all_that_goes_with_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clip fraction and both gates, as for `clip`."""
+    """Clip fraction, centring, and both gates, as for `clip`."""
     row = SurrogateRow(title="CISPO", value=cispo, clipped=outside_clip_range, uses_ratio=True)
     mine = config_with(monkeypatch, SURROGATES, row, objective__surrogate="mine", **UPDATED_TWICE)
     found, clip = iteration(mine), iteration(settings(**UPDATED_TWICE))
     assert found["ratio/clip_fraction"] == pytest.approx(clip["ratio/clip_fraction"], abs=0.2)
     assert found["ratio/clip_fraction"] > 0.2
 
-    mine.train.parity_gate, mine.objective.clip_range = True, 1e-3
+    mine.objective.ratio = "centred"
+    assert iteration(mine)["loss"] != found["loss"]
+
+    mine.train.parity_gate = True
+    mine.objective.clip_range, mine.objective.ratio = 1e-3, "plain"
     assert "log_prob/rounding" in iteration(mine)
 
 

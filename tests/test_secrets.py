@@ -180,6 +180,14 @@ def test_no_half_of_a_secret_is_shown(spell: Any, monkeypatch: pytest.MonkeyPatc
     assert not any(text[i : i + half] in shown for i in range(len(text) - half + 1))
 
 
+@pytest.mark.parametrize("length", [8, 9, len(TOKEN) - 1])
+def test_a_secret_that_an_answer_cuts_is_masked(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGE_KEY", TOKEN)
+    secret("SAGE_KEY")
+    assert str(RewardFailure(f"status 401: not {TOKEN[:length]}")) == "status 401: not ${SAGE_KEY}"
+    assert str(RewardFailure(f"status 401: not {TOKEN[:7]}")).endswith(TOKEN[:7])
+
+
 @pytest.mark.parametrize("spell", [repr, json.dumps, html.escape, urllib.parse.quote, lambda text: json.dumps([text])])
 def test_a_secret_is_masked_as_answers_spell_it(spell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAGE_KEY", "Schlüssel \"7'\\<x>/")

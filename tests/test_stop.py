@@ -19,11 +19,12 @@ from sage_fast.report.page import report_run
 from sage_fast.run import writer as writer_module
 from sage_fast.run.folder import STATE, RunFolder
 from sage_fast.run.messages import grace_warning
-from sage_fast.run.stop import DEBOUNCE, Stop
+from sage_fast.run.stop import Stop
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import SIGNALS, NonFiniteError, Stopped
 from sage_fast.util.files import read_json, read_metrics
 from tests.tiny import CPU, settings, train
+from tests.waits import HANG, wait_until
 
 
 @pytest.fixture
@@ -37,10 +38,7 @@ def stop() -> Iterator[Stop]:
 
 def receive(stop: Stop, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
-    deadline = time.monotonic() + 10
-    while not stop.number:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: stop.number)
 
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGHUP: 0, signal.SIGUSR1: 0}
@@ -79,7 +77,7 @@ from sage_fast.util.errors import Stopped
 from tests.tiny import CPU
 
 log_to_screen()
-with Stop(20) as stop:
+with Stop(600) as stop:
     stop.training = True
     try:
         while True:
@@ -131,10 +129,11 @@ open(sys.argv[1], "w").close()
     assert (tmp_path / "ended").exists()
 
 
-def test_the_same_signal_from_a_launcher_too_is_no_second_one(stop: Stop) -> None:
+def test_the_same_signal_from_a_launcher_too_is_no_second_one(stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sage_fast.run.stop.DEBOUNCE", float(HANG))
     receive(stop, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(DEBOUNCE / 2)  # this process would be gone
+    time.sleep(0.2)  # this process would be gone
     assert stop.number == signal.SIGTERM
 
 

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.util.errors import RunError
 from studies import page, runs
+from studies.demo import runs as demo
 from studies.differences import Difference, holm
 from studies.finding import KINDS, Claim, Finding, Material, corrected
 from studies.paper import comparisons, training
@@ -29,6 +30,7 @@ from studies.paper.compute import front
 from studies.paper.training import config_of, protocol
 from studies.race import runs as race
 from studies.runs import TrainedRun, difference, exaflops
+from tests.waits import HANG, wait_until
 
 pytestmark = pytest.mark.soak
 
@@ -304,7 +306,7 @@ def train_one(config, file):
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[1] == "fails":
         raise RuntimeError("out of memory")
-    time.sleep(60)
+    time.sleep(6000)
 
 if __name__ == "__main__":
     runs.train_one = train_one
@@ -341,17 +343,14 @@ def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
     elif how == "SIGTERM":
         os.kill(process.pid, signal.SIGTERM)
-    printed = process.communicate(timeout=50)[1]
+    printed = process.communicate(timeout=HANG)[1]
     assert process.returncode == status
     lines = printed.splitlines()
     assert not says or lines[-1].startswith(f"studies.paper: {says}")
     assert how == "fails" or len(lines) == bool(says)
     assert how != "fails" or lines[0].startswith("Traceback")
     assert len(list(runs.glob("*.begun"))) == 1
-    deadline = time.monotonic() + 20
-    while _alive(process.pid) and time.monotonic() < deadline:  # the semaphore tracker ends last
-        time.sleep(0.05)
-    assert not _alive(process.pid)
+    wait_until(lambda: not _alive(process.pid))  # the semaphore tracker ends last
 
 
 def _alive(group: int) -> bool:
@@ -362,10 +361,10 @@ def _alive(group: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("study", ["reproduce", "race"])
+@pytest.mark.parametrize("study", ["reproduce", "race", "demo"])
 def test_the_archived_runs_are_those_of_the_settings_as_they_are(study: str, tmp_path: Path) -> None:
-    """`make reproduce` and `make race` continue from the archives; every tenth run is looked at."""
-    settings_of = {"reproduce": training.settings_of, "race": race.settings_of}[study]
+    """The studies continue from the archives; every tenth run is looked at."""
+    settings_of = {"reproduce": training.settings_of, "race": race.settings_of, "demo": demo.settings_of}[study]
     left = training._protocol()["archived"]
     (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(f"*-cpu-{study}-runs.tar.xz")
     with tarfile.open(archive, "r|xz") as archived:
@@ -373,4 +372,16 @@ def test_the_archived_runs_are_those_of_the_settings_as_they_are(study: str, tmp
             if place % 10 == 0 and Path(file.name).stem.rpartition("-seed")[0] not in left:
                 archived.extract(file, tmp_path, filter="data")
                 assert runs._is_of(tmp_path / file.name, settings_of(Path(file.name).stem, quick=False)), file.name
-    assert place >= 50
+    assert place >= 25
+
+
+def test_an_interval_has_a_column_of_its_own() -> None:
+    table = [("recipe", "gain", "above"), ("a", "+0.191 [+0.046, +0.336]", ""), ("b", "+0.1 [-0.1, +0.3]", "+1")]
+    finding = Finding(verdict="held", text="", draw=lambda figure: None, rows=[], table=table)
+    assert page._tables(finding) == [
+        [
+            ["recipe", "gain", "interval", "above"],
+            ["a", "+0.191", "[+0.046, +0.336]", ""],
+            ["b", "+0.1", "[-0.1, +0.3]", "+1"],
+        ]
+    ]

@@ -26,10 +26,12 @@ from torch import Tensor
 
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run.folder import STATE, RunFolder, iteration_of
+from sage_fast.run.stop import DEBOUNCE
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.files import read_json, read_metrics
 from tests.fork_server import Fault, ForkServer
 from tests.tiny import arguments
+from tests.waits import HANG, wait_until
 
 SOAK = "SAGE_FAST_SOAK" in os.environ
 PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
@@ -66,18 +68,13 @@ class Place:
 
     def wait_for(self, run: str, text: str, times: int = 1) -> None:
         """Wait until the log of a run holds a text."""
-        deadline = time.monotonic() + 120
         log = self.logs / f"{run}.log"
-        while not log.is_file() or log.read_text().count(text) < times:
-            assert time.monotonic() < deadline, f"{text!r} is not in {log.read_text()}"
-            time.sleep(0.01)
+        wait_until(lambda: log.is_file() and log.read_text().count(text) >= times, lambda: self.log(run))
 
     def wait_until_locked(self, run: str, process: int) -> None:
         """Wait until the run handles signals itself."""
-        lock, deadline = self.here / run / "run.lock", time.monotonic() + 120
-        while not lock.is_file() or f"process {process} " not in lock.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        lock = self.here / run / "run.lock"
+        wait_until(lambda: lock.is_file() and f"process {process} " in lock.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -275,22 +272,21 @@ class HangingReward(TestbedReward):
         HangingReward.batches += 1
         if HangingReward.batches == 4:
             print("hangs", flush=True)
-            time.sleep(60)
+            time.sleep(HANG)
         return super().__call__(videos, prompts)
 
 
 @pytest.mark.fault("a second signal, from a reward that hangs", "ends at once; the last checkpoint counts")
 def test_a_second_signal_ends_at_once(place: Place) -> None:
     """The reward hangs and no new checkpoint is written; a resume uses the one before."""
-    process = place.start("twice", "--reward.name", "tests.test_survive:HangingReward")
+    patient = ["--train.grace_seconds", str(10 * HANG)]
+    process = place.start("twice", "--reward.name", "tests.test_survive:HangingReward", *patient)
     place.wait_for("twice", "hangs")
     os.kill(process, signal.SIGTERM)
     place.wait_for("twice", "SIGTERM: stopping after this iteration")
-    time.sleep(1)
-    begun = time.monotonic()
+    time.sleep(2 * DEBOUNCE)
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 143
-    assert time.monotonic() - begun < 5
     assert "ended at the second SIGTERM; --resume uses the last complete checkpoint" in place.log("twice")
     assert RunFolder(place.here / "twice").checkpoints() == []
 
@@ -300,10 +296,8 @@ def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
     hanging = ["--reward.name", "tests.test_survive:HangingReward", "--train.grace_seconds", "1"]
     process = place.start("grace", *hanging, "--train.checkpoint_interval", "1")
     place.wait_for("grace", "hangs")
-    begun = time.monotonic()
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 143
-    assert 1 <= time.monotonic() - begun < 10
     assert "ended 1 s after SIGTERM; --resume uses the last complete checkpoint" in place.log("grace")
     assert [iteration_of(folder) for folder in RunFolder(place.here / "grace").checkpoints()] == [1]
 
@@ -361,7 +355,7 @@ def start_two(place: Place, run: str, *options: str, fault: Fault | None = None,
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    bounded = ["--timeout_minutes", "0.5", *options]
+    bounded = ["--timeout_minutes", "5", *options]
     return [
         place.start(run, *bounded, fault=of_rank, **shared, RANK=rank, LOCAL_RANK=rank)
         for rank, of_rank in (("0", fault if first else None), ("1", None if first else fault))
@@ -437,7 +431,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(plac
     "number_of_signal",
     [
         pytest.param(signal.SIGKILL, id="dies", marks=pytest.mark.fault(
-            "kill -9 of one of two ranks", "the other ends, in seconds")),
+            "kill -9 of one of two ranks", "the other ends, before `timeout_minutes`")),
         pytest.param(signal.SIGSTOP, id="hangs", marks=[pytest.mark.soak, pytest.mark.fault(
             "one of two ranks hangs (SIGSTOP)", "the other ends after `timeout_minutes`")]),
     ],
@@ -445,16 +439,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(plac
 def test_a_rank_that_dies_or_hangs_does_not_leave_the_other_waiting(
     number_of_signal: signal.Signals, place: Place
 ) -> None:
-    name, limit = f"one-{number_of_signal.name}", 9
+    hangs = number_of_signal == signal.SIGSTOP
+    name, limit = f"one-{number_of_signal.name}", 30 if hangs else HANG
     ranks = start_two(place, name, "--train.iterations", "1000", "--timeout_minutes", str(limit / 60))
     place.wait_for(name, "3/1000")
     os.kill(ranks[1], number_of_signal)
-    begun = time.monotonic()
     assert place.server.wait(ranks[0]) == 1
-    assert time.monotonic() - begun < limit + 20
-    if number_of_signal == signal.SIGSTOP:
-        assert time.monotonic() - begun > limit - 1
-        assert f"Timed out waiting {limit}000ms" in place.log(name)
+    assert (f"Timed out waiting {limit}000ms" in place.log(name)) == hangs
+    if hangs:
         os.kill(ranks[1], signal.SIGKILL)  # as torchrun does
     lost = [
         line

@@ -20,6 +20,7 @@ import torch
 from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sage_fast.cli import main
 from sage_fast.commands.sample_videos import save_videos
 from sage_fast.config.loader import leaves
 from sage_fast.config.schema import Config
@@ -32,7 +33,8 @@ from sage_fast.run.trackers import check_trackers
 from sage_fast.run.writer import MetricsWriter
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_metrics
-from tests.tiny import settings, train
+from tests.test_docs import REPOSITORY, SMALL, blocks, commands
+from tests.tiny import arguments, settings, train
 
 
 def made(config: Config, run: Path, run_id: str, start: int = 0) -> MetricsWriter:
@@ -141,6 +143,24 @@ def records(file: Path) -> Iterator[Any]:
         _, size, _ = struct.unpack_from("<IHB", content, place)
         yield Record.FromString(content[place + 7 : place + 7 + size])
         place += 7 + size
+
+
+def test_the_example_of_the_page_logs_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (block,) = [one for one in blocks(REPOSITORY / "docs" / "reference" / "metrics.md") if "wandb" in one.text]
+    for words in commands(block):
+        if words[0] == "export":
+            monkeypatch.setenv(*words[1].split("="))
+        elif words[0] == "sage-fast":
+            few = arguments(train__iterations=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
+            assert main([*words[1:], *SMALL, *few]) == 0
+        else:
+            assert words[:2] == ["wandb", "sync"]
+            wandb.teardown()
+            (log,) = tmp_path.glob(f"{words[2]}/*.wandb")
+            assert b"reward/mean" in log.read_bytes()
 
 
 def test_wandb_takes_the_rows_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +387,7 @@ def test_all_calls_of_a_tracker_are_on_one_thread_that_ends(hanging: type[Hangin
     """mlflow keeps its run in thread-local state."""
     write(tmp_path, ["mlflow"])
     (thread,) = set(hanging.threads)
-    thread.join(20)
+    thread.join(600)
     assert not thread.is_alive()
 
 

@@ -294,7 +294,7 @@ def test_the_gate_measures_and_lets_pass_where_there_is_no_ratio(monkeypatch: py
     assert trainer.iteration(0)["log_prob/parity"] > 1e-4
 
 
-@pytest.mark.parametrize("overrides", [{}, {"objective__surrogate": "kl_mask", "kl__strategy": "moving"}])
+@pytest.mark.parametrize("overrides", [{}, {"objective__ratio": "centred"}])
 def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]) -> None:
     """In the first update the closed-form KL to the rollout policy and its gradient are 0, to rounding."""
     config = settings(kl__velocity_term="closed_form", **overrides)

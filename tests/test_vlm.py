@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.together.wait(20)
+        self.server.together.wait(600)
         if self.path != "/v1/chat/completions":
             return self.answer(404, {"detail": "Not Found"})
         if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":

@@ -23,7 +23,7 @@ class Scored:
     """What a surrogate sees of a micro-batch, each `[B]`.
 
     Attributes:
-        log_ratio: log-ratio to the rollout policy; with `uses_errors` centred, by adding that KL.
+        log_ratio: log-ratio to the rollout policy, centred and normalised where the settings say so.
         kl_old: KL to the rollout policy, in closed form.
         advantage: A_i.
         noised: all scores of noised samples and their coefficients, for a row that uses the errors behind them.
@@ -91,11 +91,11 @@ class SurrogateRow:
         title: name of the method that it makes.
         value: the term `[B]` that is maximised.
         clipped: mask `[B]`: where the clip or the KL mask is active; its mean is `ratio/clip_fraction`.
-        uses_ratio: clips the ratio, so that rounding in the log-ratio does harm.
+        uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
         uses_kl: needs the KL to the rollout policy in closed form.
         uses_errors: needs the errors of the predicted final sample at `objective.nft_beta`, and weighs the noise levels
-            itself; only on noised samples. The reported ratio is centred: the KL to the rollout policy is added to the
-            log-ratio, which makes its mean zero.
+            itself; only on noised samples.
+        centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
         scores_rollout: scores the steps of the rollout (reverse process), which itself yields their log-probs and
             velocities; otherwise the final samples with new noise (docs/explanation/forward-process.md).
     """
@@ -106,6 +106,7 @@ class SurrogateRow:
     uses_ratio: bool = False
     uses_kl: bool = False
     uses_errors: bool = False
+    centred: bool = False
     scores_rollout: bool = True
 
 
@@ -113,14 +114,21 @@ SURROGATES = {
     "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, clipped=outside_clip_range, uses_ratio=True),
     "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio, clipped=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
-    "nft": SurrogateRow(title="DiffusionNFT variant", value=_nft, uses_errors=True, scores_rollout=False),
+    "nft": SurrogateRow(
+        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True, scores_rollout=False
+    ),
     "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=False),
-}
+}  # fmt: skip
+
+
+RATIOS = {"plain": (False, False), "centred": (True, False), "normalised": (True, True)}
+"""Choice of `objective.ratio` -> whether the log-ratio that is clipped is centred, by adding the KL to the rollout
+policy, and whether it is multiplied by S_t."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Per-sample terms `[B]` of a micro-batch; `total` and `policy` carry gradients, `ratio` does not."""
+    """Per-sample terms `[B]` of a micro-batch; `total` and `policy` carry gradients, `ratio` is the prepared one."""
 
     total: Tensor
     policy: Tensor
@@ -170,6 +178,8 @@ class Objective:
         kl_acts: the loss has a KL term of a weight above 0.
         closed_form: the velocity term is the KL itself, not its estimate from the rollout's noise.
         equalizes: the policy term is weighted by S_t.
+        centres_ratio: the KL to the rollout policy is added to the log-ratio.
+        normalises_ratio: the log-ratio is multiplied by S_t.
         off_policy: an update may start from other weights than the rollout's.
         stores_velocities: the loss needs the rollout's velocities, for the KL to the rollout policy in closed form. At
             the weights of the rollout it does not: that KL and its gradient are 0 there.
@@ -181,14 +191,17 @@ class Objective:
     def __init__(self, config: Config) -> None:
         settings, kl, averaged = config.objective, config.kl, config.sampling.averaged_weights
         surrogate, strategy = SURROGATES[settings.surrogate], KL_STRATEGIES[kl.strategy]
+        centred, normalised = RATIOS[settings.ratio]
         weight = (strategy.anchor is not None) * kl.beta_pos + strategy.velocity * kl.beta_vel
         self.settings, self.kl = settings, kl
         self.surrogate, self.strategy = surrogate, strategy
         self.kl_acts = kl.lambda_max > 0 and weight > 0
         self.closed_form = kl.velocity_term == "closed_form"
         self.equalizes = settings.equalizer and not surrogate.uses_errors
+        self.centres_ratio = surrogate.centred or (surrogate.uses_ratio and centred)
+        self.normalises_ratio = surrogate.uses_ratio and normalised
         self.off_policy = config.train.optimizer_steps > 1 or averaged
-        needs_kl = surrogate.uses_errors or surrogate.uses_kl or (strategy.velocity and self.closed_form)
+        needs_kl = self.centres_ratio or surrogate.uses_kl or (strategy.velocity and self.closed_form)
         self.stores_velocities = stores = self.off_policy and needs_kl
         self.reuses_velocities = not averaged and (surrogate.scores_rollout or stores or not self.off_policy)
         self.scores_noised = stores and not surrogate.scores_rollout
@@ -245,14 +258,17 @@ def sage_loss(objective: Objective, scores: TransitionScores, steps: StepConstan
     Args:
         objective: the resolved settings.
         scores: the micro-batch.
-        steps: constants of its steps.
+        steps: constants of its steps; a normalised ratio uses S_t even if `objective.equalizer` is off.
         kl_weight: lambda_KL.
     """
     surrogate, strategy, kl = objective.surrogate, objective.strategy, objective.kl
     kl_old, log_ratio = scores.kl_old, scores.log_prob - scores.log_prob_old
     weight = steps.equalizer if objective.equalizes else torch.ones_like(steps.equalizer)
-    if surrogate.uses_errors:
+    if objective.centres_ratio:
+        # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
         log_ratio = log_ratio + steps.bias * kl_old
+        if objective.normalises_ratio:
+            log_ratio, weight = steps.equalizer * log_ratio, weight / steps.equalizer
     noised = scores, steps.row
     scored = Scored(log_ratio=log_ratio, kl_old=kl_old, advantage=scores.advantage, noised=noised)
     policy = -weight * surrogate.value(scored, objective.settings)
@@ -285,9 +301,9 @@ def gradient_norms(
         d KL_old / dv = 2 m d / D,    mean(d^2) = KL_old / m
         mean(r d) = (mean(r_old^2) - mean(r^2) - b^2 mean(d^2)) / (2 b)
 
-    The policy term depends on v through logp and, in DiffusionNFT, through KL_old: its norm is exact. The KL terms are
-    added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is sampling noise many times
-    larger than its pull.
+    The policy term depends on v through logp and, where centred or as in DiffusionNFT, through KL_old: its norm is
+    exact. The KL terms are added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is
+    sampling noise many times larger than its pull.
 
     Args:
         objective: as given to `sage_loss`.

@@ -64,13 +64,13 @@ def init(folder: Path, name: str) -> str:
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
     config = load(_FOLDER / f"{name}.yaml")
     suffix = Path(config.data.prompts).suffix or ".txt"
-    files, images, captions = dict[str, str](), dict[str, str](), set[str]()
+    files, images, captions = dict[str, str](), dict[str, bytes](), set[str]()
     for file, given in (("prompts", config.data.prompts), ("heldout", config.data.eval_prompts)):
         source = _FOLDER / given.removeprefix("configs/")
         prompts = read_prompts(given if given in SETS else str(source))
         lines = "".join(f"{prompt.text}\n" for prompt in prompts)
         files[file + suffix] = lines if given in SETS else source.read_text(encoding="utf-8")
-        images |= {f"images/{prompt.image}": prompt.caption.image for prompt in prompts if prompt.image}
+        images |= {prompt.image: Path(prompt.caption.image).read_bytes() for prompt in prompts if prompt.image}
         captions |= {prompt.text for prompt in prompts}
     on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}
     own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
@@ -81,12 +81,9 @@ def init(folder: Path, name: str) -> str:
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
     if found := [file for file in (*texts, *images) if (folder / file).exists()]:
         raise UserError(f"{str(folder)!r} already holds {', '.join(found)}; expected another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, text in texts.items():
-        write_atomic(folder / file, text.replace('"image": "', '"image": "images/'))
-    for image, path in images.items():
-        (folder / "images").mkdir(exist_ok=True)
-        write_atomic(folder / image, Path(path).read_bytes())
+    for file, content in (texts | images).items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / file, content)
     wrote = f"{', '.join(texts)}{f' and {len(images)} images' if images else ''}"
     return f"{folder}: wrote {wrote}\n{_next_commands(folder, f'heldout{suffix}', on_testbed=on_testbed)}"
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def add_arguments(add: Callable[..., object]) -> None:
     add("config", metavar="CONFIG", help="YAML file; with --resume also a run folder")
-    add("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
+    add("--dry-run", action="store_true", help="print sizes, FLOPs, memory and times (rewards: as measured), then stop")
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
     add("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")
     add("--gpu-price", type=float, metavar="PRICE", help="with --dry-run: price of a GPU-hour, for the cost of the run")
@@ -28,11 +28,8 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    notes: list[str] = []
-    if options.resume:
-        config, notes = resumed_settings(options.config, overrides)
-    else:
-        config = load(options.config, overrides)
+    given = options.config, overrides
+    config, notes = resumed_settings(*given) if options.resume else (load(*given), [])
     _check_gpus(options)
     if options.dry_run:
         with heavy_imports("train"):

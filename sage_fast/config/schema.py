@@ -22,6 +22,7 @@ ODE_SAMPLERS = ("ode",)
 Reduction = Literal["mean", "unscaled"]
 Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "awm"]
 Direction = Literal["noise", "endpoint"]
+Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
 VelocityTerm = Literal["rollout", "closed_form"]
@@ -328,6 +329,10 @@ class ObjectiveConfig(Section):
     `noise`: the latents that it led to. `endpoint`: as far away, in the direction in which the final sample differs
     from the mean of its group's. Not the exact policy gradient; far less noise. Needs
     sampling.shared_initial_noise."""
+    ratio: Ratio = "plain"
+    """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy is added to the
+    log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times S_t, so that the clip acts alike at
+    every step."""
     clip_range: float = within(1e-4, above=0)
     """The ratio of a transition is clipped to [1 - clip_range, 1 + clip_range]."""
     log_prob: Reduction = "mean"

@@ -37,9 +37,8 @@ def from_environment(value: Any, name: str) -> Any:
         return [from_environment(item, f"{name}.{place}") for place, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    for variable in _VARIABLE.findall(value):
-        if variable not in os.environ:
-            raise UserError(f"{name} = {value!r}: there is no environment variable {variable}")
+    if lacking := [variable for variable in _VARIABLE.findall(value) if variable not in os.environ]:
+        raise UserError(f"{name} = {value!r}: there is no environment variable {lacking[0]}")
     return _VARIABLE.sub(lambda found: secret(found[1]), value)
 
 
@@ -56,10 +55,11 @@ def secret(variable: str) -> str:
 def names_for_values(text: str) -> str:
     """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward.
 
-    Letters may be of any case.
+    Letters may be of any case. At the end of a text, where an answer may be cut, `2 * SHORTEST` of them are enough.
     """
     for value in sorted((value for value in _given if len(value) >= SHORTEST), key=len, reverse=True):
-        text = re.sub(re.escape(value), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
+        cuts = [re.escape(value[:length]) + "$" for length in range(len(value) - 1, 2 * SHORTEST - 1, -1)]
+        text = re.sub("|".join([re.escape(value), *cuts]), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
     return text
 
 

@@ -67,11 +67,7 @@ def format_table(rows: Sequence[Row]) -> str:
     """Format scores as aligned Markdown: a row per score and a column per set, then the same of the gains."""
     labels, scores = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("label", "score"))
     means = {(row.score, row.label): _with_margin(row.mean, row.margin) for row in rows}
-    gains = {
-        (row.score, row.label): _with_margin(row.gain, row.gain_margin, sign=True)
-        for row in rows
-        if row.gain is not None
-    }
+    gains = {(r.score, r.label): _with_margin(r.gain, r.gain_margin, sign=True) for r in rows if r.gain is not None}
     text = []
     for title, cells, shown in (("mean", means, labels), (f"gain over {labels[0]}", gains, labels[1:])):
         if cells:

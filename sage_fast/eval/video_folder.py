@@ -41,25 +41,22 @@ def read_folder(label: str, folder: Path) -> VideoSet:
     for wanted in ("file", "prompt"):
         if wanted not in columns:
             raise UserError(f"{index}: column {wanted!r} is missing; found {nearest(wanted, columns)}")
-    files: list[Path | None] = []
     images: dict[str, str] = {}
     for line, row in enumerate(rows, start=1):
         if None in row or any(value is None for value in row.values()):
             raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
-        image = row.get("image", "") if split_key(row["prompt"].strip())[1] else ""
         if not (folder / row["file"]).is_file():
             raise UserError(f"{index}, video {line}: {row['file']!r}: no such file in {folder}")
         if not row["prompt"].strip():
             raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
-        files.append(folder / row["file"])
-        if image:
+        if (image := row.get("image")) and split_key(row["prompt"].strip())[1]:
             images[row["prompt"].strip()] = os.path.realpath(folder / image)
     scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in OWN}
     seeds = [row.get("seed", "") for row in rows]
     return VideoSet(
         label=label,
         prompts=[row["prompt"].strip() for row in rows],
-        files=files,
+        files=[folder / row["file"] for row in rows],
         seeds=[int(seed) for seed in seeds] if all(re.fullmatch("[0-9]{1,19}", seed) for seed in seeds) else None,
         scores={name: values for name, values in scores.items() if values is not None},
         images=images,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 from collections.abc import Mapping
@@ -52,8 +51,8 @@ def read_config(setting: str, source: str, part: str) -> dict[str, Any]:
         raise UserError(f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is missing")
     try:
         config = _ConfigReader.load_config(source, subfolder=part)
-    except OSError as error:
-        raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise UserError(f"{setting} = {source!r}: the {part}'s config.json holds no mapping")
     if config.get("quantization_config"):
@@ -115,34 +114,40 @@ def check_weights(spec: Spec) -> None:
         UserError: one is missing, or has another shape or type, or a file is damaged.
     """
     for part in (*spec.networks, "vae"):
-        folder = Path(spec.source(part, spec.path)) / part
-        name = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file() else SAFETENSORS_WEIGHTS_NAME
-        if not (folder / name).is_file():
-            continue
-        expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
-        given: dict[str, tuple[list[int], str, str]] = {}
-        try:
-            if name == SAFE_WEIGHTS_INDEX_NAME:
-                index = json.loads((folder / name).read_text())
-                files, _ = dict(index["weight_map"]), dict(index["metadata"])
-            else:
-                with safe_open(folder / name, "pt") as opened:
-                    files = dict.fromkeys(opened.keys(), name)
-            for name in sorted({*files.values()}):
-                with safe_open(folder / name, "pt") as opened:
-                    for key in (key for key, file in files.items() if file == name):
-                        found = opened.get_slice(key)
-                        given[key] = found.get_shape(), found.get_dtype(), name
-        except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise UserError(f"model.path = {spec.path!r}: cannot read {part}/{name}: {error}") from error
-        for key, (shape, dtype, name) in given.items():
-            what = f"model.path = {spec.path!r}: {key} has shape {shape} and type {dtype} in {part}/{name}"
-            if shape != expected.get(key):
-                raise UserError(f"{what}; its config.json asks for {expected.get(key, 'no such weight')}")
-            if dtype not in FLOATS:
-                raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
-        if lacking := sorted(expected.keys() - given.keys()):
-            raise UserError(f"model.path = {spec.path!r}: {part} lacks {len(lacking)} weights, such as {lacking[0]}")
+        _check_part(spec, "model.path", spec.source(part, spec.path), part)
+
+
+def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
+    if not Path(source).is_dir():
+        return
+    folder, start = Path(source, part), f"{setting} = {source!r}:"
+    name = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file() else SAFETENSORS_WEIGHTS_NAME
+    if not (folder / name).is_file():
+        raise UserError(f"{start} {part}/ holds no {name} and no index; save_pretrained writes them, without a variant")
+    expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
+    given: dict[str, tuple[list[int], str, str]] = {}
+    files = {"": name}
+    try:
+        if name == SAFE_WEIGHTS_INDEX_NAME:
+            index = json.loads((folder / name).read_text())
+            files, _ = dict(index["weight_map"]), dict(index["metadata"])
+            if outside := [file for file in files.values() if Path(file).name != file]:
+                raise ValueError(f"it names {outside[0]!r}; expected files beside it, as save_pretrained writes them")
+        for name in sorted({*files.values()}):
+            with safe_open(folder / name, "pt") as opened:
+                for key in opened.keys() if "" in files else [key for key, file in files.items() if file == name]:
+                    found = opened.get_slice(key)
+                    given[key] = found.get_shape(), found.get_dtype(), name
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"{start} cannot read {part}/{name}: {error}") from error
+    for key, (shape, dtype, name) in given.items():
+        what = f"{start} {key} has shape {shape} and type {dtype} in {part}/{name}"
+        if shape != expected.get(key):
+            raise UserError(f"{what}; its config.json asks for {expected.get(key, 'no such weight')}")
+        if dtype not in FLOATS:
+            raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
+    if lacking := sorted(expected.keys() - given.keys()):
+        raise UserError(f"{start} {part} lacks {len(lacking)} weights, such as {lacking[0]}")
 
 
 def _family_in(path: str, source: str) -> type[Spec]:
@@ -175,19 +180,15 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     """
     if is_random(source):
         return random_module(spec, part, dtype, device)
+    _check_part(spec, setting, source, part)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
-    read = functools.partial(cls.from_pretrained, source, subfolder=part, dtype=dtype, output_loading_info=True)
+    options: dict[str, Any] = {"subfolder": part, "device_map": {"": device}, "use_safetensors": True}
     try:
         with progress_bars_of(source):
-            try:
-                module, found = read(device_map={"": device})
-            except NotImplementedError:  # missing weights cannot be moved; without a device they are named
-                module, found = read()
-    except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
+            module, found = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+    except (OSError, ValueError, TypeError, LookupError, SafetensorError, NotImplementedError) as error:
         raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {first_line(error)}") from error
-    odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
-    lost = (key for key, p in module.named_parameters() if p.is_meta and p.device != device)
-    if odd := odd or [f"{key} is not where the index says" for key in lost]:
+    if odd := [*found["missing_keys"], *found["unexpected_keys"]]:  # of a download
         raise UserError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
     return module
 
@@ -302,6 +303,7 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
         right = {name: trial for name, trial in trials[0].items() if name not in problems}
         if problems and not right:
             raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(model.notes))
+        model.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
         asked = fastest(right)
     elif not ATTENTION[asked].is_reference:
         tried: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))

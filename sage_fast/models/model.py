@@ -22,6 +22,7 @@ class Model:
         policy: the trained part.
         decoder: decoder over the frozen autoencoder, for latents of any batch size.
         attention: name of the attention backend.
+        attention_milliseconds: measured time per backend; empty if there was no choice.
         notes: what the user should know about this checkpoint and machine, one sentence each.
         checkpointing: what the backward recomputes.
     """
@@ -30,6 +31,7 @@ class Model:
     policy: Policy
     decoder: Decoder
     attention: str = REFERENCE
+    attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     checkpointing: CheckpointPlan = NO_RECOMPUTE
 

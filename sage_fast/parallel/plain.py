@@ -119,8 +119,12 @@ class PlainEngine(Engine):
         self.steps = steps
 
     def remember(self) -> bool:
-        state: dict[str, Any] = {"weights": self.policy.parts(), "ema": self.ema, "steps": self.steps}
-        state["optimizer_state"] = self.optimizer_state
+        state = {
+            "weights": self.policy.parts(),
+            "ema": self.ema,
+            "optimizer_state": self.optimizer_state,
+            "steps": self.steps,
+        }
         sizes: list[int] = []
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
         if sum(sizes) > self._remembered_bytes:  # at the first call, and once the optimizer has allocated its state

@@ -118,12 +118,6 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(present, sums / np.maximum(counts, 1), np.nan)
 
 
-def spans_decades(values: np.ndarray) -> bool:
-    """Whether the positive values differ by more than a factor of 20, so that a logarithmic axis helps."""
-    positive = values[values > 0]
-    return len(positive) > 0 and bool(positive.max() > 20 * positive.min())
-
-
 def lines(data: Lines, *, name: str, title: str, ylabel: str, log: bool = False, smoothed: bool = True) -> str | None:
     """Draw lines over iterations, with a running mean over a fifteenth of the run on top.
 
@@ -132,13 +126,14 @@ def lines(data: Lines, *, name: str, title: str, ylabel: str, log: bool = False,
         name: unique on the page.
         title: heading.
         ylabel: axis label with the unit.
-        log: use a logarithmic axis if the values span decades; non-positive values become gaps.
+        log: use a logarithmic axis if positive values differ by more than a factor of 20; others become gaps.
         smoothed: add the running mean (from 30 rows on).
     """
     data = {label: (rows, values) for label, (rows, values) in data.items() if not np.isnan(values).all()}
     if not data:
         return None
-    log = log and spans_decades(np.concatenate([values for _, values in data.values()]))
+    positive = np.concatenate([values[values > 0] for _, values in data.values()])
+    log = log and len(positive) > 0 and positive.max() > 20 * positive.min()
 
     def draw(axes: Axes) -> None:
         if log:
@@ -194,4 +189,4 @@ def held_out(points: Mapping[str, Points], title: str = "Held-out reward", least
             axes.errorbar(x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=label)
 
     name = re.sub(r"\W+", "-", title.lower())
-    return _chart(draw, name, title, "mean score ± 95 %" if known else "mean score")
+    return _chart(draw, name, title, "mean reward ± 95 %" if known else "mean reward")

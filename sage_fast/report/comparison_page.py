@@ -137,11 +137,17 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
 
 
 def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:
-    """Return a header and the settings that differ between runs, with a dash for a default; [] if none do."""
-    names = sorted({name for run in runs.values() for name in run.settings} - {"output"})
-    rows = [[name, *(str(run.settings.get(name, "\N{EN DASH}")) for run in runs.values())] for name in names]
-    differing = [row for row in rows if len(set(row[1:])) > 1]
-    return [["setting", *runs], *differing] if differing else []
+    """Return a header and the settings that differ between runs, with a dash for a default; [] if none do.
+
+    Files and code are compared by what they hold where all runs know it, and shown by it if their names are the same.
+    """
+    found, contents = [["setting", *runs]], [run.folder.facts.get("contents", {}) for run in runs.values()]
+    for name in sorted({name for run in runs.values() for name in run.settings} - {"output"}):
+        given = [str(run.settings.get(name, "\N{EN DASH}")) for run in runs.values()]
+        holds = [str(held.get(name, "")) for held in contents]
+        if len(set(holds if all(holds) else given)) > 1:
+            found.append([name, *(given if len(set(given)) > 1 else holds)])
+    return found if len(found) > 1 else []
 
 
 def _charts(runs: Mapping[str, Trained]) -> list[str]:

@@ -120,7 +120,7 @@ class VLMReward(Client):
             start = f"{name} Score ({low}-{high}):"
             found = [line.removeprefix(start).strip() for line in lines if line.startswith(start)]
             if len(found) != 1 or not re.fullmatch(r"\d+(\.\d+)?", found[0], re.ASCII):
-                raise RewardFailure(f"expected one line '{start} X' in the answer {answer[:200]!r}")
+                raise RewardFailure(f"expected one line '{start} X' in the answer {shown(answer)}")
             if not int(low) <= float(found[0]) <= int(high):
                 raise RewardFailure(f"'{start} {found[0]}': expected {low} to {high}")
             scores[_part(name)] = float(found[0])

@@ -38,3 +38,7 @@ class Batch:
         """Return the transitions of this rank's samples, renumbered from 0; those given are of all ranks' samples."""
         places = {number: place for place, number in enumerate(self.numbers)}
         return [(places[number], t) for number, t in transitions if number in places]
+
+    def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
+        """Return the anchor's velocities; None without an anchor."""
+        return self.trajectories.gather(self.anchor_velocities, micro) if self.anchor_velocities else None

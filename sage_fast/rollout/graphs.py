@@ -106,7 +106,9 @@ class StepGraphs:
     """
 
     def __init__(self, policy: Policy, record: Recorder, max_memory: float) -> None:
-        self.policy, self.record, self.max_memory = policy, record, max_memory
+        self.policy = policy
+        self.record = record
+        self.max_memory = max_memory
         self.refused: dict[tuple[Any, ...], str] = {}
         self._graphs: OrderedDict[tuple[Any, ...], StepGraph] = OrderedDict()
         self._pool = 0  # bytes
@@ -155,9 +157,10 @@ class StepGraphs:
             self._failed = True  # torch 2.11's allocator treats a failed capture as still running
             return None
         self._pool += graph.growth
-        if (needed := self._kept([graph])) > self.max_memory:
-            allowed = self.max_memory / 2**30
-            self._refuse(key, f"it would keep {needed / 2**30:.2f} GiB, and all may keep {allowed:.2f} GiB")
+        needed: float = self._kept([graph])
+        if needed > self.max_memory:
+            needed, allowed = (size / 2**30 for size in (needed, self.max_memory))
+            self._refuse(key, f"it would keep {needed:.2f} GiB, and all may keep {allowed:.2f} GiB")
             return None
         return graph
 

@@ -75,7 +75,7 @@ def check_parity(
     if objective.off_policy and (row.uses_ratio or row.uses_kl):
         distance = min(train.learning_rate, LARGEST_MOVE)
         moments = moments_after_an_update(replay, batch, first(4), constants, distance=distance, seed=seed)
-        metrics["log_prob/rounding"] = check_rounding(*moments, objective, distance)
+        metrics["log_prob/rounding"] = check_rounding(*moments, constants.equalizer, objective, distance)
     return metrics
 
 
@@ -158,11 +158,12 @@ def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     return bias, torch.stack(squares).mean(0).sqrt()
 
 
-def check_rounding(near: Tensor, far: Tensor, objective: Objective, distance: float) -> float:
+def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, objective: Objective, distance: float) -> float:
     """Report how much of the limit on the ratio or the KL rounding takes up after one update; raise if it is too much.
 
     Args:
         near, far: result of `moments_after_an_update`.
+        equalizer: S_t by step, `[T]`.
         objective: the resolved settings.
         distance: of the first movement.
 
@@ -173,9 +174,12 @@ def check_rounding(near: Tensor, far: Tensor, objective: Objective, distance: fl
         ParityError: rounding is above a third of the limit.
     """
     bias, noise = rounding_of(near, far)
-    used, limited, setting = bias + noise, "log-ratio that is clipped", "clip_range"
     if objective.surrogate.uses_kl:
         used, limited, setting = bias, "KL that masks", "kl_limit"
+    else:
+        limited, setting = "log-ratio that is clipped", "clip_range"
+        used = noise if objective.centres_ratio else bias + noise
+        used = used * equalizer.to(used) if objective.normalises_ratio else used
     step, limit = int(used.argmax()), getattr(objective.settings, setting)
     value = float(used[step])
     share = value / limit
@@ -184,9 +188,11 @@ def check_rounding(near: Tensor, far: Tensor, objective: Objective, distance: fl
         f"step {step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} of "
         f"objective.{setting} ({limit:.0e})"
     )
+    would_centre = setting == "clip_range" and not objective.centres_ratio and bias[step] > noise[step]
     advice = (
-        f"the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, a wider objective.{setting}, "
-        "model.dtype = float32, or a larger sampling.eta"
+        f"the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, "
+        f"{'objective.ratio = centred, ' * bool(would_centre)}a wider objective.{setting}, model.dtype = float32, or a "
+        "larger sampling.eta"
     )
     if not share <= 1 / 3:
         raise ParityError(f"{found}, more than a third: {advice}")

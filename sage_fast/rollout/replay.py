@@ -35,7 +35,9 @@ class Replay:
     def __init__(
         self, policy: Policy, objective: Objective, batch_size: int, embeddings: Mapping[Any, Condition]
     ) -> None:
-        self.policy, self.objective, self.batch_size = policy, objective, batch_size
+        self.policy = policy
+        self.objective = objective
+        self.batch_size = batch_size
         self.lengths = pass_lengths(embeddings, guided=policy.uses_guidance)
 
     def micro_batches(self, batch: Batch, transitions: Sequence[Transition], size: int) -> list[Sequence[Transition]]:
@@ -58,8 +60,7 @@ class Replay:
         samples, step = (on_device(indices, self.policy.device) for indices in zip(*micro))
         if v_old is None and self.objective.stores_velocities:
             v_old = stored.gather(stored.velocities, micro)
-        v_anchor = stored.gather(batch.anchor_velocities, micro) if batch.anchor_velocities else None
-        x_next, objective = stored.next_states(micro), self.objective
+        x_next, v_anchor, objective = stored.next_states(micro), batch.anchor_of(micro), self.objective
         beta = objective.settings.nft_beta if objective.surrogate.uses_errors else None
         log_prob, kl_anchor, kl_old, *errors = transition_score(
             x, x_next, v, batch.coefs, step, v_anchor, v_old, beta, v_uncond, self.policy.guidance

@@ -65,7 +65,10 @@ class VideoScorer:
     """
 
     def __init__(self, decoder: Decoder, reward: Scorer, watch: Stopwatch, *, collective: bool = False) -> None:
-        self.decoder, self.reward, self.watch, self.collective = decoder, reward, watch, collective
+        self.decoder = decoder
+        self.reward = reward
+        self.watch = watch
+        self.collective = collective
         self._submitted = 0
         self._failure: RewardError | None = None
         self._scores: list[Pending | Scores] = []

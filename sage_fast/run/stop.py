@@ -45,9 +45,12 @@ class Stop:
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
-        self.training, self.number = False, 0
-        self._asked, self._raised = 0.0, 0
-        self._saving, self._saved = False, False
+        self.training = False
+        self.number = 0
+        self._asked = 0.0
+        self._raised = 0
+        self._saving = False
+        self._saved = False
 
     # -- called by the run --------------------------------------------------------------------------------------------
 

@@ -337,6 +337,7 @@ def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration
         "ranks": world_size(),
         "model_is_local": Path(trainer.model.spec.path).is_dir(),
         "attention": trainer.model.attention,
+        "attention_milliseconds": trainer.model.attention_milliseconds,
         "gradient_checkpointing": str(trainer.model.checkpointing),
         "engine": trainer.config.train.engine,
         "parameters": parameters,
@@ -360,6 +361,9 @@ def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration
         f"gradient checkpointing: {facts['gradient_checkpointing']}",
         *(f"note: {note}" for note in facts["notes"]),
     ]
+    if measured := trainer.model.attention_milliseconds:
+        times = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in measured.items())
+        lines.append(f"attention, forward and backward: {times}")
     for line in lines:
         log.info(wrapped(line))
     return facts

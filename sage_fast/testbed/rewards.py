@@ -92,6 +92,11 @@ def motion_quality(seen: Measurement) -> Tensor:
 
 def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
     """Return [B]: the mean match of the four attributes, times the presence of the shape."""
+    return seen.presence.mean(dim=1) * sum(matches(seen, prompts).values()) / 4
+
+
+def matches(seen: Measurement, prompts: list[str]) -> dict[str, Tensor]:
+    """Return attribute -> [B] in [0, 1]: how well the color, shape, direction and speed are those of the prompts."""
     device = seen.overlap.device
     scenes = [parse(prompt) for prompt in prompts]
     row = torch.arange(len(scenes), device=device)
@@ -101,16 +106,22 @@ def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
     wanted_speed = torch.tensor([SPEEDS[scene.speed] for scene in scenes], device=device)
 
     color_match = seen.purity[row, :, color].mean(dim=1)
-    # Shapes of equal area overlap a lot, so a softmax over the shapes is used, not the overlap itself.
-    contest = torch.softmax(seen.overlap / SHAPE_TEMPERATURE, dim=-1)
-    shape_match = contest[row, :, shape].mean(dim=1)
+    shape_match = contest(seen)[row, :, shape].mean(dim=1)
     along = (seen.velocity * heading).sum(dim=-1)
     speed2 = seen.velocity.square().sum(dim=-1)
     cosine = along / (speed2 + STILL**2).sqrt()
     direction_match = ((1.0 + cosine) / 2) ** 2  # 1 ahead, 1/4 sideways or still, 0 backwards
     speed_error = (speed2.sqrt() - wanted_speed) / SPEED_TOLERANCE
     speed_match = 1.0 / (1.0 + speed_error**2)
-    return seen.presence.mean(dim=1) * (color_match + shape_match + direction_match + speed_match) / 4
+    return {"color": color_match, "shape": shape_match, "direction": direction_match, "speed": speed_match}
+
+
+def contest(seen: Measurement) -> Tensor:
+    """Return [B, F, shapes], which sum to 1: which shape a frame shows.
+
+    Shapes of equal area overlap a lot, so this is a softmax over the shapes, not the overlap itself.
+    """
+    return torch.softmax(seen.overlap / SHAPE_TEMPERATURE, dim=-1)
 
 
 def centroid(lit: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from sage_fast.util.environment import synchronize
 
 BURST_FLOPS = 789e12
-"""FLOP/s of a large bf16 matrix product, a burst on one H200: `2026-11-27-h200-rollout-480p.json` in
-benchmarks/results."""
+"""FLOP/s of a large bf16 matrix product in a burst on one H200, whose bursts were 757 to 797 (docs/results/gpu.md)."""
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:

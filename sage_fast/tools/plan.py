@@ -33,6 +33,7 @@ from sage_fast.parallel.fit import fit_training, training_room
 from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.rewards.backends import check_prompts
 from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
+from sage_fast.run.folder import RunFolder
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
@@ -232,11 +233,12 @@ def _exported_bytes(model: ModelConfig, policy: Policy) -> float:
     return 4.0 * sum(p.numel() for p in exported.values())
 
 
-def format_plan(plan: Plan, price: float = 0.0) -> str:
+def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
     """Format a plan for a terminal, first of all what to do if it does not fit.
 
     Args:
         price: of an hour of a GPU, in any currency; 0 if unknown.
+        reward: seconds that an iteration waits for its rewards; 0 if unknown.
     """
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     together = sum(plan.memory.values())
@@ -250,7 +252,7 @@ def format_plan(plan: Plan, price: float = 0.0) -> str:
         _line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
         _line("tokens of a video", f"{plan.tokens:,}"),
         "",
-        *_format_work(plan, gpus, price),
+        *_format_work(plan, gpus, price, reward),
         "",
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
@@ -271,11 +273,11 @@ def _line(label: str, *cells: str, width: int = 41) -> str:
     return f"  {label:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
 
 
-def _format_work(plan: Plan, gpus: str, price: float) -> list[str]:
+def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str]:
     """Format FLOPs, times and GPU-hours of an iteration and of the run."""
 
-    def work(label: str, count: int, flops: float, of_busiest: Mapping[str, float]) -> str:
-        times = map(_duration, seconds_on_a_gpu(of_busiest))
+    def work(label: str, count: int, flops: float, of_busiest: Mapping[str, float], waited: float = 0.0) -> str:
+        times = (_duration(waited + seconds) for seconds in seconds_on_a_gpu(of_busiest))
         return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
@@ -283,18 +285,20 @@ def _format_work(plan: Plan, gpus: str, price: float) -> list[str]:
     forward, together, e = plan.flops["forward"], sum(parts.values()), plan.evaluations
     evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
     slowest = {part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()}
-    hours = [plan.ranks * seconds / 3600 for seconds in seconds_on_a_gpu(slowest)]
+    waited = plan.iterations * reward
+    hours = [plan.ranks * (waited + seconds) / 3600 for seconds in seconds_on_a_gpu(slowest)]
     rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
     return [
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
         _line("", "forwards", "FLOPs", "at least", "on H200s", width=29),
         work("one forward of one sample", 0, forward, {"rollout": forward}),
         *(work(part, plan.forwards.get(part, 0), flops, {part: longest[part]}) for part, flops in parts.items()),
-        work("together", sum(plan.forwards.values()), together, longest),
+        *[_line("rewards, by metrics.jsonl", "", "", *[_duration(reward)] * 2, width=29)] * (reward > 0),
+        work("together", sum(plan.forwards.values()), together, longest, reward),
         "",
         f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
         work("one evaluation", 0, e.flops, evaluation),
-        work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest),
+        work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest, waited),
         _line("GPU-hours", "", "", *map(_number, hours), width=29),
         *[_line(f"at {price:g} an hour", "", "", *(_number(price * h) for h in hours), width=29)] * (price > 0),
         textwrap.fill(
@@ -302,8 +306,8 @@ def _format_work(plan: Plan, gpus: str, price: float) -> list[str]:
             f"bf16, a burst on one H200), with {plan.prompt_tokens} tokens a prompt. 'on H200s' is at the TFLOP/s that "
             f"this H200 reached by FlashAttention 4 with 480p videos of 81 frames: {rates}; several GPUs also wait for "
             "each other. Training holds the backward and the recomputation with checkpointing. The anchor is free in "
-            "the iteration after its refresh. Times are those of the GPU with the most work. Rewards and communication "
-            "are not counted.",
+            "the iteration after its refresh. Times are those of the GPU with the most work. "
+            f"{'Communication is' if reward else 'Rewards and communication are'} not counted.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -336,6 +340,8 @@ def _number(value: float) -> str:
 def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -> str:
     """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads no weights.
 
+    If a run is in the output folder, what its iterations waited for rewards enters the times.
+
     Raises:
         UserError: the settings are impossible, `model.path` is not a checkpoint, or prompts or a reward are missing.
     """
@@ -347,11 +353,13 @@ def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     check_captions([*train, *heldout], spec)
     warnings = config_warnings(resolved, spec.distillation)
-    data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
     evaluated = min(config.eval.num_prompts, len(heldout))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
+    data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
     sizes = reward_sizes(config.named_rewards)
-    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes), price)
+    waits = [row["time/reward"] for row in RunFolder(config.output).rows if isinstance(row.get("time/reward"), float)]
+    planned = plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
+    costs = format_plan(planned, price, statistics.median(waits or [0]))
     return f"{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
 
 
@@ -364,8 +372,7 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
     """Format the prompts, the rewards, and the warnings about the settings."""
     lines, notes = ["prompts and rewards"], []
     lines.append(f"  {config.data.prompts}: {len(train)} prompts{_keys_of(train)}")
-    evaluated = min(config.eval.num_prompts, len(heldout))
-    held = f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {evaluated} are evaluated"
+    held = f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {config.eval.num_prompts} are evaluated"
     lines.append(f"  {config.data.eval_prompts}: {held}")
     metadata = metadata_of([*train, *heldout])
     for key, entry in config.named_rewards.items():

@@ -95,8 +95,13 @@ def printable(text: str) -> str:
 
     Spaces of any width and the joiners of emoji stay: prompts are written in many scripts.
     """
-    kept = {c for c in {*text} if c.isprintable() or c in "\n\u200c\u200d" or unicodedata.category(c) == "Zs"}
-    return "".join(c if c in kept else c.encode("unicode_escape").decode() for c in text)
+    harmless = "\n\u200c\u200d"
+    return "".join(
+        c
+        if c.isprintable() or c in harmless or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def reason(error: OSError | UserError) -> str:

@@ -29,9 +29,10 @@ def _find_gain(made: Made, material: Material) -> Finding:
     runs, others = made.confirmation[SAGE], made.confirmation[NFT]
     above = difference(runs, others)
     text = (
-        f"SAGE-GRPO gains {gains[SAGE]} and DiffusionNFT {gains[NFT]}: a difference of {above} (95 % intervals over "
-        f"{len(runs)} seeds and {len(runs[0].score())} prompts). The judge gains {judges[SAGE]} and {judges[NFT]}. A "
-        f"run takes {teraflops(SAGE):.1f} and {teraflops(NFT):.1f} TFLOPs as planned."
+        f"The difference of the gains is {above} (95 % interval over {len(runs)} seeds and {len(runs[0].score())} "
+        "prompts; the base model was trained on their captions, the runs were not). A correct clip of them scores "
+        f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which every sample "
+        "passes. The judge is a network that no run is trained on; FLOPs are planned."
     )
     table = [("configuration", "method", "before", "after", "gain", "judge", "TFLOPs")] + [
         (
@@ -63,11 +64,13 @@ def _find_best(made: Made, material: Material) -> Finding:
     """Rank the cells. The seeds that chose a cell cannot decide whether it is better than the next."""
     ranked = sorted((cell for cell in made.search if len(made.search[cell]) > 1), key=lambda c: -score(made.search[c]))
     best, second = ranked[:2]
+    spent = [teraflops(cell) for cell in made.search]
     text = (
         f"Of the cells that were run on all seeds `{best}` has the highest mean score, {score(made.search[best]):.3f}, "
         f"and `{second}` the next, {score(made.search[second]):.3f}. The seeds that chose a cell decide nothing about "
         "it. Cells that were not among the best on the first seed have that one alone. Scores are means over the "
-        "evaluations of the last third: one for `window4` and `all`, two for the others. FLOPs are planned."
+        "evaluations of the last third: one for `window4` and `all`, two for the others. "
+        f"Cells had {min(spent):.1f} to {max(spent):.1f} TFLOPs, as planned; `{best}` had {teraflops(best):.1f}."
     )
     table = [("cell", *(f"seed {run.seed}" for run in made.search[best]), "mean gain", "judge", "TFLOPs")]
     for cell, runs in sorted(made.search.items(), key=lambda item: (-len(item[1]), -score(item[1]))):

@@ -59,10 +59,12 @@ class Made:
     Attributes:
         search: cell -> its runs: on the first seed, and for the best cells on the others.
         confirmation: `SAGE` and `NFT` -> runs on seeds and prompts that chose nothing.
+        correct: mean composite of correct clips of the confirmation's prompts, as drawn and through the autoencoder.
     """
 
     search: Mapping[str, Sequence[TrainedRun]]
     confirmation: Mapping[str, Sequence[TrainedRun]]
+    correct: tuple[float, float]
 
     @property
     def all(self) -> dict[str, Sequence[TrainedRun]]:
@@ -82,6 +84,24 @@ def score(runs: Sequence[TrainedRun]) -> float:
     return statistics.fmean(run.mean() for run in runs)
 
 
+def score_correct_clips(config: Config) -> tuple[float, float]:
+    """Return the mean composite of one correct clip of each held-out prompt, as drawn and through the autoencoder."""
+    import torch
+
+    from sage_fast.loading import load_setup, resolve
+    from sage_fast.testbed.tiny_model import allow_batches
+    from studies.testbed.pretrain import WORLDS, draw, encode
+
+    setup, generator = load_setup(resolve(config)), torch.Generator().manual_seed(0)
+    vae = allow_batches(setup.model.decoder.vae)
+    clips = torch.cat([draw(WORLDS["testbed"], prompt, 1, generator) for prompt in setup.eval_prompts])
+    with torch.no_grad():
+        decoded = setup.model.decoder(vae.config.scaling_factor * encode(vae, clips))
+    pending = [setup.reward.submit(videos, setup.eval_prompts) for videos in (clips, decoded)]
+    first, second = (float(scores.result().rewards.mean()) for scores in pending)
+    return first, second
+
+
 def make(folder: Path, *, quick: bool, workers: int) -> Made:
     """Train the runs that `folder` lacks: the search, its best cells again on the other seeds, and the confirmation."""
 
@@ -95,4 +115,8 @@ def make(folder: Path, *, quick: bool, workers: int) -> Made:
     ranked = sorted(search, key=lambda cell: score(search[cell]), reverse=True)
     again = train(ranked[: _protocol()["search"]["best"]], others)
     confirmation = train([SAGE, NFT], _protocol()["confirmation"]["seeds"])
-    return Made(search={cell: runs + again.get(cell, []) for cell, runs in search.items()}, confirmation=confirmation)
+    return Made(
+        search={cell: runs + again.get(cell, []) for cell, runs in search.items()},
+        confirmation=confirmation,
+        correct=score_correct_clips(settings_of(f"{SAGE}-seed{_protocol()['confirmation']['seeds'][0]}", quick)),
+    )

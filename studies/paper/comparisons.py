@@ -489,6 +489,11 @@ CLAIMS: tuple[Claim, ...] = (
         [Versus("dance-precise-eta-0.3", "dance-eta-0.3")],
     ),
     better(
+        "ratio", "The ratio that is clipped", "beyond", "",
+        "In float32 it makes no difference which ratio is clipped.",
+        [Versus("ratio-centred", "dual"), Versus("ratio-normalised", "dual")], judge=judge_equal,
+    ),
+    better(
         "bfloat16", "Training in bfloat16", "beyond", "",
         "With frozen weights and activations in bfloat16 a policy ends where one in float32 does.",
         [Versus("bfloat16", "dual")], judge=judge_equal,

@@ -96,7 +96,8 @@ def _find_sage(raced: Mapping[str, Raced], first: str, material: Material) -> Fi
     shown = {reference(): raced[reference()], best: raced[best], first: raced[first]}
     if first != best:
         behind = _above(raced[best].confirmation, raced[first].confirmation, 1)
-        text += f"On the same seeds it ends {behind} above {first} (uncorrected). "
+        judge = judge_gain(raced[best].confirmation).value - judge_gain(raced[first].confirmation).value
+        text += f"On the same seeds it ends {behind} above {first} (uncorrected), its judge {judge:+.3f}. "
     scores = {name: gain(one.confirmation) for name, one in shown.items()}
     rows = [{"recipe": name, "gain": d.value, "low": d.low, "high": d.high} for name, d in scores.items()]
 

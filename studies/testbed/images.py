@@ -1,7 +1,8 @@
 """Draw the images of the image-to-video testbed: python -m studies.testbed.images [FOLDER]
 
-Each is the first frame of a true clip. FOLDER (configs/prompts/i2v) gets them, and the prompt files train.jsonl and
-heldout.jsonl; the captions are from the testbed's two sets. Each caption has two images, which differ in the place.
+Each is the first frame of a true clip. FOLDER (configs/prompts/i2v) gets them in `images`, and the prompt files
+train.jsonl and heldout.jsonl; the captions are from the testbed's two sets. Each caption has two images,
+which differ in the place.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ IMAGES_PER_CAPTION = 2
 
 def draw(folder: Path, name: str) -> None:
     """Write `<name>.jsonl` and its images."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
     generator, lines = torch.Generator().manual_seed(SEEDS[name]), []
     for i, caption in enumerate(SETS[name] * IMAGES_PER_CAPTION):
-        image = f"{name}-{i:02d}.png"
+        image = f"images/{name}-{i:02d}.png"
         picture(render(parse(caption), generator)[0]).save(folder / image, optimize=True)
         lines.append(json.dumps({"prompt": caption, "image": image}) + "\n")
     (folder / f"{name}.jsonl").write_text("".join(lines))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast.algorithm.kl_weight import FEEDBACKS
-from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES
+from sage_fast.algorithm.objective import KL_STRATEGIES, RATIOS, SURROGATES
 from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS
 from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OPTIMIZERS
 from sage_fast.config.reward_names import SHIPPED as REWARDS
@@ -22,7 +22,7 @@ from sage_fast.run.trackers import TRACKERS
 REPOSITORY = Path(__file__).parents[2]
 
 TABLES: dict[str, tuple[Iterable[str], ...]] = {
-    "sage_fast/algorithm/objective.py": (SURROGATES, KL_STRATEGIES),
+    "sage_fast/algorithm/objective.py": (SURROGATES, RATIOS, KL_STRATEGIES),
     "sage_fast/algorithm/kl_weight.py": (FEEDBACKS,),
     "sage_fast/algorithm/transitions.py": (SAMPLERS, REDUCTIONS),
     "sage_fast/config/engines.py": (ENGINES, OPTIMIZERS, ADAPTERS, BYTES),
@@ -44,6 +44,7 @@ ALLOWED = {
     "name == DEFAULT": "the name of a study's variant",
     "name != DEFAULT": "the name of a study's variant",
     "label.startswith('sage')": "a study's own label of a curve",
+    "name == 'paper'": "a claim about this feedback",
     "name == 'sage'": "a claim about this sampler",
 }
 """Expression -> what its word is, where it is no row's name or a study is about the row."""

@@ -99,7 +99,7 @@ class HunyuanVideo15(Spec):
         """
         pipeline = None
         if self.configs:
-            with contextlib.suppress(OSError, UserError, AttributeError):  # the last: no mapping
+            with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):  # the last: no mapping
                 pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path)).get("_class_name")
         return PIPELINES.get(str(pipeline), self.transformer_config.task_type) == "i2v"
 
@@ -117,7 +117,7 @@ class HunyuanVideo15(Spec):
             return Distillation(steps=(8, 12), mean_velocity=True)  # README: recommended
         distilled = self.path.endswith(DISTILLED)
         if not distilled and self.configs:
-            with contextlib.suppress(OSError, UserError):
+            with contextlib.suppress(OSError, ValueError, RecursionError):
                 distilled = self._stated("guider")[1].get("guidance_scale") == 1
         return Distillation(steps=(50,)) if distilled else None  # README: "must use 50 steps"
 
@@ -156,7 +156,7 @@ class HunyuanVideo15(Spec):
         for part, (cls, setting) in SAMPLED_AS.items():
             try:
                 name, stated = self._stated(part)
-            except OSError:
+            except (OSError, ValueError, RecursionError):
                 lacks = "the checkpoint lacks scheduler/ or guider/"
                 return [f"{lacks}: sampling.shift and sampling.guidance_scale are not compared"]
             if name != cls.__name__:

@@ -1,0 +1,191 @@
+"""Draw README's pictures again from a finished run of the demo: python -m scripts.demo_pictures runs/demo
+
+demo.png: the held-out prompts with the largest, the median and the smallest gain, before and after training and as a
+correct clip; the means of the reward's parts; the held-out reward by iteration. demo.webp: the same clips, moving.
+report.png: the top of the run's report, by Chromium. All go into docs/images, or into the folder that is named second.
+
+A correct clip is drawn as its prompt says and passes through the autoencoder. The clips before and after are sampled
+again, with the seeds of the run's evaluations; their rewards must be those that the run has logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import shutil
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import load_setup, resolve
+from sage_fast.report.charts import BLUE, GREEN, GREY
+from sage_fast.report.page import Trained, read_run, write_report
+from sage_fast.rollout.setup import Setup
+from sage_fast.run.folder import RunFolder
+from sage_fast.run.sources import load_run
+from sage_fast.testbed.rewards import matches, measure, motion_quality, visual_quality
+from sage_fast.testbed.tiny_model import load_vae
+from sage_fast.testbed.world import parse
+from sage_fast.util.videos import evenly_spaced, pixels
+from studies.drawn import picture
+from studies.testbed.pretrain import encode
+from studies.testbed.render import render
+
+FOLDER = Path(__file__).parents[1] / "docs" / "images"
+FRAMES = 3
+"""Frames of a clip on the still picture, evenly spaced from the first to the last."""
+FRAME_MS, LAST_FRAME_MS = 120, 900
+REPORT_WIDTH = 840
+"""Pixels of a window for the report."""
+COLORS = {"before": GREY, "after": BLUE, "correct clip": GREEN}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clips:
+    """One clip for each video of an evaluation.
+
+    Attributes:
+        videos: [N, F, 3, H, W] in [0, 1].
+        rewards: [N].
+        parts: part of the reward -> its mean, in [0, 1].
+    """
+
+    videos: Tensor
+    rewards: Tensor
+    parts: dict[str, float]
+
+
+def scored(setup: Setup, videos: Tensor, prompts: list[str]) -> Clips:
+    seen = measure(videos)
+    parts = {"clean shape": visual_quality(seen), "steady motion": motion_quality(seen), **matches(seen, prompts)}
+    means = {name.replace("color", "colour"): float(values.mean()) for name, values in parts.items()}
+    return Clips(videos=videos, rewards=setup.reward.submit(videos, prompts).result().rewards, parts=means)
+
+
+def sampled(setup: Setup, logged: dict[str, Any]) -> Clips:
+    """Sample the videos of an evaluation again."""
+    kept: dict[int, Tensor] = {}
+    setup.encode()
+    evaluate(setup, iteration=0, save=lambda number, prompt, video: kept.update({number: video}))
+    found = scored(setup, torch.stack([kept[i] for i in range(len(kept))]), logged["prompts"])
+    torch.testing.assert_close(found.rewards, torch.tensor(logged["reward"]), rtol=0, atol=1e-2)
+    return found
+
+
+@torch.no_grad()
+def correct(setup: Setup, prompts: list[str]) -> Clips:
+    """Draw clips as long as the samples, and pass them through the autoencoder."""
+    generator, vae = torch.Generator().manual_seed(0), load_vae()
+    frames = setup.config.sampling.num_frames
+    drawn = torch.stack([render(parse(prompt), generator)[:frames] for prompt in prompts])
+    latents = vae.config.scaling_factor * torch.cat([encode(vae, part) for part in drawn.split(32)])
+    return scored(setup, setup.model.decoder(latents), prompts)
+
+
+def chosen(prompts: list[str], gains: Tensor) -> dict[str, int]:
+    """Return heading -> number of the first clip of the prompts with the largest, the median and the smallest gain."""
+    means = {prompt: float(gains[[other == prompt for other in prompts]].mean()) for prompt in prompts}
+    ordered = sorted(means, key=lambda prompt: -means[prompt])
+    shown = {"best": ordered[0], "median": ordered[len(ordered) // 2], "worst": ordered[-1]}
+    lines = {name: prompt.replace(" moves ", "\nmoves ") for name, prompt in shown.items()}
+    return {f"{name}: {means[shown[name]]:+.2f}\n{text}": prompts.index(shown[name]) for name, text in lines.items()}
+
+
+def draw_clips(figure: Any, rows: dict[str, Clips], columns: dict[str, int], frames: Sequence[int]) -> None:
+    """Draw a row for each set of clips and a column for each chosen prompt, with these frames of every clip."""
+    for (heading, number), block in zip(columns.items(), figure.subfigures(1, len(columns), wspace=0.06)):
+        block.suptitle(heading, fontsize=10.5)
+        for label, line in zip(rows, block.subplots(len(rows), len(frames), squeeze=False)):
+            clip = pixels(rows[label].videos[number])
+            for frame, axes in zip(frames, line):
+                axes.imshow(clip[frame], interpolation="nearest")
+                axes.set(xticks=[], yticks=[])
+                axes.spines[:].set_visible(False)
+            line[len(frames) // 2].set_xlabel(f"{label}: {float(rows[label].rewards[number]):.2f}", fontsize=10)
+
+
+def draw_parts(axes: Any, rows: dict[str, Clips]) -> None:
+    """Draw a group of bars for each part of the reward."""
+    for i, (label, clips) in enumerate(rows.items()):
+        places = [part + 0.27 * (i - 1) for part in range(len(clips.parts))]
+        axes.barh(places, [*clips.parts.values()], 0.25, color=COLORS[label], label=label)
+    axes.set_yticks(range(len(clips.parts)), [*clips.parts])
+    axes.set(xlim=(0, 1), ylim=(len(clips.parts) - 0.5, -0.5), title="Parts of the reward (at most 1)")
+    axes.grid(axis="y", visible=False)
+
+
+def draw_course(axes: Any, trained: Trained, rows: dict[str, Clips], most: float) -> None:
+    """Draw the reward by iteration with its intervals, and that of the correct clips."""
+    points = trained.points["reward"]
+    x = sorted(points)
+    means, margins = (torch.tensor([points[i][k] for i in x]) for k in (0, 1))
+    axes.fill_between(x, means - margins, means + margins, color=BLUE, alpha=0.18, linewidth=0)
+    axes.plot(x, means, color=BLUE, marker="o", markersize=3)
+    axes.axhline(float(rows["correct clip"].rewards.mean()), color=GREEN)
+    axes.set(title=f"Reward (at most {most:g})", xlabel="iteration", ylim=(None, most))
+
+
+def report_picture(page: Path) -> Image.Image | None:
+    """Return the report as a picture, down to its checks; None without Chromium."""
+    if (browser := shutil.which("chromium") or shutil.which("google-chrome")) is None:
+        return None
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])  # for root
+        shown = chromium.new_page(viewport={"width": REPORT_WIDTH, "height": 900}, device_scale_factor=1.25)
+        shown.goto(page.absolute().as_uri())
+        box = shown.locator(".checks").bounding_box()
+        assert box is not None
+        height = box["y"] + box["height"] + 16
+        content = shown.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": REPORT_WIDTH, "height": height})
+        chromium.close()
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def main(run: Path, folder: Path = FOLDER) -> None:
+    trained, files = read_run(run), RunFolder(run)
+    logged = {name: files.evaluation(name) or {} for name in ("before", "after")}
+    begun, ended = (load_setup(resolve(config)) for config in (files.settings(), load_run(str(run), {})[0]))
+    prompts = logged["after"]["prompts"]
+    rows = {"before": sampled(begun, logged["before"]), "after": sampled(ended, logged["after"])}
+    rows["correct clip"] = correct(ended, prompts)
+    columns = chosen(prompts, rows["after"].rewards - rows["before"].rewards)
+    last, most = rows["after"].videos.shape[1] - 1, sum(ended.reward.weights.values())
+
+    def still(figure: Any) -> None:
+        top, bottom = figure.subfigures(2, 1, height_ratios=[1.4, 1])
+        draw_clips(top, rows, columns, evenly_spaced(last + 1, FRAMES))
+        bars, course = bottom.subplots(1, 2, width_ratios=[1.25, 1])
+        draw_parts(bars, rows)
+        draw_course(course, trained, rows, most)
+        bottom.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(rows))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "demo.png").write_bytes(picture(still, (6.2, 6), "png", "demo"))
+    drawn = (partial(draw_clips, rows=rows, columns=columns, frames=[i]) for i in range(last + 1))
+    moving = [Image.open(io.BytesIO(picture(draw, (5, 6.2), "png", "demo"))) for draw in drawn]
+    times = [*[FRAME_MS] * last, LAST_FRAME_MS]
+    moving[0].save(folder / "demo.webp", save_all=True, append_images=moving[1:], duration=times, loop=0, quality=75)
+    if (report := report_picture(write_report(run))) is None:
+        print("no Chromium: report.png is not drawn")
+    else:
+        report.save(folder / "report.png", optimize=True)
+    before, after, truth = (float(clips.rewards.mean()) for clips in rows.values())
+    print(f"*The reward, at most {most:g}, rises from {before:.3f} to {after:.3f}; correct clips get {truth:.2f}.*")
+    for label, clips in rows.items():
+        print(
+            f"{label}: reward {float(clips.rewards.mean()):.3f} of {most:g}, "
+            + ", ".join(f"{part} {mean:.2f}" for part, mean in clips.parts.items())
+        )
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
