@@ -97,7 +97,8 @@ def score_correct_clips(config: Config) -> tuple[float, float]:
     clips = torch.cat([draw(WORLDS["testbed"], prompt, 1, generator) for prompt in setup.eval_prompts])
     with torch.no_grad():
         decoded = setup.model.decoder(vae.config.scaling_factor * encode(vae, clips))
-    first, second = (float(setup.reward(videos, setup.eval_prompts).rewards.mean()) for videos in (clips, decoded))
+    pending = [setup.reward.submit(videos, setup.eval_prompts) for videos in (clips, decoded)]
+    first, second = (float(scores.result().rewards.mean()) for scores in pending)
     return first, second
 
 
