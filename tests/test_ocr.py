@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,19 +153,24 @@ def test_threads_are_bounded_and_nothing_is_printed(
     assert given[0]["EngineConfig.onnxruntime.intra_op_num_threads"] == 1
     for part in (one.reader.text_det, one.reader.text_rec):
         assert part.session.session.get_session_options().intra_op_num_threads == 1
-    monkeypatch.setattr(ocr_module.torch, "get_num_threads", lambda: 10_000)  # rapidocr would take all cores
-    monkeypatch.setattr(ocr_module.os, "cpu_count", lambda: 2)
-    OCRReward()
-    assert given[1]["EngineConfig.onnxruntime.intra_op_num_threads"] == 2
 
 
 @pytest.mark.parametrize(
     ("text", "read", "score"),
     [("open", "open", 1), ("open", "opem", 0.75), ("open", "pen", 0.75), ("open", "opens", 0.75), ("open", "", 0),
-     ("open", "0123", 0), ("a", "aa", 0), ("a", "x" * 10_000, 0), ("kitten", "sitting", 0.5)],
+     ("open", "0123", 0), ("a", "aa", 0), ("a", "x" * 10_000, 0), ("kitten", "sitting", 0.5),
+     ("open", "now open late", 1), ("open", "now op en late", 1), ("open", "reopened", 0)],
 )  # fmt: skip
 def test_similarity(text: str, read: str, score: float) -> None:
-    assert similarity(text, read) == score
+    assert similarity(text, read.split()) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_similarity_is_that_of_the_nearest_run_of_lines(seed: int) -> None:
+    draw = random.Random(seed)
+    text, *lines = ("".join(draw.choices("abc", k=draw.randint(1, 5))) for _ in range(draw.randint(1, 6)))
+    runs = ["".join(lines[i:j]) for i, j in itertools.combinations(range(len(lines) + 1), 2)]
+    assert similarity(text, lines) == max([0, *(similarity(text, [run]) for run in runs)])
 
 
 # -- the text of a prompt ---------------------------------------------------------------------------------------------

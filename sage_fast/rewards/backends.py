@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -113,21 +113,20 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
     return reward, {}
 
 
-def check_prompts(entry: RewardEntry, key: str, prompts: Iterable[str], metadata: Mapping[str, Metadata]) -> None:
+def check_prompts(entry: RewardEntry, key: str, prompts: Mapping[str, Metadata]) -> None:
     """Check that a shipped reward can score every prompt, if its class says which: `check_prompt(text, metadata)`.
 
     Args:
         key: setting that holds the name, for messages.
-        prompts: keys.
-        metadata: key -> metadata of a prompt, if it has any.
+        prompts: key -> metadata.
 
     Raises:
         UserError: it cannot; names the prompt.
     """
     shipped: Any = find_reward(entry, key)[0] if entry.name in SHIPPED else None  # a user's own may not run here
-    for prompt in prompts if hasattr(shipped, "check_prompt") else ():
+    for prompt, metadata in prompts.items() if hasattr(shipped, "check_prompt") else ():
         try:
-            shipped.check_prompt(split_key(prompt)[0], metadata.get(prompt, {}))
+            shipped.check_prompt(split_key(prompt)[0], metadata)
         except ValueError as error:
             raise UserError(f"{key} = {entry.name!r}: prompt {prompt!r}: {error}") from error
 

@@ -93,7 +93,7 @@ class CompositeReward:
         found: dict[str, str] = {}
         for caller in self.callers:
             entry, where = caller.entry, f"{caller.key} = {caller.entry.name!r}"
-            check_prompts(entry, caller.key, prompts, self.metadata)
+            check_prompts(entry, caller.key, {prompt: self.metadata.get(prompt, {}) for prompt in prompts})
             made_up = f"made-up videos {list(videos.shape)} of {keys[0]!r}"
             try:
                 with torch.random.fork_rng(devices=[]):

@@ -6,11 +6,9 @@ The weights come with the package rapidocr and run on the CPU.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +38,13 @@ class OCRReward(FrameReward):
     """
 
     gpu_bytes = 0.0
-    reader: Any
 
     def __init__(self, *, num_frames: int = 8) -> None:
         super().__init__("cpu", num_frames)
-        threads = min(torch.get_num_threads(), os.cpu_count() or 1)  # rapidocr takes no more, but all cores instead
         # Frames are searched as they are, where rapidocr would enlarge them to 736 pixels; 32 x 32 ones grow to 320.
-        settings: dict[str, Any] = {"Global.log_level": "critical", "Global.use_cls": False, "Det.limit_side_len": 320}
-        settings |= {"EngineConfig.onnxruntime.intra_op_num_threads": threads}
-        self.reader, self.network = RapidOCR(params=settings), nn.Identity()
+        settings = {"Global.log_level": "critical", "Global.use_cls": False, "Det.limit_side_len": 320}
+        threads = {"EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads()}
+        self.reader, self.network = RapidOCR(params=settings | threads), nn.Identity()
 
     @staticmethod
     def check_prompt(prompt: str, metadata: Metadata) -> list[str]:
@@ -75,21 +71,16 @@ class OCRReward(FrameReward):
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`; a prompt is its texts, one a line."""
         told = [(video, texts.split("\n")) for video, texts in zip(videos, prompts)]
-        scores = [torch.tensor([self._of_frame(frame, texts) for frame in video]) for video, texts in told]
-        parts = {
-            "ocr": [each.mean() for each in scores],
-            "ocr_best": [each.max() for each in scores],
-            "ocr_stays": [torch.minimum(each[:-1], each[1:]).mean() if len(each) > 1 else each[0] for each in scores],
-            "ocr_share": [(each == 1).float().mean() for each in scores],
-        }
-        return {part: torch.stack(values) for part, values in parts.items()}
+        scores = torch.tensor([[self._of_frame(frame, texts) for frame in video] for video, texts in told])
+        neighbours = scores.unfold(1, min(2, scores.shape[1]), 1)
+        whole = (scores == 1).float()
+        parts = {"ocr": scores, "ocr_stays": neighbours.amin(2), "ocr_share": whole}
+        return {"ocr_best": scores.amax(1)} | {part: values.mean(1) for part, values in parts.items()}
 
     def _of_frame(self, frame: Tensor, texts: Sequence[str]) -> float:
         image = levels(frame.nan_to_num()).byte().flip(0).permute(1, 2, 0).contiguous().numpy()  # blue first
         lines = [_plain(line) for line in self.reader(image).txts or ()]
-        ends = itertools.combinations(range(len(lines) + 1), 2)  # a text may stand on several lines
-        runs = ["", *("".join(lines[first:end]) for first, end in ends)]
-        return sum(max(similarity(text, run) for run in runs) for text in texts) / len(texts)
+        return sum(similarity(text, lines) for text in texts) / len(texts)
 
 
 def quoted(prompt: str) -> list[str]:
@@ -102,13 +93,13 @@ def _plain(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def similarity(text: str, read: str) -> float:
-    """Return max(0, 1 - edit distance / length of `text`)."""
-    if len(read) >= 2 * len(text):  # so many insertions
-        return 0.0
-    row = list(range(len(read) + 1))
+def similarity(text: str, lines: Sequence[str]) -> float:
+    """Return 1 - d / n: n is the length of `text`, d its edit distance to the nearest run of lines, or to no line."""
+    ends = [0, *itertools.accumulate(map(len, lines))]
+    read = "".join(lines)
+    row = [j - max(end for end in ends if end <= j) for j in range(len(read) + 1)]  # a run begins where a line ends
     for i, letter in enumerate(text, start=1):
         corner, row[0] = row[0], i
         for j, other in enumerate(read, start=1):
             corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (letter != other))
-    return max(0.0, 1 - row[-1] / len(text))
+    return 1 - min(row[end] for end in ends) / len(text)

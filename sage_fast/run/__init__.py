@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from sage_fast.run.folder import RunFolder
+
 
 def read_metrics(folder: str | Path) -> Any:
     """Read `metrics.jsonl` of a run, finished or not, as columns.
@@ -19,14 +21,11 @@ def read_metrics(folder: str | Path) -> Any:
     """
     import numpy as np
 
-    from sage_fast.run.folder import RunFolder
-
     run = RunFolder(folder)
     run.check()
     columns: dict[str, Any] = {name: [row.get(name) for row in run.rows] for row in run.rows for name in row}
     for name, values in columns.items():
         if all(isinstance(value, int | float | None) for value in values):
             columns[name] = np.array(values, dtype=np.float64)
-    if importlib.util.find_spec("pandas") is None:
-        return columns
-    return importlib.import_module("pandas").DataFrame(columns)
+    frames = importlib.util.find_spec("pandas") and importlib.import_module("pandas")
+    return frames.DataFrame(columns) if frames else columns

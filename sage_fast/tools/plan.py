@@ -22,7 +22,7 @@ from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
 from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, shared_prompts
-from sage_fast.data.prompts import Prompt, configured_prompts, metadata_of
+from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.load import check_weights, find_spec, meta_policy
 from sage_fast.models.policy import Policy
@@ -374,13 +374,12 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
     lines.append(f"  {config.data.prompts}: {len(train)} prompts{_keys_of(train)}")
     held = f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {config.eval.num_prompts} are evaluated"
     lines.append(f"  {config.data.eval_prompts}: {held}")
-    metadata = metadata_of([*train, *heldout])
     for key, entry in config.named_rewards.items():
-        prompts = heldout if key == "eval.judge" else [*train, *heldout]
         weights = " + ".join(f"{weight:g} {part}" for part, weight in entry.weights.items())
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {weights or 'only observes'}")
         notes += dry_run_reward(entry, key)
-        check_prompts(entry, key, [prompt.key for prompt in prompts], metadata)
+        scored = heldout if key == "eval.judge" else [*train, *heldout]
+        check_prompts(entry, key, {prompt.key: prompt.metadata for prompt in scored})
     shared = shared_prompts(train, heldout)
     notes += [*[f"note: {shared}"] * bool(shared), *(f"warning: {warning}" for warning in warnings)]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
