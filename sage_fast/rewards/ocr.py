@@ -9,6 +9,7 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class OCRReward(FrameReward):
     """
 
     gpu_bytes = 0.0
+    reader: Any
 
     def __init__(self, *, num_frames: int = 8) -> None:
         super().__init__("cpu", num_frames)

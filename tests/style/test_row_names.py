@@ -44,7 +44,6 @@ ALLOWED = {
     "name == DEFAULT": "the name of a study's variant",
     "name != DEFAULT": "the name of a study's variant",
     "label.startswith('sage')": "a study's own label of a curve",
-    "name == 'paper'": "a claim about this feedback",
     "name == 'sage'": "a claim about this sampler",
 }
 """Expression -> what its word is, where it is no row's name or a study is about the row."""
