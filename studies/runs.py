@@ -15,6 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sage_fast.benchmarks.timing import quiet
+
 from sage_fast.cli import guarded
 from sage_fast.config.loader import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
