@@ -63,7 +63,7 @@ def contents_of(
 
 
 def _code(file: Path) -> set[Path]:
-    """Return a Python file and the files beside it that it may import: it names them, or one of these does."""
+    """Return a Python file and the files beside it that it names, directly or through one of them."""
     found, new = {file}, {file}
     while new:
         words = {word for each in new if each.is_file() for word in re.findall(rb"\w+", each.read_bytes())}

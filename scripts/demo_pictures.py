@@ -31,12 +31,9 @@ from sage_fast.rollout.setup import Setup
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.sources import load_run
 from sage_fast.testbed.rewards import matches, measure, motion_quality, visual_quality
-from sage_fast.testbed.tiny_model import load_vae
-from sage_fast.testbed.world import parse
 from sage_fast.util.videos import evenly_spaced, pixels
 from studies.drawn import picture
-from studies.testbed.pretrain import encode
-from studies.testbed.render import render
+from studies.testbed.pretrain import correct_clips
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 FRAMES = 3
@@ -77,16 +74,6 @@ def sampled(setup: Setup, logged: dict[str, Any]) -> Clips:
     found = scored(setup, torch.stack([kept[i] for i in range(len(kept))]), logged["prompts"])
     torch.testing.assert_close(found.rewards, torch.tensor(logged["reward"]), rtol=0, atol=1e-2)
     return found
-
-
-@torch.no_grad()
-def correct(setup: Setup, prompts: list[str]) -> Clips:
-    """Draw clips as long as the samples, and pass them through the autoencoder."""
-    generator, vae = torch.Generator().manual_seed(0), load_vae()
-    frames = setup.config.sampling.num_frames
-    drawn = torch.stack([render(parse(prompt), generator)[:frames] for prompt in prompts])
-    latents = vae.config.scaling_factor * torch.cat([encode(vae, part) for part in drawn.split(32)])
-    return scored(setup, setup.model.decoder(latents), prompts)
 
 
 def chosen(prompts: list[str], gains: Tensor) -> dict[str, int]:
@@ -156,7 +143,8 @@ def main(run: Path, folder: Path = FOLDER) -> None:
     begun, ended = (load_setup(resolve(config)) for config in (files.settings(), load_run(str(run), {})[0]))
     prompts = logged["after"]["prompts"]
     rows = {"before": sampled(begun, logged["before"]), "after": sampled(ended, logged["after"])}
-    rows["correct clip"] = correct(ended, prompts)
+    _, decoded = correct_clips(ended.model.decoder, prompts, ended.config.sampling.num_frames)
+    rows["correct clip"] = scored(ended, decoded, prompts)
     columns = chosen(prompts, rows["after"].rewards - rows["before"].rewards)
     last, most = rows["after"].videos.shape[1] - 1, sum(ended.reward.weights.values())
 

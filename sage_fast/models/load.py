@@ -118,6 +118,7 @@ def check_weights(spec: Spec) -> None:
 
 
 def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
+    """Check one part as `check_weights` does; what is not a local folder passes, and is checked once it is loaded."""
     if not Path(source).is_dir():
         return
     folder, start = Path(source, part), f"{setting} = {source!r}:"
@@ -126,7 +127,7 @@ def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
         raise UserError(f"{start} {part}/ holds no {name} and no index; save_pretrained writes them, without a variant")
     expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
     given: dict[str, tuple[list[int], str, str]] = {}
-    files = {"": name}
+    files = {"": name}  # a file without an index lists its weights itself
     try:
         if name == SAFE_WEIGHTS_INDEX_NAME:
             index = json.loads((folder / name).read_text())

@@ -86,18 +86,12 @@ def score(runs: Sequence[TrainedRun]) -> float:
 
 def score_correct_clips(config: Config) -> tuple[float, float]:
     """Return the mean composite of one correct clip of each held-out prompt, as drawn and through the autoencoder."""
-    import torch
-
     from sage_fast.loading import load_setup, resolve
-    from sage_fast.testbed.tiny_model import allow_batches
-    from studies.testbed.pretrain import WORLDS, draw, encode
+    from studies.testbed.pretrain import correct_clips
 
-    setup, generator = load_setup(resolve(config)), torch.Generator().manual_seed(0)
-    vae = allow_batches(setup.model.decoder.vae)
-    clips = torch.cat([draw(WORLDS["testbed"], prompt, 1, generator) for prompt in setup.eval_prompts])
-    with torch.no_grad():
-        decoded = setup.model.decoder(vae.config.scaling_factor * encode(vae, clips))
-    pending = [setup.reward.submit(videos, setup.eval_prompts) for videos in (clips, decoded)]
+    setup = load_setup(resolve(config))
+    clips = correct_clips(setup.model.decoder, setup.eval_prompts, config.sampling.num_frames)
+    pending = [setup.reward.submit(videos, setup.eval_prompts) for videos in clips]
     first, second = (float(scores.result().rewards.mean()) for scores in pending)
     return first, second
 

@@ -1,8 +1,8 @@
 """Draw the images of the image-to-video testbed: python -m studies.testbed.images [FOLDER]
 
 Each is the first frame of a true clip. FOLDER (configs/prompts/i2v) gets them in `images`, and the prompt files
-train.jsonl and heldout.jsonl; the captions are from the testbed's two sets. Each caption has two images,
-which differ in the place.
+train.jsonl and heldout.jsonl; the captions are from the testbed's two sets. Each caption has two images, which differ
+in the place.
 """
 
 from __future__ import annotations

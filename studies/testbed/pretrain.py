@@ -280,6 +280,19 @@ def encode(vae: AutoencoderKLHunyuanVideo15, videos: Tensor) -> Tensor:
     return mean
 
 
+@torch.no_grad()
+def correct_clips(decoder: Callable[[Tensor], Tensor], prompts: list[str], frames: int) -> tuple[Tensor, Tensor]:
+    """Draw a correct clip of each prompt of the testbed, as drawn and through the autoencoder.
+
+    Returns:
+        Both [N, frames, 3, H, W] in [0, 1].
+    """
+    generator, vae = torch.Generator().manual_seed(0), load_vae()
+    drawn = torch.cat([draw(WORLDS["testbed"], prompt, 1, generator) for prompt in prompts])[:, :frames]
+    latents = vae.config.scaling_factor * torch.cat([encode(vae, part) for part in drawn.split(32)])
+    return drawn, decoder(latents)
+
+
 def picture(frame: Tensor) -> Image.Image:
     """Convert [3, H, W] in [0, 1] to an image."""
     return Image.fromarray((255 * frame).round().byte().permute(1, 2, 0).contiguous().numpy())
