@@ -503,7 +503,7 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["--reward.name", "videoalignment"], "did you mean 'videoalign'?; or 'package.module:name'"),
         (
             ["--eval.judge", "testbed_judge"],
-            "'testbed_judge': expected one of clipscore, hpsv3, ocr, pickscore, testbed, testbed-i2v, testbed-judge, "
+            "'testbed_judge': expected one of clipscore, ocr, pickscore, testbed, testbed-i2v, testbed-judge, "
             "videoalign, vlm",
         ),
         (["--sampling.sampler", "ode"], "no stochastic step"),

@@ -91,7 +91,7 @@ def test_neither_the_prompts_nor_the_videos_beside_it_change_a_score(tiny: Path)
 
 def test_the_short_names_lead_to_classes_with_the_parts_of_the_documentation() -> None:
     table = (Path(__file__).parent.parent / "docs" / "how-to" / "videoalign.md").read_text()
-    for name in ("videoalign", "hpsv3", "clipscore", "pickscore"):
+    for name in ("videoalign", "clipscore", "pickscore"):
         module, _, attribute = SHIPPED[name].partition(":")
         reward = getattr(importlib.import_module(module), attribute)
         assert issubclass(reward, FrameReward)

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
 from sage_fast.rewards.frame_reward import levels, resize
-from sage_fast.rewards.qwen2_vl import Qwen2VLReward
-from sage_fast.rewards.videoalign import PEFT, TEMPLATE, VideoAlignReward
+from sage_fast.rewards.videoalign import TEMPLATE, VideoAlignReward
 from sage_fast.util.errors import UserError
 from tests.tiny_rewards import (
     ALPHA,
@@ -69,7 +68,7 @@ def videos(count: int, frames: int = 20, height: int = 56, width: int = 84) -> T
     return torch.randint(0, 256, (count, frames, 3, height, width), generator=draw) / 255
 
 
-def size(reward: Qwen2VLReward, height: int, width: int) -> tuple[int, int]:
+def size(reward: VideoAlignReward, height: int, width: int) -> tuple[int, int]:
     """Size of a frame as the network sees it."""
     _, (_, rows, columns) = reward.patches(torch.zeros(2, 3, height, width))
     return 14 * rows, 14 * columns
@@ -183,7 +182,7 @@ class Reference:
         return (read @ self.weights["rm_head.weight"].T)[:, 0]
 
     def read(self, frames: np.ndarray, kind: str, request: str) -> Tensor:
-        """The last hidden states at the special tokens; an image is two equal frames."""
+        """The last hidden states at the special tokens."""
         seen, rows, columns = self.see(frames)
         content = [{"type": kind}, {"type": "text", "text": request}]
         text = self.tokenizer.apply_chat_template(
@@ -373,10 +372,9 @@ def test_the_published_file_has_the_keys_and_the_size_that_are_loaded() -> None:
     assert 0 < 5_031_072_529 - tensors < 1123 * 400  # of the file on the hub; torch.save adds a header to each tensor
     config.text_config.vocab_size += 3
     weights = {key: torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in shapes.items()}
-    head = torch.nn.Linear(1536, 1, bias=False, device="meta")
     loader = object.__new__(VideoAlignReward)
     loader.config, loader.dtype = config, torch.bfloat16
-    network = loader.build(head, weights, prefix=PEFT, lora=(64, 2.0))  # strict: each key has a place of its own
+    network = loader.build(weights, 64, 2.0)  # strict: each key has a place of its own
     assert 2 * sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16) == VideoAlignReward.gpu_bytes
     assert {p.dtype for p in network.rm_head.parameters()} == {torch.float32}
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +133,6 @@ def published_config(width: int, feed_forward: int, heads: int, key_heads: int) 
     )  # fmt: skip
 
 
-def hpsv3_shapes(config: Qwen2VLConfig) -> dict[str, torch.Size]:
-    """Shapes by the key names of MizzenAI/HPSv3."""
-    widths = {0: (1024, config.text_config.hidden_size), 3: (16, 1024), 5: (2, 16)}
-    head = {f"rm_head.{i}.weight": torch.Size(shape) for i, shape in widths.items()}
-    return (
-        qwen2_vl_shapes(config, 1) | head | {f"rm_head.{i}.bias": torch.Size(shape[:1]) for i, shape in widths.items()}
-    )
-
-
 def published_shapes(config: Qwen2VLConfig, rank: int = RANK) -> dict[str, torch.Size]:
     """Shapes by the key names of KwaiVGI/VideoReward: in peft, LoRA in the language model only."""
     shapes = {"base_model.model.rm_head.weight": torch.Size([1, config.text_config.hidden_size])}
@@ -159,15 +149,13 @@ def published_shapes(config: Qwen2VLConfig, rank: int = RANK) -> dict[str, torch
     return shapes
 
 
-def published_weights(
-    base: Path, shapes_of: Callable[[Qwen2VLConfig], dict[str, torch.Size]] = published_shapes
-) -> dict[str, Tensor]:
+def published_weights(base: Path) -> dict[str, Tensor]:
     """Random bfloat16 weights under the published names."""
     config = Qwen2VLConfig.from_pretrained(base)
     config.text_config.vocab_size = len(Qwen2Tokenizer.from_pretrained(base))
     draw = torch.Generator().manual_seed(0)
     weights = {}
-    for key, shape in shapes_of(config).items():
+    for key, shape in published_shapes(config).items():
         scale = 0.2 if len(shape) == 1 else 0.3 if "lora_" in key else 1.5 / shape[1:].numel() ** 0.5
         norm = len(shape) == 1 and key.endswith("weight")
         weights[key] = (torch.randn(shape, generator=draw) * scale + norm).bfloat16()

@@ -85,12 +85,8 @@ class KLController:
             self.value = min(max(wanted, config.lambda_min), config.lambda_limit)
 
     def state_dict(self) -> dict[str, object]:
-        return {
-            "step": self.step,
-            "value": self.value,
-            "history": list(self.history),
-            "holds_share": self.row.holds_share,
-        }
+        history, holds_share = list(self.history), self.row.holds_share
+        return {"step": self.step, "value": self.value, "history": history, "holds_share": holds_share}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore `state_dict`. The history starts empty if the feedback observes something else now."""

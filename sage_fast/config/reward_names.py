@@ -12,7 +12,6 @@ SHIPPED = {
     "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
     "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",
     "pickscore": "sage_fast.rewards.clip:PickScoreReward",
-    "hpsv3": "sage_fast.rewards.hpsv3:HPSv3Reward",
     "ocr": "sage_fast.rewards.ocr:OCRReward",
     "vlm": "sage_fast.rewards.vlm:VLMReward",
 }

@@ -109,9 +109,8 @@ class Run:
     def __init__(self, resolved: Resolved, stop: Stop, load: Load, report: Report, *, resume: bool) -> None:
         config = resolved.config
         self.config, self.stop, self.report = config, stop, report
-        self.folder, self.done = Path(config.output), 0
+        self.folder, self.done, self._next_page = Path(config.output), 0, 0.0
         self.writer: MetricsWriter | None = None
-        self._next_page = 0.0
         run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)
