@@ -289,8 +289,9 @@ def test_output_that_holds_another_run(finished_run: Path, capsys: pytest.Captur
 
 
 def test_sample_and_eval_and_report_of_a_run(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     prompt = "a red circle moves left quickly"
     assert main(["sample", str(finished_run), "--prompt", prompt, "--folder", str(tmp_path), "--quiet"]) == 0
     assert (tmp_path / "00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 500

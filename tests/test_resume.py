@@ -315,7 +315,7 @@ def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixt
         content[-3] ^= 4
         file.write_bytes(content)
     fault = f"{LORA_FILE} has changed since it was written (SHA-256)"
-    assert main(["eval", str(run)]) == 0
+    assert main(["eval", str(run), "--json", str(run.parent / "scores.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"note: iteration-000002 cannot be used and is skipped: {fault}"
     assert lines[1] == f"weights of iteration 1: {first}"
@@ -331,7 +331,7 @@ def test_damaged_final_weights_are_not_used(run: Path, capsys: pytest.CaptureFix
     content = bytearray((run / "weights" / LORA_FILE).read_bytes())
     content[-3] ^= 4
     (run / "weights" / LORA_FILE).write_bytes(content)
-    assert main(["eval", str(run)]) == 0
+    assert main(["eval", str(run), "--json", str(run.parent / "scores.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     fault = f"{LORA_FILE} has changed since it was written (SHA-256)"
     assert lines[0] == f"note: weights cannot be used and is skipped: {fault}"
