@@ -423,7 +423,7 @@ def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.Captur
     assert "train.iterations" not in page, "the same in all"
     assert "+0.600" in page, "0.5 (1 + 0.1 i), mean of five"
     assert page.count("<video ") == 5 * 3
-    assert page.count("<svg") == 2 + 12
+    assert page.count("<svg") == 2 + 13
     assert "&lt;b&gt;circle&lt;/b&gt;" in page
 
 
