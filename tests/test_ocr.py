@@ -189,6 +189,7 @@ def test_the_rule_of_quoted_text_is_that_of_the_published_encoder(prompt: str) -
 def test_metadata_may_name_the_text() -> None:
     check = OCRReward.check_prompt
     assert check('a sign "OPEN Door"', {}) == ["opendoor"]
+    assert check("a sign \u201cDON\u2019T A\u2014Z\u201d", {}) == ["don'ta-z"], "as the reader spells them"
     assert check("a shop", {"text": "\uff2f\uff30\uff25\uff2e"}) == ["open"]
     assert check('a "shop"', {"text": ["A", "b c"]}) == ["a", "bc"]
     for metadata in ({}, {"text": ""}, {"text": []}, {"text": [" "]}):

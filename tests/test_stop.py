@@ -367,3 +367,16 @@ def test_the_page_of_a_stopped_run_holds_its_last_iteration(tmp_path: Path, monk
         train(config(tmp_path / "run"), report=drawn(calls))
     assert [complete for _, complete in calls] == [False, False]
     assert calls[-1][0] == "Stopped early, or still running: 2 of 3 iterations."
+
+
+@pytest.mark.parametrize("place", ["sage_fast.run.train.save_final_weights", "sage_fast.run.train.save_checkpoint"])
+def test_the_page_of_a_failed_run_does_not_reload(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("an error")
+
+    monkeypatch.setattr(place, failing)
+    with pytest.raises(RuntimeError, match="an error"):
+        train(config(tmp_path / "run", train__iterations=2), report=report_run)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert 'http-equiv="refresh"' not in page
+    assert "No iteration has been completed yet." not in page

@@ -24,6 +24,8 @@ try:
 except ImportError as missing:
     raise UserError(f"the reward 'ocr' needs packages: pip install 'sage-fast[ocr]' ({missing})") from missing
 
+_TYPED = dict.fromkeys((0x2018, 0x2019, 0x2BC, 0x2032), "'") | dict.fromkeys((0x2010, 0x2013, 0x2014, 0x2212), "-")
+"""Apostrophes and dashes of typography -> those that are read."""
 _QUOTED = re.compile(r"\"(.*?)\"|“(.*?)”")
 
 
@@ -92,7 +94,7 @@ def quoted(prompt: str) -> list[str]:
 
 def _plain(text: str) -> str:
     """Return a text without what does not count: case, spaces and the width of letters."""
-    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return "".join(unicodedata.normalize("NFKC", text).translate(_TYPED).casefold().split())
 
 
 def similarity(text: str, lines: Sequence[str]) -> float:

@@ -1,7 +1,5 @@
 """One run: loading, the training loop, the run folder, checkpoints, evaluations and trackers."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,8 @@ def read_metrics(folder: str | Path) -> Any:
 
     run = RunFolder(folder)
     run.check()
-    columns: dict[str, Any] = {name: [row.get(name) for row in run.rows] for row in run.rows for name in row}
+    names = dict.fromkeys(name for row in run.rows for name in row)
+    columns: dict[str, Any] = {name: [row.get(name) for row in run.rows] for name in names}
     for name, values in columns.items():
         if all(isinstance(value, int | float | None) for value in values):
             columns[name] = np.array(values, dtype=np.float64)

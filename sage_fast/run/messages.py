@@ -68,8 +68,8 @@ def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str
 
 def kl_holds(objective: Objective) -> bool:
     """Whether a KL holds the policy: one at a lambda that can do something."""
-    holds_share = FEEDBACKS[objective.kl.feedback].holds_share
-    return objective.kl_acts and (holds_share or objective.kl.lambda_max > INERT_LAMBDA)
+    kl, row = objective.kl, FEEDBACKS[objective.kl.feedback]
+    return objective.kl_acts and (kl.lambda_limit if row.holds_share else kl.lambda_max) > INERT_LAMBDA
 
 
 def guidance_warning(objective: Objective, trained: float, evaluated: float) -> str | None:

@@ -81,8 +81,9 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
             run.iterate()
             save_final_weights(run.folder, run.done, run.trainer.engine)
             run.evaluate("after", run.done)
-            run.draw(complete=True)
+            run.complete = True
         finally:
+            run.draw(running=False)
             if run.writer is not None:
                 run.writer.close()
         barrier()  # wait for rank 0 to write the report
@@ -103,13 +104,14 @@ class Run:
 
     Attributes:
         done: complete iterations.
+        complete: whether the run has come to its end.
         writer: metrics and trackers; None on ranks other than 0.
     """
 
     def __init__(self, resolved: Resolved, stop: Stop, load: Load, report: Report, *, resume: bool) -> None:
         config = resolved.config
         self.config, self.stop, self.report = config, stop, report
-        self.folder, self.done, self._next_page = Path(config.output), 0, 0.0
+        self.folder, self.done, self.complete, self._next_page = Path(config.output), 0, False, 0.0
         self.writer: MetricsWriter | None = None
         run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
@@ -185,14 +187,13 @@ class Run:
                 if self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
                 elif time.monotonic() >= self._next_page:
-                    self.draw(complete=False)
+                    self.draw(running=True)
                 if self.done == count or self.done % config.train.checkpoint_interval == 0:
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:
             if not fails_alone():
                 self._save_last_complete(completed, reason)
-                self.draw(complete=False, running=False)
             raise
 
     @property
@@ -228,15 +229,15 @@ class Run:
             if found := hacking_in_run([videos for videos in evaluations if videos.iteration <= iteration]):
                 log.warning(wrapped(f"warning: {found}"))
         if name != "after":  # `train` draws the complete run
-            self.draw(complete=False)
+            self.draw(running=True)
 
-    def draw(self, *, complete: bool, running: bool = True) -> None:
+    def draw(self, *, running: bool) -> None:
         """Draw the run's page on rank 0. A failure is reported, and never ends a run."""
         if self.writer is None:
             return
         began = time.monotonic()
         try:
-            self.report(self.folder, complete, running and not complete)
+            self.report(self.folder, self.complete, running)
         except Exception as error:  # libraries that draw have their own exceptions
             log.warning(wrapped(f"note: no report ({in_one_line(error)}); later: sage-fast report {self.folder}"))
         self._next_page = began + (time.monotonic() - began) / PAGE_SHARE
