@@ -262,10 +262,11 @@ LEFT = {
     "kl.position_fraction",
     "reward.normalisation",
     "train.deepspeed_config",
+    "train.eps",
     "train.offload",
     "train.timestep_permutation",
 }
-"""Settings of older runs, all with one value, that are no choice any more."""
+"""Settings of older runs, all with one value, that are no choice any more; `train.eps`, then 1e-15 in all, is one still."""
 
 
 def _is_of(file: Path, config: Config) -> bool:

@@ -25,14 +25,16 @@ from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 IS_MUON = Policy({}, dtype=torch.float32).is_muon
 
 
-def first_step(optimizer: str, gradient: Tensor, name: str = "weight", **overrides: float) -> Tensor:
+def first_step(
+    optimizer: str, gradient: Tensor, name: str = "weight", has_adapter: bool = True, **overrides: float
+) -> Tensor:
     """What one update with `gradient` adds to a weight of that shape."""
     weight, bias = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(1))
     weight.grad = gradient
     parameters = {name: weight, "proj_out.bias": bias}
     matrices = {key for key, p in parameters.items() if IS_MUON(key, p)}
     config = build({"train.learning_rate": 1e-3, "train.optimizer": optimizer}).train
-    for made in make_optimizers(parameters, dataclasses.replace(config, **overrides), matrices, {}):
+    for made in make_optimizers(parameters, dataclasses.replace(config, **overrides), matrices, {}, has_adapter):
         made.step()
     return weight.detach()
 
@@ -44,6 +46,15 @@ def test_gradients_of_2e_9_move_weights_by_the_learning_rate() -> None:
     torch.testing.assert_close(step, -1e-3 * gradient.sign(), rtol=1e-5, atol=0)
     small = first_step("adamw", gradient, eps=1e-8)
     torch.testing.assert_close(small, step / 6, rtol=1e-5, atol=0)
+
+
+def test_weights_whose_gradients_are_rounding_move_with_an_adapter_alone() -> None:
+    """About 1e-13 is what a bias whose gradient is zero gets from rounding: at 1e-15 it would walk at the full rate."""
+    gradient = 1e-13 * torch.tensor([-1.0, 1.0]).repeat(64, 64)
+    assert first_step("adamw", gradient).abs().min() > 0.9e-3
+    assert first_step("adamw", gradient, has_adapter=False).abs().max() < 2e-6
+    assert first_step("adamw", 2e4 * gradient, has_adapter=False).abs().min() > 0.9e-3
+    assert first_step("adamw", gradient, has_adapter=False, eps=1e-15).abs().min() > 0.9e-3
 
 
 @pytest.mark.parametrize("scale", [1.0, 2e-9])

@@ -435,9 +435,9 @@ class TrainConfig(Section):
     weight_decay: float = within(1e-4, least=0)
     """Decoupled weight decay: each step shrinks a weight by learning rate x weight_decay, unless its gradient is
     exactly zero, as that of a LoRA's A is in the first step."""
-    eps: float = within(1e-15, above=0)
-    """Added to the root of AdamW's second moment. Gradients of a mean log-prob are about 2e-9 per element; the usual
-    1e-8 would shrink their updates to a sixth."""
+    eps: float | None = within(None, above=0)
+    """Added to the root of AdamW's second moment. Unset, 1e-15 for an adapter, whose gradients may be as small as 2e-9
+    per element; 1e-10 for all weights, so that weights whose gradients are rounding do not move."""
     max_grad_norm: float = within(1.0, above=0)
     """Maximum gradient norm over all weights; larger gradients are scaled down to it."""
     ema_decay: float = within(0.0, least=0, below=1)

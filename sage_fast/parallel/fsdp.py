@@ -53,7 +53,7 @@ class FsdpEngine(PlainEngine):
             for name, p in named.items()
             if isinstance(p, DTensor)
         }
-        self.optimizers = make_optimizers(self.optimized, self.config, matrices, partitions)
+        self.optimizers = make_optimizers(self.optimized, self.config, matrices, partitions, self.policy.has_adapter)
         policy.uses_all_weights = True
         if policy.has_adapter:
             log.info(

@@ -14,6 +14,8 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.parallel.muon import Muon, Partition, PartitionedMuon
 
 BETAS = (0.9, 0.999)
+EPS = {True: 1e-15, False: 1e-10}
+"""Whether the weights are those of an adapter -> `train.eps` where it is not set."""
 
 
 def make_optimizers(
@@ -21,6 +23,7 @@ def make_optimizers(
     config: TrainConfig,
     matrices: Collection[str],
     partitions: Mapping[str, Partition],
+    has_adapter: bool,
 ) -> list[torch.optim.Optimizer]:
     """Build the torch optimizers that `train.optimizer` names; together they cover all weights, each weight once.
 
@@ -32,9 +35,11 @@ def make_optimizers(
         parameters: trained weights by name, or this rank's parts of them.
         matrices: names of the weights that Muon may update; the model says which.
         partitions: how the weights lie over the ranks, if `parameters` are this rank's parts of them; else empty.
+        has_adapter: whether the weights are those of an adapter.
     """
     # For Muon, eps bounds the gradient's norm: torch's 1e-7 would shrink updates of small ones.
-    settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.eps}
+    settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    settings["eps"] = config.eps or EPS[has_adapter]
     by_muon = {name: p for name, p in parameters.items() if OPTIMIZERS[config.optimizer] and name in matrices}
     rest = [p for name, p in parameters.items() if name not in by_muon]
     made: list[torch.optim.Optimizer] = []

@@ -43,13 +43,13 @@ class PlainEngine(Engine):
         self.steps = 0
         self._prepare()
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
-        self._remembered: dict[str, Any] | None = None
+        self._remembered: tuple[Any, ...] | None = None
         self._remembered_bytes = 0
 
     def _prepare(self) -> None:
         self.optimized: dict[str, Tensor] = {**self.policy.parameters()}
         matrices = {name for name, p in self.optimized.items() if self.policy.is_muon(name, p)}
-        self.optimizers = make_optimizers(self.optimized, self.config, matrices, {})
+        self.optimizers = make_optimizers(self.optimized, self.config, matrices, {}, self.policy.has_adapter)
 
     @property
     def learning_rate(self) -> float:
@@ -119,12 +119,7 @@ class PlainEngine(Engine):
         self.steps = steps
 
     def remember(self) -> bool:
-        state = {
-            "weights": self.policy.parts(),
-            "ema": self.ema,
-            "optimizer_state": self.optimizer_state,
-            "steps": self.steps,
-        }
+        state = self.policy.parts(), self.optimizer_state, self.steps, self.ema
         sizes: list[int] = []
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
         if sum(sizes) > self._remembered_bytes:  # at the first call, and once the optimizer has allocated its state
@@ -139,8 +134,8 @@ class PlainEngine(Engine):
 
     def rewind(self) -> None:
         assert self._remembered is not None
-        state = dict(self._remembered)
-        for name, tensor in (state.pop("ema") or {}).items():
+        *state, ema = self._remembered
+        for name, tensor in (ema or {}).items():
             assert self.ema is not None
             self.ema[name].copy_(tensor)
-        self.restore(**state)
+        self.restore(*state)

@@ -96,7 +96,7 @@ class ZeroEngine(PlainEngine):
         self.parts = [nn.Parameter(states.part(p)) for p in self.parameters]
         partitions = {name: Partition(shape=p.shape, sizes=tuple(states.sizes(p))) for name, p in named.items()}
         self.optimized = dict(zip(named, self.parts))
-        self.optimizers = make_optimizers(self.optimized, self.config, matrices, partitions)
+        self.optimizers = make_optimizers(self.optimized, self.config, matrices, partitions, self.policy.has_adapter)
         self.policy.uses_all_weights = True
 
     def _note(self, number: int, grad: Tensor) -> None:
