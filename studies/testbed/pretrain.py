@@ -22,9 +22,9 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
@@ -32,6 +32,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
+from sage_fast.parallel.muon import Muon
 from sage_fast.testbed import BASE, text_encoder
 from sage_fast.testbed import world as testbed
 from sage_fast.testbed.judge import JudgeNetwork, load_judge
@@ -79,6 +80,7 @@ class World:
         vae, transformer, judge: make the network that training begins with; None: the testbed's as it is, not saved.
         judge_loss: loss on a batch of random clips.
         takes_images: whether the transformer is given the first frame of a clip.
+        muon: whether Muon trains the matrices of the transformer's blocks; AdamW trains all else.
         steps: how long.
     """
 
@@ -91,6 +93,7 @@ class World:
     judge: Callable[[], JudgeNetwork] | None
     judge_loss: Callable[[JudgeNetwork, int, torch.Generator], Tensor]
     takes_images: bool = False
+    muon: bool = False
     steps: Steps
 
 
@@ -130,7 +133,8 @@ _TESTBED = World(
     transformer=TestbedTransformer,
     judge=JudgeNetwork,
     judge_loss=judge.loss_of_clips,
-    steps=Steps(vae_steps=9000, decoder_steps=6000, steps=1300, videos_per_prompt=32, judge_steps=2500),
+    muon=True,
+    steps=Steps(vae_steps=9000, decoder_steps=6000, steps=1200, videos_per_prompt=32, judge_steps=2500),
 )
 _PAIRS = World(
     name="pairs",
@@ -150,6 +154,7 @@ _I2V = dataclasses.replace(
     transformer=functools.partial(TestbedTransformer, task_type="i2v"),
     judge=None,
     takes_images=True,
+    muon=False,
     steps=Steps(steps=300, videos_per_prompt=32),
 )
 WORLDS = {world.name: world for world in (_TESTBED, _PAIRS, _I2V)}
@@ -235,7 +240,7 @@ def _reconstruct(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, s
     )
     error = kl = torch.zeros(())
     for step in progress(range(steps), "autoencoder", steps):
-        _set_cosine_lr(optimizer, 1e-3, step, steps)
+        _set_cosine_lr(1e-3, step, steps, optimizer)
         picks = torch.randint(len(world.prompts), (world.steps.vae_batch,), generator=generator).tolist()
         video = _to_vae(torch.stack([world.video(world.prompts[i], generator) for i in picks]))
         video = video.contiguous(memory_format=torch.channels_last_3d)
@@ -247,7 +252,7 @@ def _reconstruct(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, s
         error = decoded - video
         weight = 1.0 + foreground * (video > 2 * BACKGROUND - 0.9).any(dim=1, keepdim=True)
         kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
-        _update(optimizer, (weight * error.abs()).mean() + KL_WEIGHT * kl)
+        _update((weight * error.abs()).mean() + KL_WEIGHT * kl, optimizer)
     if steps:
         rms = error.detach().square().mean().sqrt()
         log.info(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
@@ -306,9 +311,14 @@ def train_flow(world: World, clips: Clips, generator: torch.Generator) -> Testbe
     text = torch.stack([world.embed(prompt) for prompt in world.prompts])
     no_text = world.embed("")[None]
     unprompted = round(PROMPT_DROPOUT * batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)
+    blocks = model.transformer_blocks.parameters() if world.muon else []
+    matrices = [p for p in blocks if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)]
+    if matrices:
+        optimizers.append(Muon(matrices, lr=2e-3, weight_decay=1e-2, eps=1e-10))
     for step in progress(range(steps), "transformer", steps):
-        _set_cosine_lr(optimizer, 2e-3, step, steps)
+        _set_cosine_lr(2e-3, step, steps, *optimizers)
         prompt = torch.randint(latents.shape[0], (batch,), generator=generator)
         drawn = prompt, torch.randint(latents.shape[1], (batch,), generator=generator)
         x0, image = latents[drawn], [None if each is None else each[drawn] for each in (clips.tokens, clips.frame)]
@@ -325,9 +335,9 @@ def train_flow(world: World, clips: Clips, generator: torch.Generator) -> Testbe
                 own = (None if each is None else each[part] for each in image)
                 v = velocity(model, x[part], sigma[part], words[-x[part].shape[0] :], *own)
                 loss = loss + (v - target[part]).square().sum() / target.numel()
-        _update(optimizer, loss)
+        _update(loss, *optimizers)
         decay = min(EMA_DECAY, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0 - decay)
+        torch._foreach_lerp_(list(average.parameters()), [p.detach() for p in model.parameters()], 1.0 - decay)
     log.info(f"transformer: loss {loss.detach():.3f} in the last step")
     return average
 
@@ -338,9 +348,9 @@ def train_judge(world: World, network: JudgeNetwork, generator: torch.Generator)
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=1e-2)
     loss = torch.zeros(())
     for step in progress(range(steps), "judge", steps):
-        _set_cosine_lr(optimizer, 2e-3, step, steps)
+        _set_cosine_lr(2e-3, step, steps, optimizer)
         loss = world.judge_loss(network, world.steps.judge_batch, generator)
-        _update(optimizer, loss)
+        _update(loss, optimizer)
     log.info(f"judge: loss {loss.detach():.3f} in the last step")
     return network.eval()
 
@@ -384,18 +394,23 @@ def _to_vae(videos: Tensor) -> Tensor:
     return 2.0 * videos.transpose(1, 2) - 1.0
 
 
-def _set_cosine_lr(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int, warmup: int = 50) -> None:
+def _set_cosine_lr(peak: float, step: int, steps: int, *optimizers: torch.optim.Optimizer, warmup: int = 50) -> None:
     scale = min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
-    for group in optimizer.param_groups:
+    for group in _groups(optimizers):
         group["lr"] = peak * scale
 
 
-def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad(set_to_none=True)
+def _update(loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
+    torch.nn.utils.clip_grad_norm_([p for group in _groups(optimizers) for p in group["params"]], 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 if __name__ == "__main__":

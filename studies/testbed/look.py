@@ -1,0 +1,66 @@
+"""How clips of the testbed read: python -m studies.testbed.look [--base FOLDER] [--seeds 12]
+
+Prints a row for correct clips as they are drawn, one for the same clips through the autoencoder, and one for what a base
+model draws by the ODE of `configs/demo.yaml`: the mean reward, the means of its parts, and for each shape the share of
+clips on prompts with this shape that read as it. A clip reads as the shape that fits its frames best.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sage_fast.config.loader import load
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import load_setup, resolve
+from sage_fast.rollout.setup import Setup
+from sage_fast.testbed import BASE
+from sage_fast.testbed.rewards import contest, matches, measure, motion_quality, visual_quality
+from sage_fast.testbed.world import SHAPES, parse
+from studies.testbed.pretrain import correct_clips
+
+CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
+
+
+def read(videos: Tensor, prompts: list[str]) -> dict[str, float]:
+    """Return column -> its mean over clips [N, F, 3, H, W] of N prompts."""
+    seen = measure(videos)
+    parts = {"clean": visual_quality(seen), "motion": motion_quality(seen), **matches(seen, prompts)}
+    best = contest(seen).mean(dim=1).argmax(dim=-1)
+    wanted = torch.tensor([SHAPES.index(parse(prompt).shape) for prompt in prompts])
+    columns = {name: float(values.mean()) for name, values in parts.items()}
+    return columns | {name: float((best == i)[wanted == i].float().mean()) for i, name in enumerate(SHAPES)}
+
+
+def drawn_by(setup: Setup) -> tuple[Tensor, list[str]]:
+    """Return a clip for each evaluation prompt and seed, and its prompt."""
+    kept: dict[int, tuple[Tensor, str]] = {}
+    setup.encode()
+    evaluate(setup, iteration=0, save=lambda number, prompt, video: kept.update({number: (video, prompt)}))
+    videos, prompts = zip(*(kept[i] for i in range(len(kept))))
+    return torch.stack(videos), list(prompts)
+
+
+def look(base: Path, seeds: int) -> dict[str, dict[str, float]]:
+    """Return row -> column -> mean, over all training prompts."""
+    settings = {"model.path": str(base), "data.eval_prompts": "testbed:train", "eval.seeds_per_prompt": seeds}
+    setup = load_setup(resolve(load(str(CONFIG), overlays=[settings, {"eval.num_prompts": 72}])))
+    prompts = setup.eval_prompts
+    drawn, decoded = correct_clips(setup.model.decoder, prompts, setup.config.sampling.num_frames)
+    rows = {"correct": (drawn, prompts), "through the autoencoder": (decoded, prompts), "base": drawn_by(setup)}
+    rewards = {name: setup.reward.submit(*row).result().rewards.mean() for name, row in rows.items()}
+    return {name: {"reward": float(rewards[name])} | read(*row) for name, row in rows.items()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="How clips of the testbed read.")
+    parser.add_argument("--base", type=Path, default=BASE, metavar="FOLDER")
+    parser.add_argument("--seeds", type=int, default=12, help="clips of each prompt")
+    options = parser.parse_args()
+    found = look(options.base, options.seeds)
+    print(f"{'':24}" + "".join(f"{column:>11}" for column in found["base"]))
+    for row, columns in found.items():
+        print(f"{row:24}" + "".join(f"{value:11.2f}" for value in columns.values()))
