@@ -10,7 +10,7 @@ import pytest
 from sage_fast.data.prompts import read_prompts
 from sage_fast.testbed.world import heldout_prompts, train_prompts
 from studies.demo import findings, runs
-from studies.demo.runs import NFT, SAGE, Made, cells, make, settings_of
+from studies.demo.runs import NFT, SAGE, Made, cells, make, settings_of, variants
 from studies.runs import TrainedRun, shipped
 from tests.test_race import made
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.soak
 
 
 def test_the_confirmation_trains_and_scores_on_prompts_that_chose_nothing() -> None:
-    for name in (SAGE, NFT):
+    for name in (SAGE, NFT, *variants(SAGE)):
         config = settings_of(f"{name}-seed10", quick=False)
         trained, scored = (
             {prompt.text for prompt in read_prompts(source)}
@@ -27,11 +27,12 @@ def test_the_confirmation_trains_and_scores_on_prompts_that_chose_nothing() -> N
         assert (len(trained), len(scored)) == (24, config.eval.num_prompts) == (24, 48)
         assert trained | scored == set(train_prompts())
         assert not (trained | scored) & set(heldout_prompts())
-        assert config.seed not in runs._protocol()["search"]["seeds"]
+        assert config.seed not in (*runs._protocol()["search"]["seeds"], runs._protocol()["second"]["seed"])
 
 
 def test_every_cell_of_the_search_loads_and_differs_from_the_others() -> None:
-    configs = [settings_of(f"{cell}-seed0", quick=False) for cell in cells()]
+    names = [*cells(), *variants(SAGE), *variants(NFT)]
+    configs = [settings_of(f"{name}-seed0", quick=False) for name in names]
     assert len({str(config) for config in configs}) == len(configs)
 
 
@@ -47,7 +48,8 @@ def test_the_demo_is_the_cell_that_was_chosen() -> None:
 
 def test_the_best_cells_are_run_on_every_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
-    level = {cell: 1 + 0.01 * i for i, cell in enumerate(cells())}
+    names = [*cells(), *variants(SAGE), *variants(NFT)]
+    level = {cell: 1 + 0.01 * i for i, cell in enumerate(names)}
 
     def train(study: str, settings: dict[str, Any], folder: Path, **_: object) -> list[TrainedRun]:
         asked.extend(settings)
@@ -60,27 +62,36 @@ def test_the_best_cells_are_run_on_every_seed(monkeypatch: pytest.MonkeyPatch, t
     assert sorted(cell for cell, trained in found.search.items() if len(trained) == 2) == sorted(best)
     assert {f"{cell}-seed1" for cell in best} == {name for name in asked if name.endswith("-seed1")}
     assert [run.seed for run in found.confirmation[SAGE]] == runs._protocol()["confirmation"]["seeds"]
+    assert list(found.confirmation) == [SAGE, found.best(SAGE), NFT]
+    assert (found.best(SAGE), found.best(NFT)) == (list(variants(SAGE))[-1], list(variants(NFT))[-1])
 
 
 @pytest.mark.parametrize(("score", "verdict"), [(1.9, "held"), (1.5, "not decidable"), (1.1, "not held")])
 def test_the_verdict_follows_the_difference(score: float, verdict: str) -> None:
+    second = {name: [made(1.0, 0)] for name in (*variants(SAGE), *variants(NFT))}
+    best = list(variants(SAGE))[1]
+    second[best] = [made(1.3, 0)]
     confirmation = {
         SAGE: [made(score, seed, noise=0.01) for seed in range(3)],
+        best: [made(1.5, seed, noise=0.01) for seed in range(3)],
         NFT: [made(1.5, seed + 7, noise=0.01) for seed in range(3)],
     }
-    first, second, *_, last = cells()
+    first, later, *_, last = cells()
     search = {last: [made(1.9, 0)]} | {
-        cell: [made(score, seed) for seed in range(2)] for cell, score in ((first, 1.4), (second, 1.5))
+        cell: [made(score, seed) for seed in range(2)] for cell, score in ((first, 1.4), (later, 1.5))
     }
-    found = Made(search=search, confirmation=confirmation, correct=(2.886, 2.747))
-    gain, best = (claim.find(None) for claim in findings.claims(found))
+    found = Made(search=search, second=second, confirmation=confirmation, correct=(2.886, 2.747))
+    gain, variant, search_finding = (claim.find(None) for claim in findings.claims(found))
+    opposite = {"held": "not held", "not held": "held"}
+    assert variant.verdict == opposite.get(verdict, verdict)
+    assert variant.table[1][0] == f"`{best}`"
     assert "2.89 as drawn, and 2.75 through the autoencoder" in gain.text
     assert gain.verdict == verdict
     assert float(gain.table[1][3]) == pytest.approx(
         statistics.fmean(run.mean() for run in confirmation[SAGE]), abs=1e-3
     )
-    assert f"`{second}` has the highest mean" in best.text
-    assert [row[0] for row in best.table] == ["cell", f"`{second}`", f"`{first}`", f"`{last}`"]
+    assert f"`{later}` has the highest mean" in search_finding.text
+    assert [row[0] for row in search_finding.table] == ["cell", f"`{later}`", f"`{first}`", f"`{last}`"]
 
 
 def test_a_correct_clip_scores_less_through_the_autoencoder() -> None:

@@ -1,4 +1,4 @@
-"""The runs of the demo's study: cells of the search, and the confirmation."""
+"""The runs of the demo's study: cells of two searches, and the confirmation."""
 
 from __future__ import annotations
 
@@ -30,20 +30,27 @@ def protocol_text() -> list[str]:
 
 
 def cells() -> dict[str, Mapping[str, Any]]:
-    """Return cell -> its settings over `search.yaml`."""
+    """Return cell of the first search -> its settings over `search.yaml`."""
     return dict(_protocol()["cells"])
+
+
+def variants(method: str) -> dict[str, Mapping[str, Any]]:
+    """Return variant of the second search -> its settings over a shipped configuration, `SAGE` or `NFT`."""
+    return dict(_protocol()["second"]["cells"][method])
 
 
 def settings_of(run: str, quick: bool) -> Config:
     """Return the settings of a run by its name."""
     name, _, seed = run.rpartition("-seed")
     overlays: list[Mapping[str, Any]] = [{"seed": int(seed)}]
-    if name in (SAGE, NFT):
-        read = functools.partial(shipped, name)
+    if name in cells():
+        read = functools.partial(_over_search, cells()[name])
+    else:
+        method = next(method for method in (SAGE, NFT) if name in (method, *variants(method)))
+        read = functools.partial(shipped, method, _protocol()["second"]["eval"], variants(method).get(name, {}))
+    if int(seed) in _protocol()["confirmation"]["seeds"]:
         overlays.append(_protocol()["confirmation"]["base"])
         overlays.append({"eval.interval": read(*overlays).train.iterations})  # none before the end
-    else:
-        read = functools.partial(_over_search, cells()[name])
     small = {"train.iterations": QUICK, "eval.interval": QUICK, "eval.seeds_per_prompt": 1, "eval.num_prompts": 2}
     return read(*overlays, small if quick else {})
 
@@ -57,22 +64,29 @@ class Made:
     """The runs of the study.
 
     Attributes:
-        search: cell -> its runs: on the first seed, and for the best cells on the others.
-        confirmation: `SAGE` and `NFT` -> runs on seeds and prompts that chose nothing.
+        search: cell of the first search -> its runs: on the first seed, and for the best cells on the others.
+        second: variant of the second search -> its run.
+        confirmation: `SAGE`, its variant and `NFT` -> runs on seeds and prompts that chose nothing.
         correct: mean composite of correct clips of the confirmation's prompts, as drawn and through the autoencoder.
     """
 
     search: Mapping[str, Sequence[TrainedRun]]
+    second: Mapping[str, Sequence[TrainedRun]]
     confirmation: Mapping[str, Sequence[TrainedRun]]
     correct: tuple[float, float]
 
     @property
     def all(self) -> dict[str, Sequence[TrainedRun]]:
-        return {**self.search, **self.confirmation}
+        both = {name: [*self.second.get(name, []), *runs] for name, runs in self.confirmation.items()}
+        return {**self.search, **self.second, **both}
+
+    def best(self, method: str) -> str:
+        """Return the variant of `SAGE` or `NFT` with the highest score in the second search."""
+        return max(variants(method), key=lambda name: score(self.second[name]))
 
 
 def teraflops(name: str) -> float:
-    """Return the planned TFLOPs (1e12) of a run of a cell or of a shipped configuration, without its evaluations."""
+    """Return the planned TFLOPs (1e12) of a run of a cell, a variant or a shipped configuration, without its evaluations."""
     from sage_fast.models.load import find_spec
 
     config = settings_of(f"{name}-seed0", quick=False)
@@ -97,7 +111,7 @@ def score_correct_clips(config: Config) -> tuple[float, float]:
 
 
 def make(folder: Path, *, quick: bool, workers: int) -> Made:
-    """Train the runs that `folder` lacks: the search, its best cells again on the other seeds, and the confirmation."""
+    """Train the runs that `folder` lacks: both searches, and the confirmation."""
 
     def train(names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[TrainedRun]]:
         settings = {f"{name}-seed{seed}": settings_of(f"{name}-seed{seed}", quick) for seed in seeds for name in names}
@@ -108,9 +122,12 @@ def make(folder: Path, *, quick: bool, workers: int) -> Made:
     search = train(list(cells()), [first])
     ranked = sorted(search, key=lambda cell: score(search[cell]), reverse=True)
     again = train(ranked[: _protocol()["search"]["best"]], others)
-    confirmation = train([SAGE, NFT], _protocol()["confirmation"]["seeds"])
-    return Made(
+    second = train([*variants(SAGE), *variants(NFT)], [_protocol()["second"]["seed"]])
+    made = Made(
         search={cell: runs + again.get(cell, []) for cell, runs in search.items()},
-        confirmation=confirmation,
+        second=second,
+        confirmation={},
         correct=score_correct_clips(settings_of(f"{SAGE}-seed{_protocol()['confirmation']['seeds'][0]}", quick)),
     )
+    confirmed = train([SAGE, made.best(SAGE), NFT], _protocol()["confirmation"]["seeds"])
+    return dataclasses.replace(made, confirmation=confirmed)
