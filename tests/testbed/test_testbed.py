@@ -18,6 +18,7 @@ from sage_fast.testbed.text_encoder import embed
 from sage_fast.testbed.tiny_model import TestbedTransformer, load_vae
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, train_prompts
 from sage_fast.util.seeding import sample_seeds
+from studies.testbed.look import read as reading
 from studies.testbed.pretrain import WORLDS, Steps, pretrain
 from studies.testbed.render import render
 from tests.tiny import embeddings
@@ -169,3 +170,15 @@ def test_the_base_follows_prompts_but_not_perfectly() -> None:
     composite = (matched["vq"] + matched["mq"] + matched["ta"]) / 3
     assert 0.4 < float(composite.mean()) < 0.8
     assert float(composite.std()) > 0.05
+
+
+def test_the_base_draws_each_shape_sometimes() -> None:
+    """A shape that no clip shows cannot be learned from rewards."""
+    config = load(Path(__file__).parents[2] / "configs" / "demo.yaml")
+    prompts = 4 * [prompt for prompt in train_prompts() if "triangle" in prompt or "square" in prompt]
+    setup = load_setup(resolve(config), rewards=False)
+    setup.embeddings = dict(embeddings(prompts))
+    read = reading(torch.stack(generate(setup, prompts, sample_seeds(0, 0, 0, range(len(prompts)), "base"))), prompts)
+    assert 0.05 < read["triangle"] < 0.2
+    assert 0.05 < read["square"] < 0.3
+    assert read["shape"] < 0.45
