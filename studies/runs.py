@@ -266,7 +266,7 @@ LEFT = {
     "train.offload",
     "train.timestep_permutation",
 }
-"""Settings of older runs, all with one value, that are no choice any more; `train.eps`, then 1e-15 in all, is one still."""
+"""Settings of older runs, all with one value, that are no choice any more. `train.eps` is one still: it was 1e-15."""
 
 
 def _is_of(file: Path, config: Config) -> bool:

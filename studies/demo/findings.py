@@ -14,6 +14,7 @@ from studies.finding import Claim, Finding, Material
 from studies.race.findings import JUDGE, gain, judge_above, judge_gain
 from studies.runs import TrainedRun, difference
 
+
 def method_of(name: str) -> str:
     """Return the method of a configuration or of a variant of the second search."""
     return "DiffusionNFT" if name in (NFT, *variants(NFT)) else "SAGE-GRPO"
@@ -68,8 +69,8 @@ def _find_variant(made: Made, material: Material) -> Finding:
     runs, others = made.confirmation[best], made.confirmation[SAGE]
     above = difference(runs, others)
     text = (
-        f"The difference of the gains of `{best}` and `{SAGE}` is {above}, on the seeds and prompts of the table above. "
-        f"The second search chose `{best}` and `{challenger}` by their scores on seed {made.second[best][0].seed}; "
+        f"The difference of the gains of `{best}` and `{SAGE}` is {above}, on the seeds and prompts of the table above. The "
+        f" second search chose `{best}` and `{challenger}` by their scores on seed {made.second[best][0].seed}; "
         "that seed decides nothing."
     )
     table = [("variant", "method", "mean gain", "judge", "TFLOPs")] + [

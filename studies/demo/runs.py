@@ -86,7 +86,7 @@ class Made:
 
 
 def teraflops(name: str) -> float:
-    """Return the planned TFLOPs (1e12) of a run of a cell, a variant or a shipped configuration, without its evaluations."""
+    """Return the planned TFLOPs (1e12) of a run, without its evaluations; its name is without the seed."""
     from sage_fast.models.load import find_spec
 
     config = settings_of(f"{name}-seed0", quick=False)

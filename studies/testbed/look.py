@@ -1,8 +1,8 @@
 """How clips of the testbed read: python -m studies.testbed.look [--base FOLDER] [--seeds 12]
 
-Prints a row for correct clips as they are drawn, one for the same clips through the autoencoder, and one for what a base
-model draws by the ODE of `configs/demo.yaml`: the mean reward, the means of its parts, and for each shape the share of
-clips on prompts with this shape that read as it. A clip reads as the shape that fits its frames best.
+Prints a row for correct clips as they are drawn, one for the same clips through the autoencoder, and one for what a
+base model draws by the ODE of `configs/demo.yaml`: the mean reward, the means of its parts, and for each shape the
+share of clips on prompts with this shape that read as it. A clip reads as the shape that fits its frames best.
 """
 
 from __future__ import annotations
