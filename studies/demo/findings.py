@@ -69,8 +69,8 @@ def _find_variant(made: Made, material: Material) -> Finding:
     runs, others = made.confirmation[best], made.confirmation[SAGE]
     above = difference(runs, others)
     text = (
-        f"The difference of the gains of `{best}` and `{SAGE}` is {above}, on the seeds and prompts of the table above. The "
-        f" second search chose `{best}` and `{challenger}` by their scores on seed {made.second[best][0].seed}; "
+        f"The difference of the gains of `{best}` and `{SAGE}` is {above}, on the seeds and prompts above. "
+        f"The second search chose `{best}` and `{challenger}` by their scores on seed {made.second[best][0].seed}; "
         "that seed decides nothing."
     )
     table = [("variant", "method", "mean gain", "judge", "TFLOPs")] + [
