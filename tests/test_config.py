@@ -63,6 +63,8 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"sampling.etta": 1}, "unknown setting 'sampling.etta'; did you mean 'sampling.eta'"),
         ({"eta": 1}, "did you mean 'sampling.eta'"),
         ({"optimizer.learning_rate": 1}, "did you mean 'train.learning_rate'"),
+        ({"train.beta": 1}, "unknown setting 'train.beta'; did you mean 'kl.lambda_max'"),
+        ({"sample.sde_type": "sde"}, "unknown setting 'sample.sde_type'; --help lists them"),
         ({"train.lr": 1}, "unknown setting 'train.lr'; did you mean 'train.learning_rate'"),
         ({"train": {"epochs": 1}}, "unknown setting 'train.epochs'; did you mean 'train.iterations'"),
         ({"batch_size": 1}, "did you mean 'sampling.batch_size' or 'train.batch_size'"),

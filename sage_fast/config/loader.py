@@ -23,7 +23,7 @@ from sage_fast.util.errors import UserError, first_line
 LARGEST = 1_000_000
 """Most characters of a YAML text."""
 
-ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine"}
+ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine", "beta": "kl.lambda_max"}
 """Last part of a name in other trainers -> the setting meant."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
@@ -214,4 +214,4 @@ def similar(key: str) -> list[str]:
 
     last, known = key.rsplit(".", 1)[-1].replace("-", "_"), list(settings_of(Config))
     named = [ALIASES.get(last, ""), *(name for name in known if f".{name}".endswith(f".{last}"))]
-    return list(dict.fromkeys(filter(None, named))) or difflib.get_close_matches(key, known, n=1)
+    return list(dict.fromkeys(filter(None, named))) or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
