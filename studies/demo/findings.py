@@ -29,11 +29,12 @@ def _find_gain(made: Made, material: Material) -> Finding:
     """Decide whether SAGE-GRPO ends above its challenger; show all that was confirmed."""
     gains = {name: gain(runs) for name, runs in made.confirmation.items()}
     judges = {name: judge_gain(runs) for name, runs in made.confirmation.items()}
-    runs, others = made.confirmation[SAGE], made.confirmation[NFT]
+    runs, others, best = made.confirmation[SAGE], made.confirmation[NFT], made.best(SAGE)
     above = difference(runs, others)
     text = (
         f"The difference of the gains is {above} (95 % interval over {len(runs)} seeds and {len(runs[0].score())} "
-        "prompts; the base model was trained on their captions, the runs were not). A correct clip of them scores "
+        "prompts; the base model was trained on their captions, the runs were not). That of "
+        f"`{best}` and `{NFT}` is {difference(made.confirmation[best], others)}. A correct clip of them scores "
         f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which every sample "
         "passes. The judge is a network that no run is trained on; FLOPs are planned."
     )
