@@ -17,7 +17,7 @@ PROGRAM = "python -m studies.demo"
 ABOUT = """\
 What the demo gains by SAGE-GRPO and by its challenger DiffusionNFT, and how SAGE-GRPO's settings were chosen: on the
 testbed, a tiny HunyuanVideo 1.5 of moving shapes; not on the 8.3 B model. The [race](race.md#sage-grpo-at-its-best) has
-more prompts and seeds. `python -m studies.demo` writes this page."""
+more seeds. `python -m studies.demo` writes this page."""
 
 
 def _study(options: argparse.Namespace) -> int:
