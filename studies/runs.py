@@ -255,18 +255,21 @@ def train_one(config: Config, file: Path) -> float:
     return scores[-1]
 
 
-OLDER = {"sampler: exact\n": "sampler: precise\n", "surrogate: nft_adaptive\n": "surrogate: nft\n"}
+OLDER = {
+    "sampler: exact\n": "sampler: precise\n",
+    "surrogate: nft_adaptive\n": "surrogate: nft\n",
+    "eps: 1.0e-15\n": "eps: null\n",  # the default then, of adapters and of all weights
+}
 """Line of an older run's settings -> the same today."""
 LEFT = {
     "eval.sampler",
     "kl.position_fraction",
     "reward.normalisation",
     "train.deepspeed_config",
-    "train.eps",
     "train.offload",
     "train.timestep_permutation",
 }
-"""Settings of older runs, all with one value, that are no choice any more. `train.eps` is one still: it was 1e-15."""
+"""Settings of older runs, all with one value, that are no choice any more."""
 
 
 def _is_of(file: Path, config: Config) -> bool:
