@@ -23,16 +23,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
 from sage_fast.report.charts import BLUE, GREEN, GREY
 from sage_fast.report.page import Trained, read_run, write_report
 from sage_fast.rollout.setup import Setup
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.sources import load_run
-from sage_fast.testbed.rewards import matches, measure, motion_quality, visual_quality
 from sage_fast.util.videos import evenly_spaced, pixels
 from studies.drawn import picture
+from studies.testbed.look import drawn_by, mean_parts
 from studies.testbed.pretrain import correct_clips
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
@@ -60,18 +59,14 @@ class Clips:
 
 
 def scored(setup: Setup, videos: Tensor, prompts: list[str]) -> Clips:
-    seen = measure(videos)
-    parts = {"clean shape": visual_quality(seen), "steady motion": motion_quality(seen), **matches(seen, prompts)}
-    means = {name.replace("color", "colour"): float(values.mean()) for name, values in parts.items()}
-    return Clips(videos=videos, rewards=setup.reward.submit(videos, prompts).result().rewards, parts=means)
+    rewards = setup.reward.submit(videos, prompts).result().rewards
+    return Clips(videos=videos, rewards=rewards, parts=mean_parts(videos, prompts))
 
 
 def sampled(setup: Setup, logged: dict[str, Any]) -> Clips:
     """Sample the videos of an evaluation again."""
-    kept: dict[int, Tensor] = {}
-    setup.encode()
-    evaluate(setup, iteration=0, save=lambda number, prompt, video: kept.update({number: video}))
-    found = scored(setup, torch.stack([kept[i] for i in range(len(kept))]), logged["prompts"])
+    videos, _ = drawn_by(setup)
+    found = scored(setup, videos, logged["prompts"])
     torch.testing.assert_close(found.rewards, torch.tensor(logged["reward"]), rtol=0, atol=1e-2)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
@@ -23,6 +23,26 @@ def method_of(name: str) -> str:
 def risen(runs: Sequence[TrainedRun], part: str = "reward") -> float:
     """Return the mean gain of the runs; one run is enough."""
     return statistics.fmean(run.mean(part) - run.course(part)[0] for run in runs)
+
+
+def _cells(name: str, runs: Sequence[TrainedRun]) -> tuple[str, str, str]:
+    """Return the mean gain of the runs of `name`, that of the judge, and the TFLOPs of one."""
+    judge = sum(map(functools.partial(risen, runs), JUDGE))
+    return f"{risen(runs):+.3f}", f"{judge:+.3f}", f"{teraflops(name):.1f}"
+
+
+def _rows(column: str, found: Mapping[str, Sequence[TrainedRun]], parts: Sequence[str] = ()) -> list[dict[str, object]]:
+    """Return a row for each run; `column` has its name."""
+    return [
+        {column: name, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
+        | {part: run.mean(part) for part in parts}
+        for name, runs in found.items()
+        for run in runs
+    ]
+
+
+def _draw_means(found: Mapping[str, Sequence[TrainedRun]], label: str, figure: Figure) -> None:
+    draw_intervals(figure.subplots(), {name: (risen(runs),) * 3 for name, runs in found.items()}, label)
 
 
 def _find_gain(made: Made, material: Material) -> Finding:
@@ -50,12 +70,7 @@ def _find_gain(made: Made, material: Material) -> Finding:
         )
         for name, trained in made.confirmation.items()
     ]
-    rows = [
-        {"configuration": name, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
-        | {part: run.mean(part) for part in run.evaluations[0]["parts"]}
-        for name, trained in made.confirmation.items()
-        for run in trained
-    ]
+    rows = _rows("configuration", made.confirmation, list(runs[0].evaluations[0]["parts"]))
 
     def draw(figure: Figure) -> None:
         shown = {name: found.interval for name, found in gains.items()}
@@ -75,26 +90,11 @@ def _find_variant(made: Made, material: Material) -> Finding:
         "that seed decides nothing."
     )
     table = [("variant", "method", "mean gain", "judge", "TFLOPs")] + [
-        (
-            f"`{name}`",
-            method_of(name),
-            f"{risen(trained):+.3f}",
-            f"{sum(map(functools.partial(risen, trained), JUDGE)):+.3f}",
-            f"{teraflops(name):.1f}",
-        )
+        (f"`{name}`", method_of(name), *_cells(name, trained))
         for name, trained in sorted(made.second.items(), key=lambda item: -score(item[1]))
     ]
-    rows = [
-        {"variant": name, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
-        for name, trained in made.second.items()
-        for run in trained
-    ]
-
-    def draw(figure: Figure) -> None:
-        values = {name: (risen(trained),) * 3 for name, trained in made.second.items()}
-        draw_intervals(figure.subplots(), values, "gain in the held-out reward, seed 0")
-
-    return Finding(verdict=judge_above(above), text=text, draw=draw, rows=rows, table=table)
+    draw = functools.partial(_draw_means, made.second, "gain in the held-out reward, seed 0")
+    return Finding(verdict=judge_above(above), text=text, draw=draw, rows=_rows("variant", made.second), table=table)
 
 
 def _find_best(made: Made, material: Material) -> Finding:
@@ -113,19 +113,9 @@ def _find_best(made: Made, material: Material) -> Finding:
     for cell, runs in sorted(made.search.items(), key=lambda item: (-len(item[1]), -score(item[1]))):
         own = [f"{run.mean() - run.course()[0]:+.3f}" for run in runs]
         own += [""] * (len(made.search[best]) - len(runs))
-        judge = f"{sum(map(functools.partial(risen, runs), JUDGE)):+.3f}"
-        table.append((f"`{cell}`", *own, f"{risen(runs):+.3f}", judge, f"{teraflops(cell):.1f}"))
-    rows = [
-        {"cell": cell, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
-        for cell, runs in made.search.items()
-        for run in runs
-    ]
-
-    def draw(figure: Figure) -> None:
-        values = {cell: (risen(runs),) * 3 for cell, runs in made.search.items()}
-        draw_intervals(figure.subplots(), values, "gain in the held-out reward")
-
-    return Finding(verdict="not decidable", text=text, draw=draw, rows=rows, table=table)
+        table.append((f"`{cell}`", *own, *_cells(cell, runs)))
+    draw = functools.partial(_draw_means, made.search, "gain in the held-out reward")
+    return Finding(verdict="not decidable", text=text, draw=draw, rows=_rows("cell", made.search), table=table)
 
 
 def claims(made: Made) -> list[Claim]:

@@ -25,18 +25,24 @@ from studies.testbed.pretrain import correct_clips
 CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
-def read(videos: Tensor, prompts: list[str]) -> dict[str, float]:
-    """Return column -> its mean over clips [N, F, 3, H, W] of N prompts."""
+def mean_parts(videos: Tensor, prompts: list[str]) -> dict[str, float]:
+    """Return part of the reward -> its mean over clips [N, F, 3, H, W] of N prompts, in [0, 1]."""
     seen = measure(videos)
-    parts = {"clean": visual_quality(seen), "motion": motion_quality(seen), **matches(seen, prompts)}
-    best = contest(seen).mean(dim=1).argmax(dim=-1)
+    parts = {"clean shape": visual_quality(seen), "steady motion": motion_quality(seen), **matches(seen, prompts)}
+    return {name.replace("color", "colour"): float(values.mean()) for name, values in parts.items()}
+
+
+def read(videos: Tensor, prompts: list[str]) -> dict[str, float]:
+    """Return `mean_parts`, and each shape -> share of the clips on prompts with it that read as it."""
+    best = contest(measure(videos)).mean(dim=1).argmax(dim=-1)
     wanted = torch.tensor([SHAPES.index(parse(prompt).shape) for prompt in prompts])
-    columns = {name: float(values.mean()) for name, values in parts.items()}
-    return columns | {name: float((best == i)[wanted == i].float().mean()) for i, name in enumerate(SHAPES)}
+    return mean_parts(videos, prompts) | {
+        name: float((best == i)[wanted == i].float().mean()) for i, name in enumerate(SHAPES)
+    }
 
 
 def drawn_by(setup: Setup) -> tuple[Tensor, list[str]]:
-    """Return a clip for each evaluation prompt and seed, and its prompt."""
+    """Return the clips [N, F, 3, H, W] of the setup's evaluation, and their prompts."""
     kept: dict[int, tuple[Tensor, str]] = {}
     setup.encode()
     evaluate(setup, iteration=0, save=lambda number, prompt, video: kept.update({number: (video, prompt)}))
@@ -61,6 +67,6 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=12, help="clips of each prompt")
     options = parser.parse_args()
     found = look(options.base, options.seeds)
-    print(f"{'':24}" + "".join(f"{column:>11}" for column in found["base"]))
+    print(f"{'':24}" + "".join(f"{column:>15}" for column in found["base"]))
     for row, columns in found.items():
-        print(f"{row:24}" + "".join(f"{value:11.2f}" for value in columns.values()))
+        print(f"{row:24}" + "".join(f"{value:15.2f}" for value in columns.values()))

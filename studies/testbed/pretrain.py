@@ -311,9 +311,10 @@ def train_flow(world: World, clips: Clips, generator: torch.Generator) -> Testbe
     text = torch.stack([world.embed(prompt) for prompt in world.prompts])
     no_text = world.embed("")[None]
     unprompted = round(PROMPT_DROPOUT * batch)
-    blocks = model.transformer_blocks.parameters() if world.muon else []
-    matrices = [p for p in blocks if p.ndim == 2]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    matrices, others = list[Tensor](), list[Tensor]()
+    for name, p in model.named_parameters():
+        by_muon = world.muon and p.ndim == 2 and name.startswith("transformer_blocks.")
+        (matrices if by_muon else others).append(p)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)]
     if matrices:
         optimizers.append(Muon(matrices, lr=2e-3, weight_decay=1e-2, eps=1e-10))

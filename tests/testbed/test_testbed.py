@@ -157,12 +157,16 @@ def test_the_autoencoder_is_not_the_ceiling() -> None:
     assert min(means.values()) > 0.88, means
 
 
+def drawn_by_the_base(prompts: list[str]) -> Tensor:
+    setup = load_setup(resolve(load(Path(__file__).parents[2] / "configs" / "demo.yaml")), rewards=False)
+    setup.embeddings = dict(embeddings(prompts))
+    return torch.stack(generate(setup, prompts, sample_seeds(0, 0, 0, range(len(prompts)), "base")))
+
+
 def test_the_base_follows_prompts_but_not_perfectly() -> None:
     """It does clearly better than chance (the prompts of other videos) and clearly worse than the rendered truth."""
-    config = load(Path(__file__).parents[2] / "configs" / "demo.yaml")
-    setup, prompts = load_setup(resolve(config), rewards=False), heldout_prompts() * 2
-    setup.embeddings = dict(embeddings(prompts))
-    videos = torch.stack(generate(setup, prompts, sample_seeds(0, 0, 0, range(len(prompts)), "base")))
+    prompts = heldout_prompts() * 2
+    videos = drawn_by_the_base(prompts)
     matched = REWARD(videos, prompts)
     shuffled = REWARD(videos, prompts[7:] + prompts[:7])
     difference = matched["ta"] - shuffled["ta"]
@@ -174,11 +178,8 @@ def test_the_base_follows_prompts_but_not_perfectly() -> None:
 
 def test_the_base_draws_each_shape_sometimes() -> None:
     """A shape that no clip shows cannot be learned from rewards."""
-    config = load(Path(__file__).parents[2] / "configs" / "demo.yaml")
     prompts = 4 * [prompt for prompt in train_prompts() if "triangle" in prompt or "square" in prompt]
-    setup = load_setup(resolve(config), rewards=False)
-    setup.embeddings = dict(embeddings(prompts))
-    read = reading(torch.stack(generate(setup, prompts, sample_seeds(0, 0, 0, range(len(prompts)), "base"))), prompts)
+    read = reading(drawn_by_the_base(prompts), prompts)
     assert 0.05 < read["triangle"] < 0.2
     assert 0.05 < read["square"] < 0.3
     assert read["shape"] < 0.45
