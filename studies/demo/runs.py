@@ -15,6 +15,8 @@ from studies.runs import TrainedRun, planned_flops, shipped, train_runs
 
 SAGE, NFT = "demo", "demo-nft"
 """The shipped configurations that are compared."""
+HELD = "demo_share"
+"""`SAGE` with the KL at a share of the gradient."""
 QUICK = 2
 """Iterations of a run with `--quick`."""
 
@@ -39,6 +41,11 @@ def variants(method: str) -> dict[str, Mapping[str, Any]]:
     return dict(_protocol()["second"]["cells"][method])
 
 
+def looks() -> int:
+    """Return how often the confirmation's runs were looked at while more could follow."""
+    return int(_protocol()["confirmation"]["looks"])
+
+
 def settings_of(run: str, quick: bool) -> Config:
     """Return the settings of a run by its name."""
     name, _, seed = run.rpartition("-seed")
@@ -46,8 +53,10 @@ def settings_of(run: str, quick: bool) -> Config:
     if name in cells():
         read = functools.partial(_over_search, cells()[name])
     else:
-        method = next(method for method in (SAGE, NFT) if name in (method, *variants(method)))
-        read = functools.partial(shipped, method, _protocol()["second"]["eval"], variants(method).get(name, {}))
+        method = NFT if name in (NFT, *variants(NFT)) else SAGE
+        varied = {**variants(method), HELD: _protocol()["share"]["settings"]}
+        overlay = varied[name] if name != method else {}
+        read = functools.partial(shipped, method, _protocol()["second"]["eval"], overlay)
     if int(seed) in _protocol()["confirmation"]["seeds"]:
         overlays.append(_protocol()["confirmation"]["base"])
         overlays.append({"eval.interval": read(*overlays).train.iterations})  # none before the end
