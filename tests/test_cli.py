@@ -489,6 +489,7 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["--sampling.eta"], "--sampling.eta needs a value"),
         (["--sampling.eta", "--train.iterations", "3"], "--sampling.eta needs a value"),
         (["--lr", "1e-4"], "unknown option --lr; did you mean --train.learning_rate?"),
+        (["--kl_coef", "0.1"], "unknown option --kl_coef; did you mean --kl.lambda_max?"),
         (["--steps=3"], "unknown option --steps; did you mean --sampling.steps or --eval.steps?"),
         (["--fsdp"], "unknown option --fsdp; did you mean --train.engine?"),
         (["--dry"], "unknown option --dry; see sage-fast train --help"),

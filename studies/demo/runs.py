@@ -76,18 +76,20 @@ class Made:
         search: cell of the first search -> its runs: on the first seed, and for the best cells on the others.
         second: variant of the second search -> its run.
         confirmation: `SAGE`, its variant and `NFT` -> runs on seeds and prompts that chose nothing.
+        share: the runs of `HELD`, on some of the confirmation's seeds.
         correct: mean composite of correct clips of the confirmation's prompts, as drawn and through the autoencoder.
     """
 
     search: Mapping[str, Sequence[TrainedRun]]
     second: Mapping[str, Sequence[TrainedRun]]
     confirmation: Mapping[str, Sequence[TrainedRun]]
+    share: Sequence[TrainedRun]
     correct: tuple[float, float]
 
     @property
     def all(self) -> dict[str, Sequence[TrainedRun]]:
         both = {name: [*self.second.get(name, []), *runs] for name, runs in self.confirmation.items()}
-        return {**self.search, **self.second, **both}
+        return {**self.search, **self.second, **both, HELD: self.share}
 
     def best(self, method: str) -> str:
         """Return the variant of `SAGE` or `NFT` with the highest score in the second search."""
@@ -132,11 +134,12 @@ def make(folder: Path, *, quick: bool, workers: int) -> Made:
     ranked = sorted(search, key=lambda cell: score(search[cell]), reverse=True)
     again = train(ranked[: _protocol()["search"]["best"]], others)
     second = train([*variants(SAGE), *variants(NFT)], [_protocol()["second"]["seed"]])
-    made = Made(
+    found = Made(
         search={cell: runs + again.get(cell, []) for cell, runs in search.items()},
         second=second,
         confirmation={},
+        share=train([HELD], _protocol()["share"]["seeds"])[HELD],
         correct=score_correct_clips(settings_of(f"{SAGE}-seed{_protocol()['confirmation']['seeds'][0]}", quick)),
     )
-    confirmed = train([SAGE, made.best(SAGE), NFT], _protocol()["confirmation"]["seeds"])
-    return dataclasses.replace(made, confirmation=confirmed)
+    confirmed = train([SAGE, found.best(SAGE), NFT], _protocol()["confirmation"]["seeds"])
+    return dataclasses.replace(found, confirmation=confirmed)
