@@ -23,13 +23,8 @@ from sage_fast.util.errors import UserError, first_line
 LARGEST = 1_000_000
 """Most characters of a YAML text."""
 
-ALIASES = {
-    **dict.fromkeys(["beta", "kl_coef"], "kl.lambda_max"),
-    **dict.fromkeys(["epochs", "num_epochs"], "train.iterations"),
-    "fsdp": "train.engine",
-    "lr": "train.learning_rate",
-    "num_generations": "train.group_size",
-}
+ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine", "beta": "kl.lambda_max"}
+ALIASES |= {"kl_coef": "kl.lambda_max", "num_epochs": "train.iterations", "num_generations": "train.group_size"}
 """Last part of a name in other trainers -> the setting meant."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
