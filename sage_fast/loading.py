@@ -58,7 +58,8 @@ def contents_of(
         if not entry.is_address:
             spec = importlib.util.find_spec(module_of(place_of_reward(entry.name, key), key))
             origin = spec and spec.origin
-            found[key] = f"code ({fingerprint(b'', *sorted(_code(Path(origin)) if origin else ()))})"
+            named = [arg for arg in entry.args.values() if isinstance(arg, str) and Path(arg).is_file()]
+            found[key] = f"code ({fingerprint(b'', *sorted(_code(Path(origin)) if origin else ()), *named)})"
     return found
 
 

@@ -112,6 +112,17 @@ def test_a_reward_is_told_by_the_code_that_it_imports_too(
     assert found[0] == found[1] != found[2]
 
 
+def test_a_reward_is_told_by_the_files_that_its_arguments_name_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, args = [], {"url": "http://h:1", "model": "m", "template": "asks.txt", "num_frames": 4}
+    for content in ("one", "one", "two"):
+        (tmp_path / "asks.txt").write_text(content)
+        found.append(contents_of({}, None, {"reward.name": RewardEntry(name="vlm", args=args)}))
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(("contents", "said"), [({}, ""), ({"gone": "x"}, ""), ({"a": "old"}, "a holds new")])
 def test_contents_of_an_earlier_version_are_no_news(
     contents: dict[str, str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

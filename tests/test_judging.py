@@ -318,6 +318,22 @@ def test_labels_do_not_break_the_markdown() -> None:
     assert "a\\|b \\<i> |" in format_table(table([video_set("a|b\n<i>", [1.0] * 5)]))
 
 
+def test_prompts_with_line_ends_within_are_read_as_they_were_written(tmp_path: Path) -> None:
+    prompts = ["one\rtwo", "one\r\ntwo", "one\ntwo", 'a "b", c']
+    (tmp_path / "a.mp4").touch()
+    found = VideoSet(label="x", prompts=prompts, files=[tmp_path / "a.mp4"] * 4, seeds=None, scores={"r": [1.0] * 4})
+    write_folder(found, tmp_path)
+    again = read_folder("x", tmp_path)
+    assert (again.prompts, again.scores) == (prompts, found.scores)
+
+
+def test_an_index_without_a_name_is_no_score(tmp_path: Path) -> None:
+    """As pandas writes it."""
+    (tmp_path / "a.mp4").touch()
+    (tmp_path / "videos.csv").write_text(",file,prompt,r\n0,a.mp4,one,2\n")
+    assert read_folder("x", tmp_path).scores == {"r": [2.0]}
+
+
 def test_prompts_of_any_kind_survive_the_csv(tmp_path: Path) -> None:
     folder = folder_of_videos(tmp_path / "x", NASTY, {"seed": [2**62 + i for i in range(5)], "s": [1.5, "", 3, 4, 5]})
     found = read_folder("x", folder)

@@ -140,6 +140,8 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("p.jsonl", '{"prompt": "a", "negative_promt": "b"}\n', "unknown key 'negative_promt'; .*'negative_prompt'"),
         ("p.json", "[]", "expected UTF-8 text .*the nearest is .jsonl"),
         ("p.csv", "prompt,seed\n", "the nearest is .jsonl"),
+        ("p.jsonlines", '{"prompt": "a"}\n', "the nearest is .jsonl"),
+        ("p.yaml", "- a cat\n", "the nearest is .jsonl"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(name: str, content: str | bytes, expected: str, tmp_path: Path) -> None:

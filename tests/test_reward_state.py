@@ -116,9 +116,15 @@ LINES = {
     ),
     "logging": "__import__('logging').disable(50)",
     "logging of loggers": "__import__('logging.config').config.dictConfig({'version': 1})",
+    "of loggers": "logging = __import__('logging'); "
+    "[logging.getLogger(name).setLevel(50) for name in logging.root.manager.loggerDict if name[:9] == 'sage_fast']",
     "sys.stdout": "__import__('sys').stdout = open('/dev/null', 'w')",
+    "sys.stderr": "__import__('sys').stderr = open('/dev/null', 'w')",
+    "PIL.Image.MAX_IMAGE_PIXELS": "__import__('PIL.Image').Image.MAX_IMAGE_PIXELS = None",
     "signal.SIGTERM": "__import__('signal').signal(15, __import__('signal').SIG_IGN)",
     "signal.SIGINT": "__import__('signal').signal(2, __import__('signal').SIG_DFL)",
+    "signal.SIGPIPE": "__import__('signal').signal(13, __import__('signal').SIG_DFL)",
+    "signal.SIGCHLD": "__import__('signal').signal(17, __import__('signal').SIG_IGN)",
 }
 
 

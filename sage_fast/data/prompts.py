@@ -19,7 +19,7 @@ from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.images import check_image
 
 KEYS = ("prompt", "negative_prompt", "seed", "image")
-UNREAD = (".json", ".ndjson", ".csv", ".tsv")
+UNREAD = (".json", ".ndjson", ".jsonlines", ".csv", ".tsv", ".yaml", ".yml")
 """Suffixes that would wrongly be read as text."""
 SETS = {
     "testbed:train": "sage_fast.testbed.world:train_prompts",

@@ -20,8 +20,8 @@ from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, write_atomic
 
-OWN = ("file", "prompt", "image", "seed")
-"""Columns of a `videos.csv` that are no scores."""
+OWN = ("file", "prompt", "image", "seed", "")
+"""Columns of a `videos.csv` that are no scores; one without a name is the index that pandas writes."""
 
 
 def read_folder(label: str, folder: Path) -> VideoSet:
@@ -32,7 +32,7 @@ def read_folder(label: str, folder: Path) -> VideoSet:
     """
     index = folder / VIDEOS
     try:
-        rows = list(csv.DictReader(io.StringIO(index.read_text(encoding="utf-8-sig"), newline=""), strict=True))
+        rows = list(csv.DictReader(io.StringIO(index.read_bytes().decode("utf-8-sig"), newline=""), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{index}: not a CSV file in UTF-8: {error}") from error
     columns = [name for name in (rows[0] if rows else {}) if name is not None]
@@ -77,7 +77,8 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
     table = io.StringIO(newline="")
     given = {"image": bool(videos.images), "seed": bool(videos.seeds)}
     columns = ["file", "prompt", *(name for name, has in given.items() if has), *videos.scores]
-    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
+    returns = "\r" in "".join(videos.prompts)  # csv.QUOTE_MINIMAL, which is 0, would leave them bare; QUOTE_ALL is 1
+    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n", quoting=1 if returns else 0)
     writer.writeheader()
     for i, (file, prompt) in enumerate(zip(videos.files, videos.prompts, strict=True)):
         assert file is not None

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import logging
 import os
+import pkgutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
@@ -31,10 +31,9 @@ Accessors = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def _attributes(owner: str, *names: str) -> dict[str, Accessors]:
-    holder = attrgetter(owner)(torch)
+    holder = pkgutil.resolve_name(owner)
     return {
-        f"torch.{owner}.{x}": (functools.partial(getattr, holder, x), functools.partial(setattr, holder, x))
-        for x in names
+        f"{owner}.{x}": (functools.partial(getattr, holder, x), functools.partial(setattr, holder, x)) for x in names
     }
 
 
@@ -52,9 +51,10 @@ def _loggers() -> list[logging.Logger]:
     return [logger for name, logger in known if isinstance(logger, logging.Logger) and name.startswith("sage_fast")]
 
 
-def _disable(silent: set[logging.Logger]) -> None:
+def _silence(silent: dict[logging.Logger, tuple[bool, int]]) -> None:
     for logger in _loggers():
-        logger.disabled = logger in silent
+        logger.disabled, level = silent.get(logger, (False, logging.NOTSET))
+        logger.setLevel(level)
 
 
 _left = contextlib.ExitStack()
@@ -62,9 +62,10 @@ _left = contextlib.ExitStack()
 
 SETTINGS: dict[str, Accessors] = {
     "os.chdir": (os.getcwd, os.chdir),
-    "logging of loggers": (lambda: {logger for logger in _loggers() if logger.disabled}, _disable),
+    "logging of loggers": (lambda: {x: (x.disabled, x.level) for x in _loggers() if x.disabled or x.level}, _silence),
     "logging": (lambda: logging.root.manager.disable, logging.disable),
-    "sys.stdout": (lambda: sys.stdout, functools.partial(setattr, sys, "stdout")),
+    **_attributes("sys", "stdout", "stderr"),
+    **_attributes("PIL.Image", "MAX_IMAGE_PIXELS"),
     "torch.inference_mode": (torch.is_inference_mode_enabled, lambda on: _left.enter_context(torch.inference_mode(on))),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -73,16 +74,16 @@ SETTINGS: dict[str, Accessors] = {
     "torch.use_deterministic_algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "torch.autograd.set_detect_anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "torch.set_float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    **_attributes("backends.cudnn", "enabled", "benchmark", "deterministic", "allow_tf32"),
-    **_attributes("backends.mkldnn", "enabled", "deterministic"),
-    **_attributes("backends.cuda.matmul", "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),
-    **_attributes("backends.cuda.matmul", "allow_bf16_reduced_precision_reduction"),
-    **_attributes("utils.deterministic", "fill_uninitialized_memory"),
-    **_attributes("nn.functional", "scaled_dot_product_attention"),
-    **_attributes("nn.init", *(name for name in vars(torch.nn.init) if name.endswith("_") and name[0] != "_")),
+    **_attributes("torch.backends.cudnn", "enabled", "benchmark", "deterministic", "allow_tf32"),
+    **_attributes("torch.backends.mkldnn", "enabled", "deterministic"),
+    **_attributes("torch.backends.cuda.matmul", "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),
+    **_attributes("torch.backends.cuda.matmul", "allow_bf16_reduced_precision_reduction"),
+    **_attributes("torch.utils.deterministic", "fill_uninitialized_memory"),
+    **_attributes("torch.nn.functional", "scaled_dot_product_attention"),
+    **_attributes("torch.nn.init", *(name for name in vars(torch.nn.init) if name.endswith("_") and name[0] != "_")),
 }
 """Name -> its functions. A setting comes after those that write to it, as leaving inference mode does to gradients."""
-for n in SIGNALS:
+for n in (*SIGNALS, signal.SIGPIPE, signal.SIGCHLD):
     SETTINGS[f"signal.{n.name}"] = functools.partial(signal.getsignal, n), functools.partial(signal.signal, n)
 for kind in ("cpu", "cuda"):
     for what, read in (("enabled", torch.is_autocast_enabled), ("dtype", torch.get_autocast_dtype)):
@@ -92,9 +93,9 @@ for kind in ("flash", "mem_efficient", "math", "cudnn"):
     reads, writes = (attrgetter(name)(torch.backends.cuda) for name in (f"{kind}_sdp_enabled", f"enable_{kind}_sdp"))
     SETTINGS[f"torch.backends.cuda.enable_{kind}_sdp"] = reads, writes
 for layer in ("Linear", "LayerNorm", "RMSNorm", "GroupNorm", "Conv2d", "Conv3d", "Embedding"):
-    SETTINGS |= _attributes(f"nn.{layer}", "reset_parameters")
+    SETTINGS |= _attributes(f"torch.nn.{layer}", "reset_parameters")
 for part in ("", ".cudnn", ".mkldnn", ".cuda.matmul", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul"):
-    SETTINGS |= _attributes(f"backends{part}", "fp32_precision")
+    SETTINGS |= _attributes(f"torch.backends{part}", "fp32_precision")
 for name, hooks in vars(torch.nn.modules.module).items():
     if name.startswith("_global_") and isinstance(hooks, dict):  # they run in every module, the trained model too
         SETTINGS[f"torch.nn.modules.module.{name}"] = hooks.copy, functools.partial(_refill, hooks)
