@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def contents_of(
         if not entry.is_address:
             spec = importlib.util.find_spec(module_of(place_of_reward(entry.name, key), key))
             origin = spec and spec.origin
-            named = [arg for arg in entry.args.values() if isinstance(arg, str) and Path(arg).is_file()]
+            named = [arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)]
             found[key] = f"code ({fingerprint(b'', *sorted(_code(Path(origin)) if origin else ()), *named)})"
     return found
 

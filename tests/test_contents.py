@@ -116,7 +116,8 @@ def test_a_reward_is_told_by_the_files_that_its_arguments_name_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found, args = [], {"url": "http://h:1", "model": "m", "template": "asks.txt", "num_frames": 4}
+    args = {"url": "http://h:1", "model": "m" * 300, "template": "asks.txt", "num_frames": 4}  # 300: no name of a file
+    found = []
     for content in ("one", "one", "two"):
         (tmp_path / "asks.txt").write_text(content)
         found.append(contents_of({}, None, {"reward.name": RewardEntry(name="vlm", args=args)}))
