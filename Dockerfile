@@ -10,7 +10,7 @@ COPY . .
 # The README's, in the environment that the image has, with the versions that are tested. torch and triton are its own.
 ARG PIP_CONSTRAINT=/opt/sage-fast/constraints.txt
 RUN sed -i -E '/^(torch|triton|setuptools)==/d' constraints.txt
-RUN pip install torch numpy setuptools ninja
+RUN pip install torch numpy 'setuptools>=77' ninja
 RUN pip install --no-build-isolation '.[deepspeed]'
 
 # Nothing runs as root. `docker run --user "$(id -u):$(id -g)"` writes the runs of the mounted folder as yours.

@@ -121,6 +121,7 @@ def test_sources_are_evaluated_alike(evaluated: tuple[Path, str]) -> None:
     assert len(result["theirs"]["reward"]) == 4
     assert "theirs: 1 videos of other prompts do not count" in printed
     assert "theirs has no video of 1 of the prompts" in printed
+    assert "videos in folders are compressed, those of other sources are not" in printed
 
 
 def test_videos_of_another_program_are_scored_as_they_are(evaluated: tuple[Path, str]) -> None:

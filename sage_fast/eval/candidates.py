@@ -72,8 +72,7 @@ def _folders(candidates: Sequence[Candidate], folder: Path | None) -> list[Path 
     """Return a video folder for each candidate, named after it."""
     names: list[str] = []
     for candidate in candidates:
-        slug = re.sub(r"[^\w.-]+", "-", candidate.label).strip(".-").encode()[:80].decode(errors="ignore")
-        name = slug or "source"
+        name = re.sub(r"[^\w.-]+", "-", candidate.label).strip(".-").encode()[:80].decode(errors="ignore") or "source"
         names.append(name if name not in names else f"{name}-{len(names)}")
     return [None if folder is None else folder / "videos" / name for name in names]
 
@@ -91,6 +90,8 @@ class _Evaluator:
             check_task(heldout, find_spec(path, fetch=True))
         in_folders = [prompt for found in self.folders.values() for prompt in found.prompts]
         self.prompts = {p.key for p in heldout[: config.eval.num_prompts]} if paths else {*in_folders}
+        if paths and self.folders:
+            log.info("note: videos in folders are compressed, those of other sources are not, which changes scores")
         for found in self.folders.values():
             self._check_prompts(found)
         images = {key: {"image": path} for found in self.folders.values() for key, path in found.images.items()}
@@ -136,9 +137,8 @@ class _Evaluator:
             self.setup = None
             gc.collect()
             torch.cuda.empty_cache()
-        settings = dataclasses.replace(model, sequence_parallel=self.config.model.sequence_parallel)
-        resolved = resolve(dataclasses.replace(self.config, model=settings))
-        setup = load_setup(resolved, attention=attention, rewards=False)
+        model = dataclasses.replace(model, sequence_parallel=self.config.model.sequence_parallel)
+        setup = load_setup(resolve(dataclasses.replace(self.config, model=model)), attention=attention, rewards=False)
         for note in setup.model.notes:
             log.info(f"note: {note}")
         if embeddings is None:
