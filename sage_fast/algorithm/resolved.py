@@ -55,8 +55,7 @@ class Resolved:
         """
         train, steps = self.config.train, self.scored(table).stochastic_steps
         count = math.ceil(Fraction(str(train.timestep_fraction)) * len(steps))  # the product of floats may be above it
-        order = permutation(len(steps), self.config.seed, "trained-steps", iteration)
-        return sorted(steps[i] for i in order[:count])
+        return sorted(steps[i] for i in permutation(len(steps), self.config.seed, "trained-steps", iteration)[:count])
 
     @property
     def longest_window(self) -> list[int]:

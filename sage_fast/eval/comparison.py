@@ -94,8 +94,7 @@ def _with_margin(value: float, margin: float | None, *, sign: bool = False) -> s
 def _grid(lines: Sequence[Sequence[str]]) -> list[str]:
     """Lay out cells as an aligned Markdown table; the first line is the header."""
     cells = [[_escaped(cell) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    first, *others = widths
+    first, *others = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
     return [f"| {' | '.join([line[0].ljust(first), *map(str.rjust, line[1:], others)])} |" for line in cells]
 

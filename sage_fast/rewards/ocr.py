@@ -77,8 +77,7 @@ class OCRReward(FrameReward):
         told = [(video, texts.split("\n")) for video, texts in zip(videos, prompts)]
         scores = torch.tensor([[self._of_frame(frame, texts) for frame in video] for video, texts in told])
         neighbours = scores.unfold(1, min(2, scores.shape[1]), 1)
-        whole = (scores == 1).float()
-        parts = {"ocr": scores, "ocr_stays": neighbours.amin(2), "ocr_share": whole}
+        parts = {"ocr": scores, "ocr_stays": neighbours.amin(2), "ocr_share": (scores == 1).float()}
         return {"ocr_best": scores.amax(1)} | {part: values.mean(1) for part, values in parts.items()}
 
     def _of_frame(self, frame: Tensor, texts: Sequence[str]) -> float:

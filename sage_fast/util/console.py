@@ -64,8 +64,7 @@ _screen.setFormatter(_Formatter())
 
 def log_to_screen(*, quiet: bool = False) -> None:
     """Print the package's messages and progress from here on. `quiet`, or a rank other than 0, prints only errors."""
-    first = os.environ.get("RANK", "0") == "0"
-    _screen.setLevel(logging.INFO if first and not quiet else logging.ERROR)
+    _screen.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" and not quiet else logging.ERROR)
     PACKAGE.setLevel(logging.DEBUG)
     PACKAGE.addHandler(_screen)
     PACKAGE.propagate = False  # a library may have set up the root logger

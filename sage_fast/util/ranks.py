@@ -67,8 +67,7 @@ def join_sequence_group(size: int, timeout_minutes: float = 10) -> None:
     global _sequence_group
     if size == sequence_size():
         return
-    timeout = timedelta(minutes=timeout_minutes)
-    _sequence_group = dist.new_subgroups(size, timeout=timeout)[0] if size > 1 else None
+    _sequence_group = dist.new_subgroups(size, timeout=timedelta(minutes=timeout_minutes))[0] if size > 1 else None
 
 
 def sequence_group() -> dist.ProcessGroup | None:
