@@ -150,7 +150,7 @@ def test_sigterm_at_random_moments(place: Place, reference: Reference) -> None:
 
 def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, reference: Reference) -> None:
     """Stop runs at random moments and resume them until they end; the outcome is that of an undisturbed run."""
-    rng, stopped, round_of_runs = random.Random(int(number_of_signal)), 0, 0
+    rng, stopped, round_of_runs, latest = random.Random(int(number_of_signal)), 0, 0, reference.seconds
     while stopped < count:
         name = f"{number_of_signal.name}-{round_of_runs}"
         round_of_runs += 1
@@ -159,12 +159,13 @@ def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, r
             process = place.start(name)
             if number_of_signal != signal.SIGKILL:
                 place.wait_until_locked(name, process)
-            time.sleep(rng.uniform(0, reference.seconds))
+            time.sleep(rng.uniform(0, latest))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number_of_signal)
             status = place.server.wait(process)
             ended = (run / "report.html").is_file()
             stopped += not ended
+            latest *= 0.8 if ended else 1.1  # a machine becomes busy or idle; most runs are to be stopped
             if ended:  # the signal may have come after the run restored its handlers
                 assert status in (0, 128 + number_of_signal, -number_of_signal), place.log(name)
             elif number_of_signal == signal.SIGKILL:
