@@ -29,6 +29,7 @@ from sage_fast.report.page import Trained, read_run, write_report
 from sage_fast.rollout.setup import Setup
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.sources import load_run
+from sage_fast.testbed.rewards import measure
 from sage_fast.util.videos import evenly_spaced, pixels
 from studies.drawn import picture
 from studies.testbed.look import drawn_by, mean_parts
@@ -60,7 +61,7 @@ class Clips:
 
 def scored(setup: Setup, videos: Tensor, prompts: list[str]) -> Clips:
     rewards = setup.reward.submit(videos, prompts).result().rewards
-    return Clips(videos=videos, rewards=rewards, parts=mean_parts(videos, prompts))
+    return Clips(videos=videos, rewards=rewards, parts=mean_parts(measure(videos), prompts))
 
 
 def sampled(setup: Setup, logged: dict[str, Any]) -> Clips:

@@ -11,9 +11,11 @@ from matplotlib.figure import Figure
 from studies.demo.runs import HELD, NFT, SAGE, Made, looks, score, teraflops, variants
 from studies.differences import Difference
 from studies.figures import draw_intervals
-from studies.finding import Claim, Finding, Material
+from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.findings import JUDGE, gain, judge_above, judge_gain
 from studies.runs import TrainedRun, difference
+
+Table = Sequence[Sequence[str]]
 
 
 def method_of(name: str) -> str:
@@ -47,8 +49,16 @@ def _rows(column: str, found: Mapping[str, Sequence[TrainedRun]], parts: Sequenc
     ]
 
 
-def _draw_means(found: Mapping[str, Sequence[TrainedRun]], label: str, figure: Figure) -> None:
-    draw_intervals(figure.subplots(), {name: (risen(runs),) * 3 for name, runs in found.items()}, label)
+def _means(
+    column: str, found: Mapping[str, Sequence[TrainedRun]], verdict: Verdict, text: str, table: Table, seed: str = ""
+) -> Finding:
+    """Return a finding that draws the mean gains of `found`, by the names in `column`."""
+
+    def draw(figure: Figure) -> None:
+        means = {name: (risen(runs),) * 3 for name, runs in found.items()}
+        draw_intervals(figure.subplots(), means, f"gain in the held-out reward{seed}")
+
+    return Finding(verdict=verdict, text=text, draw=draw, rows=_rows(column, found), table=table)
 
 
 def _find_gain(made: Made, material: Material) -> Finding:
@@ -99,8 +109,7 @@ def _find_variant(made: Made, material: Material) -> Finding:
         (f"`{name}`", method_of(name), *_cells(name, trained))
         for name, trained in sorted(made.second.items(), key=lambda item: -score(item[1]))
     ]
-    draw = functools.partial(_draw_means, made.second, "gain in the held-out reward, seed 0")
-    return Finding(verdict=judge_above(above), text=text, draw=draw, rows=_rows("variant", made.second), table=table)
+    return _means("variant", made.second, judge_above(above), text, table, seed=", seed 0")
 
 
 def _find_share(made: Made, material: Material) -> Finding:
@@ -116,8 +125,7 @@ def _find_share(made: Made, material: Material) -> Finding:
     table = [("configuration", "mean gain", "judge", "TFLOPs")] + [
         (f"`{name}`", *_cells(name, runs)) for name, runs in found.items()
     ]
-    draw = functools.partial(_draw_means, found, "gain in the held-out reward")
-    return Finding(verdict=judge_above(above), text=text, draw=draw, rows=_rows("configuration", found), table=table)
+    return _means("configuration", found, judge_above(above), text, table)
 
 
 def _find_best(made: Made, material: Material) -> Finding:
@@ -137,8 +145,7 @@ def _find_best(made: Made, material: Material) -> Finding:
         own = [f"{run.mean() - run.course()[0]:+.3f}" for run in runs]
         own += [""] * (len(made.search[best]) - len(runs))
         table.append((f"`{cell}`", *own, *_cells(cell, runs)))
-    draw = functools.partial(_draw_means, made.search, "gain in the held-out reward")
-    return Finding(verdict="not decidable", text=text, draw=draw, rows=_rows("cell", made.search), table=table)
+    return _means("cell", made.search, "not decidable", text, table)
 
 
 def claims(made: Made) -> list[Claim]:

@@ -18,25 +18,25 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
 from sage_fast.rollout.setup import Setup
 from sage_fast.testbed import BASE
-from sage_fast.testbed.rewards import contest, matches, measure, motion_quality, visual_quality
+from sage_fast.testbed.rewards import Measurement, contest, matches, measure, motion_quality, visual_quality
 from sage_fast.testbed.world import SHAPES, parse
 from studies.testbed.pretrain import correct_clips
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
-def mean_parts(videos: Tensor, prompts: list[str]) -> dict[str, float]:
-    """Return part of the reward -> its mean over clips [N, F, 3, H, W] of N prompts, in [0, 1]."""
-    seen = measure(videos)
+def mean_parts(seen: Measurement, prompts: list[str]) -> dict[str, float]:
+    """Return part of the reward -> its mean over the measured clips of N prompts, in [0, 1]."""
     parts = {"clean shape": visual_quality(seen), "steady motion": motion_quality(seen), **matches(seen, prompts)}
     return {name.replace("color", "colour"): float(values.mean()) for name, values in parts.items()}
 
 
 def read(videos: Tensor, prompts: list[str]) -> dict[str, float]:
-    """Return `mean_parts`, and each shape -> share of the clips on prompts with it that read as it."""
-    best = contest(measure(videos)).mean(dim=1).argmax(dim=-1)
+    """Return `mean_parts` of clips [N, F, 3, H, W], and shape -> share of those on prompts with it that read as it."""
+    seen = measure(videos)
+    best = contest(seen).mean(dim=1).argmax(dim=-1)
     wanted = torch.tensor([SHAPES.index(parse(prompt).shape) for prompt in prompts])
-    return mean_parts(videos, prompts) | {
+    return mean_parts(seen, prompts) | {
         name: float((best == i)[wanted == i].float().mean()) for i, name in enumerate(SHAPES)
     }
 
