@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.advantages import balanced_rewards, extremes, group_advantages
+from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.iteration_plan import IterationPlan, Transition, plan_iteration
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import Observer
@@ -208,8 +208,6 @@ class Trainer:
         advantages, equal = group_advantages(basis, valid, std=objective.advantage_std, clamp=objective.advantage_clamp)
         self.observer.record_rewards(scores, advantages, valid, equal)
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
-        if count := self.config.train.trained_samples:
-            kept &= extremes(advantages, valid, count)
         return advantages.flatten()[batch.numbers].float().to(self.device), kept.flatten().tolist()
 
     # -- update -------------------------------------------------------------------------------------------------------

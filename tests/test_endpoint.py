@@ -1,4 +1,4 @@
-"""`objective.direction: endpoint` and `train.trained_samples`: what is trained of a group, and in which direction."""
+"""`objective.direction: endpoint`: the direction in which the samples of a group are trained."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.advantages import extremes
 from sage_fast.algorithm.iteration_plan import IterationPlan, Sample
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.ops.philox import philox_normal
@@ -20,7 +19,7 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import planned, settings, tiny_trainer
+from tests.tiny import settings, tiny_trainer
 
 ENDPOINT: dict[str, Any] = {
     "objective__direction": "endpoint",
@@ -154,40 +153,6 @@ def test_a_group_spread_over_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-5)
 
 
-def test_extremes() -> None:
-    advantages = torch.tensor(
-        [[0.5, -2.0, 1.0, -1.0, 0.0, 3.0], [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [9.0, 2.0, -1.0, 0.0, 0.0, 0.0]]
-    )
-    valid = torch.ones_like(advantages, dtype=torch.bool)
-    valid[2, 0] = valid[2, 3:] = False
-    kept = extremes(advantages, valid, 4)
-    assert (kept & valid).tolist() == [
-        [False, True, True, True, False, True],
-        [True, True, False, True, True, False],
-        [False, True, True, False, False, False],
-    ]
-    assert extremes(advantages, valid, 6)[valid].all()
-
-
-def test_extremes_are_trained_and_paid_for() -> None:
-    config = settings(
-        train__group_size=4, train__trained_samples=2, train__prompts_per_iteration=2, kl__anchor_interval=1
-    )
-    trainer = tiny_trainer(config)
-    plan = planned(config, trainer.prompts)
-    batch, scores = trainer.rollout(plan)
-    advantages, kept = trainer.advantages(batch, scores)
-    assert [sum(kept[:4]), sum(kept[4:])] == [2, 2]
-    for group in (slice(0, 4), slice(4, 8)):
-        chosen = [a for a, k in zip(advantages[group].tolist(), kept[group]) if k]
-        assert sorted(chosen) == [advantages[group].min(), advantages[group].max()]
-    steps = len(plan.trained[0])
-    assert sum(map(len, plan.updates(kept))) == 4 * steps
-    whole = planned(settings(train__group_size=4, train__prompts_per_iteration=2), trainer.prompts).forwards()
-    for part, share in {"rollout": 1, "training": 0.5, "anchor": 0.5}.items():
-        assert plan.forwards()[part] == plan.forwards(kept)[part] == share * whole[part], part
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -198,12 +163,3 @@ def test_extremes_are_trained_and_paid_for() -> None:
 def test_what_it_needs(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_trainable(settings(**{**ENDPOINT, **overrides}))
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [(3, "a multiple of 2; the nearest valid values are 2 and 4"), (6, "at most train.group_size = 4")],
-)
-def test_how_many_are_trained(value: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        settings(train__group_size=4, train__trained_samples=value)

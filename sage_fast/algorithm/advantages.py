@@ -43,18 +43,6 @@ def group_advantages(
     return advantages.clamp(-clamp, clamp), equal
 
 
-def extremes(advantages: Tensor, valid: Tensor, count: int) -> Tensor:
-    """Return where a group's `count` // 2 largest and `count` // 2 smallest valid advantages are, bool `[P, G]`.
-
-    Of equal ones the first count. A group with few valid samples keeps them all (PODS, arXiv 2504.13818).
-    """
-    kept = torch.zeros_like(valid)
-    for sign in (1, -1):
-        order = (sign * advantages).where(valid, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        kept.scatter_(1, order[:, : count // 2], True)
-    return kept
-
-
 def _spread(values: Tensor, valid: Tensor) -> Tensor:
     """Return largest - smallest valid value of each group, `[P]`; -inf without one."""
     return torch.where(valid, values, -torch.inf).amax(1) - torch.where(valid, values, torch.inf).amin(1)

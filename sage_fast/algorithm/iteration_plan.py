@@ -215,11 +215,10 @@ class IterationPlan:
         Denoising steps that a rank runs once for several samples count once.
 
         Args:
-            kept: as for `updates`; by default `train.trained_samples` of every group.
+            kept: as for `updates`; by default every sample.
         """
-        train, stored = self.resolved.config.train, [len(self.trained[sample.group]) for sample in self.samples]
-        if kept is None:
-            kept = [sample.index < (train.trained_samples or train.group_size) for sample in self.samples]
+        stored = [len(self.trained[sample.group]) for sample in self.samples]
+        kept = [True] * len(self.samples) if kept is None else kept
         counts = {
             "rollout": sum(map(self.rollouts.count, self.shares)),
             "training": sum(steps for steps, trains in zip(stored, kept) if trains),

@@ -406,8 +406,6 @@ class TrainConfig(Section):
     """Groups per iteration, over all ranks."""
     group_size: int = within(4, least=2, most=2**20)
     """Samples per prompt. Their rewards are compared; one alone would have no advantage."""
-    trained_samples: int = within(0, least=0, every=2)
-    """Samples of a group that are trained: half of them with its largest advantages, half with its smallest. 0: all."""
     optimizer_steps: int = within(1, least=1)
     """Updates per iteration. Each trains every sample, on its own share of the trained steps."""
     batch_size: int = within(1, least=1)
@@ -462,8 +460,6 @@ class TrainConfig(Section):
         super().__post_init__()
         most = f"{MOST_SAMPLES:,} samples an iteration; the nearest is {MOST_SAMPLES // self.group_size}"
         self.require(self.samples <= MOST_SAMPLES, "prompts_per_iteration", f"expected at most {most}")
-        within_group = f"expected at most train.group_size = {self.group_size}; the nearest choice is 0"
-        self.require(self.trained_samples <= self.group_size, "trained_samples", within_group)
 
     @property
     def samples(self) -> int:
