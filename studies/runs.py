@@ -268,6 +268,7 @@ LEFT = {
     "train.deepspeed_config",
     "train.offload",
     "train.timestep_permutation",
+    "train.trained_samples",
 }
 """Settings of older runs, all with one value, that are no choice any more."""
 
