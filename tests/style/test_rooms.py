@@ -19,12 +19,12 @@ from sage_fast.parallel import optimizers
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
-READING_PATHS = {"sage_fast.trainer": 3289, "sage_fast.run.train": 5888}
+READING_PATHS = {"sage_fast.trainer": 3254, "sage_fast.run.train": 5874}
 """Module -> lines of code that a reader holds to understand it. Limits are lowered, never raised: a feature
 enters when one leaves."""
 RAISE = "remove as much code as you add: limits are lowered, never raised"
 LONGEST_CHAIN = 11
-PACKAGE_LINES = 13478
+PACKAGE_LINES = 13466
 LONGEST_FUNCTION = 60
 TAKES_ALL_SETTINGS = 20
 """Functions with a parameter of the type `Config`; the others take the sections or values that they read."""
