@@ -20,6 +20,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t kChunk = 1 << 15;     // elements of one sample per task
 constexpr int64_t kRowChunk = 1 << 13;  // the same for the normalisations, whose samples may be small
+constexpr int64_t kRowChunks = 128;     // most tasks of one sample there: each has scratch and sums as wide as a row
 
 inline Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -113,12 +114,14 @@ void for_each_chunk(const Samples& x, const F& f) {
   });
 }
 
-inline int64_t rows_of_chunk(int64_t width) { return std::max<int64_t>(kRowChunk / std::max<int64_t>(width, 1), 1); }
+inline int64_t rows_of_chunk(int64_t rows, int64_t width) {
+  return std::max({kRowChunk / std::max<int64_t>(width, 1), (rows + kRowChunks - 1) / kRowChunks, int64_t{1}});
+}
 
 // Calls f(sample, chunk, begin, end) in parallel for fixed chunks of every sample's rows of `width` elements.
 template <class F>
 void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
-  const int64_t size = rows_of_chunk(width), chunks = (rows + size - 1) / size;
+  const int64_t size = rows_of_chunk(rows, width), chunks = (rows + size - 1) / size;
   torch::stable::parallel_for(0, samples * chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
       const int64_t begin = task % chunks * size;
@@ -132,7 +135,7 @@ void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
 class Partials {
  public:
   Partials(bool wanted, int64_t samples, int64_t rows, int64_t width, int64_t count, int64_t sum_width)
-      : chunks_((rows + rows_of_chunk(width) - 1) / rows_of_chunk(width)),
+      : chunks_((rows + rows_of_chunk(rows, width) - 1) / rows_of_chunk(rows, width)),
         count_(count),
         width_(sum_width),
         sums_(wanted ? samples * chunks_ * count * sum_width : 0) {}
