@@ -173,7 +173,8 @@ import time
 import torch
 import torch.distributed as dist
 from sage_fast.util.environment import synchronize
-from sage_fast.util.ranks import initialize, rank, world_size
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, world_size
 device = initialize(10)
 ranks, tiny = world_size(), device.type != "cuda"
 lora, block = (10_000, 10_000) if tiny else (184_000_000, 151_000_000)  # elements

@@ -81,7 +81,7 @@ def test_there_is_no_ratio_to_what_may_be_zero() -> None:
 
 
 def test_every_recipe_is_a_short_file_that_the_race_runs() -> None:
-    assert {file.stem for file in RECIPES.glob("*.yaml")} == set(runs.recipes())
+    assert {file.stem for file in RECIPES.glob("*.yaml")} == {*runs.recipes(), "endpoint"}  # the demo's study runs it
     for file in RECIPES.glob("*.yaml"):
         text = file.read_text()
         assert "\nbase: " not in text or len(text.splitlines()) <= 30
