@@ -105,10 +105,9 @@ void norm_modulate_backward(const ModulateArgs& args, int64_t begin, int64_t end
 // Rotates neighbouring pairs, (a, b) -> (a cos - b sin, a sin + b cos), as y cos + swapped(y) sin; `sine` has the sign.
 inline void rotate(const float* y, const float* cosine, const float* sine, int64_t n, float* out) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const Lanes x = lanes_at(y + i);
-    const Lanes swapped = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    *reinterpret_cast<Lanes*>(out + i) = x * lanes_at(cosine + i) + swapped * lanes_at(sine + i);
+  for (; i + 4 <= n; i += 4) {
+    const Quad x = quad_at(y + i), swapped = __builtin_shufflevector(x, x, 1, 0, 3, 2);
+    *reinterpret_cast<Quad*>(out + i) = x * quad_at(cosine + i) + swapped * quad_at(sine + i);
   }
   for (; i < n; i += 2) {
     const float a = y[i], b = y[i + 1];

@@ -4,35 +4,43 @@ namespace sage_fast::INSTRUCTION_SET {
 
 constexpr int kLanes = 16;
 
-// Sixteen floats; the compiler splits them for narrower registers.
-typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+// Four floats, a register of every processor: wider vectors than those of the instruction set would live in memory.
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
-inline Lanes lanes_at(const float* values) { return *reinterpret_cast<const Lanes*>(values); }
+inline Quad quad_at(const float* values) { return *reinterpret_cast<const Quad*>(values); }
 
-inline float total(const Lanes& lanes) {
-  Lanes s = lanes + __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  s += __builtin_shufflevector(s, s, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  s += __builtin_shufflevector(s, s, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  s += __builtin_shufflevector(s, s, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  return s[0];
+// Adds lanes i and i + 8, then i and i + 4, i + 2, i + 1.
+inline float total(Quad a, Quad b, Quad c, Quad d) {
+  const Quad s = (a + c) + (b + d);
+  return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
-inline float dot(const float* a, const float* b, int64_t n) {
-  Lanes lanes = {};
+inline float dot(const float* x, const float* y, int64_t n) {
+  Quad a = {}, b = {}, c = {}, d = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) lanes += lanes_at(a + i) * lanes_at(b + i);
+  for (; i + kLanes <= n; i += kLanes) {
+    a += quad_at(x + i) * quad_at(y + i);
+    b += quad_at(x + i + 4) * quad_at(y + i + 4);
+    c += quad_at(x + i + 8) * quad_at(y + i + 8);
+    d += quad_at(x + i + 12) * quad_at(y + i + 12);
+  }
   float rest = 0;
-  for (; i < n; ++i) rest += a[i] * b[i];
-  return total(lanes) + rest;
+  for (; i < n; ++i) rest += x[i] * y[i];
+  return total(a, b, c, d) + rest;
 }
 
-inline float sum(const float* a, int64_t n) {
-  Lanes lanes = {};
+inline float sum(const float* x, int64_t n) {
+  Quad a = {}, b = {}, c = {}, d = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) lanes += lanes_at(a + i);
+  for (; i + kLanes <= n; i += kLanes) {
+    a += quad_at(x + i);
+    b += quad_at(x + i + 4);
+    c += quad_at(x + i + 8);
+    d += quad_at(x + i + 12);
+  }
   float rest = 0;
-  for (; i < n; ++i) rest += a[i];
-  return total(lanes) + rest;
+  for (; i < n; ++i) rest += x[i];
+  return total(a, b, c, d) + rest;
 }
 
 // Sums f(value): accumulates in float lanes and adds the lanes in double.
