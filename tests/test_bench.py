@@ -221,10 +221,10 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
 @pytest.mark.soak
 @pytest.mark.usefixtures("dynamo_only")
 def test_compiled_blocks_never_fall_back_to_eager() -> None:
-    """Each part has a cache for both attentions, with and without gradients."""
+    """Each part has a cache for both attentions: without gradients, of the first block with them, and of the others."""
     paths = ["stock compiled", "tuned compiled"]
     compiled: dict[str, Any] = {"names": ["tiny", "testbed batch 1"], "rounds": 1, "paths": paths}
-    with torch._dynamo.config.patch(recompile_limit=4):
+    with torch._dynamo.config.patch(recompile_limit=6):
         result = rollout_bench.run(**compiled)
     assert [row["part"] for row in result["rows"]] == ["forward", "step", "rollout", "train"] * 2
     assert all({*compiled["paths"]} == set(row["seconds"]) for row in result["rows"])
