@@ -270,7 +270,7 @@ LEFT = {
     "train.timestep_permutation",
     "train.trained_samples",
 }
-"""Settings of older runs, all with one value, that are no choice any more."""
+"""Settings of older runs that are no choice any more, with one value in all runs of a protocol as it is."""
 
 
 def _is_of(file: Path, config: Config) -> bool:
