@@ -9,38 +9,37 @@ typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
 inline Quad quad_at(const float* values) { return *reinterpret_cast<const Quad*>(values); }
 
-// Adds lanes i and i + 8, then i and i + 4, i + 2, i + 1.
-inline float total(Quad a, Quad b, Quad c, Quad d) {
-  const Quad s = (a + c) + (b + d);
-  return (s[0] + s[2]) + (s[1] + s[3]);
-}
+// Sixteen lanes of a sum.
+struct Lanes {
+  Quad quads[4] = {};
+
+  // Adds lanes i and i + 8, then i and i + 4, i + 2, i + 1.
+  float total() const {
+    const Quad s = (quads[0] + quads[2]) + (quads[1] + quads[3]);
+    return (s[0] + s[2]) + (s[1] + s[3]);
+  }
+};
 
 inline float dot(const float* x, const float* y, int64_t n) {
-  Quad a = {}, b = {}, c = {}, d = {};
+  Lanes lanes;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    a += quad_at(x + i) * quad_at(y + i);
-    b += quad_at(x + i + 4) * quad_at(y + i + 4);
-    c += quad_at(x + i + 8) * quad_at(y + i + 8);
-    d += quad_at(x + i + 12) * quad_at(y + i + 12);
+    for (int k = 0; k < 4; ++k) lanes.quads[k] += quad_at(x + i + 4 * k) * quad_at(y + i + 4 * k);
   }
   float rest = 0;
   for (; i < n; ++i) rest += x[i] * y[i];
-  return total(a, b, c, d) + rest;
+  return lanes.total() + rest;
 }
 
 inline float sum(const float* x, int64_t n) {
-  Quad a = {}, b = {}, c = {}, d = {};
+  Lanes lanes;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    a += quad_at(x + i);
-    b += quad_at(x + i + 4);
-    c += quad_at(x + i + 8);
-    d += quad_at(x + i + 12);
+    for (int k = 0; k < 4; ++k) lanes.quads[k] += quad_at(x + i + 4 * k);
   }
   float rest = 0;
   for (; i < n; ++i) rest += x[i];
-  return total(a, b, c, d) + rest;
+  return lanes.total() + rest;
 }
 
 // Sums f(value): accumulates in float lanes and adds the lanes in double.

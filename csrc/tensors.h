@@ -118,10 +118,15 @@ inline int64_t rows_of_chunk(int64_t rows, int64_t width) {
   return std::max({kRowChunk / std::max<int64_t>(width, 1), (rows + kRowChunks - 1) / kRowChunks, int64_t{1}});
 }
 
+inline int64_t row_chunks_of(int64_t rows, int64_t width) {
+  const int64_t size = rows_of_chunk(rows, width);
+  return (rows + size - 1) / size;
+}
+
 // Calls f(sample, chunk, begin, end) in parallel for fixed chunks of every sample's rows of `width` elements.
 template <class F>
 void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
-  const int64_t size = rows_of_chunk(rows, width), chunks = (rows + size - 1) / size;
+  const int64_t size = rows_of_chunk(rows, width), chunks = row_chunks_of(rows, width);
   torch::stable::parallel_for(0, samples * chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
       const int64_t begin = task % chunks * size;
@@ -135,7 +140,7 @@ void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
 class Partials {
  public:
   Partials(bool wanted, int64_t samples, int64_t rows, int64_t width, int64_t count, int64_t sum_width)
-      : chunks_((rows + rows_of_chunk(rows, width) - 1) / rows_of_chunk(rows, width)),
+      : chunks_(row_chunks_of(rows, width)),
         count_(count),
         width_(sum_width),
         sums_(wanted ? samples * chunks_ * count * sum_width : 0) {}
