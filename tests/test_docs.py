@@ -240,26 +240,6 @@ def test_a_cell_of_the_results_has_one_number_or_an_interval(name: str) -> None:
     assert len([cell for cell in cells if re.fullmatch(r"\[[-+]?[\d.]+, [-+]?[\d.]+\]", cell)]) > 3
 
 
-GENERATED = {*reference.PAGES, "faults.md", "paper.md", "race.md", "demo.md"}
-
-
-def count_words(page: Path) -> int:
-    """Words of a page, without code fences, comments and the tables that a command writes between two comments."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    text = re.sub(r"^<!-- (?:table|passes): .*?^<!-- end.*?-->$|<!--.*?-->", "", text, flags=re.M | re.S)
-    return sum(bool(re.search(r"\w", word)) for word in text.split())
-
-
-def test_the_documentation_stays_short() -> None:
-    """A page that grows takes its words from another one; the limits are those of the documentation's plan."""
-    by_hand = {page: count_words(page) for page in PAGES if page.parent != REPOSITORY and page.name not in GENERATED}
-    assert sum(by_hand.values()) <= 18_000, by_hand
-    assert count_words(REPOSITORY / "docs" / "results" / "paper.md") <= 3_000
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert len(readme.split()) <= 900
-    assert len(readme.splitlines()) <= 130
-
-
 def tables(page: str) -> list[list[str]]:
     """Names in the first column of each table: `a`, `b` | ... is two names."""
     found = re.findall(r"^\|---.*\n((?:\|.*\n)+)", (REPOSITORY / "docs" / page).read_text(encoding="utf-8"), re.M)
