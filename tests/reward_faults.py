@@ -14,6 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.rewards.interface import Request
+
+
+def request(videos: Tensor, prompts: Sequence[str] | None = None, seed: int = 0) -> Request:
+    """Return what a backend gets, with prompts `a`, `b`, ... unless given."""
+    texts = [chr(97 + i) for i in range(len(videos))] if prompts is None else list(prompts)
+    return Request(videos=videos, prompts=texts, metadata=[{} for _ in texts], seed=seed)
+
 
 def fingerprints(videos: Tensor) -> Tensor:
     """`[B]`: another number for every video."""

@@ -17,12 +17,12 @@ from PIL import Image
 
 from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward
-from sage_fast.rewards.backends import load_reward
-from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
-from sage_fast.rewards.failures import RewardFailure
-from sage_fast.rewards.vlm import TEMPLATES, VLMReward
+from sage_fast.rewards.failure_policy import RewardFailure
+from sage_fast.rewards.load import dry_run_reward, load_reward, reward_bytes
+from sage_fast.rewards.shipped.vlm import TEMPLATES, VLMReward
 from sage_fast.run.resume import _kept
 from sage_fast.util.errors import UserError
+from tests.reward_faults import request
 
 GREY = torch.tensor([0.1, 0.3, 0.5, 0.8])
 VIDEOS = GREY[:, None, None, None, None].expand(4, 20, 3, 32, 48).clone()
@@ -174,7 +174,7 @@ LINES = ANSWER.format(3)
 def test_answers_that_are_no_scores(answer: str, why: str, vlm: VLM) -> None:
     vlm.plan["a cat"] = [(200, answer)]
     with pytest.raises(RewardFailure, match=why):
-        load_reward(config(vlm)).score(VIDEOS[:1], ["a cat"], [{}], 20)
+        load_reward(config(vlm)).score(request(VIDEOS[:1], ["a cat"]), 20)
 
 
 @pytest.mark.parametrize(("args", "why"), [

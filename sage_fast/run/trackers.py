@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.sheets import contact_sheet
-from sage_fast.rewards.failures import fulfil
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import HANGING, RunError, UserError, in_one_line, nearest
+from sage_fast.util.futures import fulfil
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,9 @@ import importlib.metadata
 import importlib.util
 import operator
 import os
-import pkgutil
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from sage_fast.util.errors import UserError
@@ -62,11 +60,6 @@ def import_plugin(place: str, setting: str) -> Any:
         return operator.attrgetter(place.partition(":")[2])(module)
     except AttributeError:
         return None
-
-
-def running(who: str) -> AbstractContextManager[None]:
-    """Return a context for the code of the plug-in `who`: `process_state.restored`, which imports PyTorch."""
-    return pkgutil.resolve_name("sage_fast.util.process_state:restored")(who)
 
 
 def _no_module(name: str, setting: str) -> UserError:

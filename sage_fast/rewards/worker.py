@@ -1,0 +1,214 @@
+"""A reward in a worker process, and the worker itself: killed when it hangs, restarted when it dies.
+
+The worker ends with its parent, however the parent ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from sage_fast.config.schema import RewardEntry
+from sage_fast.rewards.failure_policy import RewardFailure, failure
+from sage_fast.rewards.in_process import call
+from sage_fast.rewards.interface import Backend, Request
+from sage_fast.rewards.load import load_reward
+from sage_fast.util.errors import SIGNALS, UserError
+
+IDLE_EXIT_GRACE = 5.0
+"""Seconds for an idle worker to exit by itself."""
+EXIT_GRACE = 0.5
+"""Seconds for a worker to exit after its channel has closed."""
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Worker(Backend):
+    """Calls a reward in a worker process. It starts right away; the first call waits until it is ready.
+
+    Args:
+        entry: settings of the reward, which the worker creates.
+        key: setting that holds its name, for messages.
+        device: device of the reward.
+    """
+
+    in_background = True
+
+    def __init__(self, entry: RewardEntry, key: str, device: str) -> None:
+        self._reward = (entry, key, device)
+        self._closed = False
+        self._idle = False
+        self._start()
+
+    def score(self, request: Request, seconds: float) -> dict[str, Tensor]:
+        if self._closed:
+            raise RewardFailure("its process was ended with the run")
+        if not self._process.is_alive():
+            self._start()
+        ready, self._idle = self._idle, False
+        try:
+            if not ready:
+                with self._ended_after(seconds, "it was not ready") as late:
+                    _, error = self._receive(late)
+                if error:
+                    raise RewardFailure(error)
+            with self._ended_after(seconds, f"no answer for {len(request)} videos") as late:
+                # Not in shared memory, which containers limit to 64 MB.
+                videos = request.videos.float().numpy()
+                self._channel.send((videos, request.prompts, request.metadata, request.seed))
+                parts, error = self._receive(late)
+            self._idle = True
+        except (EOFError, OSError) as broken:
+            if late.over:
+                raise RewardFailure(f"{late.what} within {seconds:g} s; its process was ended") from broken
+            raise RewardFailure(f"its process ended: {self._end(EXIT_GRACE)}") from broken
+        finally:
+            if not self._idle:
+                self._end()
+        if error:
+            raise RewardFailure(error)
+        return {part: torch.from_numpy(values) for part, values in parts.items()}
+
+    def close(self) -> None:
+        """End the worker for good; an idle one has time to clean up."""
+        self._closed = True
+        if self._idle:
+            self._channel.close()
+        self._end(IDLE_EXIT_GRACE if self._idle else 0.0)
+
+    def _start(self) -> None:
+        self._channel, theirs = SPAWN.Pipe()
+        with theirs:
+            self._process = SPAWN.Process(target=work, args=(theirs, *self._reward))
+            self._process.start()
+        self._idle = False
+
+    @contextlib.contextmanager
+    def _ended_after(self, seconds: float, what: str) -> Iterator[_Deadline]:
+        """Kill the worker if the block takes longer than `seconds`: sending can block as well as receiving.
+
+        A worker that is stopped does not read, and a pipe holds 64 KiB.
+        """
+        deadline = _Deadline(what, self._kill)
+        timer = threading.Timer(seconds, deadline.end)
+        timer.daemon = True
+        if seconds:
+            timer.start()
+        try:
+            yield deadline
+        finally:
+            timer.cancel()
+
+    def _receive(self, late: _Deadline) -> tuple[dict[str, Any], str]:
+        """Wait for the worker's next answer: parts and error."""
+        while not self._channel.poll(0.2):
+            # A process that the worker forked may still hold the other end open, so ask for the worker as well.
+            gone = not self._process.is_alive() and not self._channel.poll()
+            if gone or late.over:
+                raise EOFError
+        return self._channel.recv()
+
+    def _kill(self) -> None:
+        """Kill the worker and its process group."""
+        self._process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+
+    def _end(self, seconds: float = 0.0) -> str:
+        """Wait for the worker to exit, then kill it and its process group; return how it ended, in words."""
+        self._process.join(seconds)
+        self._kill()
+        self._process.join()
+        self._channel.close()
+        status = self._process.exitcode or 0
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+class _Deadline:
+    """A time limit of a call.
+
+    Args:
+        what: what did not happen in time.
+        kill: ends the worker.
+
+    Attributes:
+        over: whether the limit has passed.
+    """
+
+    def __init__(self, what: str, kill: Any) -> None:
+        self.what = what
+        self.over = False
+        self._kill = kill
+
+    def end(self) -> None:
+        self.over = True
+        self._kill()
+
+
+# -- in the worker ----------------------------------------------------------------------------------------------------
+
+
+def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None:
+    """Create the reward, then answer one message after another until the parent is gone."""
+    os.setsid()  # Ctrl-C in the terminal stops the run, which still needs its iteration's scores
+    for number in SIGNALS:  # the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent(channel)
+    reward = message = None
+    while True:
+        parts: dict[str, Any] = {}
+        error = ""
+        try:
+            if message is None:
+                if device.startswith("cuda"):
+                    torch.cuda.set_device(device)
+                reward = load_reward(entry, key, device)
+            else:
+                videos, prompts, metadata, seed = message
+                given = torch.from_numpy(videos).to(device)
+                scores = call(entry.name, reward, Request(videos=given, prompts=prompts, metadata=metadata, seed=seed))
+                parts = {part: values.numpy() for part, values in scores.items()}
+        except BaseException as failed:  # SystemExit too: the worker reports it and waits for the next message
+            error = str(failed) if isinstance(failed, UserError) else failure(failed)
+        channel.send((parts, error))
+        try:
+            message = channel.recv()
+        except EOFError:
+            return
+
+
+def _end_with_parent(channel: Connection) -> None:
+    """Start a process that kills this one, and all that it starts, when the trainer has ended.
+
+    A thread could not: a reward in C may hold the interpreter's lock. The process is no child of the worker, whose
+    reward may wait for all of its children.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    worker = os.getpid()
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    channel.close()
+    with contextlib.suppress(ProcessLookupError):  # one of them has ended already
+        ends = {os.pidfd_open(parent.pid or 0): "trainer", os.pidfd_open(worker): "worker"}
+        ready, _, _ = select.select(list(ends), [], [])
+        if "worker" in [ends[end] for end in ready]:
+            os._exit(0)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(worker).children(recursive=True):
+            process.kill()
+    os.killpg(worker, signal.SIGKILL)  # this process too
