@@ -23,7 +23,7 @@ from sage_fast.testbed.world import heldout_prompts
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
 from tests.fork_server import ForkServer
-from tests.reward_faults import fingerprints
+from tests.reward_faults import fingerprints, request
 from tests.test_scores import gains
 from tests.tiny import arguments, settings
 from tests.waits import HANG
@@ -137,7 +137,7 @@ def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(mo
         load_setup(resolve(settings(eval__judge="tests.reward_faults:nothing")))
     for part in ("reward", "overall", "judge/x"):
         own = {"reward__name": "tests.reward_faults:Named", "reward__args": {"part": part}}
-        with pytest.raises(UserError, match=rf"^reward 'tests.reward_faults:Named': .*{part!r}.*prefix"):
+        with pytest.raises(UserError, match=rf"^reward.name = 'tests.reward_faults:Named': .*{part!r}.*prefix"):
             load_setup(resolve(settings(**own, reward__weights={part: 1})))
     assert not loaded
     with pytest.raises(pytest.fail.Exception, match="the model"):
@@ -171,7 +171,7 @@ def test_serve_reward_finds_rewards_of_a_package_and_of_the_current_folder(tmp_p
     here = tmp_path / "here"
     here.mkdir()
     (here / "my_rewards.py").write_text(
-        "from tests.reward_faults import fingerprints\n"
+        "from tests.reward_faults import fingerprints\n", request
         "def mine(videos, prompts):\n    return {'print': fingerprints(videos)}\n"
     )
     (here / "config.yaml").write_text(
@@ -188,10 +188,10 @@ def test_serve_reward_finds_rewards_of_a_package_and_of_the_current_folder(tmp_p
     line = server.stdout.readline()
     assert line.startswith("serves stranger, my_rewards:mine (bright, print) at http://127.0.0.1:"), line
     videos = torch.rand(2, 5, 3, 16, 16)
-    parts = HttpReward(line.split()[-1]).score(videos, ["a", "b"], [{}, {}], 60)
+    parts = HttpReward(line.split()[-1]).score(request(videos), 60)
     sent = videos.half().float()
-    torch.testing.assert_close(parts["print"], fingerprints(sent).float(), rtol=0, atol=0)
-    torch.testing.assert_close(parts["bright"], 3 * sent.mean((1, 2, 3, 4)))
+    assert torch.equal(parts["print"], fingerprints(sent)), "JSON holds every digit"
+    torch.testing.assert_close(parts["bright"].float(), 3 * sent.mean((1, 2, 3, 4)))
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=HANG) == 0
     assert server.stdout.read().splitlines()[-1] == "ended"

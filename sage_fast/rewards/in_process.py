@@ -72,10 +72,12 @@ class InProcess(Backend):
 
     def _note_writes(self, own: Tensor, videos: Tensor) -> None:
         """Say once that the reward wrote into its copy of the videos."""
-        if self._writes_into_videos or videos.isnan().any():
+        if self._writes_into_videos:
             return
         freed = own.untyped_storage().nbytes() < own.nbytes  # a reward may even free them
-        if freed or not torch.equal(own, videos.to(own.device)):
+        if not freed and torch.equal(own, videos.to(own.device)):
+            return
+        if not videos.isnan().any():  # NaN equals nothing, itself neither
             self._writes_into_videos = True
             log.warning(wrapped(f"note: reward {self.name!r} writes into the videos, of which it has a copy"))
 
@@ -175,9 +177,8 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
     for name, value in returned.items():
         part = names_for_values(name[:200]) if isinstance(name, str) else name
         if not isinstance(part, str) or not PART.fullmatch(part):
-            raise RewardFailure(
-                f"returned a part named {str(part)[:100]!r}; expected 1 to 100 letters, digits and _ . - + / % $"
-            )
+            shown = repr(part)[:200]
+            raise RewardFailure(f"returned a part named {shown}; expected 1 to 100 letters, digits and _ . - + / % $")
         parts[part] = _numbers(part, value, count)
     return dict(sorted(parts.items()))
 
@@ -191,10 +192,11 @@ def _numbers(part: str, value: Any, count: int) -> Tensor:
             values = torch.stack([torch.as_tensor(item).detach().to_dense().cpu() for item in value])
         else:
             values = torch.as_tensor(np.asarray(value))  # Python's numbers stay float64
+        shape = list(values.shape)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RewardFailure(f"part {part!r}: expected numbers [{count}], got {type(value).__name__}") from error
-    if list(values.shape) != [count]:
-        raise RewardFailure(f"part {part!r}: expected shape [{count}], got {list(values.shape)}")
+    if shape != [count]:
+        raise RewardFailure(f"part {part!r}: expected shape [{count}], got {shape}")
     if values.is_complex():
         raise RewardFailure(f"part {part!r}: expected real numbers, got {values.dtype}")
     wide = values.dtype in (torch.float64, torch.int64, torch.int32)
