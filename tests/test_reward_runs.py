@@ -171,7 +171,7 @@ def test_serve_reward_finds_rewards_of_a_package_and_of_the_current_folder(tmp_p
     here = tmp_path / "here"
     here.mkdir()
     (here / "my_rewards.py").write_text(
-        "from tests.reward_faults import fingerprints\n", request
+        "from tests.reward_faults import fingerprints\n"
         "def mine(videos, prompts):\n    return {'print': fingerprints(videos)}\n"
     )
     (here / "config.yaml").write_text(

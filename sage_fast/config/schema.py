@@ -191,8 +191,8 @@ class RewardEntry(Section):
     workers take in turn. Passed to a class that takes `device`; the videos are already there."""
     workers: int = within(0, least=0)
     """Processes per rank that score in parallel with the rollout. A hang or a crash in one ends neither the run nor the
-    call. 0: score in the run's own process, on its main thread, between two rollouts. For a reward on a server, an address or `vlm`:
-    maximum number of concurrent calls, at least 1."""
+    call. 0: score in the run's own process, on its main thread, between two rollouts. For a reward on a server, an
+    address or `vlm`: maximum number of concurrent calls, at least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
