@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sage_fast.rewards.failures import SomeFailed
+from sage_fast.util.encoders import reading
 from sage_fast.util.errors import UserError
 from sage_fast.util.videos import evenly_spaced
 
 SCORED_AT_ONCE = 8
 """Maximum number of videos per batch."""
+TRIAL_PROMPT = 'a "word"'
+TRIAL_SHAPE = (1, 4, 3, 64, 64)
+"""Video of a trial, all grey: [B, F, 3, H, W]."""
 
 
 def levels(frames: Tensor) -> Tensor:
@@ -71,6 +76,18 @@ class FrameReward:
         """
         raise NotImplementedError
 
+    def try_once(self, start: str) -> None:
+        """Score one grey video on `device`, as a subclass does once it has loaded everything.
+
+        Args:
+            start: beginning of the message of an error.
+
+        Raises:
+            UserError: it fails, or a part is not finite.
+        """
+        with reading(start, "a trial with a grey video"):
+            self.score(torch.full(TRIAL_SHAPE, 0.5), [TRIAL_PROMPT])
+
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Score videos; return each part, float32 `[B]`.
@@ -81,6 +98,7 @@ class FrameReward:
 
         Raises:
             ValueError: the shape is wrong, there are too few frames, or a prompt cannot be scored.
+            SomeFailed: the network gives values that are not finite for finite videos.
         """
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.is_floating_point() or len(videos) != len(prompts):
             found = f"{videos.dtype} {list(videos.shape)} and {len(prompts)} prompts"
@@ -93,4 +111,9 @@ class FrameReward:
             batches.append(self.of_frames(list(batch), prompts[i : i + SCORED_AT_ONCE]))
         parts = {part: torch.cat([scores[part] for scores in batches]).float() for part in batches[0]}
         broken = ~chosen.flatten(1).isfinite().all(1)
-        return {part: values.masked_fill(broken.to(values.device), torch.nan) for part, values in parts.items()}
+        parts = {part: values.masked_fill(broken.to(values.device), torch.nan) for part, values in parts.items()}
+        odd = ~torch.stack([values.isfinite() for values in parts.values()]).all(0) & ~broken.to(self.device)
+        if odd.any():
+            start = f"{type(self).__name__}: its network gives values that are not finite for prompt"
+            raise SomeFailed({i: f"{start} {prompts[i]!r}" for i in odd.nonzero()[:, 0].tolist()}, parts)
+        return parts

@@ -25,6 +25,7 @@ from torch import Tensor
 from sage_fast.models.spec import ExportTarget
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_text
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def _fields(header: Mapping[str, str], beside: Path | None, part: str) -> dict[s
 
     try:
         if (text := header.get(LORA_ADAPTER_METADATA_KEY)) is None and beside is not None:
-            text = beside.read_text(encoding="utf-8")
+            text = read_text(beside)
         fields = of_part({} if text is None else dict(json.loads(text)))
         plain = {key.removeprefix(f"{part}."): _plain(value) for key, value in header.items()}
     except (OSError, ValueError, TypeError, RecursionError) as error:
