@@ -171,5 +171,8 @@ class Testbed(HunyuanVideo15):
         )
 
     def encoder_version(self) -> str | None:
-        reads = self.takes_images and not is_random(self.path)
-        return encoder_version(self.path, ("image_encoder", "feature_extractor")) if reads else ""
+        if not self.takes_images or is_random(self.path):
+            return ""
+        own = encoder_version(self.path, ("image_encoder", "feature_extractor"))
+        vae = encoder_version(self.source("vae", self.path), ("vae",))
+        return None if own is None or vae is None else f"{own} {vae}"
