@@ -59,7 +59,9 @@ class CLIPScoreReward(FrameReward):
         of_path = f"path = {path!r}: expected a folder or hub id of a CLIP model"
         of_processor = f"processor = {processor!r}: expected that of a CLIP model"
         with reading(of_path, "model"):
-            self.network, loaded = CLIPModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+            self.network, loaded = CLIPModel.from_pretrained(
+                path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            )
         lacking = [*loaded["missing_keys"], *loaded["mismatched_keys"]]
         if lacking:  # transformers would initialise these at random
             raise UserError(f"path = {path!r}: expected a CLIP model; missing or of another shape: {lacking}")

@@ -35,7 +35,7 @@ def reading(start: str, part: str) -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:
         is_sentence = isinstance(error, (OSError, ValueError)) and first_line(error)

@@ -121,16 +121,22 @@ def load_network(cls: Any, source: str, part: str, dtype: torch.dtype) -> Any:
     """Load an encoder of a checkpoint, strictly.
 
     Raises:
-        OSError: it lacks weights, which transformers would fill with random numbers, or holds scaled ones.
+        OSError: it lacks weights, which transformers would fill with random numbers, or holds some of another shape or
+            scaled ones.
     """
     for file in Path(source, part).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             types = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
         if odd := types & SCALED:
             raise OSError(f"{part}/{file.name} holds weights in {odd.pop()}; expected floats")
-    network, found = cls.from_pretrained(source, subfolder=part, dtype=dtype, output_loading_info=True)
+    network, found = cls.from_pretrained(
+        source, subfolder=part, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
     if lacking := sorted(found["missing_keys"]):
         raise OSError(f"{part} lacks {len(lacking)} weights, such as {lacking[0]}")
+    if found["mismatched_keys"]:  # transformers has filled these with random numbers too
+        key, stored, expected = min(found["mismatched_keys"])
+        raise OSError(f"{part}: {key} has shape {list(stored)}; its config.json asks for {list(expected)}")
     return network.eval()
 
 
