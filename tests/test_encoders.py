@@ -151,6 +151,19 @@ def test_settings_of_a_tokenizer_do_not_change_a_videoalign_score(
     torch.testing.assert_close(torch.cat(alone), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_checkpoints_files(checkpoint_i2v: Path, tmp_path: Path) -> None:
+    copied = copy_of(checkpoint_i2v, tmp_path)
+    sampling = SamplingConfig(guidance_scale=1.0)
+    plain = find_spec(str(copied)).notes(sampling)
+    for name in ("model_index.json", "scheduler/scheduler_config.json", "guider/guider_config.json"):
+        file = copied / name
+        file.write_text("\ufeff" + file.read_text(), encoding="utf-8")
+    spec = find_spec(str(copied))
+    assert spec.takes_images
+    assert spec.notes(sampling) == plain
+    load(copied)
+
+
 # -- the trial at load ------------------------------------------------------------------------------------------------
 
 NAN = "NaN"

@@ -297,7 +297,9 @@ def test_a_configuration_without_a_layer_of_its_rank_is_refused_unless_the_tenso
     assert_same(write(tmp_path, tensors | {f"{layer}.alpha": torch.tensor(6.0) for layer in layers}), network)
 
 
-@pytest.mark.parametrize("form", ["{0}.default.weight", "{0}.my_style.weight", "{0}.style-2.weight", "{0}.my_style", "{0}"])
+@pytest.mark.parametrize(
+    "form", ["{0}.default.weight", "{0}.my_style.weight", "{0}.style-2.weight", "{0}.my_style", "{0}"]
+)
 @pytest.mark.parametrize("prefix", ["", "base_model.model.", "transformer."])
 def test_an_adapter_of_any_name_is_whole(form: str, prefix: str, tmp_path: Path) -> None:
     network = adapted(alpha=4)

@@ -76,7 +76,8 @@ def check_tokenizer(tokenizer: Any, network: str, rows: int) -> None:
         is_markup = token.content.startswith("<") and token.content.endswith(">")
         is_read_as_text = token.special and tokenizer.split_special_tokens
         if not is_markup and not is_read_as_text:
-            raise ValueError(f"adds the token {token.content!r}, which prompts may hold; expected markup such as <|end|>")
+            word = f"adds the token {token.content!r}, which prompts may hold"
+            raise ValueError(f"{word}; expected markup such as <|im_end|>")
 
 
 def check_finite(tensor: Tensor, part: str, what: str) -> Tensor:

@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
-from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
+from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable, stated_config
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.interface import Encoder
 from sage_fast.util.captions import Caption
@@ -73,7 +73,8 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
     with reading(start, "transformer"):
         widths: Any = AutoencoderKLHunyuanVideo15.load_config(source, subfolder="transformer")
     with reading(start, "model_index.json"):
-        kinds = {part: getattr(transformers, kind) for part, kind in _kinds(cls.load_config(source), size).items()}
+        names = _class_names(stated_config(cls, source), size)
+        kinds = {part: getattr(transformers, name) for part, name in names.items()}
     with progress_bars_of(source):
         for part, kind in kinds.items():
             with reading(start, part):
@@ -103,7 +104,7 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
     return lambda caption: _encode(pipeline, caption, device, size)
 
 
-def _kinds(index: Any, size: tuple[int, int] | None) -> dict[str, str]:
+def _class_names(index: Any, size: tuple[int, int] | None) -> dict[str, str]:
     """Return part -> name of its class in transformers, as model_index.json has it."""
     wanted = PARTS if size is None else (*PARTS, "image_encoder", "feature_extractor")
     found = {}
@@ -147,9 +148,7 @@ def _load_vae(source: str, dtype: torch.dtype, *, encodes: bool) -> Any:
         vae.decoder = None
         return vae.eval()
     with torch.device("meta"):
-        return AutoencoderKLHunyuanVideo15.from_config(
-            AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae")
-        )
+        return AutoencoderKLHunyuanVideo15.from_config(AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae"))
 
 
 def check_width(part: str, width: int, transformer: Mapping[str, Any]) -> None:
@@ -178,7 +177,7 @@ def _try_texts(pipeline: Any, start: str, device: torch.device, widths: Mapping[
     with reading(start, "text_encoder"):
         positions = pipeline.text_encoder.config.max_position_embeddings
         if positions < longest:
-            raise ValueError(f"has {positions} positions (max_position_embeddings); prompts have up to {longest} tokens")
+            raise ValueError(f"has {positions} positions (max_position_embeddings); prompts have up to {longest}")
         text, *_ = pipeline.encode_prompt(TRIAL.text, device=device, **skipped_2)
         check_width("text_encoder", text.shape[-1], widths)
         check_finite(text, "text_encoder", f"the word {TRIAL.text}")
