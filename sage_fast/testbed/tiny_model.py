@@ -17,14 +17,20 @@ from transformers import SiglipImageProcessorPil, SiglipVisionModel
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.hub import progress_bars_of
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.encoder import encode_image, encoder_version, load_network, try_images
+from sage_fast.models.hunyuan15.encoder import (
+    check_width,
+    encode_image,
+    encoder_version,
+    load_network,
+    try_images,
+)
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec
 from sage_fast.testbed import BASE, BASE_I2V
 from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM, embed
-from sage_fast.util.encoders import reading
+from sage_fast.util.encoders import grey_picture, reading
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 
@@ -166,6 +172,9 @@ class Testbed(HunyuanVideo15):
             raise UserError(f"model.path = {self.path!r}: expected folders image_encoder and feature_extractor")
         vae, size = load_vae(Path(self.source("vae", self.path))), (sampling.height, sampling.width)
         see = load_image_encoder(Path(self.path), vae, size)
+        with reading(f"model.path = {self.path!r}: cannot read the encoders", "image_encoder"):
+            width = see(grey_picture(*size))["image"].shape[-1]
+            check_width("image_encoder", width, {"image_embed_dim": self.transformer_config.image_embed_dim})
         return lambda caption: TextEmbedding(
             text=self.embed(caption.text), glyphs=no_glyphs, **see(read_image(caption.image))
         )

@@ -144,7 +144,11 @@ def load_network(cls: Any, source: str, part: str, dtype: torch.dtype) -> Any:
 def _load_vae(source: str, dtype: torch.dtype, *, encodes: bool) -> Any:
     """Load the autoencoder without its decoder; unless it encodes, on the meta device, for its sizes alone."""
     if encodes:
-        vae = AutoencoderKLHunyuanVideo15.from_pretrained(source, subfolder="vae", torch_dtype=dtype)
+        vae, found = AutoencoderKLHunyuanVideo15.from_pretrained(
+            source, subfolder="vae", dtype=dtype, output_loading_info=True
+        )
+        if lacking := sorted(found["missing_keys"]):
+            raise OSError(f"vae lacks {len(lacking)} weights, such as {lacking[0]}")
         vae.decoder = None
         return vae.eval()
     with torch.device("meta"):
