@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -9,11 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sage_fast.util.console import wrapped
+from sage_fast.util.encoders import check_finite, reading
 from sage_fast.util.errors import UserError
 from sage_fast.util.videos import evenly_spaced
 
+log = logging.getLogger(__name__)
+
 SCORED_AT_ONCE = 8
 """Maximum number of videos per batch."""
+TRIAL_PROMPT = 'a "word"'
+TRIAL_SHAPE = (1, 4, 3, 64, 64)
+"""Video of a trial, all grey: [B, F, 3, H, W]."""
 
 
 def levels(frames: Tensor) -> Tensor:
@@ -71,12 +79,26 @@ class FrameReward:
         """
         raise NotImplementedError
 
+    def try_once(self, start: str) -> None:
+        """Score one grey video on `device`, as a subclass does once it has loaded everything.
+
+        Args:
+            start: beginning of the message of an error.
+
+        Raises:
+            UserError: it fails, or a part is not finite.
+        """
+        with reading(start, "a trial with a grey video"):
+            for part, values in self.score(torch.full(TRIAL_SHAPE, 0.5), [TRIAL_PROMPT]).items():
+                check_finite(values, f"the network of {part}", "a grey video")
+
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Score videos; return each part, float32 `[B]`.
 
         Args:
-            videos: float `[B, F, 3, H, W]` in [0, 1]; NaN gives NaN.
+            videos: float `[B, F, 3, H, W]` in [0, 1]; NaN gives NaN. So does a network that fails on a finite video,
+                with a warning that names it and the prompt.
             prompts: B prompts.
 
         Raises:
@@ -93,4 +115,9 @@ class FrameReward:
             batches.append(self.of_frames(list(batch), prompts[i : i + SCORED_AT_ONCE]))
         parts = {part: torch.cat([scores[part] for scores in batches]).float() for part in batches[0]}
         broken = ~chosen.flatten(1).isfinite().all(1)
-        return {part: values.masked_fill(broken.to(values.device), torch.nan) for part, values in parts.items()}
+        parts = {part: values.masked_fill(broken.to(values.device), torch.nan) for part, values in parts.items()}
+        for part, values in parts.items():
+            for i in (~values.isfinite().cpu() & ~broken.cpu()).nonzero()[:, 0].tolist():
+                where = f"{type(self).__name__}: its network gives {values[i].item()} as {part}"
+                log.warning(wrapped(f"note: {where} for prompt {prompts[i]!r}"))
+        return parts

@@ -29,7 +29,9 @@ from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from sage_fast.rewards.frame_reward import FrameReward, levels, resize
+from sage_fast.util.encoders import check_tokenizer, load_tokenizer, reading
 from sage_fast.util.errors import UserError, first_line, in_one_line, nearest
+from sage_fast.util.files import read_text
 from sage_fast.util.videos import evenly_spaced
 
 PARTS = ("vq", "mq", "ta")
@@ -96,15 +98,17 @@ class VideoAlignReward(FrameReward):
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
         self.dtype = getattr(torch, dtype)
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(base)
+        of_base = f"base = {base!r}: expected a folder or hub id of {BASE}"
+        with reading(of_base, "tokenizer"):
+            self.tokenizer = load_tokenizer(AutoTokenizer, base)
+        with reading(of_base, "config.json"):
             self.config = Qwen2VLConfig.from_pretrained(base)
-        except (OSError, ValueError) as error:
-            raise UserError(f"base = {base!r}: expected a folder or hub id of {BASE}: {error}") from error
         if self.tokenizer.convert_tokens_to_ids("<|video_pad|>") != self.config.video_token_id:
             raise UserError(f"base = {base!r}: its tokenizer does not know <|video_pad|>; expected {BASE}")
         self.tokenizer.add_tokens(SPECIAL_TOKENS, special_tokens=True)
         self.config.text_config.vocab_size = len(self.tokenizer)
+        with reading(of_base, "tokenizer"):
+            check_tokenizer(self.tokenizer, "the network", len(self.tokenizer))
         self.token_ids = self.tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS)
         folder = local_folder(path, self.files["path"])
         settings = read_settings(folder)
@@ -113,6 +117,7 @@ class VideoAlignReward(FrameReward):
         self.fps, self.video_fps, self.max_frame_pixels = settings["fps"], video_fps, settings["max_frame_pixels"]
         self.network = self.build(read_weights(folder), *settings["lora"])
         self.mean, self.std = settings["mean"], settings["std"]
+        self.try_once(f"path = {path!r} with base = {base!r}")
 
     def build(self, published: Mapping[str, Tensor], rank: int, scale: float) -> nn.Module:
         """Return the frozen network on the CPU, with its LoRA merged and a float32 head as `rm_head`.
@@ -198,7 +203,9 @@ class VideoAlignReward(FrameReward):
         prepared = [self.patches(one) for one in frames]
         grids = torch.tensor([grid for _, grid in prepared], device=self.device)
         texts = [self.text(prompt, grid) for prompt, (_, grid) in zip(prompts, prepared)]
-        ids = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        ids = self.tokenizer(
+            texts, add_special_tokens=False, padding=True, padding_side="right", truncation=False, return_tensors="pt"
+        )["input_ids"]
         places = torch.tensor([self._place(row, prompt) for row, prompt in zip(ids.tolist(), prompts)])
         rows, length = ids.shape
         # As in training: transformers 4.45, called without positions, numbered the tokens as in plain text.
@@ -249,7 +256,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     file = folder / "model_config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(read_text(file))
         data, model, lora, scale = (
             config[name] for name in ("data_config", "model_config", "peft_lora_config", "inference_config")
         )

@@ -26,6 +26,7 @@ from sage_fast.rewards.frame_reward import levels
 from sage_fast.rewards.http import Client, shown
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.files import read_text
 
 TEMPLATES = ("general", "unified-reward")
 """Prompts that come with the package: for any instruction model, and the published one of UnifiedReward 2.0."""
@@ -130,7 +131,7 @@ class VLMReward(Client):
 def _read_template(template: str) -> str:
     path = Path(__file__).with_name(f"vlm_{template}.txt") if template in TEMPLATES else Path(template)
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeError) as error:
         raise UserError(f"template = {template!r}: {nearest(template, TEMPLATES)}; or a text file") from error
 
