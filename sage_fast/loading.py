@@ -109,7 +109,7 @@ def load_setup(
     if rewards:
         keys, eval_keys = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
         metadata = metadata_of([*train_prompts, *eval_prompts])
-        reward, judge = load_rewards(config, keys, eval_keys, metadata)
+        reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = resolved.objective.surrogate

@@ -75,7 +75,7 @@ NOTED_WORDS = [
     ("a caf\ufffd", "caf\ufffd"),
 ]  # fmt: skip
 PROSE = [
-    "a cat, asleep", 'a dog under a sign that says "open"', '"Open", says the sign', '"One" and "two" are painted on it',
+    "a cat, asleep", 'a dog under a sign that says "open"', '"Open", says the sign', '"One" and "two" are painted',
     "a fan with the number #1", "#1 fan waves a flag", "a well-known cat -- the grey one -- sleeps", "cat\u2014dog",
     "a cat \u2014 or a dog \u2014 runs", "a cat \u2014style of the day\u2014 runs", "rock & roll; a crowd (about 200)",
     "the time is 12:30, it is -5 degrees", "Paris, 1920", "New York, 1950", "a 16:9 screen [old]", "1950s diner",
@@ -172,13 +172,11 @@ def test_shipped_prompts_have_no_note(file: Path) -> None:
         assert notes_on_prompts(read_prompts(str(file))) == []
 
 
-@pytest.mark.parametrize("text", ["a" * 200_000, "{" * 50_000, "[:" * 50_000, "-" * 50_000 + "!", '"' * 50_001, "a\t" * 9])
+@pytest.mark.parametrize("text", ["a" * 200_000, "{" * 50_000, "[:" * 50_000, "|" * 50_000 + "a", "(:1" * 50_000])
 def test_long_lines_end(text: str, tmp_path: Path) -> None:
-    """Patterns take linear time: none of these lines takes longer than a second."""
-    try:
-        notes_on_prompts(read_prompts(write(tmp_path, f"{text}\na dog\n")))
-    except UserError as error:
-        assert len(str(error)) < 500
+    """No pattern takes the square of a line's length, which would be minutes here."""
+    for note in notes_on_prompts(read_prompts(write(tmp_path, f"{text} b\na dog\n"))):
+        assert len(note) < 500
 
 
 def variants(key: str) -> list[str]:

@@ -289,9 +289,7 @@ def check_lines(lines: Sequence[Line], source: str) -> None:
 
 def _json(lines: Sequence[Line]) -> Iterator[Line]:
     for number, text in lines:
-        if re.match(r"""\{\s*["']|\[\s*["'{]""", text) or text in ("[", "{"):
-            yield number, f"JSON in a text file; expected one prompt a line: {JSONL}"
-        elif text[0] in "[{" and _is_json(text):
+        if re.match(r"""\{\s*["']|\[\s*["'{]""", text) or text in ("[", "{") or (text[0] in "[{" and _is_json(text)):
             yield number, f"JSON in a text file; expected one prompt a line: {JSONL}"
 
 
