@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sage_fast.eval.playback import for_browser, read_clip, read_video
+from sage_fast.eval.video_folder import read_folder
 from sage_fast.util.errors import UserError
 from sage_fast.util.videos import save_mp4
 
@@ -201,3 +202,84 @@ def test_a_list_of_other_files_is_no_video(tmp_path: Path) -> None:
 def test_any_name_is_a_name(name: str, tmp_path: Path) -> None:
     save_mp4(tmp_path / name, torch.rand(5, 3, 128, 128), 8)
     assert read_clip(tmp_path / name).frames.shape == (5, 3, 128, 128)
+
+
+# -- videos.csv -------------------------------------------------------------------------------------------------------
+
+
+def folder_with(folder: Path, table: bytes | str, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names or ("a.mp4", "b.mp4"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    (folder / "videos.csv").write_bytes(table if isinstance(table, bytes) else table.encode())
+    return folder
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "file,prompt,score\na.mp4,one,0.5\nb.mp4,two,1\n",
+        "\ufefffile,prompt,score\r\na.mp4,one,0.5\r\nb.mp4,two,1\r\n",
+        "file;prompt;score\r\na.mp4;one;0.5\r\nb.mp4;two;1\r\n",
+        "sep=;\r\nfile;prompt;score\r\na.mp4;one;0.5\r\nb.mp4;two;1\r\n",
+        "file\tprompt\tscore\na.mp4\tone\t0.5\nb.mp4\ttwo\t1\n",
+        '"prompt","file","score"\n"one","a.mp4","0.5"\n"two","b.mp4","1"\n',
+        "file,prompt,score\na.mp4,one,0.5\n\nb.mp4,two,1\n\n",
+        "#,file,prompt,score\nx,a.mp4,one,0.5\ny,b.mp4,two,1\n",
+    ],
+)
+def test_tables_of_spreadsheets_are_read(table: str, tmp_path: Path) -> None:
+    found = read_folder("x", folder_with(tmp_path / "x", table))
+    assert (found.prompts, found.scores) == (["one", "two"], {"score": [0.5, 1.0]})
+    assert [file.name for file in found.shown.values()] == ["a.mp4", "b.mp4"]
+
+
+def test_commas_in_prompts_do_not_decide_what_separates(tmp_path: Path) -> None:
+    table = 'file;prompt\na.mp4;"a cat, asleep; on a mat"\nb.mp4;one, two, three, four\n'
+    found = read_folder("x", folder_with(tmp_path / "x", table))
+    assert found.prompts == ["a cat, asleep; on a mat", "one, two, three, four"]
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ("File,Prompt\na.mp4,one\n", "column 'File': did you mean 'file'?"),
+        ("file, prompt\na.mp4,one\n", "column ' prompt': did you mean 'prompt'?"),
+        ("file,prompt,Seed\na.mp4,one,1\n", "column 'Seed': did you mean 'seed'?"),
+        ("file,prompt,IMAGE\na.mp4,one,1\n", "column 'IMAGE': did you mean 'image'?"),
+        ("filename,prompt\na.mp4,one\n", "column 'filename': did you mean 'file'?"),
+        ("file,prompt,r,r\na.mp4,one,1,2\n", "column 'r' stands there twice"),
+        ("file;prompt;r\na.mp4;one;0,5\n", "video 1: r = '0,5': expected a decimal point, as '0.5'"),
+        ("file,prompt\na.mp4,one\na.mp4,one\n", "video 2: 'a.mp4' with this prompt is video 1 already"),
+        ("file|prompt\na.mp4|one\n", "column 'file' is missing; expected one of file|prompt"),
+        ("file,prompt\n" + 5000 * "x" + ".mp4,one\n", "no such file"),
+        ("file,prompt\nC.mp4,one\n", "'C.mp4': no such file"),
+        ("file,prompt\na.mp4,caf\xe9\n".encode("latin-1"), "not a CSV file in UTF-8"),
+        ("file,prompt\na.mp4,one\n".encode("utf-16"), "not a CSV file in UTF-8"),
+    ],
+)
+def test_a_table_that_means_something_else_is_refused(table: bytes | str, why: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "x", table)
+    with pytest.raises(UserError, match=re.escape(why)) as error:
+        read_folder("x", folder)
+    assert str(folder / "videos.csv") in str(error.value)
+
+
+def test_names_of_another_system_are_found(tmp_path: Path) -> None:
+    table = "file,prompt\nsub\\a.mp4,one\ncaf\u00e9.mp4,two\n b.mp4 ,three\n"
+    found = read_folder("x", folder_with(tmp_path / "x", table, "sub/a.mp4", "cafe\u0301.mp4", "b.mp4"))
+    assert all(file.is_file() for file in found.shown.values())
+    assert len(found.shown) == 3
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    table = "file,prompt,seed,r,kind\na.mp4,one,4.61169E+18,1,x\nb.mp4,two,7,broken,y\n"
+    found = read_folder("x", folder_with(tmp_path / "x", table, "a.mp4", "b.mp4", "c.mp4", "d.WEBM"))
+    assert found.seeds is None
+    assert found.scores == {}
+    assert "does not name 2 videos beside it, such as 'c.mp4'" in caplog.text
+    assert "r is no score, as video 2 has 'broken'" in caplog.text
+    assert "seeds are left out, as video 1 has '4.61169E+18'" in caplog.text
+    assert "kind" not in caplog.text

@@ -409,7 +409,8 @@ def meant_key(key: str, own: Sequence[str], further: Mapping[str, str]) -> str |
         own: our names.
         further: squeezed name -> which of ours it stands for.
     """
-    if key in own:
+    letters = squeezed(key)
+    if key in own or not letters:
         return None
     names = {squeezed(name): name for name in own}
-    return (names | dict(further)).get(squeezed(key))
+    return (names | dict(further)).get(letters)
