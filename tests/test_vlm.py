@@ -247,5 +247,5 @@ def test_a_template_may_ask_for_the_duration(tmp_path: Path) -> None:
     reward = Echo("http://127.0.0.1:1", "m", template=str(file))
     assert reward.score(VIDEOS[:1], ["a {seconds} cat"], [{}], 0, 8.0)["motion"].tolist() == [3.0]
     assert asked == ["2.5 s of: a {seconds} cat"]
-    with pytest.raises(RewardFailure, match="asks for .seconds., and the frame rate of the videos is not known"):
+    with pytest.raises(RewardFailure, match=r"asks for .seconds., and the frame rate of the videos is not known"):
         reward.score(VIDEOS[:1], ["a cat"], [{}], 0)
