@@ -15,7 +15,7 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.eval.comparison import compare, format_table
-from sage_fast.eval.evaluation import score_videos
+from sage_fast.eval.evaluation import Chunk, score_videos
 from sage_fast.eval.gains import hacking_in_run, table
 from sage_fast.eval.playback import for_browser, read_video
 from sage_fast.eval.video_folder import read_folder, write_folder
@@ -206,7 +206,7 @@ def test_a_reward_that_hangs_on_videos_of_another_program_is_named() -> None:
     reward, _ = load_rewards(config, ["a", "b"], ["a", "b"], {})
     with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
         score_videos(
-            {"": reward}, ["a", "b"], [0, 1], lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))])
+            {"": reward}, ["a", "b"], [0, 1], lambda numbers: iter([Chunk(list(numbers), torch.rand(2, 5, 3, 8, 8))])
         )
 
 

@@ -76,7 +76,12 @@ class Fake:
         self._score = score
 
     def score(
-        self, videos: torch.Tensor, prompts: list[str], metadata: list[Metadata], seconds: float
+        self,
+        videos: torch.Tensor,
+        prompts: list[str],
+        metadata: list[Metadata],
+        seconds: float,
+        fps: float | None = None,
     ) -> dict[str, torch.Tensor]:
         return self._score(videos, prompts)
 

@@ -44,13 +44,17 @@ class RewardCaller:
             # At exit it comes before multiprocessing waits for the children; a fork does not run it.
             self.close = Finalize(self, _close, (self._jobs, backends), exitpriority=0)
 
-    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> Future[Outcome]:
+    def score(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], fps: float | None = None
+    ) -> Future[Outcome]:
         """Schedule the scoring of a batch by the failure policy; block while every thread has a job in the queue."""
-        return self._submit(score_or_drop, videos, self.needed, self._config, prompts, metadata)
+        return self._submit(score_or_drop, videos, self.needed, self._config, prompts, metadata, fps)
 
-    def call(self, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> Future[dict[str, Tensor]]:
+    def call(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], fps: float | None = None
+    ) -> Future[dict[str, Tensor]]:
         """Schedule a single call, whose failure is raised; block as `score` does."""
-        rest = (prompts, metadata, self._config.timeout_seconds)
+        rest = (prompts, metadata, self._config.timeout_seconds, fps)
         return self._submit(lambda backend, *given: backend.score(*given), videos, *rest)
 
     def _submit(self, function: Callable[..., Result], videos: Tensor, *rest: Any) -> Future[Result]:

@@ -21,17 +21,29 @@ PART = re.compile(r"(?! )[\w.+/%$ -]{1,100}(?<! )")
 """Name of a part, which becomes one of metrics, columns and lines of a chart. Spaces may stand within it."""
 
 
-def called(name: str, reward: Any, videos: Tensor, prompts: list[str], metadata: list[Metadata]) -> dict[str, Tensor]:
+def called(
+    name: str,
+    reward: Any,
+    videos: Tensor,
+    prompts: list[str],
+    metadata: list[Metadata],
+    fps: float | None = None,
+) -> dict[str, Tensor]:
     """Call the reward of this name without gradients; return each part, float32 `[B]` on the CPU, sorted by name.
 
-    It gets `metadata` if it has a parameter of this name.
+    It gets `metadata`, and `fps`, the frames per second of the videos, if it has a parameter of this name. Where the
+    rate is not known, a default of the reward's own stays.
 
     Raises:
         RewardFailure: it did not return parts. Whatever the reward raises passes through.
     """
     score = score_of(reward)
-    takes_metadata = "metadata" in inspect.signature(score).parameters
-    known = {"metadata": copy.deepcopy(metadata)} if takes_metadata else {}
+    taken = inspect.signature(score).parameters
+    known: dict[str, Any] = {}
+    if "metadata" in taken:
+        known["metadata"] = copy.deepcopy(metadata)
+    if "fps" in taken and (fps is not None or taken["fps"].default is inspect.Parameter.empty):
+        known["fps"] = fps
     with torch.no_grad():
         with restored(f"reward {name!r}"):
             returned = score(videos, list(prompts), **known)

@@ -14,7 +14,7 @@ from sage_fast.rewards.backends import backend_class, check_prompts, connect
 from sage_fast.rewards.caller import RewardCaller
 from sage_fast.rewards.failure_policy import Outcome
 from sage_fast.rewards.failures import RewardFailure
-from sage_fast.rewards.interface import Metadata, Pending, Reward, Scores
+from sage_fast.rewards.interface import USUAL_FPS, Metadata, Pending, Reward, Scores
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
 from sage_fast.util.meters import JUDGE_PART
@@ -75,12 +75,15 @@ class CompositeReward:
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def check(self, sampling: SamplingConfig, prompts: Sequence[str], device: str = "cpu") -> None:
+    def check(
+        self, sampling: SamplingConfig, prompts: Sequence[str], device: str = "cpu", fps: float = USUAL_FPS
+    ) -> None:
         """Score one or two made-up videos, check the result against the settings, and set `parts`.
 
         Args:
             prompts: keys of all prompts that it scores.
             device: device of the run's videos.
+            fps: frames per second of the run's videos.
 
         Raises:
             UserError: a reward fails, returns no finite score, does not return `[B]` for each part, or lacks a part
@@ -97,7 +100,7 @@ class CompositeReward:
             made_up = f"made-up videos {list(videos.shape)} of {keys[0]!r}"
             try:
                 with torch.random.fork_rng(devices=[]):
-                    parts = caller.call(videos, texts, metadata).result()
+                    parts = caller.call(videos, texts, metadata, fps).result()
             except RewardFailure as error:
                 not_created = str(error).startswith(where)
                 raise UserError(str(error) if not_created else f"{where}: failed on {made_up}: {error}") from error
@@ -115,33 +118,39 @@ class CompositeReward:
 
     # -- scores -------------------------------------------------------------------------------------------------------
 
-    def submit(self, videos: Tensor, prompts: Sequence[str]) -> Pending:
+    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Pending:
         """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away.
 
         Args:
             prompts: keys; a reward gets the text of each.
+            fps: frames per second of the videos; None: not known.
         """
         texts, metadata = self._told(prompts)
         order = sorted(range(len(self.callers)), key=lambda i: not self.callers[i].in_background)
-        futures = {i: self.callers[i].score(videos, texts, metadata) for i in order}
+        futures = {i: self.callers[i].score(videos, texts, metadata, fps) for i in order}
         return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, list(prompts)))
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Scores:
+    def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Scores:
         """Call `submit` and wait for the scores."""
-        return self.submit(videos, prompts).result()
+        return self.submit(videos, prompts, fps).result()
 
-    def raw(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], device: str) -> dict[str, Tensor]:
+    def raw(
+        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], device: str, fps: float | None = None
+    ) -> dict[str, Tensor]:
         """Call each reward once; return each part, float32 `[B]`.
 
         Args:
             device: device of this process.
+            fps: frames per second of the videos; None: not known.
 
         Raises:
             RewardFailure: a reward failed.
             RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         here = videos.to(device)
-        futures = [caller.call(videos if caller.in_background else here, prompts, metadata) for caller in self.callers]
+        futures = [
+            caller.call(videos if caller.in_background else here, prompts, metadata, fps) for caller in self.callers
+        ]
         return {
             caller.entry.named(part): values
             for caller, future in zip(self.callers, futures)
@@ -248,21 +257,28 @@ def dummy_videos(sampling: SamplingConfig) -> Tensor:
 
 
 def load_rewards(
-    config: Config, prompts: Sequence[str], eval_prompts: Sequence[str], metadata: Mapping[str, Metadata]
+    config: Config,
+    prompts: Sequence[str],
+    eval_prompts: Sequence[str],
+    metadata: Mapping[str, Metadata],
+    fps: float = USUAL_FPS,
 ) -> tuple[CompositeReward, Judge | None]:
     """Load the reward and, if named, the judge; check each on one or two dummy videos of these prompts.
+
+    Args:
+        fps: frames per second of the run's videos.
 
     Raises:
         UserError: one is missing or does not fit.
     """
     device = str(local_device())
     reward, judge = CompositeReward.of(config.reward, device, metadata), None
-    reward.check(config.sampling, [*prompts, *eval_prompts], device)
+    reward.check(config.sampling, [*prompts, *eval_prompts], device, fps)
     for part in reward.parts:
         if part in TAKEN or part.startswith(JUDGE_PART):
             who = " and ".join(map(repr, reward.names))
             raise UserError(f"reward {who}: part {part!r} has a name of tables; give it a reward.prefix, such as my_")
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device, metadata=metadata)
-        judge.check(config.sampling, eval_prompts, device)
+        judge.check(config.sampling, eval_prompts, device, fps)
     return reward, judge

@@ -32,12 +32,20 @@ class Backend(Protocol):
 
     in_background: bool
 
-    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float) -> dict[str, Tensor]:
+    def score(
+        self,
+        videos: Tensor,
+        prompts: list[str],
+        metadata: list[Metadata],
+        seconds: float,
+        fps: float | None = None,
+    ) -> dict[str, Tensor]:
         """Score videos; return each part, float32 `[B]` on the CPU.
 
         Args:
             metadata: one mapping per prompt.
             seconds: time limit; 0: none.
+            fps: frames per second of the videos; None: not known.
 
         Raises:
             RewardFailure: no scores; `SomeFailed`: none for some of the videos.
@@ -74,12 +82,14 @@ def score_or_drop(
     config: RewardConfig,
     prompts: list[str],
     metadata: list[Metadata],
+    fps: float | None = None,
 ) -> Outcome:
     """Score a batch, in several calls if need be.
 
     Args:
         needed: parts that must be finite; None: all.
         config: retries and time limit.
+        fps: frames per second of the videos; None: not known.
 
     Raises:
         RewardError: the in-process reward timed out and its thread cannot be killed.
@@ -93,7 +103,8 @@ def score_or_drop(
         given = videos if len(chosen) == count else videos[chosen]
         try:
             try:
-                parts = backend.score(given, [prompts[i] for i in chosen], [metadata[i] for i in chosen], seconds)
+                chosen_prompts = [prompts[i] for i in chosen]
+                parts = backend.score(given, chosen_prompts, [metadata[i] for i in chosen], seconds, fps)
             except SomeFailed as some:
                 parts, failed = some.parts, some.errors
             if missing := (needed or set()) - parts.keys():

@@ -67,8 +67,8 @@ class FrameReward:
             raise UserError(f"num_frames = {num_frames}: expected at least 1")
         self.device, self.num_frames = torch.device(device), num_frames
 
-    def choose(self, total: int) -> list[int]:
-        """Return the sorted indices of the frames to score, out of `total`."""
+    def choose(self, total: int, fps: float | None = None) -> list[int]:
+        """Return the sorted indices of the frames to score, out of `total` at `fps` frames per second, if known."""
         return evenly_spaced(total, self.num_frames)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -93,13 +93,14 @@ class FrameReward:
                 check_finite(values, f"the network of {part}", "a grey video")
 
     @torch.no_grad()
-    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def score(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> dict[str, Tensor]:
         """Score videos; return each part, float32 `[B]`.
 
         Args:
             videos: float `[B, F, 3, H, W]` in [0, 1]; NaN gives NaN. So does a network that fails on a finite video,
                 with a warning that names it and the prompt.
             prompts: B prompts.
+            fps: frames per second; None: not known.
 
         Raises:
             ValueError: the shape is wrong, there are too few frames, or a prompt cannot be scored.
@@ -107,7 +108,7 @@ class FrameReward:
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.is_floating_point() or len(videos) != len(prompts):
             found = f"{videos.dtype} {list(videos.shape)} and {len(prompts)} prompts"
             raise ValueError(f"expected float videos [B, F, 3, H, W] and B prompts, got {found}")
-        chosen = videos[:, self.choose(videos.shape[1])]
+        chosen = videos[:, self.choose(videos.shape[1], fps)]
         self.network.to(self.device)
         batches = []
         for i in range(0, len(prompts), SCORED_AT_ONCE):

@@ -137,10 +137,17 @@ class HttpReward(Client):
     def __init__(self, url: str) -> None:
         super().__init__(url, "/score")
 
-    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float) -> dict[str, Tensor]:
+    def score(
+        self,
+        videos: Tensor,
+        prompts: list[str],
+        metadata: list[Metadata],
+        seconds: float,
+        fps: float | None = None,
+    ) -> dict[str, Tensor]:
         """Send one request; return each part, float32 `[B]`, NaN for null."""
         name = uuid.uuid4().hex
-        answer = asyncio.run(self.post(format_request(videos, prompts, metadata, name), seconds, token()))
+        answer = asyncio.run(self.post(format_request(videos, prompts, metadata, name, fps), seconds, token()))
         parts = checked(read_response(answer, name, self.url), len(prompts))
         self._answered = True
         return parts
@@ -154,16 +161,21 @@ def token() -> str:
 # -- the format -------------------------------------------------------------------------------------------------------
 
 
-def format_request(videos: Tensor, prompts: list[str], metadata: list[Metadata], name: str) -> bytes:
-    """Format a request; it has the key `metadata` if a prompt has any."""
-    known = {"metadata": metadata} if any(metadata) else {}
+def format_request(
+    videos: Tensor, prompts: list[str], metadata: list[Metadata], name: str, fps: float | None = None
+) -> bytes:
+    """Format a request; it has the key `metadata` if a prompt has any, and `fps` if it is known."""
+    known: dict[str, Any] = {"metadata": metadata} if any(metadata) else {}
+    if fps is not None:
+        known["fps"] = fps
     head = json.dumps({"schema": SCHEMA, "id": name, "prompts": prompts} | known)
     encoded = base64.b64encode(save({"videos": videos.detach().cpu().half().contiguous()}))
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
 
 
-def read_request(body: bytes) -> tuple[str, Tensor, list[str], list[Metadata]]:
-    """Parse a request: id, videos float32 `[B, F, 3, H, W]` in [0, 1], B prompts, and the metadata of each.
+def read_request(body: bytes) -> tuple[str, Tensor, list[str], list[Metadata], float | None]:
+    """Parse a request: id, videos float32 `[B, F, 3, H, W]` in [0, 1], B prompts, the metadata of each, and the frames
+    per second; None if it does not say.
 
     Raises:
         ValueError: the request is malformed; says what is wrong.
@@ -180,7 +192,11 @@ def read_request(body: bytes) -> tuple[str, Tensor, list[str], list[Metadata]]:
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
         if len(metadata) != len(prompts) or not all(isinstance(of_one, dict) for of_one in metadata):
             raise ValueError(f"metadata that is no list of {len(prompts)} objects")
-        return name, videos.float() / DTYPES[videos.dtype], prompts, metadata
+        fps = request.get("fps")
+        is_rate = isinstance(fps, int | float) and not isinstance(fps, bool) and math.isfinite(fps) and fps > 0
+        if fps is not None and not is_rate:
+            raise ValueError(f"fps = {str(fps)[:60]}: expected frames per second above 0")
+        return name, videos.float() / DTYPES[videos.dtype], prompts, metadata, fps
     except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "

@@ -38,7 +38,14 @@ class InProcess(Backend):
     def __init__(self, name: str, reward: Any, device: str | None = None) -> None:
         self.name, self.reward, self.device, self._writes = name, reward, device, False
 
-    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float) -> dict[str, Tensor]:
+    def score(
+        self,
+        videos: Tensor,
+        prompts: list[str],
+        metadata: list[Metadata],
+        seconds: float,
+        fps: float | None = None,
+    ) -> dict[str, Tensor]:
         gpu = torch.cuda.is_available()
         device, stream = (torch.cuda.current_device(), torch.cuda.current_stream()) if gpu else (-1, None)
 
@@ -47,7 +54,7 @@ class InProcess(Backend):
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 # A copy: other rewards, the judge and the saved files get what was decoded.
                 given = videos.to(self.device or videos.device, copy=True)
-                parts = called(self.name, self.reward, given, prompts, metadata)
+                parts = called(self.name, self.reward, given, prompts, metadata, fps)
                 # A reward may even free them.
                 same = given.untyped_storage().nbytes() >= given.nbytes and torch.equal(given, videos.to(given.device))
                 if not (self._writes or same or videos.isnan().any()):

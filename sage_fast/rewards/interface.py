@@ -12,13 +12,16 @@ from torch import Tensor
 
 Metadata = Mapping[str, Any]
 """The further keys of a prompt's record in a JSON-lines file."""
+USUAL_FPS = 24.0
+"""Frames per second of made-up videos, and of those that come without a rate where a reward needs one."""
 
 
 class Reward(Protocol):
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Score `videos [B, F, 3, H, W]` in [0, 1] against their prompts; each part is `[B]`.
 
-        A reward with a parameter `metadata` also gets a list of B `Metadata`.
+        A reward with a parameter `metadata` also gets a list of B `Metadata`, and one with a parameter `fps` the frames
+        per second of the videos; None if they are not known.
         """
         ...
 
@@ -96,8 +99,8 @@ class Scorer(Protocol):
 
     weights: Mapping[str, float]
 
-    def submit(self, videos: Tensor, prompts: Sequence[str]) -> Pending:
-        """Start to score `videos [B, F, 3, H, W]`."""
+    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Pending:
+        """Start to score `videos [B, F, 3, H, W]` of `fps` frames per second; None: not known."""
         ...
 
     def check_share(self, scores: Scores) -> None:

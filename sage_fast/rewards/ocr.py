@@ -70,11 +70,15 @@ class OCRReward(FrameReward):
         return texts
 
     def score(
-        self, videos: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata] | None = None
+        self,
+        videos: Tensor,
+        prompts: Sequence[str],
+        fps: float | None = None,
+        metadata: Sequence[Metadata] | None = None,
     ) -> dict[str, Tensor]:
         """Score videos as `FrameReward.score`; `text` in the metadata of a prompt replaces its quoted texts."""
         told = zip(prompts, metadata or [{}] * len(prompts))
-        return super().score(videos, ["\n".join(self.check_prompt(*each)) for each in told])
+        return super().score(videos, ["\n".join(self.check_prompt(*each)) for each in told], fps)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`; a prompt is its texts, one a line."""

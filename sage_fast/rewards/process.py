@@ -47,7 +47,14 @@ class ChildProcess:
         self._reward, self._closed, self._idle = (entry, key, device), False, False
         self._start()
 
-    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float) -> dict[str, Tensor]:
+    def score(
+        self,
+        videos: Tensor,
+        prompts: list[str],
+        metadata: list[Metadata],
+        seconds: float,
+        fps: float | None = None,
+    ) -> dict[str, Tensor]:
         if self._closed:
             raise RewardFailure("its process was ended with the run")
         if not self._process.is_alive():
@@ -59,7 +66,7 @@ class ChildProcess:
                 if why := self._receive(seconds, late)[1]:
                     raise RewardFailure(why)
             # Send a copy: the reward could change videos in shared memory, which containers limit to 64 MB.
-            self._channel.send((videos.float().numpy(), prompts, metadata))
+            self._channel.send((videos.float().numpy(), prompts, metadata, fps))
             parts, error = self._receive(seconds, f"no answer within {seconds:g} s for {len(videos)} videos")
             self._idle = True
         except (EOFError, OSError) as broken:
@@ -127,8 +134,8 @@ def child(channel: Connection, entry: RewardEntry, key: str, device: str) -> Non
                     torch.cuda.set_device(device)
                 reward = load_reward(entry, key, device)
             else:
-                videos, prompts, metadata = message
-                scores = called(entry.name, reward, torch.from_numpy(videos).to(device), prompts, metadata)
+                videos, prompts, metadata, fps = message
+                scores = called(entry.name, reward, torch.from_numpy(videos).to(device), prompts, metadata, fps)
                 parts = {part: values.tolist() for part, values in scores.items()}
         except BaseException as failed:  # SystemExit too: the child reports it and waits for the next message
             error = str(failed) if isinstance(failed, UserError) else failure(failed)

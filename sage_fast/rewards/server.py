@@ -137,12 +137,12 @@ class RewardServer(uvicorn.Server):
     def _answer(self, body: bytearray, client: str) -> tuple[int, dict[str, Any]]:
         """Score a request; return the status and content of the answer."""
         try:
-            name, videos, prompts, metadata = read_request(bytes(body))
+            name, videos, prompts, metadata, fps = read_request(bytes(body))
         except ValueError as error:
             return 400, _refused(client, str(error))
         start = time.monotonic()
         try:
-            parts = self.reward.raw(videos, prompts, metadata, self.device)
+            parts = self.reward.raw(videos, prompts, metadata, self.device, fps)
         except RewardError as error:  # it timed out in this process and its thread cannot be killed
             return 503, _refused(client, str(error))
         except Exception as error:

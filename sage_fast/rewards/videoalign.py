@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from sage_fast.rewards.frame_reward import FrameReward, levels, resize
+from sage_fast.rewards.interface import USUAL_FPS
 from sage_fast.util.encoders import check_tokenizer, load_tokenizer, reading
 from sage_fast.util.errors import UserError, first_line, in_one_line, nearest
 from sage_fast.util.files import read_text
@@ -70,7 +71,8 @@ class VideoAlignReward(FrameReward):
         base: folder or hub id of the base model; only its configuration and tokenizer are read.
         device: as for `FrameReward`.
         dtype: dtype of the weights; None for bfloat16 on CUDA, else float32. The head is always float32.
-        video_fps: frames per second of the videos passed to `score`.
+        video_fps: frames per second of the videos, in place of their own; None for their own, or 24 where they are
+            not known.
 
     Attributes:
         min_frame_pixels, max_frame_pixels: smaller frames are enlarged, larger ones reduced.
@@ -91,7 +93,7 @@ class VideoAlignReward(FrameReward):
         base: str = "Qwen/Qwen2-VL-2B-Instruct",
         device: str = "cpu",
         dtype: Precision | None = None,
-        video_fps: float = 24.0,
+        video_fps: float | None = None,
     ) -> None:
         super().__init__(device, num_frames=MOST_FRAMES)
         dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
@@ -112,7 +114,7 @@ class VideoAlignReward(FrameReward):
         self.token_ids = self.tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS)
         folder = local_folder(path, self.files["path"])
         settings = read_settings(folder)
-        if not (math.isfinite(video_fps) and video_fps > 0):
+        if video_fps is not None and not (math.isfinite(video_fps) and video_fps > 0):
             raise UserError(f"video_fps = {video_fps}: expected frames per second above 0, such as 24")
         self.fps, self.video_fps, self.max_frame_pixels = settings["fps"], video_fps, settings["max_frame_pixels"]
         self.network = self.build(read_weights(folder), *settings["lora"])
@@ -150,8 +152,10 @@ class VideoAlignReward(FrameReward):
         network.set_attn_implementation("sdpa")
         return network.eval().requires_grad_(False)
 
-    def choose(self, total: int) -> list[int]:
+    def choose(self, total: int, fps: float | None = None) -> list[int]:
         """Return an even number of evenly spaced indices from first to last; at least 4 if the video has them.
+
+        There are `self.fps` of them a second.
 
         Raises:
             ValueError: there are fewer than 2 frames.
@@ -159,7 +163,8 @@ class VideoAlignReward(FrameReward):
         if total < FRAMES_TOGETHER:
             raise ValueError(f"VideoAlign needs videos of at least {FRAMES_TOGETHER} frames, got {total}")
         most = min(self.num_frames, total) // 2 * 2
-        return evenly_spaced(total, round(min(max(total / self.video_fps * self.fps, 4), most) / 2) * 2)
+        seconds = total / (self.video_fps or fps or USUAL_FPS)
+        return evenly_spaced(total, round(min(max(seconds * self.fps, 4), most) / 2) * 2)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`."""

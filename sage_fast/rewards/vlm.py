@@ -40,6 +40,7 @@ class VLMReward(Client):
         url: base URL of the server, such as http://127.0.0.1:8000/v1.
         model: name under which the server offers the model.
         template: one of `TEMPLATES`, or a text file with `{prompt}` and lines such as "Motion Score (1-10): X".
+            `{seconds}` stands for the duration of the video.
         num_frames: number of evenly spaced frames, from the first on; shorter videos use all.
         api_key: bearer token; "" for none.
         extra_body: further fields of a request, which replace `temperature` 0 and `max_tokens` 4096.
@@ -69,7 +70,14 @@ class VLMReward(Client):
         self.num_frames, self.api_key = num_frames, api_key
         self.fields = {"model": model, "temperature": 0, "max_tokens": 4096} | dict(extra_body or {})
 
-    def score(self, videos: Tensor, prompts: list[str], metadata: list[Metadata], seconds: float) -> dict[str, Tensor]:
+    def score(
+        self,
+        videos: Tensor,
+        prompts: list[str],
+        metadata: list[Metadata],
+        seconds: float,
+        fps: float | None = None,
+    ) -> dict[str, Tensor]:
         """Send one request per video, all at once; return each part, float32 `[B]`.
 
         Raises:
@@ -77,7 +85,8 @@ class VLMReward(Client):
         """
 
         async def ask_all() -> list[dict[str, float] | str]:
-            return await asyncio.gather(*(self._ask(video, prompt, seconds) for video, prompt in zip(videos, prompts)))
+            asked = [self._ask(video, prompt, seconds, fps) for video, prompt in zip(videos, prompts)]
+            return await asyncio.gather(*asked)
 
         answers = asyncio.run(ask_all())
         errors = {i: answer for i, answer in enumerate(answers) if isinstance(answer, str)}
@@ -87,14 +96,19 @@ class VLMReward(Client):
             raise SomeFailed(errors, parts)
         return parts
 
-    async def _ask(self, video: Tensor, prompt: str, seconds: float) -> dict[str, float] | str:
+    async def _ask(self, video: Tensor, prompt: str, seconds: float, fps: float | None) -> dict[str, float] | str:
         """Return the scores of one video, or why it has none."""
         if not video.isfinite().all():
             return "the video has values that are not finite"
+        text = self.template
+        if "{seconds}" in text:
+            if fps is None:
+                return "the template asks for {seconds}, and the frame rate of the videos is not known"
+            text = text.replace("{seconds}", f"{len(video) / fps:.3g}")
         count = min(self.num_frames, len(video))
         images = [_data_url(video[i * len(video) // count]) for i in range(count)]
         content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
-        content.append({"type": "text", "text": self.template.replace("{prompt}", prompt)})
+        content.append({"type": "text", "text": text.replace("{prompt}", prompt)})
         body = self.fields | {"messages": [{"role": "user", "content": content}]}
         try:
             got = await self.post(json.dumps(body).encode(), seconds, self.api_key)
