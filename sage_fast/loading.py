@@ -14,7 +14,7 @@ from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.reward_names import place_of_reward
 from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
-from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, shared_prompts
+from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, notes_on_prompts, shared_prompts
 from sage_fast.data.prompts import Prompt, captions_of, configured_prompts, metadata_of, negatives_of
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.parallel.fit import choose_checkpointing
@@ -109,7 +109,7 @@ def load_setup(
     if rewards:
         keys, eval_keys = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
         metadata = metadata_of([*train_prompts, *eval_prompts])
-        reward, judge = load_rewards(config, keys, eval_keys, metadata)
+        reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = resolved.objective.surrogate
@@ -120,6 +120,7 @@ def load_setup(
     model.set_checkpointing(recomputation)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
+    model.notes += notes_on_prompts(train_prompts, eval_prompts)
     if prompts is None and (note := shared_prompts(train_prompts, eval_prompts)):
         model.notes.append(note)
     if prompts is None and any(prompt.seed is not None for prompt in train_prompts):

@@ -149,7 +149,7 @@ class Trainer:
     def rollout(self, plan: IterationPlan) -> tuple[Batch, Scores]:
         """Generate and score the samples; return this rank's, with what training needs, and all scores."""
         watch, collective = self.observer.watch, self.policy.collective_forwards
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=collective)
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=collective, fps=self.model.spec.fps)
         averaged = self.config.sampling.averaged_weights
         with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
             with fail_together(collective):

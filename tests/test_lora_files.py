@@ -234,6 +234,100 @@ def test_layers_without_an_alpha_beside_others_are_told(tmp_path: Path, caplog: 
     assert "states no alpha" in " ".join(caplog.text.split())
 
 
+# -- what tensors say, tensors decide ----------------------------------------------------------------------------------
+
+RANKS = {"rank_pattern": {"to_k": 2, r"transformer_blocks\.0\.attn\.to_v": 3}, "alpha_pattern": {"to_k": 5}}
+"""Ranks and alphas of layers that are not the main ones, 4 and 6."""
+
+
+def kohya_file(network: Any, folder: Path, entries: dict[str, str]) -> Path:
+    """Write an adapter as kohya's scripts do: an alpha as a tensor for each layer, and a header."""
+    tensors, _ = own_file(network, folder)
+    written: dict[str, Tensor] = {}
+    for name, module in network.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        key = "lora_unet_" + name.replace(".", "_")
+        written[f"{key}.lora_down.weight"] = tensors[f"{name}.lora_A.weight"].clone()
+        written[f"{key}.lora_up.weight"] = tensors[f"{name}.lora_B.weight"].clone()
+        written[f"{key}.alpha"] = torch.tensor(module.scaling["default"] * len(tensors[f"{name}.lora_A.weight"]))
+    save_file(written, folder / "kohya.safetensors", entries)
+    return folder / "kohya.safetensors"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"ss_network_dim": "4", "ss_network_alpha": "6"},
+        {"ss_network_dim": "128", "ss_network_alpha": "64.0"},
+        {"ss_network_dim": "Dynamic", "ss_network_alpha": "Dynamic"},
+        {"ss_network_dim": "4", "rank": "8", "network_dim": "five", "lora_rank": "[1]"},
+        {"ss_network_alpha": "6", "network_alpha": "12", "alpha": "none of these"},
+        {"rank_pattern": "3", "r": "64"},
+        {"ss_network_module": "networks.dylora", "ss_network_args": '{"conv_dim": "2"}', "ss_mixed_precision": "fp16"},
+        {"ss_bucket_info": "[" * 100_000},
+    ],
+    ids=lambda entries: str(entries)[:60],
+)
+def test_a_kohya_file_with_ranks_per_layer_is_whole_whatever_its_header_says(
+    entries: dict[str, str], tmp_path: Path
+) -> None:
+    network = adapted(**RANKS)
+    assert_same(kohya_file(network, tmp_path, entries), network)
+
+
+def test_a_header_with_the_main_rank_beside_a_configuration_informs(tmp_path: Path) -> None:
+    """The alpha is that of the header or the configuration, the rank of each layer that of its tensors."""
+    network = adapted(rank_pattern={"to_k": 2})
+    tensors, _ = own_file(network, tmp_path)
+    assert_same(header({"ss_network_dim": "4", "ss_network_alpha": "6"})(tmp_path, tensors), network)
+    assert_same(header({METADATA: json.dumps({"r": 4, "lora_alpha": 6})})(tmp_path, tensors), network)
+
+
+def test_a_configuration_without_a_layer_of_its_rank_is_refused_unless_the_tensors_have_the_alphas(
+    tmp_path: Path,
+) -> None:
+    """alpha / rank would be a guess."""
+    network = adapted()
+    tensors, _ = own_file(network, tmp_path)
+    write = header({METADATA: json.dumps({"r": 8, "lora_alpha": 6, "rank_pattern": {"to_q": 3}})})
+    assert "its r is " in refusal(write(tmp_path, tensors))
+    layers = {key.removesuffix(".lora_A.weight") for key in tensors if ".lora_A." in key}
+    assert_same(write(tmp_path, tensors | {f"{layer}.alpha": torch.tensor(6.0) for layer in layers}), network)
+
+
+@pytest.mark.parametrize(
+    "form", ["{0}.default.weight", "{0}.my_style.weight", "{0}.style-2.weight", "{0}.my_style", "{0}"]
+)
+@pytest.mark.parametrize("prefix", ["", "base_model.model.", "transformer."])
+def test_an_adapter_of_any_name_is_whole(form: str, prefix: str, tmp_path: Path) -> None:
+    network = adapted(alpha=4)
+    tensors, _ = own_file(network, tmp_path)
+    named = {prefix + form.format(key.removesuffix(".weight")): tensor for key, tensor in tensors.items()}
+    save_file(named, tmp_path / "theirs.safetensors")
+    assert_same(tmp_path / "theirs.safetensors", network)
+
+
+def test_a_file_of_two_adapters_is_refused_by_their_names(tmp_path: Path) -> None:
+    tensors, _ = own_file(adapted(), tmp_path)
+    both = {
+        key.replace(".weight", f".{name}.weight"): tensor.clone()
+        for name in ("style", "motion")
+        for key, tensor in tensors.items()
+    }
+    assert "holds the adapters motion, style; expected one" in refusal(header({})(tmp_path, both))
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "with a byte-order mark"])
+def test_a_byte_order_mark_is_no_part_of_a_configuration(mark: str, tmp_path: Path) -> None:
+    network = adapted(alpha=16)
+    file = peft_folder(tmp_path, own_file(network, tmp_path)[0])
+    config = (file if file.is_dir() else file.parent) / "adapter_config.json"
+    config.write_text(mark + config.read_text(), encoding="utf-8")
+    assert_same(file, network)
+
+
 # -- what may not act -------------------------------------------------------------------------------------------------
 
 

@@ -102,8 +102,8 @@ def test_text_files(tmp_path: Path) -> None:
     file.write_bytes(b"\r\n\r\ra cat\r\r\na dog\n\r\xef\xbb\xbfa hat, \xef\xbb\xbfred")
     assert texts() == ["a cat", "a dog", "a hat, red"]
     file = tmp_path / "prompts"  # without a suffix it is plain text
-    file.write_text('{"prompt": "a cat"}\n')
-    assert texts() == ['{"prompt": "a cat"}']
+    file.write_text("a cat\n")
+    assert texts() == ["a cat"]
 
 
 def test_both_formats_hold_the_same(tmp_path: Path) -> None:

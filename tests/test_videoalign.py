@@ -267,8 +267,12 @@ def test_which_frames_are_looked_at(reward: VideoAlignReward) -> None:
     assert reward.choose(3) == [0, 2]
     reward.video_fps = 10.0
     assert reward.choose(50) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
-    reward.video_fps = 2.0
-    assert len(reward.choose(100_000)) == 768
+    assert reward.choose(50, 24.0) == reward.choose(50), "the argument stands for the rate of the videos"
+    reward.video_fps = None
+    assert reward.choose(50, 10.0) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
+    assert reward.choose(81) == reward.choose(81, 24.0) == [0, 16, 32, 48, 64, 80]
+    assert len(reward.choose(53, 8.0)) == 14
+    assert len(reward.choose(100_000, 2.0)) == 768
     with pytest.raises(ValueError, match="at least 2 frames, got 1"):
         reward.score(videos(1, 1), ["a"])
 

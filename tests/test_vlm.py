@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,3 +230,22 @@ def test_the_server_may_move_and_takes_no_gpu_here(vlm: VLM) -> None:
 def test_the_templates_of_the_package() -> None:
     parts = {name: VLMReward("http://a/v1", "m", template=name).parts for name in TEMPLATES}
     assert parts == {"general": ["alignment", "motion", "quality"], "unified-reward": ["alignment", "physics", "style"]}
+
+
+def test_a_template_may_ask_for_the_duration(tmp_path: Path) -> None:
+    """A prompt that holds the same word is left as it is; a rate that is not known makes no number."""
+    file = tmp_path / "asks.txt"
+    file.write_text("{seconds} s of: {prompt}\nMotion Score (1-5): X\n")
+    asked = []
+
+    class Echo(VLMReward):
+        async def post(self, body: bytes, seconds: float, key: str) -> Any:
+            asked.append(json.loads(body)["messages"][0]["content"][-1]["text"].splitlines()[0])
+            message = {"message": {"content": "Motion Score (1-5): 3"}, "finish_reason": "stop"}
+            return {"choices": [message]}
+
+    reward = Echo("http://127.0.0.1:1", "m", template=str(file))
+    assert reward.score(VIDEOS[:1], ["a {seconds} cat"], [{}], 0, 8.0)["motion"].tolist() == [3.0]
+    assert asked == ["2.5 s of: a {seconds} cat"]
+    with pytest.raises(RewardFailure, match=r"asks for .seconds., and the frame rate of the videos is not known"):
+        reward.score(VIDEOS[:1], ["a cat"], [{}], 0)

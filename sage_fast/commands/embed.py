@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     import torch
 
     from sage_fast.data.embeddings import cache_key, encode_cached
-    from sage_fast.data.prompt_checks import check_captions
+    from sage_fast.data.prompt_checks import check_captions, notes_on_prompts
     from sage_fast.models.load import find_spec
     from sage_fast.run.fail_fast import fail_fast
     from sage_fast.util.ranks import local_device, shutdown
@@ -43,6 +43,8 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         raise UserError("data.embedding_cache = None: expected the folder that runs share, such as embeddings")
     sources = [options.prompts] if options.prompts else [data.prompts, data.eval_prompts]
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
+    for note in notes_on_prompts(prompts):
+        log.info(f"note: {note}")
     captions, cache = captions_of(prompts), Path(data.embedding_cache)
     with fail_fast(config.timeout_minutes):
         spec = find_spec(config.model.path, fetch=True)

@@ -18,7 +18,7 @@ def generate(setup: Setup, prompts: Sequence[str], seeds: Tensor) -> list[Tensor
     """Collect the videos of `video_chunks` in prompt order, each `[F, 3, H, W]` on the CPU."""
     videos: dict[int, Tensor] = {}
     with setup.model.policy.at_guidance(setup.config.eval_guidance_scale):
-        for chosen, chunk in video_chunks(setup, prompts, seeds):
+        for chosen, chunk, _ in video_chunks(setup, prompts, seeds):
             videos.update(zip(chosen, chunk.cpu()))
     return [videos[i] for i in range(len(prompts))]
 

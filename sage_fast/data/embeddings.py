@@ -83,11 +83,14 @@ def encode_cached(
         cache: folder with one safetensors file per (model, caption), with a checksum; None keeps nothing on disk.
         model: result of `cache_key`.
         kind: class of the embeddings.
+
+    Raises:
+        UserError: an encoder gives values that are not finite; they are not kept.
     """
     files = {} if cache is None else _files(cache, model, captions)
     known = {key: kind(**tensors) for key, file in files.items() if (tensors := _read(file)) is not None}
     if unsound := [file for key, file in files.items() if key not in known and file.exists()]:
-        log.warning(f"note: {len(unsound)} embeddings do not fit their checksum and are made again: {unsound[0]} ...")
+        log.warning(f"note: {len(unsound)} embeddings are damaged and are made again: {unsound[0]} ...")
     held = all_gather_object([key in known for key in captions])
     turns = itertools.cycle(range(world_size()))
     sources = {}  # key that some rank lacks -> a rank that has it, or the next in turn, which encodes it
@@ -101,6 +104,7 @@ def encode_cached(
             for key in block:
                 if sources[key] == rank() and key not in known:
                     known[key] = encoder()(captions[key])
+                    known[key].check_finite(key)
                     if key in files:
                         _write(known[key], files[key])
             for key in block:
@@ -126,7 +130,7 @@ def _write(condition: Condition, file: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, Tensor] | None:
-    """Read the tensors of an embedding; None if the file is missing, broken, or not the one written under its name."""
+    """Read the tensors of an embedding; None if the file is missing, damaged, or not the one written under its name."""
     if not file.is_file():  # a pipe would block
         return None
     try:
@@ -135,7 +139,9 @@ def _read(file: Path) -> dict[str, Tensor] | None:
         tensors = load_file(file)
     except (FileNotFoundError, SafetensorError):
         return None
-    return tensors if written == _checksum(file, tensors) else None
+    if written != _checksum(file, tensors) or not all(tensor.isfinite().all() for tensor in tensors.values()):
+        return None
+    return tensors
 
 
 def _checksum(file: Path, tensors: Mapping[str, Tensor]) -> str:

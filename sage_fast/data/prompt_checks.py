@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from sage_fast.config.schema import DataConfig
+from sage_fast.data.prompt_habits import notes_on_words
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, captions_of, read_prompts
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec
@@ -30,6 +31,15 @@ def check_prompt_sets(
                 f"data.{key} = {getattr(data, key)!r}: captions of the testbed's moving shapes, not for "
                 f"model.path = {model_path!r}; expected a file of other prompts: {FORMATS}"
             )
+
+
+def notes_on_prompts(*sets: Sequence[Prompt]) -> list[str]:
+    """Return notes on prompts that hold what another program may take for an instruction; a line of each kind."""
+    notes: dict[str, None] = {}
+    for prompts in sets:
+        texts = [(text, prompt.where) for prompt in prompts for text in (prompt.text, prompt.negative) if text]
+        notes |= dict.fromkeys(notes_on_words(texts))
+    return [*notes]
 
 
 def shared_prompts(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str | None:

@@ -14,12 +14,15 @@ from pathlib import Path
 
 from sage_fast.config.fields import is_unicode
 from sage_fast.config.schema import DataConfig
+from sage_fast.data.prompt_habits import check_lines, check_words, meant_key
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.images import check_image
 
 KEYS = ("prompt", "negative_prompt", "seed", "image")
-UNREAD = (".json", ".ndjson", ".jsonlines", ".csv", ".tsv", ".yaml", ".yml")
+OTHERS_KEYS = {"negative": "negative_prompt", "negprompt": "negative_prompt", "prompts": "prompt"}
+"""Keys of other programs, as `squeezed`, -> which of `KEYS` they stand for."""
+UNREAD = (".json", ".ndjson", ".jsonlines", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".xml", ".parquet", ".xlsx")
 """Suffixes that would wrongly be read as text."""
 SETS = {
     "testbed:train": "sage_fast.testbed.world:train_prompts",
@@ -68,8 +71,8 @@ class Prompt:
         """Check the texts, the key, and the image by a function of its path; by default its header alone.
 
         Raises:
-            UserError: the prompt is empty or no text, the image cannot be used, or a text looks like a key with an
-                image.
+            UserError: the prompt is empty or no text, a text looks like a key with an image, or holds an option,
+                a wildcard or another instruction of `prompt_habits`; or the image cannot be used.
         """
         if not any(unicodedata.category(letter)[0] not in "CMZ" and letter not in BLANKS for letter in self.text):
             invisible = ", or all of its characters are invisible" * bool(self.text)
@@ -82,6 +85,8 @@ class Prompt:
                 f"{self.where}: {textwrap.shorten(wrong[0], 60)!r} ends like the name of a prompt with an image; "
                 'expected the image in the key "image" of a .jsonl file'
             )
+        for text in (self.text, self.negative):
+            check_words(text, self.where)
         if self.image:
             try:
                 check_image(self.caption.image)
@@ -98,7 +103,7 @@ def read_prompts(source: str) -> list[Prompt]:
 
     `.jsonl` has one object per line. Of the keys `KEYS` only `prompt` is required; further keys are metadata. `image`
     is relative to the file. Any other file is text with one prompt per line; blank lines are skipped. Lines
-    may end as on any system.
+    may end as on any system. Text that was written for another program is refused (`prompt_habits`).
 
     Args:
         source: path, or a name in `SETS`.
@@ -114,17 +119,23 @@ def read_prompts(source: str) -> list[Prompt]:
     suffix = Path(source).suffix.lower()
     if suffix in UNREAD:
         raise UserError(f"prompt file {source!r}: expected {FORMATS}; the nearest is .jsonl")
-    prompts = []
     # splitlines() also splits at form feeds, ... A mark may be anywhere in a file that was put together from several.
-    for number, line in enumerate(re.split("\r\n|\r|\n", _text_of(source).replace("\ufeff", "")), start=1):
-        if line.strip():
-            where = f"prompt file {source!r}, line {number}"
-            if "\0" in line:
-                raise UserError(f"{where}: holds a NUL, as UTF-16 does; save it as UTF-8 text")
-            fields = _json_fields(line, where) if suffix == ".jsonl" else {"prompt": line}
-            prompts.append(_prompt(fields, where, str(Path(source).parent)))
-    if not prompts:
+    split = re.split("\r\n|\r|\n", _text_of(source).replace("\ufeff", ""))
+    lines = [(number, line.strip()) for number, line in enumerate(split, start=1) if line.strip()]
+    if not lines:
         raise UserError(f"prompt file {source!r} is empty; expected at least one prompt")
+    for number, line in lines:
+        if "\0" in line:
+            raise UserError(
+                f"prompt file {source!r}, line {number}: holds a NUL, as UTF-16 does; save it as UTF-8 text"
+            )
+    if suffix != ".jsonl":
+        check_lines(lines, source)
+    prompts = []
+    for number, line in lines:
+        where = f"prompt file {source!r}, line {number}"
+        fields = _json_fields(line, where) if suffix == ".jsonl" else {"prompt": line}
+        prompts.append(_prompt(fields, where, str(Path(source).parent)))
     return prompts
 
 
@@ -198,7 +209,7 @@ def _text_of(source: str) -> str:
 
 def _json_fields(line: str, where: str) -> Fields:
     try:
-        fields = json.loads(line, parse_constant=_refuse)
+        fields = json.loads(line, parse_constant=_refuse, object_pairs_hook=_distinct)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
@@ -212,9 +223,25 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number there; the nearest is null")
 
 
+def _distinct(pairs: list[tuple[str, object]]) -> Fields:
+    """Return an object of JSON, in which a key may stand once: the last value would win in silence."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {textwrap.shorten(twice, 60)!r} stands there twice; expected one")
+    return fields
+
+
 def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
     metadata = {key: value for key, value in fields.items() if key not in KEYS}
     for key in sorted(metadata):
+        meant = meant_key(key, KEYS, OTHERS_KEYS)
+        if meant is not None:
+            raise UserError(
+                f"{where}: unknown key {textwrap.shorten(key, 60)!r}; expected one of {', '.join(KEYS)}; did you mean "
+                f"{meant!r}? For metadata of your own, give it another name"
+            )
         if difflib.get_close_matches(key, KEYS[:2], n=1, cutoff=0.85):
             raise UserError(f"{where}: unknown key {textwrap.shorten(key, 60)!r}; {nearest(key, KEYS)}")
     if "prompt" not in fields:

@@ -18,8 +18,8 @@ from sage_fast.config.schema import AttentionBackend, Config, ModelConfig
 from sage_fast.data.prompt_checks import check_task
 from sage_fast.data.prompts import configured_prompts, metadata_of
 from sage_fast.eval.candidate import Candidate
-from sage_fast.eval.evaluation import Chunks, evaluate, rewards_of, score_videos
-from sage_fast.eval.playback import read_video
+from sage_fast.eval.evaluation import Chunk, Chunks, evaluate, rewards_of, score_videos
+from sage_fast.eval.playback import read_clip
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.loading import load_setup, resolve
@@ -164,8 +164,9 @@ class _Evaluator:
 
 
 def _batches(files: Sequence[Path], size: int) -> Chunks:
-    """Yield videos of one shape, at most `size` at a time, with their indices in `files`."""
-    videos = ((i, read_video(file)) for i, file in enumerate(files))
-    for _, alike in itertools.groupby(videos, key=lambda video: video[1].shape):
+    """Yield videos of one shape and rate, at most `size` at a time, with their indices in `files`."""
+    clips = ((i, read_clip(file)) for i, file in enumerate(files))
+    for (_, fps), alike in itertools.groupby(clips, key=lambda each: (each[1].frames.shape, each[1].fps)):
         while batch := dict(itertools.islice(alike, size)):
-            yield [*batch], torch.stack([*batch.values()]).to(local_device())
+            videos = torch.stack([clip.frames for clip in batch.values()])
+            yield Chunk([*batch], videos.to(local_device()), fps)

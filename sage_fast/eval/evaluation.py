@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,22 @@ from sage_fast.util.meters import JUDGE_PART
 from sage_fast.util.ranks import data_rank, data_size, fail_together, sequence_rank
 from sage_fast.util.seeding import derive_seed, sample_seeds
 
-Chunks = Iterator[tuple[list[int], Tensor]]
-"""Batches of videos: their indices, and the videos `[B, F, 3, H, W]` in [0, 1]."""
+
+class Chunk(NamedTuple):
+    """A batch of videos of one shape and rate.
+
+    Attributes:
+        indices: their B indices.
+        videos: `[B, F, 3, H, W]` in [0, 1].
+        fps: frames per second; None: not known.
+    """
+
+    indices: list[int]
+    videos: Tensor
+    fps: float | None = None
+
+
+Chunks = Iterator[Chunk]
 Evaluation = dict[str, Any]
 """Scores of N videos, identical on every rank, as in `eval/*.json`; null where a reward failed.
 
@@ -61,7 +75,8 @@ def video_chunks(
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
         for run in model.policy.states.pad_to_largest(runs, lambda: generate([dummy], seeds.new_zeros(1))):
             chosen = order[run]
-            yield chosen, model.decoder(generate([prompts[i] for i in chosen], seeds[chosen]))
+            latents = generate([prompts[i] for i in chosen], seeds[chosen])
+            yield Chunk(chosen, model.decoder(latents), model.spec.fps)
 
 
 def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
@@ -152,13 +167,13 @@ def score_videos(
     videos: dict[int, Tensor] = {}
     failure: RewardError | OSError | None = None
     with fail_together(collective):
-        for indices, chunk in videos_of(share):
+        for indices, chunk, fps in videos_of(share):
             if failure is not None:
                 continue
             try:
                 drawn = derive_seed(seeds[share[indices[0]]], "reward")
                 for prefix, reward in [*rewards.items()][::-1]:
-                    pending[prefix].append(reward.submit(chunk, [keys[i] for i in indices], drawn))
+                    pending[prefix].append(reward.submit(chunk, [keys[i] for i in indices], fps, drawn))
                 if save is not None and sequence_rank() == 0:
                     for i, video in zip(indices, chunk.cpu()):
                         save(share[i], keys[i], video)

@@ -2,19 +2,22 @@
 
 `videos.csv` has a header with `file` and `prompt`, then one line per video; `file` is relative to the folder, and so is
 `image`, of a prompt that has one. `sage-fast eval` adds `seed` and the scores. Any other purely numeric column is a
-score too.
+score too. Values stand between commas, semicolons or tabs, as spreadsheets write them.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
+from sage_fast.data.prompt_habits import meant_key
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
@@ -22,54 +25,147 @@ from sage_fast.util.files import VIDEOS, write_atomic
 
 OWN = ("file", "prompt", "image", "seed", "")
 """Columns of a `videos.csv` that are no scores; one without a name is the index that pandas writes."""
+OTHERS_COLUMNS = {"filename": "file", "prompts": "prompt", "seeds": "seed"}
+"""Names that other programs give `OWN` columns, as `squeezed`, -> the column."""
+SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".gif")
+"""Of files that are taken for videos, where a folder holds some that `videos.csv` does not name."""
+DELIMITERS = ",;\t"
+
+log = logging.getLogger(__name__)
 
 
 def read_folder(label: str, folder: Path) -> VideoSet:
     """Read a folder with a `videos.csv`.
 
     Raises:
-        UserError: `videos.csv` is not UTF-8, has no rows or the wrong header, or names a missing file.
+        UserError: `videos.csv` is not UTF-8, has no rows or the wrong header, names a missing file or a video twice,
+            or writes numbers with a decimal comma.
     """
     index = folder / VIDEOS
-    try:
-        rows = list(csv.DictReader(io.StringIO(index.read_bytes().decode("utf-8-sig"), newline=""), strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{index}: not a CSV file in UTF-8: {error}") from error
-    columns = [name for name in (rows[0] if rows else {}) if name is not None]
-    if not rows:
-        raise UserError(f"{index}: holds no video; expected a header with file and prompt, then a line for each video")
-    for wanted in ("file", "prompt"):
-        if wanted not in columns:
-            raise UserError(f"{index}: column {wanted!r} is missing; found {nearest(wanted, columns)}")
+    columns, rows = _read_table(index)
+    files: list[Path] = []
     images: dict[str, str] = {}
+    lines: dict[tuple[Path, str], int] = {}
     for line, row in enumerate(rows, start=1):
-        if None in row or any(value is None for value in row.values()):
+        if len(row) != len(columns):
             raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
-        if not (folder / row["file"]).is_file():
-            raise UserError(f"{index}, video {line}: {row['file']!r}: no such file in {folder}")
-        if not row["prompt"].strip():
-            raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
-        if (image := row.get("image")) and split_key(row["prompt"].strip())[1]:
-            images[row["prompt"].strip()] = os.path.realpath(folder / image)
-    scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in OWN}
-    seeds = [row.get("seed", "") for row in rows]
+        values = dict(zip(columns, row))
+        name, prompt = values["file"], values["prompt"].strip()
+        file = _find(folder, name)
+        if file is None:
+            raise UserError(f"{index}, video {line}: {name!r}: no such file in {folder}")
+        if not prompt:
+            raise UserError(f"{index}, video {line}: {name!r} has no prompt")
+        first = lines.setdefault((file, prompt), line)
+        if first != line:
+            raise UserError(f"{index}, video {line}: {name!r} with this prompt is video {first} already")
+        files.append(file)
+        if (image := values.get("image")) and split_key(prompt)[1]:
+            images[prompt] = os.path.realpath(folder / image)
+    _note_others(index, files)
+    by_column = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
+    scores = {name: _numbers(texts, name, index) for name, texts in by_column.items() if name not in OWN}
     return VideoSet(
         label=label,
-        prompts=[row["prompt"].strip() for row in rows],
-        files=[folder / row["file"] for row in rows],
-        seeds=[int(seed) for seed in seeds] if all(re.fullmatch("[0-9]{1,19}", seed) for seed in seeds) else None,
+        prompts=[prompt.strip() for prompt in by_column["prompt"]],
+        files=[*files],
+        seeds=_seeds(by_column.get("seed", []), index),
         scores={name: values for name, values in scores.items() if values is not None},
         images=images,
     )
 
 
-def _numbers(texts: Sequence[str]) -> list[float] | None:
-    """Parse a column of numbers, NaN where empty; None if a value is no number or all are empty."""
+def _read_table(index: Path) -> tuple[list[str], list[list[str]]]:
+    """Read a CSV file; return the names of its columns, and its rows.
+
+    Raises:
+        UserError: it is not UTF-8 or no CSV, has no rows, or lacks, repeats or misspells a column.
+    """
     try:
-        values = [float(text) if text.strip() else math.nan for text in texts]
-    except ValueError:
-        return None
-    return values if any(text.strip() for text in texts) else None
+        text = index.read_bytes().decode("utf-8-sig")
+        chosen = re.match(r"sep=(.)\r?\n", text)  # as Excel writes it
+        if chosen:
+            text = text[chosen.end() :]
+        header = text.partition("\n")[0]
+        # Prompts have commas within, so the header decides.
+        delimiter = chosen[1] if chosen else max(DELIMITERS, key=header.count)
+        table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        rows = [row for row in table if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{index}: not a CSV file in UTF-8: {error}") from error
+    if len(rows) < 2:
+        raise UserError(f"{index}: holds no video; expected a header with file and prompt, then a line for each video")
+    columns, *rows = rows
+    for name in columns:
+        if (meant := meant_key(name, OWN, OTHERS_COLUMNS)) is not None and meant not in columns:
+            raise UserError(f"{index}: column {name!r}: did you mean {meant!r}?")
+        if columns.count(name) > 1 and name:
+            raise UserError(f"{index}: column {name!r} stands there twice; expected one")
+    for wanted in ("file", "prompt"):
+        if wanted not in columns:
+            raise UserError(f"{index}: column {wanted!r} is missing; {nearest(wanted, columns)}")
+    return columns, rows
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """Return the file of this name; None if there is none.
+
+    Names from another system may have its separators, or accents that are letters of their own.
+    """
+    plain = name.strip().replace("\\", "/")
+    forms = (name, plain, unicodedata.normalize("NFC", plain), unicodedata.normalize("NFD", plain))
+    for form in forms:
+        try:
+            if (folder / form).is_file():
+                return folder / form
+        except OSError:  # not a possible file name
+            continue
+    return None
+
+
+def _note_others(index: Path, files: Sequence[Path]) -> None:
+    """Say that a folder holds videos which its table does not name."""
+    named = {os.path.realpath(file) for file in files}
+    others = sorted(path for path in index.parent.iterdir() if path.suffix.lower() in SUFFIXES)
+    others = [path for path in others if os.path.realpath(path) not in named]
+    if others:
+        log.info(f"note: {index} does not name {len(others)} videos beside it, such as {others[0].name!r}")
+
+
+def _numbers(texts: Sequence[str], name: str, index: Path) -> list[float] | None:
+    """Parse a column of numbers, NaN where empty; None if a value is no number or all are empty.
+
+    Raises:
+        UserError: the numbers have a decimal comma.
+    """
+    values: list[float] = []
+    wrong: list[int] = []
+    for line, text in enumerate(texts, start=1):
+        try:
+            values.append(float(text) if text.strip() else math.nan)
+        except ValueError:
+            wrong.append(line)
+    if not wrong:
+        return values if any(text.strip() for text in texts) else None
+    first = texts[wrong[0] - 1]
+    if all(re.fullmatch(r"\s*[+-]?\d+,\d+\s*", texts[line - 1]) for line in wrong):
+        raise UserError(
+            f"{index}, video {wrong[0]}: {name} = {first!r}: expected a decimal point, as {first.replace(',', '.')!r}"
+        )
+    if any(math.isfinite(value) for value in values):
+        log.info(f"note: {index}: {name} is no score, as video {wrong[0]} has {first[:60]!r}; expected numbers alone")
+    return None
+
+
+def _seeds(texts: Sequence[str], index: Path) -> list[int] | None:
+    """Parse the column of seeds; None if there is none, or if one is no seed."""
+    wrong = [line for line, text in enumerate(texts, start=1) if not re.fullmatch("[0-9]{1,19}", text)]
+    if not wrong:
+        return [int(text) for text in texts] or None
+    if any(texts):
+        first = texts[wrong[0] - 1]
+        log.info(f"note: {index}: seeds are left out, as video {wrong[0]} has {first[:60]!r}; expected whole numbers")
+    return None
 
 
 def write_folder(videos: VideoSet, folder: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import transformers
@@ -15,6 +17,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from sage_fast.models.random_weights import is_random
 from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.files import read_text
 
 HUB_SECONDS = 5.0
 """Timeout for the hub's first response."""
@@ -51,6 +54,26 @@ def reachable(path: str) -> str:
             + f". On a machine with network: hf download {path} --local-dir FOLDER; then here --model.path FOLDER. Or "
             "set HF_HOME to a cache that has it"
         ) from error
+
+
+def stated_config(cls: Any, source: str, part: str = "") -> Any:
+    """Return what a checkpoint's file states for a class of diffusers, such as model_index.json of a pipeline.
+
+    Args:
+        cls: class whose `config_name` is the file's name.
+        source: a folder, or a hub id.
+        part: folder in it.
+
+    Raises:
+        OSError: there is no such file, or it holds no JSON.
+    """
+    file = Path(source, part, cls.config_name)
+    if not file.is_file():
+        return cls.load_config(source, subfolder=part or None)
+    try:
+        return json.loads(read_text(file))  # diffusers would refuse a byte-order mark
+    except ValueError as error:
+        raise OSError(f"{file} holds no JSON: {error}") from error
 
 
 @contextlib.contextmanager

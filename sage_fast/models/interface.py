@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from sage_fast.util.captions import Caption
+from sage_fast.util.encoders import check_finite
 
 Key = Hashable
 """Opaque key of a sample's condition. A text prompt is its own key; see `sage_fast.util.captions` for images."""
@@ -28,10 +29,12 @@ class Condition:
     """A model's conditioning inputs for one sample, without padding. Subclasses add a field per tensor.
 
     Attributes:
+        encoders: field -> part of the checkpoint that makes it, for messages; a field without an entry names itself.
         negative: key of the condition that guidance steers away from.
         notes: lines of text about its encoding, for the user; not cached.
     """
 
+    encoders: ClassVar[Mapping[str, str]] = {}
     negative: Key = ""
     notes: Any = ()
 
@@ -43,6 +46,15 @@ class Condition:
     def tensors(self) -> dict[str, Tensor]:
         """Return field -> tensor, as cached on disk."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def check_finite(self, key: Key) -> None:
+        """Check what the encoders give for the prompt of this key.
+
+        Raises:
+            UserError: a tensor has values that are not finite.
+        """
+        for name, tensor in self.tensors().items():
+            check_finite(tensor, self.encoders.get(name, name), f"prompt {key!r}")
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         return dataclasses.replace(self, **{name: t.to(device, dtype) for name, t in self.tensors().items()})

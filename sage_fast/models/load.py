@@ -27,6 +27,7 @@ from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import CHECKPOINTS, SHIPPED, default_family, family, split_path
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError, first_line, nearest
+from sage_fast.util.files import read_text
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
 JSON_TYPES: dict[type, Any] = {int: (int, float), float: (int, float), str: str, tuple: (list, tuple)}
@@ -130,7 +131,7 @@ def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
     files = {"": name}  # a file without an index lists its weights itself
     try:
         if name == SAFE_WEIGHTS_INDEX_NAME:
-            index = json.loads((folder / name).read_text())
+            index = json.loads(read_text(folder / name))
             files, _ = dict(index["weight_map"]), dict(index["metadata"])
             if outside := [file for file in files.values() if Path(file).name != file]:
                 raise ValueError(f"it names {outside[0]!r}; expected files beside it, as save_pretrained writes them")

@@ -20,7 +20,7 @@ from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import Config, RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.rewards.failure_policy import Outcome, RewardFailure, score_or_drop
 from sage_fast.rewards.in_process import InProcess
-from sage_fast.rewards.interface import Backend, Metadata, Pending, Request, Reward, Scores
+from sage_fast.rewards.interface import USUAL_FPS, Backend, Metadata, Pending, Request, Reward, Scores
 from sage_fast.rewards.load import check_prompts, device_of, load_reward
 from sage_fast.rewards.worker import Worker
 from sage_fast.util.captions import split_key
@@ -184,12 +184,15 @@ class CompositeReward:
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def check(self, sampling: SamplingConfig, prompts: Sequence[str], device: str = "cpu") -> None:
+    def check(
+        self, sampling: SamplingConfig, prompts: Sequence[str], device: str = "cpu", fps: float = USUAL_FPS
+    ) -> None:
         """Score one or two made-up videos, check the result against the settings, and set `parts`.
 
         Args:
             prompts: keys of all prompts that it scores.
             device: device of the run's videos.
+            fps: frames per second of the run's videos.
 
         Raises:
             UserError: a reward fails, returns no finite score, does not return `[B]` for each part, or lacks a part
@@ -197,7 +200,7 @@ class CompositeReward:
         """
         videos = dummy_videos(sampling).to(device)
         keys = [prompts[i % len(prompts)] for i in range(len(videos))]
-        request = self._request(videos, keys, seed=0)
+        request = self._request(videos, keys, fps, seed=0)
         owners: dict[str, str] = {}
         for caller in self.callers:
             entry, where = caller.entry, f"{caller.key} = {caller.entry.name!r}"
@@ -222,22 +225,23 @@ class CompositeReward:
 
     # -- scores -------------------------------------------------------------------------------------------------------
 
-    def submit(self, videos: Tensor, prompts: Sequence[str], seed: int = 0) -> Pending:
+    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Pending:
         """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away.
 
         Args:
             prompts: keys; a reward gets the text of each.
+            fps: frames per second of the videos; None: not known.
             seed: of the random numbers that the rewards draw.
         """
-        request = self._request(videos, prompts, seed)
+        request = self._request(videos, prompts, fps, seed)
         # First those in the background, so that they score beside the others.
         order = sorted(range(len(self.callers)), key=lambda i: not self.callers[i].in_background)
         futures = {i: self.callers[i].score(request) for i in order}
         return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, list(prompts)))
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str], seed: int = 0) -> Scores:
+    def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Scores:
         """Call `submit` and wait for the scores."""
-        return self.submit(videos, prompts, seed).result()
+        return self.submit(videos, prompts, fps, seed).result()
 
     def raw(self, request: Request, device: str) -> dict[str, Tensor]:
         """Call each reward once; return each part, `[B]`.
@@ -275,11 +279,11 @@ class CompositeReward:
                 return f"part {name!r} has a reserved name of tables; give it a reward.prefix, such as my_"
         return None
 
-    def _request(self, videos: Tensor, keys: Sequence[str], seed: int) -> Request:
+    def _request(self, videos: Tensor, keys: Sequence[str], fps: float | None, seed: int) -> Request:
         """Return what rewards get: videos, texts and metadata."""
         texts = [split_key(key)[0] for key in keys]
         metadata = [self.metadata.get(key, {}) for key in keys]
-        return Request(videos=videos, prompts=texts, metadata=metadata, seed=seed)
+        return Request(videos=videos, prompts=texts, metadata=metadata, fps=fps, seed=seed)
 
     def _join(self, prompts: list[str], outcomes: list[Outcome]) -> Scores:
         """Join the rewards' results to the composite and all parts; all are NaN for a video without a score.
@@ -386,17 +390,24 @@ def dummy_videos(sampling: SamplingConfig) -> Tensor:
 
 
 def load_rewards(
-    config: Config, prompts: Sequence[str], eval_prompts: Sequence[str], metadata: Mapping[str, Metadata]
+    config: Config,
+    prompts: Sequence[str],
+    eval_prompts: Sequence[str],
+    metadata: Mapping[str, Metadata],
+    fps: float = USUAL_FPS,
 ) -> tuple[CompositeReward, Judge | None]:
     """Load the reward and, if named, the judge; check each on one or two dummy videos of these prompts.
+
+    Args:
+        fps: frames per second of the run's videos.
 
     Raises:
         UserError: one is missing or does not fit.
     """
     device = str(local_device())
     reward, judge = CompositeReward.of(config.reward, device, metadata), None
-    reward.check(config.sampling, [*prompts, *eval_prompts], device)
+    reward.check(config.sampling, [*prompts, *eval_prompts], device, fps)
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device, metadata=metadata)
-        judge.check(config.sampling, eval_prompts, device)
+        judge.check(config.sampling, eval_prompts, device, fps)
     return reward, judge

@@ -167,10 +167,12 @@ def token() -> str:
 
 
 def format_request(request: Request, name: str) -> bytes:
-    """Format a request; it has the key `metadata` if a prompt has any."""
+    """Format a request; it has the key `metadata` if a prompt has any, and `fps` if it is known."""
     content: dict[str, Any] = {"schema": SCHEMA, "id": name, "prompts": request.prompts, "seed": request.seed}
     if any(request.metadata):
         content["metadata"] = request.metadata
+    if request.fps is not None:
+        content["fps"] = request.fps
     head = json.dumps(content)
     encoded = base64.b64encode(save({"videos": request.videos.detach().cpu().half().contiguous()}))
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
@@ -190,19 +192,22 @@ def read_request(body: bytes) -> tuple[str, Request]:
         content = json.loads(body)
         name, prompts = content["id"], content["prompts"]
         metadata = content.get("metadata", [{}] * len(prompts))
+        fps = content.get("fps")
         seed = content.get("seed", 0)
         texts = isinstance(prompts, list) and all(isinstance(t, str) and is_unicode(t) for t in (name, *prompts))
         if content["schema"] != SCHEMA or not texts or len(name) > 100:
             raise ValueError("another schema, an id or a prompt that is no text, or an id above 100 characters")
         if type(seed) is not int or not 0 <= seed < 2**63:
             raise ValueError("a seed that is no whole number from 0 to 2^63 - 1")
+        if fps is not None and not (_is_number_or_null(fps) and fps > 0):
+            raise ValueError(f"fps = {str(fps)[:60]}: expected frames per second above 0")
         videos = _videos_of(base64.b64decode(content["videos"], validate=True))
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel() or len(videos) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
         if len(metadata) != len(prompts) or not all(isinstance(of_one, dict) for of_one in metadata):
             raise ValueError(f"metadata that is no list of {len(prompts)} objects")
         scaled = videos.float() / DTYPES[videos.dtype]
-        return name, Request(videos=scaled, prompts=prompts, metadata=metadata, seed=seed)
+        return name, Request(videos=scaled, prompts=prompts, metadata=metadata, fps=fps, seed=seed)
     except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError, RecursionError) as error:
         raise ValueError(
             f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "

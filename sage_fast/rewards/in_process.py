@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import logging
 import re
@@ -64,7 +65,7 @@ class InProcess(Backend):
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 # A copy: other rewards, the judge and the saved files get what was decoded.
                 own = videos.to(self.device or videos.device, copy=True)
-                parts = call(self.name, self.reward, Request(**{**vars(request), "videos": own}))
+                parts = call(self.name, self.reward, dataclasses.replace(request, videos=own))
                 self._note_writes(own, videos)
                 return parts
         except (Exception, SystemExit) as error:
@@ -85,15 +86,19 @@ class InProcess(Backend):
 def call(name: str, reward: Any, request: Request) -> dict[str, Tensor]:
     """Call the reward of this name without gradients; return each part, `[B]` on the CPU, sorted by name.
 
-    Its networks are in evaluation mode, its random numbers are those of the request's seed, and it gets `metadata` if
-    it has a parameter of this name.
+    Its networks are in evaluation mode, its random numbers are those of the request's seed, and it gets `metadata` and
+    `fps` if it has parameters of these names. Where the rate is not known, a default of the reward's own stays.
 
     Raises:
         RewardFailure: it did not return parts. Whatever the reward raises passes through.
     """
     score = score_of(reward)
-    takes_metadata = "metadata" in inspect.signature(score).parameters
-    known = {"metadata": copy.deepcopy(request.metadata)} if takes_metadata else {}
+    taken = inspect.signature(score).parameters
+    known: dict[str, Any] = {}
+    if "metadata" in taken:
+        known["metadata"] = copy.deepcopy(request.metadata)
+    if "fps" in taken and (request.fps is not None or taken["fps"].default is inspect.Parameter.empty):
+        known["fps"] = request.fps
     with torch.no_grad():
         with guarded(f"reward {name!r}"), _named_if_slow(name, request):
             _leave_training_mode(name, reward)

@@ -12,13 +12,16 @@ from torch import Tensor
 
 Metadata = Mapping[str, Any]
 """The further keys of a prompt's record in a JSON-lines file."""
+USUAL_FPS = 24.0
+"""Frames per second of made-up videos, and of those that come without a rate where a reward needs one."""
 
 
 class Reward(Protocol):
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Score `videos [B, F, 3, H, W]` in [0, 1] against their prompts; each part is `[B]`.
 
-        A reward with a parameter `metadata` also gets a list of B `Metadata`.
+        A reward with a parameter `metadata` also gets a list of B `Metadata`, and one with a parameter `fps` the frames
+        per second of the videos; None if they are not known.
         """
         ...
 
@@ -31,12 +34,14 @@ class Request:
         videos: float `[B, F, 3, H, W]` in [0, 1].
         prompts: texts of the B prompts.
         metadata: one mapping per prompt.
+        fps: frames per second of the videos; None: not known.
         seed: of torch's, NumPy's and Python's random numbers during the call.
     """
 
     videos: Tensor
     prompts: list[str]
     metadata: list[Metadata]
+    fps: float | None = None
     seed: int = 0
 
     def __len__(self) -> int:
@@ -46,7 +51,8 @@ class Request:
         """Return the request for some of the videos; the whole one keeps its tensor."""
         if len(chosen) == len(self):
             return self
-        return Request(
+        return dataclasses.replace(
+            self,
             videos=self.videos[list(chosen)],
             prompts=[self.prompts[i] for i in chosen],
             metadata=[self.metadata[i] for i in chosen],
@@ -157,8 +163,13 @@ class Scorer(Protocol):
 
     weights: Mapping[str, float]
 
-    def submit(self, videos: Tensor, prompts: Sequence[str], seed: int = 0) -> Pending:
-        """Start to score `videos [B, F, 3, H, W]`; `seed` is that of the random numbers drawn."""
+    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Pending:
+        """Start to score `videos [B, F, 3, H, W]`.
+
+        Args:
+            fps: frames per second of the videos; None: not known.
+            seed: of the random numbers that a reward draws.
+        """
         ...
 
     def check_share(self, scores: Scores) -> None:

@@ -105,7 +105,7 @@ def _check_takes_videos(reward: Any, setting: str) -> None:
         signature = inspect.signature(score_of(reward))
     except (TypeError, ValueError):  # of a function in C, which tells none
         return
-    known: dict[str, Any] = {"metadata": []} if "metadata" in signature.parameters else {}
+    known: dict[str, Any] = {name: None for name in ("metadata", "fps") if name in signature.parameters}
     try:
         signature.bind(None, None, **known)
     except TypeError as error:

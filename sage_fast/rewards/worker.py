@@ -65,7 +65,7 @@ class Worker(Backend):
             with self._ended_after(seconds, f"no answer for {len(request)} videos") as late:
                 # Not in shared memory, which containers limit to 64 MB.
                 videos = request.videos.float().numpy()
-                self._channel.send((videos, request.prompts, request.metadata, request.seed))
+                self._channel.send((videos, request.prompts, request.metadata, request.fps, request.seed))
                 parts, error = self._receive(late)
             self._idle = True
         except (EOFError, OSError) as broken:
@@ -174,9 +174,15 @@ def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None
                     torch.cuda.set_device(device)
                 reward = load_reward(entry, key, device)
             else:
-                videos, prompts, metadata, seed = message
-                given = torch.from_numpy(videos).to(device)
-                scores = call(entry.name, reward, Request(videos=given, prompts=prompts, metadata=metadata, seed=seed))
+                videos, prompts, metadata, fps, seed = message
+                request = Request(
+                    videos=torch.from_numpy(videos).to(device),
+                    prompts=prompts,
+                    metadata=metadata,
+                    fps=fps,
+                    seed=seed,
+                )
+                scores = call(entry.name, reward, request)
                 parts = {part: values.numpy() for part, values in scores.items()}
         except BaseException as failed:  # SystemExit too: the worker reports it and waits for the next message
             error = str(failed) if isinstance(failed, UserError) else failure(failed)

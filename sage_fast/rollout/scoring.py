@@ -62,11 +62,21 @@ class VideoScorer:
         reward: scores the videos.
         watch: receives the times of `decode` and `reward`.
         collective: other ranks' forwards wait for this rank's, so a reward failure is raised in `finish` only.
+        fps: frames per second of the videos; None: not known.
     """
 
-    def __init__(self, decoder: Decoder, reward: Scorer, watch: Stopwatch, *, collective: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        reward: Scorer,
+        watch: Stopwatch,
+        *,
+        collective: bool = False,
+        fps: float | None = None,
+    ) -> None:
         self.decoder = decoder
         self.reward = reward
+        self.fps = fps
         self.watch = watch
         self.collective = collective
         self._submitted = 0
@@ -89,7 +99,7 @@ class VideoScorer:
             videos = self.decoder(latents)
         with self.watch("reward"):
             try:
-                self._scores.append(self.reward.submit(videos, list(prompts), seed))
+                self._scores.append(self.reward.submit(videos, list(prompts), self.fps, seed))
             except RewardError as error:
                 self._fail(error)
             self._collect(wait=False)

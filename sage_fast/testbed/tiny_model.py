@@ -17,13 +17,20 @@ from transformers import SiglipImageProcessorPil, SiglipVisionModel
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.hub import progress_bars_of
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.hunyuan15.encoder import encode_image, encoder_version
+from sage_fast.models.hunyuan15.encoder import (
+    check_width,
+    encode_image,
+    encoder_version,
+    load_network,
+    try_images,
+)
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.interface import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Spec
 from sage_fast.testbed import BASE, BASE_I2V
 from sage_fast.testbed.text_encoder import TEXT_EMBED_DIM, embed
+from sage_fast.util.encoders import grey_picture, reading
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 
@@ -106,15 +113,22 @@ def load_vae(folder: Path = BASE) -> AutoencoderKLHunyuanVideo15:
 def load_image_encoder(
     folder: Path, vae: AutoencoderKLHunyuanVideo15, size: tuple[int, int]
 ) -> Callable[[Image.Image], dict[str, Tensor]]:
-    """Load the image encoder of a folder into the stock pipeline, for videos of a (height, width): `encode_image`."""
-    with progress_bars_of(str(folder)):
-        tower = SiglipVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32)
-    features = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
+    """Load the image encoder of a folder into the stock pipeline, for videos of a (height, width): `encode_image`.
+
+    Raises:
+        UserError: it cannot be read, or fails on a grey picture.
+    """
+    start, device = f"model.path = {str(folder)!r}: cannot read the encoders", torch.device("cpu")
+    with progress_bars_of(str(folder)), reading(start, "image_encoder"):
+        tower = load_network(SiglipVisionModel, str(folder), "image_encoder", torch.float32)
+    with reading(start, "feature_extractor"):
+        features = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
     idle = "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "scheduler", "guider"
     pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline(
         vae=vae, image_encoder=tower, feature_extractor=features, **dict.fromkeys(idle)
     )
-    return lambda image: encode_image(pipeline, image, size, torch.device("cpu"), torch.float32)
+    try_images(pipeline, start, size, device, torch.float32)
+    return lambda image: encode_image(pipeline, image, size, device, torch.float32)
 
 
 class Testbed(HunyuanVideo15):
@@ -158,10 +172,16 @@ class Testbed(HunyuanVideo15):
             raise UserError(f"model.path = {self.path!r}: expected folders image_encoder and feature_extractor")
         vae, size = load_vae(Path(self.source("vae", self.path))), (sampling.height, sampling.width)
         see = load_image_encoder(Path(self.path), vae, size)
+        with reading(f"model.path = {self.path!r}: cannot read the encoders", "image_encoder"):
+            width = see(grey_picture(*size))["image"].shape[-1]
+            check_width("image_encoder", width, {"image_embed_dim": self.transformer_config.image_embed_dim})
         return lambda caption: TextEmbedding(
             text=self.embed(caption.text), glyphs=no_glyphs, **see(read_image(caption.image))
         )
 
     def encoder_version(self) -> str | None:
-        reads = self.takes_images and not is_random(self.path)
-        return encoder_version(self.path, ("image_encoder", "feature_extractor")) if reads else ""
+        if not self.takes_images or is_random(self.path):
+            return ""
+        own = encoder_version(self.path, ("image_encoder", "feature_extractor"))
+        vae = encoder_version(self.source("vae", self.path), ("vae",))
+        return None if own is None or vae is None else f"{own} {vae}"

@@ -21,7 +21,7 @@ from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
-from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, shared_prompts
+from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, notes_on_prompts, shared_prompts
 from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.load import check_weights, find_spec, meta_policy
@@ -379,6 +379,7 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
         notes += dry_run_reward(entry, key)
         scored = heldout if key == "eval.judge" else [*train, *heldout]
         check_prompts(entry, key, {prompt.key: prompt.metadata for prompt in scored})
+    notes += [f"note: {note}" for note in notes_on_prompts(train, heldout)]
     shared = shared_prompts(train, heldout)
     notes += [*[f"note: {shared}"] * bool(shared), *(f"warning: {warning}" for warning in warnings)]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]

@@ -175,6 +175,15 @@ def json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def read_text(path: Path) -> str:
+    """Read a text file of any program, in UTF-8; a byte-order mark, which Windows' editors write, is no part of it.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return path.read_text(encoding="utf-8-sig")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -184,7 +193,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: no regular file")  # a pipe would block
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):

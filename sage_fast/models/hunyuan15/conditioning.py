@@ -11,7 +11,7 @@ A forward's inputs depend only on the timestep and the prompt, and a rollout kno
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,12 @@ class TextEmbedding(Condition):
         frame: `[C, 1, H, W]` latents of that image, in the policy's scale; None without one.
     """
 
+    encoders: ClassVar = {
+        "text": "text_encoder",
+        "glyphs": "text_encoder_2",
+        "image": "image_encoder",
+        "frame": "vae",
+    }
     text: Tensor
     glyphs: Tensor
     image: Tensor | None = None

@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HTTPError
+from huggingface_hub.file_download import repo_folder_name
 from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
-from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
+from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable, stated_config
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.interface import Encoder
 from sage_fast.util.captions import Caption
-from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.encoders import check_finite, check_tokenizer, grey_picture, load_tokenizer, reading
+from sage_fast.util.errors import UserError, first_line, reason
 from sage_fast.util.images import read_image
 
 ENCODERS = ("text_encoder", "text_encoder_2")
-PARTS = (*ENCODERS, "tokenizer", "tokenizer_2")
+TOKENIZERS = ("tokenizer", "tokenizer_2")
+PARTS = (*ENCODERS, *TOKENIZERS)
 IMAGE_PARTS = ("image_encoder", "feature_extractor", "vae")
 IMAGE_TOKENS = 729
 """Tokens of an image in published checkpoints: SigLIP's 27 x 27 patches."""
 SCALED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 """Types of weights that mean nothing without scales, which another program keeps in its own way."""
-BLOCK, BLOCKS = 4096, 256
-"""Sampled blocks for the fingerprint of a large file: bytes per block and number of blocks. In 5 GB, one per 20 MB."""
+FILES_AT_ONCE = 4
+"""Number of files that a fingerprint reads at a time."""
+GIT_DIGITS = 40
+"""Length of the name of a blob that git hashes; the hub's large files have 64 digits."""
+ENCODING = 1
+"""Version of `_encode`, part of the fingerprint: raise it when equal files give other embeddings."""
+TRIAL = Caption('"word"')
+"""What the text encoders are tried with; ByT5 reads what is in quotes."""
 
 BYTES_OF_A_TOKEN, MAX_TOKENS = 4, 1000
 """Bytes of English per token of the published tokenizer, and the length at which the pipeline truncates a prompt."""
@@ -43,6 +54,8 @@ BYTES_OF_A_TOKEN, MAX_TOKENS = 4, 1000
 def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None = None) -> Encoder:
     """Load a checkpoint's encoders and nothing else; dropping the returned function releases them.
 
+    Each is tried once: the cost is that of one more prompt, and of one more image.
+
     Args:
         path: the checkpoint.
         dtype: dtype of the encoders and their embeddings.
@@ -50,99 +63,228 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
         size: (height, width) of the videos, to which images are resized and cropped; None for text-to-video.
 
     Raises:
-        UserError: they are missing or incomplete, do not fit each other or the transformer, or the tokenizer does not
-            match the pipeline's crop.
+        UserError: they are missing or incomplete, do not fit each other or the transformer, fail on a word or a grey
+            picture, or the tokenizer does not match the pipeline's crop.
     """
     source = reachable(path)
+    start = f"model.path = {path!r}: cannot read the encoders"
     cls: Any = HunyuanVideo15Pipeline if size is None else diffusers.HunyuanVideo15ImageToVideoPipeline
     parts: dict[str, Any] = {"transformer": None, "scheduler": None, "guider": None}
-    try:
+    with reading(start, "transformer"):
         widths: Any = AutoencoderKLHunyuanVideo15.load_config(source, subfolder="transformer")
-        if size is None:
-            with torch.device("meta"):  # the pipeline reads only sizes from it
-                parts["vae"] = AutoencoderKLHunyuanVideo15.from_config(
-                    AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae")
-                )
-        with progress_bars_of(source):
-            for part in ENCODERS if size is None else (*ENCODERS, "image_encoder"):
-                for file in Path(source, part).glob("*.safetensors"):
-                    with safe_open(file, "pt") as opened:
-                        kinds = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
-                    if odd := kinds & SCALED:
-                        raise OSError(f"{part}/{file.name} holds weights in {odd.pop()}; expected floats")
-                _, kind = cls.load_config(source)[part]
-                encoder, found = getattr(transformers, kind).from_pretrained(
-                    source, subfolder=part, dtype=dtype, output_loading_info=True
-                )
-                if lacking := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
-                    raise OSError(f"{part} lacks {len(lacking)} weights, such as {lacking[0]}")
-                own = encoder.config.hidden_size
-                if (width := widths.get(f"{part.replace('encoder', 'embed')}_dim", own)) != own:
-                    raise OSError(f"{part} has width {own}; the transformer expects {width}")
-                parts[part] = encoder
-            pipeline = cls.from_pretrained(source, **parts, dtype=dtype)
+    with reading(start, "model_index.json"):
+        names = _class_names(stated_config(cls, source), size)
+        kinds = {part: getattr(transformers, name) for part, name in names.items()}
+    with progress_bars_of(source):
+        for part, kind in kinds.items():
+            with reading(start, part):
+                if part.endswith("encoder") or part in ENCODERS:
+                    parts[part] = load_network(kind, source, part, dtype)
+                    check_width(part, parts[part].config.hidden_size, widths)
+                elif part in TOKENIZERS:
+                    parts[part] = load_tokenizer(kind, source, subfolder=part)
+                else:
+                    parts[part] = kind.from_pretrained(source, subfolder=part)
+        with reading(start, "vae"):
+            parts["vae"] = _load_vae(source, dtype, encodes=size is not None)
+    with reading(start, "model_index.json"):
+        pipeline = cls(**parts)
+    for part, network in zip(TOKENIZERS, ENCODERS, strict=True):
+        with reading(start, part):
+            rows = parts[network].get_input_embeddings().num_embeddings
+            check_tokenizer(parts[part], network, rows)
+    with reading(start, "tokenizer"):
         _check_tokens(pipeline)
-    except Exception as error:  # whatever odd files make these packages raise
-        raise UserError(f"model.path = {path!r}: cannot read the encoders: {first_line(error)}") from error
-    encoders = [pipeline.text_encoder, pipeline.text_encoder_2]
+    networks = [*ENCODERS, "image_encoder", "vae"] if size is not None else [*ENCODERS]
+    for part in networks:
+        parts[part].to(device)
+    _try_texts(pipeline, start, device, widths)
     if size is not None:
-        pipeline.vae.decoder = None
-        encoders += [pipeline.image_encoder, pipeline.vae]
-    for encoder in encoders:
-        encoder.to(device)
+        try_images(pipeline, start, size, device, dtype)
     return lambda caption: _encode(pipeline, caption, device, size)
 
 
+def _class_names(index: Any, size: tuple[int, int] | None) -> dict[str, str]:
+    """Return part -> name of its class in transformers, as model_index.json has it."""
+    wanted = PARTS if size is None else (*PARTS, "image_encoder", "feature_extractor")
+    found = {}
+    for part in wanted:
+        entry = index.get(part)
+        if not isinstance(entry, list | tuple) or len(entry) != 2 or not isinstance(entry[1], str):
+            raise ValueError(f"{part} is {entry!r} in model_index.json; expected a package and a class")
+        if not hasattr(transformers, entry[1]):
+            raise ValueError(f"{part} is a {entry[1]} in model_index.json, which transformers does not have")
+        found[part] = entry[1]
+    return found
+
+
+def load_network(cls: Any, source: str, part: str, dtype: torch.dtype) -> Any:
+    """Load an encoder of a checkpoint, strictly.
+
+    Raises:
+        OSError: it lacks weights, which transformers would fill with random numbers, or holds some of another shape or
+            scaled ones.
+    """
+    for file in Path(source, part).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            types = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+        if odd := types & SCALED:
+            raise OSError(f"{part}/{file.name} holds weights in {odd.pop()}; expected floats")
+    network, found = cls.from_pretrained(
+        source, subfolder=part, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if lacking := sorted(found["missing_keys"]):
+        raise OSError(f"{part} lacks {len(lacking)} weights, such as {lacking[0]}")
+    if found["mismatched_keys"]:  # transformers has filled these with random numbers too
+        key, stored, expected = min(found["mismatched_keys"])
+        raise OSError(f"{part}: {key} has shape {list(stored)}; its config.json asks for {list(expected)}")
+    return network.eval()
+
+
+def _load_vae(source: str, dtype: torch.dtype, *, encodes: bool) -> Any:
+    """Load the autoencoder without its decoder; unless it encodes, on the meta device, for its sizes alone."""
+    if encodes:
+        vae, found = AutoencoderKLHunyuanVideo15.from_pretrained(
+            source, subfolder="vae", dtype=dtype, output_loading_info=True
+        )
+        if lacking := sorted(found["missing_keys"]):
+            raise OSError(f"vae lacks {len(lacking)} weights, such as {lacking[0]}")
+        vae.decoder = None
+        return vae.eval()
+    with torch.device("meta"):
+        return AutoencoderKLHunyuanVideo15.from_config(AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae"))
+
+
+def check_width(part: str, width: int, transformer: Mapping[str, Any]) -> None:
+    """Check the width of an encoder's output against a transformer's config.
+
+    Raises:
+        OSError: they differ.
+    """
+    field = f"{part.replace('encoder', 'embed')}_dim"
+    usual = inspect.signature(HunyuanVideo15Transformer3DModel).parameters[field].default
+    if (expected := transformer.get(field, usual)) != width:
+        raise OSError(f"{part} has width {width}; the transformer expects {expected}")
+
+
+@torch.no_grad()
+def _try_texts(pipeline: Any, start: str, device: torch.device, widths: Mapping[str, Any]) -> None:
+    """Encode one word by each text encoder, as prompts are encoded.
+
+    Raises:
+        UserError: one fails, or gives another width than the transformer expects, or values that are not finite.
+    """
+    longest = pipeline.tokenizer_max_length + pipeline.prompt_template_encode_start_idx
+    none = torch.zeros(1, 1, 1)
+    skipped: dict[str, Any] = {"prompt_embeds": none, "prompt_embeds_mask": none[0]}
+    skipped_2: dict[str, Any] = {"prompt_embeds_2": none, "prompt_embeds_mask_2": none[0]}
+    with reading(start, "text_encoder"):
+        positions = pipeline.text_encoder.config.max_position_embeddings
+        if positions < longest:
+            raise ValueError(f"has {positions} positions (max_position_embeddings); prompts have up to {longest}")
+        text, *_ = pipeline.encode_prompt(TRIAL.text, device=device, **skipped_2)
+        check_width("text_encoder", text.shape[-1], widths)
+        check_finite(text, "text_encoder", f"the word {TRIAL.text}")
+    with reading(start, "text_encoder_2"):
+        _, _, glyphs, _ = pipeline.encode_prompt(TRIAL.text, device=device, **skipped)
+        check_width("text_encoder_2", glyphs.shape[-1], widths)
+        check_finite(glyphs, "text_encoder_2", f"the word {TRIAL.text}")
+
+
+@torch.no_grad()
+def try_images(pipeline: Any, start: str, size: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+    """Encode one grey picture by the image encoder and the autoencoder, as images are encoded.
+
+    Args:
+        start: beginning of the message of an error.
+        size, device, dtype: as for `encode_image`.
+
+    Raises:
+        UserError: a part fails, or gives values that are not finite, or the parts do not fit each other.
+    """
+    picture = grey_picture(*size)
+    with reading(start, "feature_extractor"):
+        pixels = pipeline.feature_extractor(images=[picture], return_tensors="pt")["pixel_values"]
+        side = pipeline.image_encoder.config.image_size
+        if list(pixels.shape) != [1, 3, side, side]:
+            made = f"makes a picture of shape {list(pixels.shape[1:])}"
+            raise ValueError(f"{made}; image_encoder reads [3, {side}, {side}]")
+        check_finite(pixels, "feature_extractor", "a grey picture")
+    with reading(start, "image_encoder"):
+        tokens = pipeline.encode_image(picture, batch_size=1, device=device, dtype=dtype)
+        check_finite(tokens, "image_encoder", "a grey picture")
+    with reading(start, "vae"):
+        frame = encode_image(pipeline, picture, size, device, dtype)["frame"]
+        check_finite(frame, "vae", "a grey picture")
+
+
 def encoder_version(path: str, parts: Sequence[str] = PARTS) -> str | None:
-    """Return a fingerprint of the files of a checkpoint's encoders. Cheap: of large files it reads a part.
+    """Return a fingerprint of a checkpoint's encoders: every byte of their files, and the code that runs them.
+
+    It reads whole files, several at a time: a sample would miss a damaged file that was mended, and times and sizes are
+    kept by `rsync -t` and `cp -p`. The published encoders, 16 GB, take about 10 s from memory or a fast disk.
 
     None if a local checkpoint lacks one of the `parts`.
 
     Raises:
-        UserError: the hub does not answer.
+        UserError: the hub does not answer, or a file cannot be read.
     """
     source = reachable(path)
     folder = Path(source)
     if folder.is_dir():
         if not all((folder / part).is_dir() for part in parts):
             return None
-        files = [file for part in parts for file in (folder / part).rglob("*") if file.is_file()]
-        names = {file.relative_to(folder).as_posix(): _content(file) for file in files}
+        files = {
+            file.relative_to(folder).as_posix(): _blob(file)
+            for part in parts
+            for file in (folder / part).rglob("*")
+            if file.is_file()
+        }
+        known = {}
     else:
         try:
             found = HfApi().model_info(source, files_metadata=True, timeout=HUB_SECONDS).siblings or []
         except (HTTPError, OSError) as error:
             raise UserError(f"model.path = {path!r}: the hub does not list its files: {first_line(error)}") from error
         listed = [file for file in found if file.rfilename.split("/")[0] in parts]
-        names = {file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id) for file in listed}
-    return hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()[:32]
+        known = {file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id) for file in listed}
+        # What is in the cache is loaded from there, so that its own bytes count.
+        blobs = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "blobs")
+        files = {name: blobs / blob for name, blob in known.items() if (blobs / blob).is_file()}
+    try:
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            contents = known | dict(zip(files, pool.map(_content, files.values()), strict=True))
+    except OSError as error:
+        raise UserError(f"model.path = {path!r}: cannot read the encoders: {reason(error)}") from error
+    code = (ENCODING, diffusers.__version__, transformers.__version__)
+    return hashlib.sha256(repr((code, sorted(contents.items()))).encode()).hexdigest()[:32]
+
+
+def _blob(file: Path) -> Path:
+    """Return the file that a link of the hub's cache leads to, whose name tells how the hub hashes it."""
+    if file.is_symlink() and file.readlink().parent.name == "blobs":
+        return file.parent / file.readlink()
+    return file
 
 
 def _content(file: Path) -> str:
-    """Return a fingerprint of a file. In the hub's cache it is the blob's name, as the hub itself reports it."""
-    if file.is_symlink() and (blob := file.readlink()).parent.name == "blobs":
-        return blob.name
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
+    """Return the hash of a whole file: its SHA-256, or for a small file of the hub's cache git's SHA-1, as the hub has
+    it.
+    """
+    is_git_blob = file.parent.name == "blobs" and len(file.name) == GIT_DIGITS
     with file.open("rb") as opened:
-        for block in range(BLOCKS):
-            opened.seek(max(size - BLOCK, 0) * block // (BLOCKS - 1))
-            digest.update(opened.read(BLOCK))
-            if size <= BLOCK:
-                break
-    return digest.hexdigest()
+        if not is_git_blob:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+        content = opened.read()
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
 
 
 def _check_tokens(pipeline: Any) -> None:
     """Check that the pipeline's crop, which drops a fixed number of leading tokens, removes just the system message.
 
     Raises:
-        ValueError: this tokenizer or chat template puts the start of the prompt elsewhere, or gives tokens that the
-            encoder does not know.
+        ValueError: this tokenizer or chat template puts the start of the prompt elsewhere.
     """
-    for part, tokenizer in zip(ENCODERS, (pipeline.tokenizer, pipeline.tokenizer_2)):
-        if (known := getattr(pipeline, part).config.vocab_size) < len(tokenizer):
-            raise ValueError(f"{part} has {known} tokens, and its tokenizer {len(tokenizer)}")
     chats = format_text_input(["a", "z"], pipeline.system_message)
     first, second = pipeline.tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, tokenize=True, return_dict=True

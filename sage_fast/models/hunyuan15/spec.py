@@ -26,7 +26,7 @@ from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import MODES
-from sage_fast.models.hub import reachable
+from sage_fast.models.hub import reachable, stated_config
 from sage_fast.models.hunyuan15 import encoder
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
@@ -100,7 +100,7 @@ class HunyuanVideo15(Spec):
         pipeline = None
         if self.configs:
             with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):  # the last: no mapping
-                pipeline = HunyuanVideo15Pipeline.load_config(reachable(self.path)).get("_class_name")
+                pipeline = stated_config(HunyuanVideo15Pipeline, reachable(self.path)).get("_class_name")
         return PIPELINES.get(str(pipeline), self.transformer_config.task_type) == "i2v"
 
     @property
@@ -181,7 +181,7 @@ class HunyuanVideo15(Spec):
             OSError: the checkpoint has none, or it states nothing.
         """
         cls, _ = SAMPLED_AS[part]
-        found = cls.load_config(reachable(self.path), subfolder=part)
+        found = stated_config(cls, reachable(self.path), part)
         if not found or not isinstance(found, dict):
             raise OSError(f"{part} states nothing")
         if not found.pop("enabled", True):

@@ -1,6 +1,8 @@
 """Read LoRA files of other programs: of diffusers, peft and kohya's scripts, and in the layouts that `export` writes.
 
-Only ranks, alphas and rank stabilisation act on the result. A field that changes it in another way is refused by name.
+Only ranks, alphas and rank stabilisation act on the result. What tensors say, tensors decide: ranks, and alphas where
+they hold them; what a header or a configuration says of these only informs. A field that changes the result in another
+way is refused by name.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 from sage_fast.models.spec import ExportTarget
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_text
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +41,19 @@ IDLE = {
 INITIALISATIONS = ("gaussian", "orthogonal", "eva", True, False)
 """Values of `init_lora_weights` that leave the base weights as they are."""
 HEADER = {
-    **{field: field for field in vars(LoraConfig())},
+    **{field: field for field in vars(LoraConfig()) if field not in ("r", "rank_pattern")},
     **dict.fromkeys(("alpha", "network_alpha", "ss_network_alpha"), "lora_alpha"),
-    **dict.fromkeys(("rank", "lora_rank", "network_dim", "ss_network_dim"), "r"),
 }
-"""Plain entry of a file's header -> the field that it states."""
+"""Plain entry of a file's header -> the field that it states. Ranks, of which kohya's scripts write only the most
+common one, are those of the tensors."""
 WORDS = {"None": None, "Dynamic": None, "True": True, "False": False}
 """Values of Python that kohya's scripts write into a header."""
-FACTOR = re.compile(r"(.+?)\.(?:(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|(alpha))")
+FACTOR = re.compile(
+    r"(?P<layer>.+?)\.(?:"
+    r"(?P<factor>lora_A|lora_B|lora_down|lora_up)(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.weight)?"
+    r"|(?P<alpha>alpha))"
+)
+"""Name of a tensor. peft names the adapter too, as in `to_q.lora_A.default.weight`."""
 KINDS = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B", "alpha": "alpha"}
 PREFIXES = r"base_model\.model\.|model\.|diffusion_model\.|lora_unet_|lora_transformer_"
 Layout = Callable[[str], ExportTarget]
@@ -82,30 +90,23 @@ def read_adapter(
         Fault: it is damaged, no LoRA, made for another model, or has a field that cannot be honoured.
     """
     tensors, header = open_adapter(file)
-    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    odd = []
-    for key, tensor in tensors.items():
-        if match := FACTOR.fullmatch(key):
-            kind = KINDS[match[2] or match[3]]
-            if kind in groups[match[1]]:
-                raise Fault(f": holds {kind} of {match[1]} twice")
-            groups[match[1]][kind] = tensor
-        else:
-            odd.append(key)
+    groups, odd = _groups(tensors)
     if not any("A" in group for group in groups.values()):
         raise Fault(": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
     if odd:
         raise Fault(f": holds {odd[0]!r}; expected nothing but `<layer>.lora_A.weight` and `<layer>.lora_B.weight`")
     beside = file.with_name("adapter_config.json")
     is_peft = file.stem == "adapter_model" or any(name.startswith("base_model.model.") for name in groups)
-    fields = _fields(header, beside if is_peft and beside.is_file() else None, part)
-    if "lora_alpha" not in fields and not all("alpha" in group for group in groups.values()):
+    has_alphas = all("alpha" in group for group in groups.values())
+    fields = _fields(header, beside if is_peft and beside.is_file() else None, part, alpha_acts=not has_alphas)
+    if "lora_alpha" not in fields and not has_alphas:
         log.info(wrapped(f"note: model.weights = {file}: states no alpha, so that the rank is taken for it"))
     known, factors, alphas = _known(layers, layouts), dict[str, tuple[Tensor, Tensor]](), dict[str, float]()
+    file_ranks = {len(group["A"]) for group in groups.values() if "A" in group and group["A"].ndim}
     for name, group in groups.items():
         bare = re.sub(rf"^(?:{re.escape(part)}\.|{PREFIXES})*", "", name)
         a, b = _factors(name, group)
-        alpha = _alpha(bare, group.get("alpha"), fields, len(a))
+        alpha = _alpha(bare, group.get("alpha"), fields, len(a), file_ranks)
         for layer, down, up in _split(name, a, b, known.get(bare.replace(".", "_"), ()), layers):
             if layer in factors:
                 raise Fault(f": holds the layer {layer} twice")
@@ -124,10 +125,34 @@ def read_adapter(
     return {f"{layer}.lora_{x}.weight": t for layer, pair in factors.items() for x, t in zip("AB", pair)}, config
 
 
-def _fields(header: Mapping[str, str], beside: Path | None, part: str) -> dict[str, Any]:
+def _groups(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Return layer -> its tensors A, B and alpha, and the names that are none of these.
+
+    Raises:
+        Fault: a layer has one twice, or the file holds more than one adapter.
+    """
+    matches = {key: FACTOR.fullmatch(key) for key in tensors}
+    names = sorted({match["adapter"] for match in matches.values() if match and match["adapter"]})
+    if len(names) > 1:
+        raise Fault(f": holds the adapters {', '.join(names)}; expected one")
+    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, match in matches.items():
+        if match is None:
+            continue
+        layer, kind = match["layer"], KINDS[match["factor"] or match["alpha"]]
+        if kind in groups[layer]:
+            raise Fault(f": holds {kind} of {layer} twice")
+        groups[layer][kind] = tensors[key]
+    return groups, [key for key, match in matches.items() if match is None]
+
+
+def _fields(header: Mapping[str, str], beside: Path | None, part: str, *, alpha_acts: bool) -> dict[str, Any]:
     """Return what a file states of its LoRA, by peft's names.
 
     Its configuration is in its header or in a file beside it; plain entries of the header count too.
+
+    Args:
+        alpha_acts: whether some layer has no alpha of its own, so that one stated twice is ambiguous.
 
     Raises:
         Fault: it cannot be read, or a field cannot be honoured.
@@ -139,14 +164,17 @@ def _fields(header: Mapping[str, str], beside: Path | None, part: str) -> dict[s
 
     try:
         if (text := header.get(LORA_ADAPTER_METADATA_KEY)) is None and beside is not None:
-            text = beside.read_text(encoding="utf-8")
+            text = read_text(beside)
         fields = of_part({} if text is None else dict(json.loads(text)))
-        plain = {key.removeprefix(f"{part}."): _plain(value) for key, value in header.items()}
+        entries = {key.removeprefix(f"{part}."): value for key, value in header.items()}
+        plain = {key: _plain(value) for key, value in entries.items() if key in HEADER}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Fault(f": its configuration cannot be read: {error}") from error
     for key, value in plain.items():
-        if key in HEADER and value is not None and fields.setdefault(HEADER[key], value) != value:
-            raise Fault(f": states {HEADER[key]} twice, as {fields[HEADER[key]]!r} and {value!r}")
+        field = HEADER[key]
+        differs = value is not None and fields.setdefault(field, value) != value
+        if differs and (alpha_acts or field not in ("lora_alpha", "alpha_pattern")):
+            raise Fault(f": states {field} twice, as {fields[field]!r} and {value!r}")
     defaults = vars(LoraConfig()) | {"peft_type": "LORA"}
     if not isinstance(fields.get("use_rslora", False), bool):
         raise Fault(f": its use_rslora is {fields['use_rslora']!r}; expected true or false")
@@ -239,25 +267,37 @@ def _ranks(parts: Sequence[Tensor]) -> Tensor:
     return used if len(parts) > 1 else used.new_ones(used.shape)
 
 
-def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: int) -> float:
+def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: int, file_ranks: set[int]) -> float:
     """Return the alpha of a layer of this rank: of a tensor, or of the fields; the rank itself if none is stated.
 
-    Raises:
-        Fault: it is no number above 0, or another rank is stated.
-    """
+    Args:
+        stated: alpha as a tensor of the file, which decides alone; None if it holds none.
+        file_ranks: ranks of all layers of the file.
 
-    def of_layer(field: str, pattern: str) -> Any:
+    Raises:
+        Fault: it is no number above 0, or it is that of another rank than the tensors have.
+    """
+    if stated is not None:
+        return _checked_alpha(layer, stated.squeeze().tolist())
+
+    def of_layer(field: str, pattern: str) -> tuple[Any, bool]:
+        """Return the value of a field for this layer, and whether it is the layer's own."""
         try:
             values = dict(fields.get(pattern, {}))
-            return values.get(get_pattern_key(list(values), layer), fields.get(field))
+            key = get_pattern_key(list(values), layer)
         except (re.error, TypeError, ValueError) as error:
             raise Fault(f": its {pattern} is no mapping of regular expressions: {error}") from error
+        return values.get(key, fields.get(field)), key in values
 
-    if (r := of_layer("r", "rank_pattern")) not in (None, rank):
+    # A configuration's alpha counts for its own rank: with another one, the scale alpha / rank would be a guess.
+    r, is_own = of_layer("r", "rank_pattern")
+    if r not in (None, rank) and (is_own or r not in file_ranks):
         raise Fault(f": its r is {r!r}, and the factors of {layer} have rank {rank}")
-    alpha = of_layer("lora_alpha", "alpha_pattern") if stated is None else stated.squeeze().tolist()
-    if alpha is None:
-        return rank
+    alpha, _ = of_layer("lora_alpha", "alpha_pattern")
+    return rank if alpha is None else _checked_alpha(layer, alpha)
+
+
+def _checked_alpha(layer: str, alpha: Any) -> float:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:  # beyond, sums overflow
         raise Fault(f": the alpha of {layer} is {alpha!r}; expected a number above 0")
     return alpha

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -9,11 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sage_fast.util.console import wrapped
+from sage_fast.util.encoders import check_finite, reading
 from sage_fast.util.errors import UserError
 from sage_fast.util.videos import evenly_spaced
 
+log = logging.getLogger(__name__)
+
 SCORED_AT_ONCE = 8
 """Maximum number of videos per batch."""
+TRIAL_PROMPT = 'a "word"'
+TRIAL_SHAPE = (1, 4, 3, 64, 64)
+"""Video of a trial, all grey: [B, F, 3, H, W]."""
 
 
 def levels(frames: Tensor) -> Tensor:
@@ -59,8 +67,8 @@ class FrameReward:
             raise UserError(f"num_frames = {num_frames}: expected at least 1")
         self.device, self.num_frames = torch.device(device), num_frames
 
-    def choose(self, total: int) -> list[int]:
-        """Return the sorted indices of the frames to score, out of `total`."""
+    def choose(self, total: int, fps: float | None = None) -> list[int]:
+        """Return the sorted indices of the frames to score, out of `total` at `fps` frames per second, if known."""
         return evenly_spaced(total, self.num_frames)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -71,13 +79,28 @@ class FrameReward:
         """
         raise NotImplementedError
 
+    def try_once(self, start: str) -> None:
+        """Score one grey video on `device`, as a subclass does once it has loaded everything.
+
+        Args:
+            start: beginning of the message of an error.
+
+        Raises:
+            UserError: it fails, or a part is not finite.
+        """
+        with reading(start, "a trial with a grey video"):
+            for part, values in self.score(torch.full(TRIAL_SHAPE, 0.5), [TRIAL_PROMPT]).items():
+                check_finite(values, f"the network of {part}", "a grey video")
+
     @torch.no_grad()
-    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def score(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> dict[str, Tensor]:
         """Score videos; return each part, float32 `[B]`.
 
         Args:
-            videos: float `[B, F, 3, H, W]` in [0, 1]; NaN gives NaN.
+            videos: float `[B, F, 3, H, W]` in [0, 1]; NaN gives NaN. So does a network that fails on a finite video,
+                with a warning that names it and the prompt.
             prompts: B prompts.
+            fps: frames per second; None: not known.
 
         Raises:
             ValueError: the shape is wrong, there are too few frames, or a prompt cannot be scored.
@@ -85,7 +108,7 @@ class FrameReward:
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.is_floating_point() or len(videos) != len(prompts):
             found = f"{videos.dtype} {list(videos.shape)} and {len(prompts)} prompts"
             raise ValueError(f"expected float videos [B, F, 3, H, W] and B prompts, got {found}")
-        chosen = videos[:, self.choose(videos.shape[1])]
+        chosen = videos[:, self.choose(videos.shape[1], fps)]
         self.network.to(self.device)
         batches = []
         for i in range(0, len(prompts), SCORED_AT_ONCE):
@@ -93,4 +116,9 @@ class FrameReward:
             batches.append(self.of_frames(list(batch), prompts[i : i + SCORED_AT_ONCE]))
         parts = {part: torch.cat([scores[part] for scores in batches]).float() for part in batches[0]}
         broken = ~chosen.flatten(1).isfinite().all(1)
-        return {part: values.masked_fill(broken.to(values.device), torch.nan) for part, values in parts.items()}
+        parts = {part: values.masked_fill(broken.to(values.device), torch.nan) for part, values in parts.items()}
+        for part, values in parts.items():
+            for i in (~values.isfinite().cpu() & ~broken.cpu()).nonzero()[:, 0].tolist():
+                where = f"{type(self).__name__}: its network gives {values[i].item()} as {part}"
+                log.warning(wrapped(f"note: {where} for prompt {prompts[i]!r}"))
+        return parts

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sage_fast.rewards.interface import Metadata
 from sage_fast.rewards.shipped.frame_reward import FrameReward, levels
+from sage_fast.util.encoders import reading
 from sage_fast.util.errors import UserError
 
 try:
@@ -48,7 +49,10 @@ class OCRReward(FrameReward):
         # Frames are searched as they are, where rapidocr would enlarge them to 736 pixels; 32 x 32 ones grow to 320.
         settings = {"Global.log_level": "critical", "Global.use_cls": False, "Det.limit_side_len": 320}
         threads = {"EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads()}
-        self.reader, self.network = RapidOCR(params=settings | threads), nn.Identity()
+        self.network = nn.Identity()
+        with reading("reward 'ocr'", "rapidocr"):
+            self.reader = RapidOCR(params=settings | threads)
+        self.try_once("reward 'ocr'")
 
     @staticmethod
     def check_prompt(prompt: str, metadata: Metadata) -> list[str]:
@@ -66,11 +70,15 @@ class OCRReward(FrameReward):
         return texts
 
     def score(
-        self, videos: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata] | None = None
+        self,
+        videos: Tensor,
+        prompts: Sequence[str],
+        fps: float | None = None,
+        metadata: Sequence[Metadata] | None = None,
     ) -> dict[str, Tensor]:
         """Score videos as `FrameReward.score`; `text` in the metadata of a prompt replaces its quoted texts."""
         told = zip(prompts, metadata or [{}] * len(prompts))
-        return super().score(videos, ["\n".join(self.check_prompt(*each)) for each in told])
+        return super().score(videos, ["\n".join(self.check_prompt(*each)) for each in told], fps)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`; a prompt is its texts, one a line."""

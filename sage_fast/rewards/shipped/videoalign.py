@@ -28,8 +28,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from sage_fast.rewards.interface import USUAL_FPS
 from sage_fast.rewards.shipped.frame_reward import FrameReward, levels, resize
+from sage_fast.util.encoders import check_tokenizer, load_tokenizer, reading
 from sage_fast.util.errors import UserError, first_line, in_one_line, nearest
+from sage_fast.util.files import read_text
 from sage_fast.util.videos import evenly_spaced
 
 PARTS = ("vq", "mq", "ta")
@@ -68,7 +71,8 @@ class VideoAlignReward(FrameReward):
         base: folder or hub id of the base model; only its configuration and tokenizer are read.
         device: as for `FrameReward`.
         dtype: dtype of the weights; None for bfloat16 on CUDA, else float32. The head is always float32.
-        video_fps: frames per second of the videos passed to `score`.
+        video_fps: frames per second of the videos, in place of their own; None for their own, or 24 where they are
+            not known.
 
     Attributes:
         min_frame_pixels, max_frame_pixels: smaller frames are enlarged, larger ones reduced.
@@ -89,30 +93,33 @@ class VideoAlignReward(FrameReward):
         base: str = "Qwen/Qwen2-VL-2B-Instruct",
         device: str = "cpu",
         dtype: Precision | None = None,
-        video_fps: float = 24.0,
+        video_fps: float | None = None,
     ) -> None:
         super().__init__(device, num_frames=MOST_FRAMES)
         dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
         self.dtype = getattr(torch, dtype)
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(base)
+        of_base = f"base = {base!r}: expected a folder or hub id of {BASE}"
+        with reading(of_base, "tokenizer"):
+            self.tokenizer = load_tokenizer(AutoTokenizer, base)
+        with reading(of_base, "config.json"):
             self.config = Qwen2VLConfig.from_pretrained(base)
-        except (OSError, ValueError) as error:
-            raise UserError(f"base = {base!r}: expected a folder or hub id of {BASE}: {error}") from error
         if self.tokenizer.convert_tokens_to_ids("<|video_pad|>") != self.config.video_token_id:
             raise UserError(f"base = {base!r}: its tokenizer does not know <|video_pad|>; expected {BASE}")
         self.tokenizer.add_tokens(SPECIAL_TOKENS, special_tokens=True)
         self.config.text_config.vocab_size = len(self.tokenizer)
+        with reading(of_base, "tokenizer"):
+            check_tokenizer(self.tokenizer, "the network", len(self.tokenizer))
         self.token_ids = self.tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS)
         folder = local_folder(path, self.files["path"])
         settings = read_settings(folder)
-        if not (math.isfinite(video_fps) and video_fps > 0):
+        if video_fps is not None and not (math.isfinite(video_fps) and video_fps > 0):
             raise UserError(f"video_fps = {video_fps}: expected frames per second above 0, such as 24")
         self.fps, self.video_fps, self.max_frame_pixels = settings["fps"], video_fps, settings["max_frame_pixels"]
         self.network = self.build(read_weights(folder), *settings["lora"])
         self.mean, self.std = settings["mean"], settings["std"]
+        self.try_once(f"path = {path!r} with base = {base!r}")
 
     def build(self, published: Mapping[str, Tensor], rank: int, scale: float) -> nn.Module:
         """Return the frozen network on the CPU, with its LoRA merged and a float32 head as `rm_head`.
@@ -145,8 +152,10 @@ class VideoAlignReward(FrameReward):
         network.set_attn_implementation("sdpa")
         return network.eval().requires_grad_(False)
 
-    def choose(self, total: int) -> list[int]:
+    def choose(self, total: int, fps: float | None = None) -> list[int]:
         """Return an even number of evenly spaced indices from first to last; at least 4 if the video has them.
+
+        There are `self.fps` of them a second.
 
         Raises:
             ValueError: there are fewer than 2 frames.
@@ -154,7 +163,8 @@ class VideoAlignReward(FrameReward):
         if total < FRAMES_TOGETHER:
             raise ValueError(f"VideoAlign needs videos of at least {FRAMES_TOGETHER} frames, got {total}")
         most = min(self.num_frames, total) // 2 * 2
-        return evenly_spaced(total, round(min(max(total / self.video_fps * self.fps, 4), most) / 2) * 2)
+        seconds = total / (self.video_fps or fps or USUAL_FPS)
+        return evenly_spaced(total, round(min(max(seconds * self.fps, 4), most) / 2) * 2)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`."""
@@ -198,7 +208,9 @@ class VideoAlignReward(FrameReward):
         prepared = [self.patches(one) for one in frames]
         grids = torch.tensor([grid for _, grid in prepared], device=self.device)
         texts = [self.text(prompt, grid) for prompt, (_, grid) in zip(prompts, prepared)]
-        ids = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        ids = self.tokenizer(
+            texts, add_special_tokens=False, padding=True, padding_side="right", truncation=False, return_tensors="pt"
+        )["input_ids"]
         places = torch.tensor([self._place(row, prompt) for row, prompt in zip(ids.tolist(), prompts)])
         rows, length = ids.shape
         # As in training: transformers 4.45, called without positions, numbered the tokens as in plain text.
@@ -249,7 +261,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     file = folder / "model_config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(read_text(file))
         data, model, lora, scale = (
             config[name] for name in ("data_config", "model_config", "peft_lora_config", "inference_config")
         )

@@ -26,6 +26,7 @@ from sage_fast.rewards.http import Client, shown
 from sage_fast.rewards.interface import Request
 from sage_fast.rewards.shipped.frame_reward import levels
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.files import read_text
 
 TEMPLATES = ("general", "unified-reward")
 """Prompts that come with the package: for any instruction model, and the published one of UnifiedReward 2.0."""
@@ -39,6 +40,7 @@ class VLMReward(Client):
         url: base URL of the server, such as http://127.0.0.1:8000/v1.
         model: name under which the server offers the model.
         template: one of `TEMPLATES`, or a text file with `{prompt}` and lines such as "Motion Score (1-10): X".
+            `{seconds}` stands for the duration of the video.
         num_frames: number of evenly spaced frames, from the first on; shorter videos use all.
         api_key: bearer token; "" for none.
         extra_body: further fields of a request, which replace `temperature` 0 and `max_tokens` 4096.
@@ -78,7 +80,8 @@ class VLMReward(Client):
         pairs = list(zip(request.videos, request.prompts))
 
         async def ask_all() -> list[dict[str, float] | str]:
-            return await asyncio.gather(*(self._ask(video, prompt, seconds) for video, prompt in pairs))
+            asked = [self._ask(video, prompt, seconds, request.fps) for video, prompt in pairs]
+            return await asyncio.gather(*asked)
 
         answers = asyncio.run(ask_all())
         errors = {i: answer for i, answer in enumerate(answers) if isinstance(answer, str)}
@@ -88,14 +91,19 @@ class VLMReward(Client):
             raise SomeFailed(errors, parts)
         return parts
 
-    async def _ask(self, video: Tensor, prompt: str, seconds: float) -> dict[str, float] | str:
+    async def _ask(self, video: Tensor, prompt: str, seconds: float, fps: float | None) -> dict[str, float] | str:
         """Return the scores of one video, or why it has none."""
         if not video.isfinite().all():
             return "the video has values that are not finite"
+        text = self.template
+        if "{seconds}" in text:
+            if fps is None:
+                return "the template asks for {seconds}, and the frame rate of the videos is not known"
+            text = text.replace("{seconds}", f"{len(video) / fps:.3g}")
         count = min(self.num_frames, len(video))
         images = [_data_url(video[i * len(video) // count]) for i in range(count)]
         content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
-        content.append({"type": "text", "text": self.template.replace("{prompt}", prompt)})
+        content.append({"type": "text", "text": text.replace("{prompt}", prompt)})
         body = self.fields | {"messages": [{"role": "user", "content": content}]}
         try:
             got = await self.post(json.dumps(body).encode(), seconds, self.api_key)
@@ -132,7 +140,7 @@ class VLMReward(Client):
 def _read_template(template: str) -> str:
     path = Path(__file__).with_name(f"vlm_{template}.txt") if template in TEMPLATES else Path(template)
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeError) as error:
         raise UserError(f"template = {template!r}: {nearest(template, TEMPLATES)}; or a text file") from error
 
