@@ -130,7 +130,7 @@ def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
     files = {"": name}  # a file without an index lists its weights itself
     try:
         if name == SAFE_WEIGHTS_INDEX_NAME:
-            index = json.loads((folder / name).read_text())
+            index = json.loads((folder / name).read_text(encoding="utf-8"))
             files, _ = dict(index["weight_map"]), dict(index["metadata"])
             if outside := [file for file in files.values() if Path(file).name != file]:
                 raise ValueError(f"it names {outside[0]!r}; expected files beside it, as save_pretrained writes them")

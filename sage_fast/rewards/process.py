@@ -24,6 +24,7 @@ from sage_fast.rewards.failures import RewardFailure, failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import SIGNALS, UserError
 from sage_fast.util.process_state import end_started
+from sage_fast.util.text import escape_on_screen
 
 IDLE_EXIT_GRACE = 5.0
 """Time for an idle child to exit by itself."""
@@ -113,6 +114,7 @@ class ChildProcess:
 
 def child(channel: Connection, entry: RewardEntry, key: str, device: str) -> None:
     """Create the reward, then answer one message after another until the parent is gone."""
+    escape_on_screen()  # a reward may print any letter
     os.setsid()  # Ctrl-C in the terminal stops the run, which still needs its iteration's scores
     for number in SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)

@@ -249,7 +249,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     file = folder / "model_config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
         data, model, lora, scale = (
             config[name] for name in ("data_config", "model_config", "peft_lora_config", "inference_config")
         )

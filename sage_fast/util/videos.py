@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import atomic_path
+from sage_fast.util.text import in_file_name
 
 BT709 = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-colorspace", "bt709", "-color_range", "tv"]
 BT709 += ["-color_primaries", "bt709", "-color_trc", "bt709"]
@@ -84,8 +85,7 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
 
 def save_video(video: Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
     """Write a video as `save_mp4` does, to a file of `folder` named by number and prompt."""
-    slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60].encode()[:120].decode(errors="ignore")
-    path = folder / f"{number:02d}-{slug}.mp4"
+    path = folder / f"{number:02d}-{in_file_name(prompt)}.mp4"
     save_mp4(path, video, fps)
     return path
 
