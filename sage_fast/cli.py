@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -156,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return (status := guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words)))
     finally:
         if arguments is None:  # the process is the command's own
+            signal.signal(signal.SIGXCPU, signal.SIG_IGN)  # comes each second: the status is to be the command's
             threading.Thread(target=_end, args=(status,), daemon=True).start()
         if status != 1 and any(thread.name == HANGING for thread in threading.enumerate()):
             os._exit(status)  # the package that hangs may have an exit hook, as wandb has, which would hang too
