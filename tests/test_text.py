@@ -184,7 +184,7 @@ print(json.dumps(statuses), file=sys.stderr)
 @narrow
 def test_a_run_and_what_is_made_of_it(variables: dict[str, str], tmp_path: Path) -> None:
     """Train, sample, report, compare and export, with letters in paths and prompts."""
-    run, folder = tmp_path / os.fsdecode("\u5706-".encode() + b"caf\xe9"), tmp_path / "\u00fc"
+    run, folder = tmp_path / "\u5706-caf\u00e9", tmp_path / "\u00fc"
     few = arguments(
         train__iterations=1, train__prompts_per_iteration=1, train__group_size=2, eval__num_prompts=1,
         eval__seeds_per_prompt=1, eval__judge="null", train__optimizer_steps=1,

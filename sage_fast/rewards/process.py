@@ -6,12 +6,10 @@ The child ends with its parent, however the parent ends.
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
 import threading
-import time
 from multiprocessing.connection import Connection
 
 import torch
@@ -25,6 +23,7 @@ from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import SIGNALS, UserError
 from sage_fast.util.process_state import end_started
 from sage_fast.util.text import escape_on_screen
+from sage_fast.util.time_limit import TimeLimit
 
 IDLE_EXIT_GRACE = 5.0
 """Time for an idle child to exit by itself."""
@@ -88,12 +87,12 @@ class ChildProcess:
 
     def _receive(self, seconds: float, late: str) -> tuple[dict[str, list[float]], str]:
         """Wait for the child's next answer: parts and error; `late` is the failure's text if none comes in time."""
-        deadline = time.monotonic() + (seconds or math.inf)
+        limit = TimeLimit(seconds)
         while not self._channel.poll(0.2):
             # A process that the child forked may still hold the other end open, so ask for the child as well.
             if not self._process.is_alive() and not self._channel.poll():
                 raise EOFError
-            if time.monotonic() > deadline:
+            if limit.is_over():
                 raise RewardFailure(f"{late}; its process was ended")
         return self._channel.recv()
 
