@@ -183,7 +183,7 @@ print(json.dumps(statuses), file=sys.stderr)
 @pytest.mark.soak
 @narrow
 def test_a_run_and_what_is_made_of_it(variables: dict[str, str], tmp_path: Path) -> None:
-    """Train, sample, report, compare and export, with letters in paths and prompts."""
+    """Train, sample, report, compare and export, with letters in paths and labels."""
     run, folder = tmp_path / "\u5706-caf\u00e9", tmp_path / "\u00fc"
     few = arguments(
         train__iterations=1, train__prompts_per_iteration=1, train__group_size=2, eval__num_prompts=1,
@@ -191,7 +191,7 @@ def test_a_run_and_what_is_made_of_it(variables: dict[str, str], tmp_path: Path)
     )  # fmt: skip
     commands = [
         ["train", str(PAPER), "--output", str(run), *FEW_STEPS, *few],
-        ["sample", str(run), "--prompt", "a red circle moves left quickly \u5706", "--folder", str(folder)],
+        ["sample", str(run), "--prompt", "a red circle moves left quickly", "--folder", str(folder)],
         ["report", str(run)],
         ["compare", f"\u5706={run}", f"\u00fc={run}", "--folder", str(folder / "page")],
         ["export", str(run), str(folder / "weights")],
@@ -222,7 +222,10 @@ sys.exit(guarded("x", command))
 """
 
 
-@pytest.mark.fault("`train | tee log`, and tee is killed (SIGPIPE)", "the run goes on; its own log has every line")
+@pytest.mark.fault(
+    "the reader of a run's output is killed, as `tee` in a pipe (SIGPIPE)",
+    "the run goes on; its own log has every line",
+)
 def test_a_run_whose_pipe_has_no_reader_goes_on(tmp_path: Path) -> None:
     """It has a log file. Another command ends, as in `sage-fast report | head`."""
     for log, status in ((str(tmp_path / "log"), 0), ("", 141)):
