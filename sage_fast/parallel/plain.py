@@ -20,7 +20,8 @@ from sage_fast.parallel.gradients import average_gradients, clip_gradients, forg
 from sage_fast.parallel.optimizers import learning_rate, make_optimizers
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.ranks import all_reduce, data_size, launched
+from sage_fast.util.launchers import launched
+from sage_fast.util.ranks import all_reduce, data_size
 
 
 class PlainEngine(Engine):

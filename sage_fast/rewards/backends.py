@@ -23,8 +23,8 @@ from sage_fast.rewards.failures import failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.launchers import launched
 from sage_fast.util.plugins import import_plugin, running
-from sage_fast.util.ranks import launched
 
 BACKENDS = {
     "inline": "sage_fast.rewards.inline:InProcess",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +19,7 @@ from sage_fast.rewards.interface import Metadata
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RewardError
 from sage_fast.util.process_state import restored
+from sage_fast.util.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +73,15 @@ class InProcess(Backend):
         work = (future, contextvars.copy_context().run, call)
         with restored(f"reward {self.name!r}"):  # also what only the main thread may put back
             threading.Thread(target=fulfil, args=work, daemon=True).start()
-            try:
-                error = future.exception(seconds)
-            except TimeoutError as overdue:
-                raise RewardError(
-                    f"reward {self.name!r} gave no answer within reward.timeout_seconds = {seconds:g} for "
-                    f"{len(prompts)} prompts that begin with {prompts[0]!r}; a larger value, or 0, waits longer, and "
-                    "reward.workers = 1 gives it a process of its own, which can be ended and started again"
-                ) from overdue
+            limit = TimeLimit(seconds)
+            while futures.wait([future], limit.next_look).not_done:
+                if limit.is_over():
+                    raise RewardError(
+                        f"reward {self.name!r} gave no answer within reward.timeout_seconds = {seconds:g} for "
+                        f"{len(prompts)} prompts that begin with {prompts[0]!r}; a larger value, or 0, waits longer, "
+                        "and reward.workers = 1 gives it a process of its own, which can be ended and started again"
+                    )
+            error = future.exception()
         if error is not None:  # even KeyboardInterrupt: Ctrl-C never reaches this thread, so the reward raised it
             raise RewardFailure(failure(error)) from error
         return future.result()

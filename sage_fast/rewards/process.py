@@ -6,12 +6,10 @@ The child ends with its parent, however the parent ends.
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
 import threading
-import time
 from multiprocessing.connection import Connection
 
 import torch
@@ -24,6 +22,8 @@ from sage_fast.rewards.failures import RewardFailure, failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import SIGNALS, UserError
 from sage_fast.util.process_state import end_started
+from sage_fast.util.text import escape_on_screen
+from sage_fast.util.time_limit import TimeLimit
 
 IDLE_EXIT_GRACE = 5.0
 """Time for an idle child to exit by itself."""
@@ -94,12 +94,12 @@ class ChildProcess:
 
     def _receive(self, seconds: float, late: str) -> tuple[dict[str, list[float]], str]:
         """Wait for the child's next answer: parts and error; `late` is the failure's text if none comes in time."""
-        deadline = time.monotonic() + (seconds or math.inf)
+        limit = TimeLimit(seconds)
         while not self._channel.poll(0.2):
             # A process that the child forked may still hold the other end open, so ask for the child as well.
             if not self._process.is_alive() and not self._channel.poll():
                 raise EOFError
-            if time.monotonic() > deadline:
+            if limit.is_over():
                 raise RewardFailure(f"{late}; its process was ended")
         return self._channel.recv()
 
@@ -120,6 +120,7 @@ class ChildProcess:
 
 def child(channel: Connection, entry: RewardEntry, key: str, device: str) -> None:
     """Create the reward, then answer one message after another until the parent is gone."""
+    escape_on_screen()  # a reward may print any letter
     os.setsid()  # Ctrl-C in the terminal stops the run, which still needs its iteration's scores
     for number in SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)

@@ -119,7 +119,9 @@ def tools(device: torch.device) -> Iterator[Check]:
         found = f"none; {'Triton and ' if gpu else ''}the C++ operators need it"
         yield Check("C++ compiler", "wrong" if gpu else "missing", found, "apt install g++, or set CXX (and CC)")
     else:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+        version = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, encoding="utf-8", errors="replace"
+        ).stdout
         yield Check("C++ compiler", "ok", next(iter(version.splitlines()), compiler))
     advice = "reinstall the package where torch, triton and a C++ compiler are available; unset SAGE_FAST_OPS"
     for place, wanted in {torch.device("cpu"): "C++", device: "Triton" if gpu else "C++"}.items():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import re
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -13,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import SIGNALS, UserError
 from sage_fast.util.files import atomic_path
+from sage_fast.util.text import in_file_name
 
 BT709 = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-colorspace", "bt709", "-color_range", "tv"]
 BT709 += ["-color_primaries", "bt709", "-color_trc", "bt709"]
@@ -75,17 +79,39 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     exact = ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"]
     ffmpeg = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact]
     with atomic_path(Path(path)) as file:
-        # Own process group: Ctrl-C must not reach ffmpeg.
-        done = subprocess.run([*ffmpeg, for_ffmpeg(file)], input=frames.tobytes(), capture_output=True, process_group=0)
-        if done.returncode:
-            why = done.stderr.decode(errors="replace").strip().splitlines()[:1] or [f"status {done.returncode}"]
+        status, said = _run([*ffmpeg, for_ffmpeg(file)], frames.tobytes())
+        if status:
+            why = said.strip().splitlines()[:1] or [f"status {status}"]
             raise OSError(errno.EIO, f"ffmpeg cannot write it: {why[0]}", str(path))
+
+
+def _run(command: list[str], given: bytes) -> tuple[int, str]:
+    """Run a command with bytes on its stdin, out of reach of the signals that stop a run; return status and stderr."""
+    pipe = subprocess.PIPE
+    with _blocked_signals():  # a scheduler sends them to every process of a job, a terminal to its process group
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
+    with process:
+        try:
+            _, said = process.communicate(given)
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, said.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block the signals that stop a run in this thread; a process that the block starts keeps them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def save_video(video: Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
     """Write a video as `save_mp4` does, to a file of `folder` named by number and prompt."""
-    slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60].encode()[:120].decode(errors="ignore")
-    path = folder / f"{number:02d}-{slug}.mp4"
+    path = folder / f"{number:02d}-{in_file_name(prompt)}.mp4"
     save_mp4(path, video, fps)
     return path
 
