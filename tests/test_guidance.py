@@ -73,7 +73,7 @@ def test_training_goes_on_at_its_own_scale_after_an_evaluation_that_fails() -> N
     assert rows[0] == rows[1]
 
 
-ACTS = {"kl__feedback": "share"}
+ACTS = {"kl__lambda_max": 0.2}
 """Otherwise lambda is at most 1e-5, as the paper prints it."""
 
 
