@@ -93,9 +93,7 @@ def check_parity(replay: Replay, batch: Batch, constants: StepConstants, train: 
         micros = first(4 if limited else 2)
         moments = moments_after_an_update(replay, batch, micros, constants, distance=distance, seed=seed)
         if limited:
-            metrics["log_prob/rounding"] = check_rounding(
-                *moments.log_ratio, constants.equalizer, objective, distance
-            )
+            metrics["log_prob/rounding"] = check_rounding(*moments.log_ratio, constants.equalizer, objective, distance)
         kl = torch.maximum(kl, without_response(*moments.kl))
         metrics["kl/rounding"] = float(kl.max())
     return Parity(metrics=metrics, kl=kl)
