@@ -183,9 +183,8 @@ def test_votes_are_clustered_by_prompt_and_by_voter() -> None:
     prompts, voters = np.arange(24).repeat(8).tolist(), [*range(8)] * 24
     both, alone = [], []
     for _ in range(500):
-        level = (
-            0.5 + 0.2 * generator.choice([-1, 1], size=8)[None, :] + 0.2 * generator.choice([-1, 1], size=24)[:, None]
-        )
+        by_voter, by_text = (0.2 * generator.choice([-1, 1], size=count) for count in (8, 24))
+        level = 0.5 + by_voter[None, :] + by_text[:, None]
         values = generator.binomial(1, level).astype(float).ravel().tolist()
         ours = share_interval(votes_of(prompts, values, voters))
         by_prompt = share_interval(votes_of(prompts, values))

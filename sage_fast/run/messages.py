@@ -14,6 +14,7 @@ from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig, TrainConfig
 from sage_fast.eval.scores import format_number
 from sage_fast.models.spec import Distillation
+from sage_fast.run.pace import pace_warning
 from sage_fast.util.meters import REWARD_PART
 
 INERT_LAMBDA = 1e-5
@@ -117,4 +118,4 @@ def config_warnings(resolved: Resolved, distillation: Distillation | None = None
     config, sampling = resolved.config, resolved.config.sampling
     guided = guidance_warning(resolved.objective, sampling.guidance_scale, config.eval_guidance_scale)
     distilled = [] if distillation is None else distillation_warnings(distillation, resolved)
-    return [*filter(None, [guided, off_policy_warning(resolved.objective)]), *distilled]
+    return [*filter(None, [guided, off_policy_warning(resolved.objective), pace_warning(resolved)]), *distilled]
