@@ -387,7 +387,7 @@ class KLConfig(Section):
     def __post_init__(self) -> None:
         left = "expected one of none, paper: no share of the gradient is held any more"
         nearest_choice = "the nearest choice is none, which stays at kl.lambda_max"
-        self.require(self.feedback != "share", "feedback", f"{left}; {nearest_choice}")  # type: ignore[comparison-overlap]
+        self.require(self.feedback != "share", "feedback", f"{left}; {nearest_choice}")
         super().__post_init__()
         nearest_valid = f"kl.lambda_max; the nearest is {self.lambda_max}"
         self.require(self.lambda_min <= self.lambda_max, "lambda_min", f"expected at most {nearest_valid}")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY
+from sage_fast.ops._derivatives import autograd_kernel
 from sage_fast.util.errors import UserError, nearest
 
 _serving: dict[str, str] = {}
@@ -87,7 +88,14 @@ def _choose() -> dict[str, Callable[[str], Operator]]:
 _FUSED = _choose()
 
 
-def register(reference: Operator, *, mutates: Sequence[str] = (), cpp: bool = True) -> None:
+def register(
+    reference: Operator,
+    *,
+    mutates: Sequence[str] = (),
+    cpp: bool = True,
+    backward: Operator | None = None,
+    setup_context: Operator | None = None,
+) -> None:
     """Define the operator of LIBRARY that `reference`, called `<operator>_reference`, specifies.
 
     The reference gives its schema, runs for every device, and tells the shapes of meta and fake tensors. Fused
@@ -96,6 +104,8 @@ def register(reference: Operator, *, mutates: Sequence[str] = (), cpp: bool = Tr
     Args:
         mutates: arguments that it writes to.
         cpp: whether the C++ extension has it; if not, the CPU runs the reference.
+        backward, setup_context: its first derivative, as `torch.library.register_autograd` takes them. Without, any
+            derivative raises; an operator that writes to an argument raises where that requires a gradient.
     """
     name = reference.__name__.removesuffix("_reference")
     REFERENCES[name] = reference
@@ -104,3 +114,6 @@ def register(reference: Operator, *, mutates: Sequence[str] = (), cpp: bool = Tr
     for device, fused in _FUSED.items():
         if cpp or fused is not _cpp:
             LIBRARY.impl(name, _serve(fused(name), reference), device.upper())
+    operator = getattr(torch.ops.sage_fast, name).default
+    kernel = autograd_kernel(name, operator, backward, setup_context, mutates=bool(mutates))
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
