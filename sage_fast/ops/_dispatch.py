@@ -100,7 +100,7 @@ def _load_extension(folder: Path) -> str | None:
         try:
             torch.ops.load_library(build)
         except (OSError, RuntimeError) as error:
-            reasons.append(first_line(error))
+            reasons.append(first_line(error.__cause__ or error))  # the loader's own, below torch's
         else:
             return None
     return f"cannot be loaded ({'; '.join(reasons)})" if reasons else "are not built"
