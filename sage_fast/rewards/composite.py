@@ -17,11 +17,11 @@ from sage_fast.rewards.failures import RewardFailure
 from sage_fast.rewards.interface import USUAL_FPS, Metadata, Pending, Reward, Scores
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
-from sage_fast.util.meters import JUDGE_PART
+from sage_fast.util.meters import JUDGE_PART, name_in_name
 from sage_fast.util.ranks import local_device
 
-TAKEN = ("reward", "overall", "file", "prompt", "image", "seed")
-"""Columns of tables beside the parts of a reward."""
+TAKEN = ("reward", "overall", "file", "prompt", "image", "seed", "judge", "videos")
+"""Columns of tables, and names under `heldout/` in trackers, beside the parts of a reward."""
 SMALL = 2**22
 """Largest number of pixels of a made-up video that has the run's own size."""
 
@@ -278,7 +278,23 @@ def load_rewards(
         if part in TAKEN or part.startswith(JUDGE_PART):
             who = " and ".join(map(repr, reward.names))
             raise UserError(f"reward {who}: part {part!r} has a name of tables; give it a reward.prefix, such as my_")
+    _check_no_folders(reward)
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device, metadata=metadata)
         judge.check(config.sampling, eval_prompts, device, fps)
+        _check_no_folders(judge)
     return reward, judge
+
+
+def _check_no_folders(reward: CompositeReward) -> None:
+    """Check that no part's name is the folder of another's, which trackers that keep metrics as files cannot hold.
+
+    Raises:
+        UserError: there are such parts.
+    """
+    if found := name_in_name(reward.parts):
+        who, (folder, inside) = " and ".join(map(repr, reward.names)), found
+        raise UserError(
+            f"reward {who}: part {folder!r} is the folder of part {inside!r}, which trackers cannot hold; expected "
+            f"another name, such as {folder + '_mean'!r}"
+        )

@@ -41,7 +41,7 @@ from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line
 from sage_fast.util.files import write_json
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, rank, shutdown, world_size
-from sage_fast.util.videos import numbered, save_video
+from sage_fast.util.videos import check_encoder, numbered, save_video
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class Run:
         self.config, self.stop, self.report = config, stop, report
         self.folder, self.done, self.complete, self._next_page = Path(config.output), 0, False, 0.0
         self.writer: MetricsWriter | None = None
+        check_encoder()
         run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)
