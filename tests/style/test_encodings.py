@@ -8,7 +8,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = ("sage_fast", "benchmarks", "studies", "scripts", "examples")
-TEXT = {"read_text", "write_text", "FileHandler", "TextIOWrapper", "getoutput", "getstatusoutput", "savetxt", "loadtxt"}
+METHODS = {"read_text", "write_text"}
+"""Methods of a path that always do so; `util.files.read_text` is a function, and knows its encoding."""
+TEXT = {"FileHandler", "TextIOWrapper", "getoutput", "getstatusoutput", "savetxt", "loadtxt"}
 """Calls that always read or write text."""
 OPENS = {"open": 1, "fdopen": 1, "NamedTemporaryFile": 0, "TemporaryFile": 0, "SpooledTemporaryFile": 1}
 """Calls that do so by their mode -> the position of the mode; a method has no file argument before it."""
@@ -33,7 +35,7 @@ def text_calls(source: str) -> Iterator[tuple[int, str]]:
             mode = given.get("mode") or (ast.unparse(call.args[place]) if len(call.args) > place else default)
             is_text = "b" not in mode and not (owner == "gzip" and "t" not in mode)
         else:
-            is_text = name in TEXT or bool(pipes)
+            is_text = name in TEXT or (is_method and name in METHODS) or bool(pipes)
         if is_text:
             yield call.lineno, ast.unparse(call)
 
