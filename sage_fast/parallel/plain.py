@@ -122,7 +122,10 @@ class PlainEngine(Engine):
         state = self.policy.parts(), self.optimizer_state, self.steps, self.ema
         sizes: list[int] = []
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
-        if sum(sizes) > self._remembered_bytes:  # at the first call, and once the optimizer has allocated its state
+        # At the first call, and once the optimizer has allocated its state: on any rank, since a rank whose part of a
+        # weight is empty allocates nothing for it.
+        grows = torch.tensor(int(sum(sizes) > self._remembered_bytes), device=self.policy.device)
+        if int(all_reduce(grows, "max")):
             self._remembered = None
             ranks = launched("LOCAL_WORLD_SIZE", 1)
             fits = 2 * ranks * sum(sizes) < free_bytes(torch.device("cpu"))

@@ -7,6 +7,7 @@ by the KL of that movement (bias) and scatters (noise).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -61,14 +62,13 @@ def check_parity(
         """Return micro-batches of the first samples that each step has."""
         by_step = itertools.groupby(batch.trajectories.trained, key=lambda transition: transition[1])
         transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
-        micros = replay.micro_batches(batch, transitions, train.batch_size)
-        return [*micros, *micros[-1:] * replay.policy.states.padding(len(micros))]
+        return replay.micro_batches(batch, transitions, train.batch_size)
 
-    changes = []
-    for micro in first(2):
+    change = torch.zeros((), device=replay.policy.device)
+    for micro in replay.policy.states.pad_to_largest(first(2), batch.idle.replay):
         scores = replay.score(batch, micro)
-        changes.append((scores.log_prob - scores.log_prob_old).detach().abs().max())
-    delta = float(all_reduce(torch.stack(changes).max(), "max"))
+        change = change.maximum((scores.log_prob - scores.log_prob_old).detach().abs().max())
+    delta = float(all_reduce(change, "max"))
     metrics = {"log_prob/parity": delta}
     if row.uses_ratio:
         check_replay(delta, objective.settings.clip_range)
@@ -132,11 +132,12 @@ def moments_after_an_update(
         ranks; 0 at steps without a transition. The bias is minus the expected log-ratio, or the KL that masks.
     """
     policy, found = replay.policy, []
-    v_old = [replay.velocity(batch, micro) for micro in micros]
+    padded = functools.partial(policy.states.pad_to_largest, idle=batch.idle.replay)
+    v_old = [replay.velocity(batch, micro) for micro in padded(micros)]
     for factor in (1, 2):
         sums = torch.zeros(len(constants.bias), 3, dtype=torch.float64, device=policy.device)
         with policy.using(moved(policy.parts(), factor * distance, seed)):
-            for micro, v in zip(micros, v_old):
+            for micro, v in padded(list(zip(micros, v_old))):
                 scores, steps = replay.score(batch, micro, v), on_device([t for _, t in micro], policy.device)
                 bias = scores.kl_old if replay.objective.surrogate.uses_kl else constants.bias[steps] * scores.kl_old
                 noise = scores.log_prob - scores.log_prob_old + bias
