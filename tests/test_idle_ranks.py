@@ -47,6 +47,8 @@ TIMEOUT = 1.5
 """Minutes until a case has failed."""
 ITERATIONS = 3
 """The first has a free anchor, the second an old one, the third a fresh one (`kl.anchor_interval`)."""
+TOGETHER = 8
+"""Cases of one group of processes, whose time `run_ranks` limits."""
 Record = dict[str, Any]
 
 BASE: dict[str, Any] = {
@@ -231,7 +233,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Record]
     folder = tmp_path_factory.mktemp("ranks")
     for count in sorted({case.ranks for case in CASES}):
         cases = [case for case in CASES if case.ranks == count]
-        assert run_ranks(on_rank, count, folder, cases) == [0] * count, screens(folder, count)
+        for first in range(0, len(cases), TOGETHER):
+            some = cases[first : first + TOGETHER]
+            assert run_ranks(on_rank, count, folder, some) == [0] * count, screens(folder, count)
     return {case: [torch.load(folder / f"{case}-{n}.pt") for n in range(case.ranks)] for case in CASES}
 
 
