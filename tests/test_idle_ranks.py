@@ -40,7 +40,7 @@ from sage_fast.util.files import read_metrics
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import barrier, join_sequence_group, rank, sequence_group, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import CPU, FEW_STEPS, BrightnessReward, arguments, planned, settings, tiny_trainer
+from tests.tiny import CPU, FEW_STEPS, BrightnessReward, arguments, planned, settings, tiny_trainer, with_images
 
 SOAK = "SAGE_FAST_SOAK" in os.environ
 TIMEOUT = 1.5
@@ -132,10 +132,15 @@ SITUATIONS: dict[str, tuple[type[Reward], dict[str, Any]]] = {
          "sampling__window_per_prompt": True, "sampling__shared_initial_noise": True},
     ),
     "averaged weights": (Equal, {"sampling__averaged_weights": True, "train__ema_decay": 0.5}),
+    "images": (Failed, {}),
     "more ranks than samples": (BrightnessReward, {"train__prompts_per_iteration": 1}),
 }  # fmt: skip
 LENGTHS = "guidance"
 """The situation whose prompts differ in length, so that ranks have different numbers of micro-batches."""
+
+
+IMAGES = "images"
+"""The situation whose prompts have an image each, with weights of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +182,7 @@ ALL = [
     Case(ranks, engine, tuning, situation, sequence)
     for engine, tuning, situation in itertools.product(ENGINES, ("lora", "full"), SITUATIONS)
     for ranks, sequence in (((4, 1),) if situation == "more ranks than samples" else ((2, 1), (4, 1), (4, 2)))
-    if engine == "zero3" or situation in EVERYWHERE
+    if engine == "zero3" or situation in (*EVERYWHERE, IMAGES)
 ]
 CASES = ALL if SOAK else [case for case in FEW if case.engine in ENGINES]
 
@@ -195,7 +200,10 @@ def train(case: Case) -> Record:
             prompt: TextEmbedding(text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs)
             for prompt, known in trainer.embeddings.items()
         }
-        trainer.replay.lengths = pass_lengths(trainer.embeddings, guided=trainer.policy.uses_guidance)
+    if case.situation == IMAGES:
+        torch.manual_seed(7)
+        trainer.embeddings = with_images(trainer.embeddings)
+    trainer.replay.lengths = pass_lengths(trainer.embeddings, guided=trainer.policy.uses_guidance)
     start = whole_weights(trainer)
     local = []
 

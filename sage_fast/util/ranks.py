@@ -119,6 +119,13 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return tensor
 
 
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Return whether `flag` is true on any rank. Collective."""
+    if world_size() == 1:
+        return flag
+    return bool(all_reduce(torch.tensor(int(flag), device=device), "max"))
+
+
 def data_sum(tensor: Tensor) -> Tensor:
     """Sum over the data-parallel ranks in place: shared samples count once."""
     return all_reduce(tensor).div_(sequence_size())
