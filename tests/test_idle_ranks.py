@@ -178,12 +178,16 @@ FEW = [
 ]
 EVERYWHERE = ("equal rewards", "failed rewards", "one of a group fails")
 """Situations of all engines; the others change what is gathered, so that they matter where forwards are collective."""
-ONE_SAMPLE_A_RANK = ("one of a group fails", "more ranks than samples")
-"""Situations of four ranks, each with one sample at most."""
+RANKS = {
+    "one of a group fails": [(4, 1)],
+    "more ranks than samples": [(4, 1)],
+    "failed rewards": [(2, 1), (4, 1), (4, 2)],
+}
+"""Situation -> ranks, and ranks to a sample; four ranks have one sample each."""
 ALL = [
     Case(ranks, engine, tuning, situation, sequence)
     for engine, tuning, situation in itertools.product(ENGINES, ("lora", "full"), SITUATIONS)
-    for ranks, sequence in (((4, 1),) if situation in ONE_SAMPLE_A_RANK else ((2, 1), (4, 1), (4, 2)))
+    for ranks, sequence in RANKS.get(situation, [(2, 1), (4, 2)])
     if engine == "zero3" or situation in (*EVERYWHERE, IMAGES)
 ]
 CASES = ALL if SOAK else [case for case in FEW if case.engine in ENGINES]
