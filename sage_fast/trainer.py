@@ -31,6 +31,7 @@ from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.endpoint import turn_to_endpoints
 from sage_fast.rollout.graphs import StepGraphs
+from sage_fast.rollout.idle import IdleForwards
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.samples import SampleRollouts
@@ -196,13 +197,17 @@ class Trainer:
             entered=plan.entered(numbers) if objective.settings.direction == "endpoint" else (),
             offload=self.config.sampling.offload_trajectories,
         )
-        needed = {key for sample in own for key in (sample.prompt, self.embeddings[sample.prompt].negative)}
+        shared_key = self.prompts[0]  # which every rank has, whatever its samples
+        keys = {shared_key, *(sample.prompt for sample in own)}
+        needed = keys | {self.embeddings[key].negative for key in keys}
         embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
+        conditioning = self.policy.conditioning_table(self.resolved.table.sigmas[:-1], embeddings)
         return Batch(
             numbers=numbers,
             samples=own,
             coefs=self.constants.coefs,
-            conditioning=self.policy.conditioning_table(self.resolved.table.sigmas[:-1], embeddings),
+            conditioning=conditioning,
+            idle=IdleForwards(self.policy, conditioning, shared_key, self.latent_shape),
             trajectories=trajectories,
             advantages=torch.zeros(len(own), device=self.device),
             anchor_velocities={},
@@ -232,9 +237,8 @@ class Trainer:
         total, sums = len(update), torch.zeros(5, device=self.device)
         own = sorted(batch.own(update), key=lambda transition: self.replay.lengths[batch.samples[transition[0]].prompt])
 
-        def idle() -> None:  # on a trained transition: other stored latents may be uninitialised
-            stand_in = own[:1] or batch.trajectories.trained[:1]
-            self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
+        def idle() -> None:
+            self.engine.backward(batch.idle.loss(), total)
 
         micros = self.replay.micro_batches(batch, own, self.config.train.batch_size)
         for micro in self.policy.states.pad_to_largest(micros, idle, backward=True):

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from sage_fast.algorithm.objective import SURROGATES, Objective
 from sage_fast.algorithm.resolved import Resolved
+from sage_fast.config.loader import leaves
 from sage_fast.config.rank_checks import check_ranks
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import world_size
+from sage_fast.util.ranks import check_agreement, world_size
+
+NODE_PATHS = {"data.prompts", "data.eval_prompts", "data.embedding_cache", "model.path", "model.weights"}
+"""Settings that may name another path on each node, for copies of the same files."""
+
+
+def check_same_settings(config: Config, **states: object) -> None:
+    """Check that all ranks run the same settings: a node may read an older copy of a file. Collective.
+
+    Ranks with other settings would make other collectives, and wait for each other.
+
+    Args:
+        states: further values that each rank has found for itself.
+
+    Raises:
+        UserError: on all ranks, if one differs.
+    """
+    settings = leaves(dataclasses.asdict(config)) | states
+    shared = {name: value for name, value in settings.items() if name not in NODE_PATHS}
+    check_agreement(shared, ": do all nodes read the same files and variables?")
 
 
 def check_trainable(config: Config, ranks: int | None = None) -> Resolved:

@@ -8,6 +8,7 @@ by the KL of that movement (bias) and scatters (noise).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -71,19 +72,20 @@ def check_parity(replay: Replay, batch: Batch, constants: StepConstants, train: 
         """Return micro-batches of the first samples that each step has."""
         by_step = itertools.groupby(stored.trained, key=lambda transition: transition[1])
         transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
-        micros = replay.micro_batches(batch, transitions, train.batch_size)
-        return [*micros, *micros[-1:] * replay.policy.states.padding(len(micros))]
+        return replay.micro_batches(batch, transitions, train.batch_size)
 
-    changes, sums = [], torch.zeros(len(constants.bias), 2, dtype=torch.float64, device=replay.policy.device)
-    for micro in first(2):
+    sums = torch.zeros(len(constants.bias), 2, dtype=torch.float64, device=replay.policy.device)
+    change = torch.zeros((), device=replay.policy.device)
+    for micro in replay.policy.states.pad_to_largest(first(2), batch.idle.replay):
         v_old = stored.gather(stored.velocities, micro) if stored.velocities else None
         scores = replay.score(batch, micro, v_old)
-        changes.append((scores.log_prob - scores.log_prob_old).detach().abs().max())
+        change = change.maximum((scores.log_prob - scores.log_prob_old).detach().abs().max())
         kl = scores.kl_old.detach()
         sums.index_add_(0, steps_of(micro, kl), torch.stack([kl, torch.ones_like(kl)], dim=1).double())
-    delta = float(all_reduce(torch.stack(changes).max(), "max"))
+    delta = float(all_reduce(change, "max"))
     sums = all_reduce(sums).cpu()
-    kl, metrics = sums[:, 0] / sums[:, 1].clamp(min=1), {"log_prob/parity": delta}
+    kl = sums[:, 0] / sums[:, 1].clamp(min=1)
+    metrics = {"log_prob/parity": delta}
     if row.uses_ratio:
         check_replay(delta, objective.settings.clip_range)
     limited = objective.off_policy and (row.uses_ratio or row.uses_kl)
@@ -167,13 +169,15 @@ def moments_after_an_update(
         seed: draws its direction.
     """
     policy, found = replay.policy, []
-    v_old = [replay.velocity(batch, micro) for micro in micros]
+    padded = functools.partial(policy.states.pad_to_largest, idle=batch.idle.replay)
+    v_old = [replay.velocity(batch, micro) for micro in padded(micros)]
     for factor in (1, 2):
         sums = torch.zeros(len(constants.bias), 4, dtype=torch.float64, device=policy.device)
         with policy.using(moved(policy.parts(), factor * distance, seed)):
-            for micro, v in zip(micros, v_old):
+            for micro, v in padded(list(zip(micros, v_old))):
                 scores = replay.score(batch, micro, v)
-                steps, kl = steps_of(micro, scores.kl_old), scores.kl_old
+                steps = steps_of(micro, scores.kl_old)
+                kl = scores.kl_old
                 bias = kl if replay.objective.surrogate.uses_kl else constants.bias[steps] * kl
                 noise = scores.log_prob - scores.log_prob_old + bias
                 values = torch.stack([bias, noise.square(), kl, torch.ones_like(kl)], dim=1)

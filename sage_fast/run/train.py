@@ -18,7 +18,7 @@ import torch
 
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.algorithm.trainable import check_trainable
+from sage_fast.algorithm.trainable import check_same_settings, check_trainable
 from sage_fast.config.loader import dump, leaves
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
@@ -68,6 +68,7 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
         Stopped: after a signal.
     """
     initialize(config.timeout_minutes)
+    check_same_settings(config, resume=resume)
     resolved = check_trainable(config)
     check_engine(config.train)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))

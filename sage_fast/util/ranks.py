@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -124,6 +124,13 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return tensor
 
 
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Return whether `flag` is true on any rank. Collective."""
+    if world_size() == 1:
+        return flag
+    return bool(all_reduce(torch.tensor(int(flag), device=device), "max"))
+
+
 def data_sum(tensor: Tensor) -> Tensor:
     """Sum over the data-parallel ranks in place: shared samples count once."""
     return all_reduce(tensor).div_(sequence_size())
@@ -150,6 +157,26 @@ def broadcast_object(value: Any, source: int) -> Any:
     values = [value if rank() == source else None]
     dist.broadcast_object_list(values, src=source)
     return values[0]
+
+
+def check_agreement(values: Mapping[str, object], hint: str = "") -> None:
+    """Check that all ranks go by the same values, which decide how many collectives each makes. Collective.
+
+    Args:
+        values: what each rank has read for itself, by name.
+        hint: what to do, at the end of the message.
+
+    Raises:
+        UserError: on all ranks, naming the first value that differs.
+    """
+    found = all_gather_object({name: repr(value) for name, value in values.items()})
+    for number, of_rank in enumerate(found):
+        for name in sorted({*found[0], *of_rank}):
+            first, other = found[0].get(name, "not there"), of_rank.get(name, "not there")
+            if first != other:
+                raise UserError(
+                    f"{name} = {other} on rank {number}, and {first} on rank 0; expected the same on all ranks{hint}"
+                )
 
 
 def collective_device() -> torch.device:
