@@ -22,11 +22,11 @@ README = ROOT / "README.md"
 
 def timings() -> list[tuple[Path, Path]]:
     """Pages with files of timings that they link to: README, the results it links to, and operators.md."""
-    pages = {ROOT / found for found in re.findall(r"\((docs/results/[^)#]*\.md)", README.read_text())}
+    pages = {ROOT / found for found in re.findall(r"\((docs/results/[^)#]*\.md)", README.read_text(encoding="utf-8"))}
     found = set()
     for page in (README, ROOT / "docs/reference/operators.md", *pages):
-        for name in re.findall(r"benchmarks/results/([\w.-]*\.json)", page.read_text()):
-            result = json.loads((ROOT / "benchmarks/results" / name).read_text())
+        for name in re.findall(r"benchmarks/results/([\w.-]*\.json)", page.read_text(encoding="utf-8")):
+            result = json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
             if "commit" in result.get("environment", {}) and TIMED.keys() & result.keys():
                 found.add((page, ROOT / "benchmarks/results" / name))
     return sorted(found)
@@ -35,12 +35,14 @@ def timings() -> list[tuple[Path, Path]]:
 @pytest.mark.parametrize(("page", "file"), timings(), ids=lambda path: path.name)
 def test_a_timing_is_of_the_code_as_it_is(page: Path, file: Path) -> None:
     """README's must be; other pages name the commit, and what has changed since is a warning."""
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_text(encoding="utf-8"))
     commit = result["environment"]["commit"].removesuffix("+changes")
-    assert page == README or commit[:7] in page.read_text(), f"{page}: name the commit of {file.name}, {commit[:7]}"
+    assert page == README or commit[:7] in page.read_text(encoding="utf-8"), (
+        f"{page}: name the commit of {file.name}, {commit[:7]}"
+    )
     code = [paths for key, paths in TIMED.items() if key in result][-1]
     command = ["git", "diff", "--name-only", commit, "--", *code]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     if made.returncode:
         pytest.skip(f"no history here that reaches {commit}: {made.stderr.strip()}")
     old = f"{page.name}: {file.name} was measured at {commit[:7]}; since then these changed:\n{made.stdout}"

@@ -296,7 +296,7 @@ def _inspect(tool: str, option: str, cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         command = [getattr(knobs.nvidia, tool).path, option, file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -74,7 +74,7 @@ def _watched(device: torch.device) -> Iterator[list[tuple[float, float]]]:
         return
     query = [smi, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "--loop-ms=200"]
     query.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
-    process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8")
     try:
         yield samples
     finally:

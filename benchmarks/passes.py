@@ -197,9 +197,9 @@ def main() -> None:
     if page is None:
         print(found)
         return
-    before, rest = page.read_text().split(MARKS[0])
+    before, rest = page.read_text(encoding="utf-8").split(MARKS[0])
     _, after = rest.split(MARKS[1])
-    page.write_text(f"{before}{MARKS[0]}\n{found}\n{MARKS[1]}{after}")
+    page.write_text(f"{before}{MARKS[0]}\n{found}\n{MARKS[1]}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,17 @@ import functools
 import importlib
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from sage_fast import __version__
-from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, nearest, printable, reason
+from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, nearest, reason, tell
+from sage_fast.util.launchers import check_launch, leave_group, note_idle_tasks, without_local_rank
 from sage_fast.util.profiling import ranges, tools_of_environment
+from sage_fast.util.text import escape_on_screen, restart_in_utf8
 
 EPILOG = """examples:
   sage-fast train configs/demo.yaml --output runs/demo
@@ -41,6 +44,8 @@ class Command(NamedTuple):
         help: one line that starts with a verb.
         settings: the command's positional arguments in its usage line, if every setting is an option of it too. `run`
             gets the given ones as `overrides`, dotted key -> value as typed.
+        ranks: whether its processes may be ranks that work together. Any other command is one process, whatever a
+            shell's environment holds of a launcher.
         module: has `add_arguments(add_argument)` and `run(options, overrides)`, which returns the exit status; None is
             0. Importing it takes no time: `run` imports what is heavy. By default the one in `commands` of its name.
     """
@@ -48,20 +53,25 @@ class Command(NamedTuple):
     help: str
     settings: str = ""
     module: str = ""
+    ranks: bool = False
 
 
 COMMANDS = {
     "init": Command("write a configuration, a reward and prompts to start from into a folder"),
-    "train": Command("train a policy; leaves a run folder with weights, metrics, videos and a report", "CONFIG"),
-    "embed": Command("encode all prompts into data.embedding_cache, as training would do at its start", "CONFIG"),
-    "sample": Command("generate videos with the ODE sampler", "CONFIG"),
-    "eval": Command("score runs, checkpoints or videos on the held-out prompts", "SOURCE [SOURCE ...]"),
+    "train": Command(
+        "train a policy; leaves a run folder with weights, metrics, videos and a report", "CONFIG", ranks=True
+    ),
+    "embed": Command(
+        "encode all prompts into data.embedding_cache, as training would do at its start", "CONFIG", ranks=True
+    ),
+    "sample": Command("generate videos with the ODE sampler", "CONFIG", ranks=True),
+    "eval": Command("score runs, checkpoints or videos on the held-out prompts", "SOURCE [SOURCE ...]", ranks=True),
     "compare": Command("compare runs, finished or not, on one page"),
     "serve-reward": Command("score videos for other runs, over HTTP", "CONFIG", "commands.serve"),
     "report": Command("write the report.html of a run, finished or still running"),
     "export": Command("write the weights of a run for other programs, with a model card"),
     "bench": Command("time operators, rollouts or iterations against stock code", module="benchmarks.command"),
-    "profile": Command("time an iteration, or measure its signal", "CONFIG", module="benchmarks.profile"),
+    "profile": Command("time an iteration, or measure its signal", "CONFIG", "benchmarks.profile", ranks=True),
     "doctor": Command("check what is installed, whether it works and gives the right numbers"),
 }
 """Commands by name, in the order the help lists them."""
@@ -138,13 +148,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a user error, 1 for a failed run."""
     for name in ("stdin", "stdout", "stderr"):  # None if closed, as by `>&-`: files would take their descriptors
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
-    words = list(sys.argv[1:] if arguments is None else arguments)
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+    if arguments is None:
+        restart_in_utf8()
+    words = without_local_rank(sys.argv[1:] if arguments is None else arguments)
     status = 1  # of an exception that keeps its traceback
     try:
         return (status := guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words)))
     finally:
         if arguments is None:  # the process is the command's own
+            signal.signal(signal.SIGXCPU, signal.SIG_IGN)  # comes each second: the status is to be the command's
             threading.Thread(target=_end, args=(status,), daemon=True).start()
         if status != 1 and any(thread.name == HANGING for thread in threading.enumerate()):
             os._exit(status)  # the package that hangs may have an exit hook, as wandb has, which would hang too
@@ -154,7 +167,7 @@ def _end(status: int) -> None:
     """End the process if threads that Python waits for, such as a reward's, still run after `THREAD_GRACE`."""
     threading.Event().wait(THREAD_GRACE)
     if names := [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
-        print(printable(f"note: threads that still run end with the process: {', '.join(names)}"), file=sys.stderr)
+        tell(f"note: threads that still run end with the process: {', '.join(names)}")
         atexit._run_exitfuncs()
         os._exit(status)
 
@@ -165,19 +178,20 @@ def guarded(name: str, command: Callable[[], int]) -> int:
     `UserError`, `RunError` and `OSError` are printed as one line after `name`. Any other exception is a bug, here or in
     a plug-in, and keeps its traceback.
     """
+    escape_on_screen()
     try:
         try:
             return command()
         finally:
             sys.stdout.flush()
     except (UserError, RunError) as error:
-        print(printable(f"{name}: {error}"), file=sys.stderr)
+        tell(f"{name}: {error}")
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
             return PIPE_CLOSED
-        print(printable(f"{name}: {reason(error)}"), file=sys.stderr)
+        tell(f"{name}: {reason(error)}")
         return 1
     except Stopped as stopped:
         return stopped.status
@@ -194,7 +208,13 @@ def _run(arguments: list[str]) -> int:
     from sage_fast.util.console import leave_logs, log_to_screen
 
     leave_logs()
+    together = COMMANDS[options.command].ranks
+    if not together:
+        leave_group()
     log_to_screen(quiet=getattr(options, "quiet", False))
+    if together and not getattr(options, "dry_run", False):
+        check_launch()
+        note_idle_tasks()
     with ranges(*tools_of_environment()):
         return load(options.command).run(options, overrides) or 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.trainable import check_same_settings
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.reward_names import place_of_reward
 from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
@@ -31,9 +32,11 @@ def resolve(config: Config) -> Resolved:
     """Join the ranks of a command that does not train, and resolve its settings; `check_trainable` does for a run.
 
     Raises:
-        UserError: as `Resolved`, or the ranks cannot share samples as `model.sequence_parallel` says.
+        UserError: as `Resolved` or `check_same_settings`, or the ranks cannot share samples as
+            `model.sequence_parallel` says.
     """
     initialize(config.timeout_minutes)
+    check_same_settings(config)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
     return Resolved(config)
 

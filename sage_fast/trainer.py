@@ -15,7 +15,14 @@ from sage_fast.algorithm.advantages import EPS, SMALL_STD, balanced_rewards, gro
 from sage_fast.algorithm.iteration_plan import IterationPlan, Transition, plan_iteration
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import Observer
-from sage_fast.algorithm.objective import Loss, StepConstants, gradient_norms, sage_loss
+from sage_fast.algorithm.objective import (
+    GradientNorms,
+    Loss,
+    StepConstants,
+    gradient_norms,
+    gradient_share,
+    sage_loss,
+)
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.models.interface import Condition
 from sage_fast.models.model import Model
@@ -25,6 +32,7 @@ from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.endpoint import turn_to_endpoints
 from sage_fast.rollout.graphs import StepGraphs
+from sage_fast.rollout.idle import IdleForwards
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.samples import SampleRollouts
@@ -58,6 +66,8 @@ class Trainer:
         anchor: weights of the anchor; None if the KL strategy has none.
         anchor_is_current: whether the anchor's weights are the present ones.
         constants: of the scored transitions, float32 `[T]` on the device.
+        rounding: KL that rounding makes between velocities of equal weights, float32 `[T]` on the device: measured by
+            the parity gate, and before that the KL of velocities that differ by a unit of the policy's dtype.
         forwards: part -> forwards in the latest iteration, as `IterationPlan.forwards` returns them.
         observer: what the latest iteration recorded.
         mid_iteration: whether this iteration has begun to change the state, so that it must not be checkpointed.
@@ -97,6 +107,7 @@ class Trainer:
             bias=scored.log_ratio_bias(reduction).to(self.device, torch.float32),
             coefs=scored.coefficients(reduction).to(self.device),
         )
+        self.rounding = self.constants.row.m * torch.finfo(self.policy.dtype).eps ** 2
         self.pause, self.before_update = pause, before_update
         self.forwards: dict[str, int] = {}
         self.mid_iteration = False
@@ -172,7 +183,8 @@ class Trainer:
             gated = self.config.train.parity_gate and self.objective.surrogate.scores_rollout
             if gated and self.engine.steps == self._first_step:
                 found = check_parity(self.replay, batch, self.constants, self.config.train, self.config.seed)
-                for name, value in found.items():
+                self.rounding = torch.maximum(self.rounding, found.kl.to(self.rounding))
+                for name, value in found.metrics.items():
                     self.observer.metrics.set(name, value)
         return batch, scores
 
@@ -192,13 +204,17 @@ class Trainer:
             entered=plan.entered(numbers) if objective.settings.direction == "endpoint" else (),
             offload=self.config.sampling.offload_trajectories,
         )
-        needed = {key for sample in own for key in (sample.prompt, self.embeddings[sample.prompt].negative)}
+        shared_key = self.prompts[0]  # which every rank has, whatever its samples
+        keys = {shared_key, *(sample.prompt for sample in own)}
+        needed = keys | {self.embeddings[key].negative for key in keys}
         embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
+        conditioning = self.policy.conditioning_table(self.resolved.table.sigmas[:-1], embeddings)
         return Batch(
             numbers=numbers,
             samples=own,
             coefs=self.constants.coefs,
-            conditioning=self.policy.conditioning_table(self.resolved.table.sigmas[:-1], embeddings),
+            conditioning=conditioning,
+            idle=IdleForwards(self.policy, conditioning, shared_key, self.latent_shape),
             trajectories=trajectories,
             advantages=torch.zeros(len(own), device=self.device),
             anchor_velocities={},
@@ -246,25 +262,24 @@ class Trainer:
         if not update:
             self.observer.metrics.count("update/skipped", 1)
             return
-        total, sums = len(update), torch.zeros(4, device=self.device)
+        total, sums = len(update), torch.zeros(5, device=self.device)
         own = sorted(batch.own(update), key=lambda transition: self.replay.lengths[batch.samples[transition[0]].prompt])
 
-        def idle() -> None:  # on a trained transition: other stored latents may be uninitialised
-            stand_in = own[:1] or batch.trajectories.trained[:1]
-            self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
+        def idle() -> None:
+            self.engine.backward(batch.idle.loss(), total)
 
         micros = self.replay.micro_batches(batch, own, self.config.train.batch_size)
         for micro in self.policy.states.pad_to_largest(micros, idle, backward=True):
             with annotate("forward"):
-                loss, policy, kl = self._loss(batch, micro)
+                loss, norms = self._loss(batch, micro)
             with annotate("backward"):
                 self.engine.backward(loss.total.sum(), total)
-            self.observer.record_losses(loss, policy, [t for _, t in micro])
-            values = (loss.total.detach(), loss.kl, policy.square(), kl.square())
+            self.observer.record_losses(loss, norms.policy, [t for _, t in micro])
+            values = (loss.total.detach(), loss.kl, norms.policy.square(), norms.anchor, norms.velocity)
             sums += torch.stack([value.sum() for value in values])
             bar.update(len(micro))
         with self.observer.watch.waiting():
-            value, observed, policy_square, kl_square = (data_sum(sums) / total).tolist()
+            value, observed, *squares = (data_sum(sums) / total).tolist()
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
         was, self.mid_iteration = self.mid_iteration, True
@@ -275,19 +290,18 @@ class Trainer:
             self.mid_iteration = was  # the weights are unchanged
             raise
         self.anchor_is_current = False
-        kl_norm, policy_norm = self.kl.value * math.sqrt(kl_square), math.sqrt(policy_square)
-        share = kl_norm / max(kl_norm + policy_norm, 1e-30)
         self.observer.metrics.add("grad_norm", torch.tensor([norm]))
-        self.observer.metrics.add("kl/gradient_share", torch.tensor([share]))
-        self.kl.update(share if self.kl.row.holds_share else observed)
+        self.observer.metrics.add("kl/gradient_share", torch.tensor([gradient_share(self.kl.value, *squares)]))
+        self.kl.update(observed)
 
-    def _loss(self, batch: Batch, micro: Sequence[Transition]) -> tuple[Loss, Tensor, Tensor]:
-        """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
+    def _loss(self, batch: Batch, micro: Sequence[Transition]) -> tuple[Loss, GradientNorms]:
+        """Return the loss, and the gradients of its terms on the velocity."""
         scores = self.replay.score(batch, micro)
-        steps = self.constants.at(on_device([t for _, t in micro], self.device))
+        places = on_device([t for _, t in micro], self.device)
+        steps = self.constants.at(places)
         loss = sage_loss(self.objective, scores, steps, self.kl.value)
-        numel, rounding = math.prod(self.latent_shape), torch.finfo(self.policy.dtype).eps
-        return loss, *gradient_norms(self.objective, loss, scores, steps.row, numel, rounding)
+        numel, rounding = math.prod(self.latent_shape), self.rounding[places]
+        return loss, gradient_norms(self.objective, loss, scores, steps.row, numel, rounding)
 
     # -- anchor -------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from sage_fast.report.html import data_address, render
 from sage_fast.run.sources import labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_atomic, write_json
+from studies.differences import two_way_variance
 
 Interval = tuple[float, float]
 
@@ -30,6 +31,9 @@ CRITERIA = ("Visual quality", "Motion quality", "Semantic alignment")
 
 CHOICES = {"left": 1.0, "same": 0.5, "right": 0.0}
 """Answer -> its value for the video on the left."""
+
+MIN_VOTERS = 5
+"""Fewest voters for an interval that speaks of others: with fewer, the spread between voters is hardly known."""
 
 TEMPLATE = Path(__file__).parent / "blind.html.j2"
 PAGE, KEY = "blind.html", "blind-key.json"
@@ -126,6 +130,20 @@ def _drawn(first: VideoSet, other: VideoSet, generator: np.random.Generator) -> 
 # -- the votes --------------------------------------------------------------------------------------------------------
 
 
+class Vote(NamedTuple):
+    """A vote on one criterion of one pair.
+
+    Attributes:
+        prompt: prompt of the pair.
+        voter: who voted.
+        value: 1 for the first source, 0 for the other, 1/2 for no preference.
+    """
+
+    prompt: str
+    voter: str
+    value: float
+
+
 class WinRate(NamedTuple):
     """How often the first source was preferred over another on one criterion.
 
@@ -133,7 +151,7 @@ class WinRate(NamedTuple):
         first, other: labels.
         criterion: one of `CRITERIA`.
         share: share of the votes for the first; "no preference" counts half for each.
-        interval: 95 % interval of the share, by `share_interval`.
+        interval: 95 % interval of the share over prompts and voters, by `share_interval`.
         wins, same, losses: numbers of votes.
     """
 
@@ -158,8 +176,8 @@ def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
     if study != _name_of(secret):
         raise UserError(f"{key}: no key of a blind page, or changed; expected {KEY}, as it was written with the page")
     first, *others = secret["sources"]
-    found: dict[tuple[str, str], tuple[list[str], list[float]]] = {
-        (other, criterion): ([], []) for other in others for criterion in secret["criteria"]
+    found: dict[tuple[str, str], list[Vote]] = {
+        (other, criterion): [] for other in others for criterion in secret["criteria"]
     }
     voters: dict[str, Path] = {}
     for file in files:
@@ -171,18 +189,25 @@ def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
             question = secret["questions"][int(number)]
             left = question["left"] == first
             for criterion, choice in chosen.items():
-                prompts, votes = found[question["right" if left else "left"], criterion]
-                prompts.append(question["prompt"])
-                votes.append(CHOICES[choice] if left else 1 - CHOICES[choice])
-    rates = [
-        WinRate(
-            first, other, criterion, sum(votes) / len(votes), share_interval(prompts, votes),
-            wins=votes.count(1.0), same=votes.count(0.5), losses=votes.count(0.0),
-        )
-        for (other, criterion), (prompts, votes) in found.items()
-        if votes
-    ]  # fmt: skip
+                value = CHOICES[choice] if left else 1 - CHOICES[choice]
+                other = question["right" if left else "left"]
+                found[other, criterion].append(Vote(question["prompt"], voter, value))
+    rates = [_rate(first, other, criterion, votes) for (other, criterion), votes in found.items() if votes]
     return rates, len(voters)
+
+
+def _rate(first: str, other: str, criterion: str, votes: Sequence[Vote]) -> WinRate:
+    values = [vote.value for vote in votes]
+    return WinRate(
+        first,
+        other,
+        criterion,
+        share=sum(values) / len(values),
+        interval=share_interval(votes),
+        wins=values.count(1.0),
+        same=values.count(0.5),
+        losses=values.count(0.0),
+    )
 
 
 def _read_votes(file: Path, study: str, secret: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, str]]]:
@@ -209,25 +234,33 @@ def _read(file: Path) -> dict[str, Any]:
     return read_json(file)
 
 
-def share_interval(prompts: Sequence[str], votes: Sequence[float]) -> Interval | None:
-    """Wilson interval of the mean of `votes`, each 0, 1 or 1/2 (no preference).
+def share_interval(votes: Sequence[Vote]) -> Interval | None:
+    """Wilson interval of the mean of votes.
 
-    Votes on one prompt agree more than votes on different prompts, so they count for less. The effective number of
-    votes is n divided by the design effect: the variance clustered by prompt over the binomial variance, at least 1.
-    The degrees of freedom are those of the prompts (Korn and Graubard, "Confidence intervals for proportions with small
-    expected number of positive counts estimated from survey data", 1998). If all votes are equal, each prompt counts
-    as one vote. With one vote per prompt it is the plain Wilson interval. None if a prompt has several votes and there
-    are fewer than `MIN_PROMPTS` prompts.
+    Votes on one prompt agree more than votes on different prompts, and so do the votes of one voter, so they count for
+    less. The effective number of votes is n divided by the design effect: the variance clustered by prompt and by voter
+    over the binomial variance, at least 1. The degrees of freedom are those of the fewer of both (Korn and Graubard,
+    "Confidence intervals for proportions with small expected number of positive counts estimated from survey data",
+    1998). If all votes are equal, each prompt or each voter counts as one vote, whichever are fewer.
+
+    With fewer than `MIN_VOTERS` voters nothing can be said of others: the interval is over prompts alone, for these
+    voters. With one vote per prompt that is the plain Wilson interval. None if a prompt has several votes and there are
+    fewer than `MIN_PROMPTS` prompts.
     """
+    values = [vote.value for vote in votes]
+    prompts, voters = [vote.prompt for vote in votes], [vote.voter for vote in votes]
     n, clusters = len(votes), len(set(prompts))
-    share = sum(votes) / n
+    share = sum(values) / n
     effective, quantile = float(n), special.ndtri(UPPER)
-    if n > clusters:
+    over_voters = len(set(voters)) >= MIN_VOTERS
+    if n > clusters or over_voters:
         if clusters < MIN_PROMPTS:
             return None
+        variance = two_way_variance(values, prompts, voters) if over_voters else clustered_variance(values, prompts)
+        fewest = min(clusters, len(set(voters))) if over_voters else clusters
         binomial = share * (1 - share) / n
-        effective = n / max(1.0, clustered_variance(votes, prompts) / binomial) if binomial else float(clusters)
-        quantile = t_quantile(clusters)
+        effective = n / max(1.0, variance / binomial) if binomial else float(fewest)
+        quantile = t_quantile(fewest)
     z2 = float(quantile) ** 2
     middle = (share + z2 / (2 * effective)) / (1 + z2 / effective)
     half = math.sqrt(share * (1 - share) * z2 / effective + (z2 / (2 * effective)) ** 2) / (1 + z2 / effective)
@@ -244,7 +277,8 @@ def format_win_rates(rates: Sequence[WinRate], voters: int) -> str:
             interval = "-" if rate.interval is None else " to ".join(f"{100 * x:.1f} %" for x in rate.interval)
             counts = f"{rate.wins:>6}{rate.same:>6}{rate.losses:>6}"
             lines.append(f"  {rate.criterion:<20}{100 * rate.share:>7.1f} %  {interval:<18}{counts}")
-    lines.append(f"{voters} voter{'s' * (voters != 1)}; no preference counts half; intervals by Wilson, over prompts")
+    over = "over prompts and voters" if voters >= MIN_VOTERS else "over prompts, for these voters"
+    lines.append(f"{voters} voter{'s' * (voters != 1)}; no preference counts half; intervals by Wilson, {over}")
     return "\n".join(lines)
 
 

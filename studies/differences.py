@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
 from scipy import special
 
-from sage_fast.eval.scores import UPPER, clustered_variance, t_quantile
+from sage_fast.eval.scores import clustered_variance, t_quantile
 
 
 def widening(count: int, comparisons: int) -> float:
     """Factor on the half-width of an interval over `count` clusters: Bonferroni's correction for `comparisons`."""
-    return float(special.stdtrit(count - 1, 1 - (1 - UPPER) / comparisons)) / t_quantile(count)
+    return t_quantile(count, comparisons) / t_quantile(count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,28 @@ class Difference:
         return dataclasses.replace(self, low=self.value - half, high=self.value + half)
 
 
+def two_way_variance(
+    values: Sequence[float] | np.ndarray, first: Sequence[Hashable], second: Sequence[Hashable]
+) -> float:
+    """Variance of the mean of values that share two kinds of clusters, such as seeds and prompts.
+
+    It is the variance clustered by the first, plus that by the second, minus that by both, but at least either of the
+    first two (Cameron, Gelbach and Miller, "Robust inference with multiway clustering", 2011).
+
+    Args:
+        values: a value each.
+        first, second: label of the cluster of each value; at least two of each.
+    """
+    by_first, by_second = clustered_variance(values, first), clustered_variance(values, second)
+    by_both = clustered_variance(values, list(zip(first, second, strict=True)))
+    return max(by_first + by_second - by_both, by_first, by_second)
+
+
 def difference_of_runs(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> Difference:
     """Compare runs with the same seeds and held-out prompts, hence the same evaluation noise.
 
-    Both prompts and seeds are random samples, so errors are clustered two ways: the variance clustered by seed, plus
-    that clustered by prompt, minus that of the (seed, prompt) cells, but at least either of the first two (Cameron,
-    Gelbach and Miller, "Robust inference with multiway clustering", 2011). Student's t has seeds - 1 degrees of
-    freedom.
+    Both prompts and seeds are random samples, so errors are clustered by both, as `two_way_variance` does. Student's t
+    has seeds - 1 degrees of freedom.
 
     Args:
         first, second: prompt -> score, for each seed.
@@ -66,10 +81,7 @@ def difference_of_runs(first: Sequence[Mapping[str, float]], second: Sequence[Ma
         for prompt, score in ours.items()
     }
     values = np.array(list(cells.values()))
-    by_seed = clustered_variance(values, [seed for seed, _ in cells])
-    by_prompt = clustered_variance(values, [prompt for _, prompt in cells])
-    by_cell = clustered_variance(values, [*cells])
-    error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
+    error = math.sqrt(two_way_variance(values, [seed for seed, _ in cells], [prompt for _, prompt in cells]))
     value, half = float(values.mean()), t_quantile(len(first)) * error
     p = 2 * float(special.stdtr(len(first) - 1, -abs(value) / error)) if error > 0 else float(value == 0)
     return Difference(value=value, low=value - half, high=value + half, p=p, corrected=p)

@@ -263,7 +263,9 @@ OLDER = {
 """Line of an older run's settings -> the same today."""
 LEFT = {
     "eval.sampler",
+    "kl.lambda_limit",
     "kl.position_fraction",
+    "kl.target_share",
     "reward.normalisation",
     "train.deepspeed_config",
     "train.offload",
@@ -278,6 +280,8 @@ def _is_of(file: Path, config: Config) -> bool:
 
     Settings newer than the run count as their defaults.
     """
+    from sage_fast.algorithm.objective import KL_STRATEGIES
+
     if not file.is_file():
         return False
     try:
@@ -288,6 +292,9 @@ def _is_of(file: Path, config: Config) -> bool:
         for older, now in OLDER.items():
             settings = settings.replace(older, now)
         given = {key: value for key, value in leaves(parse_yaml(settings)).items() if key not in LEFT}
+        strategy = KL_STRATEGIES[given["kl.strategy"]]
+        if strategy.anchor is None and not strategy.velocity:
+            given.pop("kl.feedback", None)  # without a KL it did nothing, and an older one may not be offered any more
         if _trained(build(given)) != _trained(config):
             raise UserError(f"{file}: a run with other settings")
     except ValueError as error:

@@ -61,9 +61,6 @@ TINY: dict[str, dict[str, Any]] = {
     "full": {"model__tuning": "full"},
     "ema": {"train__ema_decay": 0.9},
     "batch-std": {"objective__advantage_std": "batch"},
-    "share": {
-        "kl__feedback": "share", "kl__lambda_min": 1e-6, "kl__velocity_term": "closed_form", **TWO_UPDATES
-    },
     "offload": {"sampling__offload_trajectories": True},
     "muon": {"train__optimizer": "muon", "model__tuning": "full"},
     "checkpointed": {"model__gradient_checkpointing": "attention"},

@@ -74,6 +74,7 @@ def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     with quiet():
         speak()
     speak()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     console.log_to_screen()
     speak()

@@ -185,7 +185,7 @@ def test_an_odd_number_of_a_launcher_is_one_line(
             2,
             "RANK = 7 in the environment: expected less than",
         ),
-        ({"RANK": "1"}, 2, "MASTER_ADDR expected, but not set"),
+        ({"RANK": "1"}, 2, "WORLD_SIZE = 2 in the environment, but no MASTER_ADDR"),
         ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, 2, "MASTER_PORT = 'http'"),
         ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, 1, "99999"),
         ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-1"}, 2, "MASTER_PORT = '-1'"),

@@ -10,7 +10,7 @@ import pytest
 from sage_fast.data.prompts import read_prompts
 from sage_fast.testbed.world import heldout_prompts, train_prompts
 from studies.demo import findings, runs
-from studies.demo.runs import HELD, NFT, SAGE, Made, cells, make, settings_of, variants
+from studies.demo.runs import NFT, SAGE, Made, cells, make, settings_of, variants
 from studies.runs import TrainedRun, shipped
 from tests.test_race import made
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.soak
 
 
 def test_the_confirmation_trains_and_scores_on_prompts_that_chose_nothing() -> None:
-    for name in (SAGE, NFT, HELD, *variants(SAGE)):
+    for name in (SAGE, NFT, *variants(SAGE)):
         config = settings_of(f"{name}-seed10", quick=False)
         trained, scored = (
             {prompt.text for prompt in read_prompts(source)}
@@ -31,7 +31,7 @@ def test_the_confirmation_trains_and_scores_on_prompts_that_chose_nothing() -> N
 
 
 def test_every_cell_of_the_search_loads_and_differs_from_the_others() -> None:
-    names = [*cells(), *variants(SAGE), *variants(NFT), HELD]
+    names = [*cells(), *variants(SAGE), *variants(NFT)]
     configs = [settings_of(f"{name}-seed0", quick=False) for name in names]
     assert len({str(config) for config in configs}) == len(configs)
 
@@ -63,7 +63,6 @@ def test_the_best_cells_are_run_on_every_seed(monkeypatch: pytest.MonkeyPatch, t
     assert {f"{cell}-seed1" for cell in best} == {name for name in asked if name.endswith("-seed1")}
     assert [run.seed for run in found.confirmation[SAGE]] == runs._protocol()["confirmation"]["seeds"]
     assert list(found.confirmation) == [SAGE, found.best(SAGE), NFT]
-    assert [run.seed for run in found.share] == runs._protocol()["share"]["seeds"]
     assert (found.best(SAGE), found.best(NFT)) == (list(variants(SAGE))[-1], list(variants(NFT))[-1])
 
 
@@ -81,11 +80,8 @@ def test_the_verdict_follows_the_difference(score: float, verdict: str) -> None:
     search = {last: [made(1.9, 0)]} | {
         cell: [made(score, seed) for seed in range(2)] for cell, score in ((first, 1.4), (later, 1.5))
     }
-    held = [made(score + 0.3, seed, noise=0.01) for seed in range(1, 3)]
-    found = Made(search=search, second=second, confirmation=confirmation, share=held, correct=(2.886, 2.747))
-    gain, variant, share, search_finding = (claim.find(None) for claim in findings.claims(found))
-    assert share.verdict == "held"
-    assert [row["seed"] for row in share.rows] == [1, 2, 1, 2]
+    found = Made(search=search, second=second, confirmation=confirmation, correct=(2.886, 2.747))
+    gain, variant, search_finding = (claim.find(None) for claim in findings.claims(found))
     opposite = {"held": "not held", "not held": "held"}
     assert variant.verdict == opposite.get(verdict, verdict)
     assert variant.table[1][0] == f"`{best}`"

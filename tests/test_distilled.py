@@ -208,7 +208,8 @@ def test_the_plan_refuses_and_warns(checkpoint: Path, tmp_path: Path) -> None:
 
 def warnings_of(distillation: Distillation | None, **overrides: Any) -> list[str]:
     suited = {"sampling__steps": 8, "eval__steps": 8, "sampling__sampler": "precise", "sampling__eta": 0.2}
-    return config_warnings(Resolved(settings(**suited | overrides)), distillation)
+    long = {"train__iterations": 500}  # so that every setting acts
+    return config_warnings(Resolved(settings(**suited | long | overrides)), distillation)
 
 
 def test_settings_that_spoil_a_distilled_checkpoint_are_warned_of() -> None:

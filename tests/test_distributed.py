@@ -41,8 +41,10 @@ def test_nccl_is_told_its_device_and_the_timeout_of_the_settings(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert initialize(Config().timeout_minutes) == torch.device("cuda", 1)
     assert given == {"backend": "nccl", "timeout": timedelta(minutes=60), "device_id": torch.device("cuda", 1)}
 

@@ -261,7 +261,7 @@ def test_the_page_has_the_metrics_and_files_of_a_run(tmp_path: Path) -> None:
 
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     keys = set().union(*rows)
-    conditional = of(some_metrics[:2], keys)
+    conditional = of(some_metrics[:3], keys)
     assert of(metrics, keys) == set(rows[-1]) == keys - conditional
     written = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert of(files, written) | of(some_files[:1], written) == written

@@ -87,6 +87,26 @@ def test_where_the_endpoint_is_an_ascent_direction() -> None:
     assert endpoint_direction < -0.95
 
 
+def test_where_the_endpoint_of_two_noisy_steps_is_an_ascent_direction() -> None:
+    """In expectation it is (J1 J1^T + J2 J2^T) g, the second step's noise included; with one step J1 J1^T g.
+
+    A second step that spreads along one axis turns the direction towards it, here so far that it descends.
+    """
+    first = torch.tensor([[1.0, 0.0], [0.9, -0.2]])
+    second = torch.tensor([[0.0, 0.0], [0.0, 12.0]])
+    slope = torch.tensor([1.0, -0.2])
+    noises = torch.randn(2, 200_000, 2, generator=torch.Generator().manual_seed(3))
+    ends = noises[0] @ first.T + noises[1] @ second.T
+    direction = ends - ends.mean(0)
+    mean = ((direction @ slope)[:, None] * direction).mean(0)
+    expected = (first @ first.T + second @ second.T) @ slope
+    torch.testing.assert_close(mean, expected, rtol=0.05, atol=0.1)
+    climb = slope @ first
+    assert float(climb @ first @ first.T @ slope) > 0, "one step alone climbs"
+    assert float(climb @ expected) < 0
+    assert float(climb @ mean) < 0
+
+
 def test_less_noise_where_few_dimensions_reach_the_endpoint() -> None:
     jacobian = torch.zeros(64, 64)
     jacobian[0, 0] = 1

@@ -73,7 +73,7 @@ def test_training_goes_on_at_its_own_scale_after_an_evaluation_that_fails() -> N
     assert rows[0] == rows[1]
 
 
-ACTS = {"kl__feedback": "share"}
+ACTS = {"kl__lambda_max": 0.2}
 """Otherwise lambda is at most 1e-5, as the paper prints it."""
 
 
@@ -98,8 +98,9 @@ def test_a_warning_where_the_scales_differ_and_no_kl_acts(overrides: dict[str, A
     if found:
         assert "sampling.guidance_scale = 1 in training and eval.guidance_scale = 6" in found
     assert guidance_warning(objective, trained=6.0, evaluated=6.0) is None
-    assert config_warnings(Resolved(settings(eval__guidance_scale=1.0, **overrides))) == []
-    assert config_warnings(Resolved(settings(sampling__guidance_scale=6.0, **overrides))) == []
+    long = {"train__iterations": 500} | overrides
+    assert config_warnings(Resolved(settings(eval__guidance_scale=1.0, **long))) == []
+    assert config_warnings(Resolved(settings(sampling__guidance_scale=6.0, **long))) == []
 
 
 def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:

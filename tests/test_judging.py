@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from sage_fast.cli import main
 from sage_fast.eval.comparison import compare, format_table
-from sage_fast.eval.gains import hacking_in_run, table
+from sage_fast.eval.gains import hacking, hacking_in_run, table
 from sage_fast.eval.playback import for_browser, read_video
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
@@ -393,6 +394,51 @@ def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> No
 def test_a_judge_that_falls_from_the_start() -> None:
     run = [from_evaluation("before", judged(0, 1.0, 0.5), {}), from_evaluation("after", judged(20, 2.0, 0.3), {})]
     assert hacking_in_run(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
+
+
+def luck(evaluations: int, parts: int, prompts: int, generator: np.random.Generator) -> list[VideoSet]:
+    """The evaluations of an honest run: the composite rises, and the judge's parts scatter about what they were."""
+    names = [f"prompt {i}" for i in range(prompts)]
+    level = generator.normal(size=(parts, prompts))
+    sets = []
+    for index in range(evaluations):
+        judged = level + 0.3 * generator.normal(size=(parts, prompts))
+        reward = 5.0 * index + 0.1 * generator.normal(size=prompts)
+        scores = {f"judge/{part}": list(map(float, values)) for part, values in enumerate(judged)}
+        files: list[Path | None] = [None] * prompts
+        found = {"reward": list(map(float, reward))} | scores
+        sets.append(VideoSet(label=str(index), prompts=names, files=files, scores=found))
+    return sets
+
+
+@pytest.mark.parametrize(("evaluations", "parts"), [(2, 2), (4, 1), (4, 3), (11, 2)])
+def test_honest_runs_are_accused_in_at_most_5_percent(evaluations: int, parts: int) -> None:
+    """At 95 % for each look, as for one comparison, 10 % were accused after four evaluations and 28 % after eleven."""
+    generator = np.random.default_rng(7)
+    runs = [luck(evaluations, parts, 16, generator) for _ in range(400)]
+    accused = sum(hacking_in_run(run) is not None for run in runs)
+    assert accused <= 0.05 * len(runs)
+
+
+def test_honest_sources_are_accused_in_at_most_5_percent() -> None:
+    """Of `eval` and `compare`, which test each source against the first."""
+    generator = np.random.default_rng(8)
+    accused = sum(bool(compare(luck(8, 2, 16, generator)).warnings) for _ in range(300))
+    assert accused <= 0.05 * 300
+
+
+def test_a_fall_that_is_corrected_for_is_that_of_bonferroni() -> None:
+    """Six prompts: t is 2.571 for one comparison and 3.163 for two, so a fall of 3 standard errors counts once."""
+    gains = np.array([-1.0, 1.0, -1.0, 1.0, -1.0, 1.0])
+    error = float(gains.std(ddof=1)) / math.sqrt(6)
+    first = judged(0, 1.0, 0.5)
+    base = [0.5 + i / 10 for i in range(6)]
+    falls = [b + float(gain) - 3 * error for b, gain in zip(base, gains)]
+    before = from_evaluation("before", first | {"parts": {"judge/x": base}}, {})
+    later = from_evaluation("after", judged(20, 2.0, 0) | {"parts": {"judge/x": falls}}, {})
+    assert hacking(before, later) is not None
+    assert hacking(before, later, pairs=2) is None
+    assert hacking(before, from_evaluation("after", judged(20, 2.0, 0) | {"parts": {"judge/x": base}}, {})) is None
 
 
 def test_a_source_that_hacks_the_reward_is_reported_by_eval() -> None:

@@ -14,6 +14,7 @@ from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, Scored, Ste
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.loader import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
+from sage_fast.ops import Row
 from sage_fast.rollout.batch import Batch
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -196,6 +197,38 @@ def test_a_run_masks_by_its_limit() -> None:
     ]
     assert masked[0] == 0
     assert 0.1 < masked[1] <= 0.5  # none in the first update
+
+
+def test_only_a_gradient_that_is_removed_counts_as_clipped() -> None:
+    """Ratios on both sides of the range and within it, with advantages of either sign and none: a row of the table is
+    the ratio, a column the advantage."""
+    ratio = torch.tensor([1.5, 1.1, 1.0, 0.9, 0.5]).repeat_interleave(3)
+    log_ratio = ratio.log().requires_grad_()
+    advantage = torch.tensor([2.0, -2.0, 0.0]).repeat(5)
+    scored = Scored(log_ratio=log_ratio, kl_old=torch.zeros(15), advantage=advantage)
+    row, objective = SURROGATES["clip"], ObjectiveConfig(clip_range=0.2)
+    clipped = row.clipped(scored, objective)
+    expected = [[True, False, False], [False] * 3, [False] * 3, [False] * 3, [False, True, False]]
+    assert clipped.view(5, 3).tolist() == expected
+
+
+@pytest.mark.parametrize("name", [*SURROGATES])
+def test_what_counts_as_clipped_has_no_gradient_and_nothing_else(name: str) -> None:
+    """Of every surrogate, by autograd, on random ratios, KLs and advantages."""
+    generator = torch.Generator().manual_seed(2)
+    draws = torch.randn(3, 500, generator=generator, dtype=torch.float64)
+    log_ratio, kl = (0.3 * draws[0]).requires_grad_(), draws[1].square()
+    coefs = torch.tensor([[1.0, -0.5, 1.0, -0.5, 0.0, 0.125]], dtype=torch.float64).expand(500, 6)
+    scores = TransitionScores(
+        log_prob=log_ratio - 1, log_prob_old=-torch.ones(500, dtype=torch.float64), kl_anchor=kl, kl_old=kl,
+        advantage=draws[2], errors=(torch.ones(500), torch.ones(500)),
+    )  # fmt: skip
+    scored = Scored(log_ratio=log_ratio, kl_old=kl, advantage=draws[2], noised=(scores, Row(*coefs.unbind(1))))
+    row, objective = SURROGATES[name], ObjectiveConfig(surrogate=name, clip_range=0.2, kl_limit=0.5)
+    (gradient,) = torch.autograd.grad(row.value(scored, objective).sum(), log_ratio)
+    clipped = row.clipped(scored, objective).bool()
+    assert torch.equal(gradient == 0, clipped)
+    assert bool(clipped.any()) == (row.uses_ratio or row.uses_kl)
 
 
 def test_surrogates_by_hand() -> None:

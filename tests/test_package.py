@@ -111,6 +111,60 @@ def test_without_the_extension_the_reference_serves_and_says_so(tmp_path: Path) 
     assert done.stderr.count("C++ operators are not built") == 1
 
 
+SERVED = """
+import torch
+from sage_fast.ops import implementation, transition_step
+print(implementation(torch.device('cpu')))
+x = torch.zeros(2, 5); c = torch.ones(3, 6); s = torch.tensor(1)
+print(transition_step(x, x, c, s, torch.arange(2))[0].shape)
+"""
+
+
+def damaged(folder: Path, kind: str) -> None:
+    """Put a build that cannot be loaded into `folder`."""
+    file, source = folder / "_C.abi3.so", folder / "other.cpp"
+    if kind == "of another machine":
+        file.write_bytes(b"\x7fELF\x01\x01\x01" + bytes(60))  # 32 bits
+    elif kind == "empty":
+        file.touch()
+    else:  # of another torch: a symbol that this one has not
+        source.write_text(
+            "void a_symbol_of_another_torch(); static struct A { A() { a_symbol_of_another_torch(); } } a;"
+        )
+        subprocess.run(["c++", "-shared", "-fPIC", "-Wl,-z,now", str(source), "-o", str(file)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("of another machine", "ELF"),
+        ("empty", "file too short"),
+        ("of another torch", "undefined symbol: .*another_torch"),
+    ],
+)
+def test_an_extension_that_cannot_be_loaded_costs_speed_and_one_line(kind: str, reason: str, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(REPOSITORY / "sage_fast", tmp_path / "sage_fast", ignore=shutil.ignore_patterns("*.so", "base"))
+    damaged(tmp_path / "sage_fast", kind)
+    done = python(SERVED, tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.stdout.splitlines() == ["PyTorch reference", "torch.Size([2, 5])"], done.stderr[-2000:]
+    (line,) = done.stderr.splitlines()
+    assert re.match(f"the C\\+\\+ operators cannot be loaded \\(.*{reason}.*\\); the CPU runs the slower", line), line
+
+
+def test_of_two_builds_the_one_that_can_be_loaded_serves(tmp_path: Path) -> None:
+    """Two machines share a disk; the newer build is of the other."""
+    import shutil
+
+    shutil.copytree(REPOSITORY / "sage_fast", tmp_path / "sage_fast", ignore=shutil.ignore_patterns("base"))
+    other = tmp_path / "sage_fast" / "_C.other.so"
+    other.write_bytes(b"\x7fELF\x01\x01\x01" + bytes(60))
+    done = python(SERVED, tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.stdout.splitlines() == ["C++", "torch.Size([2, 5])"], done.stderr[-2000:]
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("setting", ["reference", ""])
 def test_the_reference_can_be_forced(setting: str, tmp_path: Path) -> None:
     code = "import torch; from sage_fast.ops import implementation; print(implementation(torch.device('cpu')))"

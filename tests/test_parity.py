@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.rollout.parity import check_rounding, moments_after_an_update, moved, rounding_of
+from sage_fast.rollout.parity import Moments, check_rounding, moments_after_an_update, moved, rounding_of
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import ParityError
 from tests.tiny import paper_trainer, settings, tiny_trainer
@@ -94,6 +94,15 @@ def first_row(trainer: Trainer) -> dict[str, Any]:
     return row
 
 
+def test_a_kl_that_acts_is_told_from_rounding() -> None:
+    """It is measured whether or not a limit sees an update; without a KL and a limit there is nothing to measure."""
+    row = first_row(tiny_trainer(settings(kl__strategy="fixed")))
+    assert 0 < row["kl/rounding"] < 1e-10
+    assert "log_prob/rounding" not in row
+    row = tiny_trainer(settings(kl__strategy="none")).iteration(0)
+    assert "kl/rounding" not in row
+
+
 def test_one_update_an_iteration_needs_no_measurement() -> None:
     assert "log_prob/rounding" not in tiny_trainer(settings()).iteration(0)
     assert "log_prob/rounding" not in tiny_trainer(
@@ -104,15 +113,15 @@ def test_one_update_an_iteration_needs_no_measurement() -> None:
 
 def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph would hold the activations of every micro-batch that the gate looks at, all at once."""
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[Moments] = []
 
-    def noted(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+    def noted(*arguments: Any, **keywords: Any) -> Moments:
         seen.append(moments_after_an_update(*arguments, **keywords))
         return seen[-1]
 
     monkeypatch.setattr("sage_fast.rollout.parity.moments_after_an_update", noted)
     tiny_trainer(settings(train__optimizer_steps=2)).iteration(0)
-    assert not any(moment.requires_grad for moment in seen[0])
+    assert not any(moment.requires_grad for moment in (*seen[0].log_ratio, *seen[0].kl))
 
 
 @pytest.mark.parametrize("ratio", ["plain", "centred", "normalised"])

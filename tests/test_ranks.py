@@ -98,7 +98,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
     ),
     "std of the batch, half of the steps": (
         ALONE | {"objective__advantage_std": "batch", "train__timestep_fraction": 0.5, "train__ema_decay": 0.9,
-                 "kl__feedback": "share", "kl__strategy": "fixed", "kl__lambda_min": 100, "kl__lambda_max": 200},
+                 "kl__strategy": "fixed", "kl__lambda_min": 100, "kl__lambda_max": 200},
         BrightnessReward,
     ),
     "five samples of one prompt, not finite": (

@@ -1,5 +1,6 @@
 """The ratio: how centring and normalising change its mean, gradient and clip; the KL's share of the gradient."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,7 +9,15 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.kl_weight import KLController
-from sage_fast.algorithm.objective import Loss, StepConstants, TransitionScores, gradient_norms, sage_loss
+from sage_fast.algorithm.objective import (
+    Loss,
+    Objective,
+    StepConstants,
+    TransitionScores,
+    gradient_norms,
+    gradient_share,
+    sage_loss,
+)
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.schema import KLConfig, ObjectiveConfig
 from sage_fast.ops import transition_score
@@ -140,11 +149,11 @@ def test_the_clip_acts_alike_at_every_step_on_a_normalised_ratio(equalizer: bool
 
     stds, clipped = spread_of("normalised")
     assert stds == pytest.approx([spread] * len(steps), rel=0.05)
-    assert clipped == pytest.approx([0.317] * len(steps), abs=0.04)  # beyond one standard deviation
+    assert clipped == pytest.approx([0.159] * len(steps), abs=0.03)  # more than one standard deviation above
     stds, clipped = spread_of("centred")
     assert max(stds) > 2 * min(stds)
-    assert max(clipped) > 0.5
-    assert min(clipped) < 0.2
+    assert max(clipped) > 0.25
+    assert min(clipped) < 0.1
 
 
 def test_the_log_prob_surrogate_uses_no_ratio() -> None:
@@ -197,17 +206,21 @@ def test_gradient_norms_are_those_of_autograd(
         return scores
 
     monkeypatch.setattr("sage_fast.rollout.replay.transition_score", watched)
-    loss, policy, kl = trainer._loss(batch, transitions)
+    trainer.rounding = torch.zeros_like(trainer.rounding)
+    loss, norms = trainer._loss(batch, transitions)
     v, _, kl_anchor, kl_old, *_ = seen[-1]
 
     def norm(value: Tensor) -> Tensor:
         return torch.autograd.grad(value.sum(), v, retain_graph=True)[0].flatten(1).norm(dim=1)
 
-    torch.testing.assert_close(policy, norm(loss.policy), rtol=1e-4, atol=1e-12)
-    anchor = norm(0.7 * kl_anchor) if strategy != "stepwise" else torch.zeros_like(kl)
-    velocity = norm(0.1 * kl_old) if strategy != "moving" else 0
-    torch.testing.assert_close(kl, (anchor**2 + velocity**2).sqrt(), rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(norms.policy, norm(loss.policy), rtol=1e-4, atol=1e-12)
+    nothing = torch.zeros_like(norms.policy)
+    anchor = norm(0.7 * kl_anchor) if strategy != "stepwise" else nothing
+    velocity = norm(0.1 * kl_old) if strategy != "moving" else nothing
+    torch.testing.assert_close(norms.anchor, anchor**2, rtol=1e-4, atol=1e-20)
+    torch.testing.assert_close(norms.velocity, velocity**2, rtol=1e-4, atol=1e-20)
     if strategy != "dual":
+        kl = (norms.anchor + norms.velocity).sqrt()
         torch.testing.assert_close(0.3 * kl, norm(loss.total - loss.policy), rtol=1e-4, atol=1e-12)
 
 
@@ -234,71 +247,71 @@ def test_paper_runs_to_its_floor() -> None:
     assert kl > 50e-4
 
 
-@pytest.mark.parametrize("strength", [1e-3, 3.0, 200.0])
-def test_share_goes_to_its_target_and_stays(strength: float) -> None:
-    """`strength` is the KL's gradient at lambda 1; the share scatters, and sags as lambda grows."""
-    generator = torch.Generator().manual_seed(0)
-
-    def plant(weight: float) -> float:
-        noise = math.exp(0.1 * float(torch.randn((), generator=generator)))
-        relative = weight * strength * noise / (1 + 0.5 * weight * strength)
-        return relative / (1 + relative)
-
-    config = KLConfig(feedback="share", target_share=0.2)
-    controller, _ = controlled(config, plant, 1)
-    assert controller.value == pytest.approx(10 * config.lambda_min), "no warm-up, and one factor at a time"
-    controller, _ = controlled(config, plant, 80)
-    shares = []
-    for _ in range(40):
-        shares.append(plant(controller.value))
-        controller.update(shares[-1])
-    assert sum(shares) / len(shares) == pytest.approx(0.2, rel=0.1)
-    assert max(shares) < 0.3
-
-
-def test_share_waits_where_there_is_nothing_to_hold() -> None:
-    config = KLConfig(feedback="share")
-    assert controlled(config, lambda weight: 0.0, 20)[0].value == config.lambda_min, "no KL has a gradient"
-    assert controlled(config, lambda weight: 1.0, 20)[0].value == config.lambda_min, "all of the policy part is clipped"
-
-
-def test_another_feedback_begins_with_an_empty_history() -> None:
-    state = controlled(KLConfig(feedback="paper"), penalised, 3)[0].state_dict()
-    for feedback, kept in (("paper", 3), ("share", 0)):
-        controller = KLController(KLConfig(feedback=feedback))
-        controller.load_state_dict(state)
-        assert len(controller.history) == kept
-
-
-def test_share_is_held_in_training() -> None:
-    config = settings(
-        kl__strategy="fixed", kl__feedback="share", kl__target_share=0.1, train__optimizer_steps=2,
-        sampling__steps=4,
-    )  # fmt: skip
-    trainer = tiny_trainer(config)
-    shares = [trainer.iteration(index)["kl/gradient_share"] for index in range(16)]
-    assert sum(shares[-10:]) / 10 == pytest.approx(0.1, rel=0.2)
-
-
-@pytest.mark.parametrize(("dtype", "counts"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_rounding_is_no_kl(dtype: torch.dtype, counts: bool) -> None:
-    """Velocities that differ by less than a unit of their dtype: a KL to hold in float32 alone."""
-    table = transition_table(sigma_schedule(4, 3.0), "sage", 0.5)
-    coefs = table.coefficients("mean").float()[:2]
+def test_the_share_by_hand() -> None:
+    """k^2 = lambda^2 (A + V) with A, V = mean of 4 beta^2 m (KL - rounding) / D; p is the policy term's rms."""
+    coefs = torch.tensor([[1.0, -0.5, 1.0, -0.5, 0.0, 2.0], [1.0, -0.5, 1.0, -0.5, 0.0, 0.5]])  # m = 2 and 0.5
     steps = StepConstants(equalizer=torch.ones(2), bias=torch.zeros(2), coefs=coefs)
     log_prob = torch.full((2,), -0.5, requires_grad=True)
-    kl_anchor = steps.row.m * 0.004**2
     scores = TransitionScores(
         log_prob=log_prob,
         log_prob_old=log_prob.detach(),
-        kl_anchor=kl_anchor,
-        kl_old=0 * log_prob,
+        kl_anchor=torch.tensor([3e-4, 1e-4]),
+        kl_old=torch.tensor([2e-4, 1e-4]) + 0 * log_prob,
         advantage=torch.ones(2),
     )
-    objective = resolved(ObjectiveConfig(), KLConfig(strategy="fixed"))
-    loss = sage_loss(objective, scores, steps, 0.1)
-    _, kl = gradient_norms(objective, loss, scores, steps.row, 100, torch.finfo(dtype).eps)
-    assert ((kl > 0) == counts).all()
+    config = dataclasses.replace(settings(train__optimizer_steps=2), kl=KLConfig(beta_pos=1.0, beta_vel=0.1))
+    objective, rounding = Objective(config), torch.tensor([1e-4, 2e-4])
+    norms = gradient_norms(objective, sage_loss(objective, scores, steps, 0.1), scores, steps.row, 100, rounding)
+    assert norms.anchor.tolist() == pytest.approx([4 * 2 * 2e-4 / 100, 4 * 0.5 * -1e-4 / 100])
+    assert norms.velocity.tolist() == pytest.approx([0.01 * 4 * 2 * 1e-4 / 100, 0.01 * 4 * 0.5 * -1e-4 / 100])
+    # The policy's gradient by element is 2 w b r / D with mean(r^2) = 1: its norm is 2 |w b| / sqrt(D) = 0.05.
+    assert norms.policy.tolist() == pytest.approx([0.05, 0.05])
+    squares = norms.policy.square().mean(), norms.anchor.mean(), norms.velocity.mean()
+    anchor, velocity = (1.6e-5 - 2e-6) / 2, (8e-8 - 2e-8) / 2
+    pull = 0.1 * math.sqrt(anchor + velocity)
+    assert gradient_share(0.1, *map(float, squares)) == pytest.approx(pull / (pull + 0.05))
+
+
+def test_a_kl_that_rounding_explains_has_no_share() -> None:
+    assert gradient_share(0.1, 1e-3, -1e-9, 0.0) == 0
+    assert gradient_share(0.1, 0.0, 0.0, 0.0) == 0
+    assert gradient_share(0.1, 0.0, 1e-9, -1.0) == 1, "each term for itself"
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("guidance", [1.0, 6.0])
+def test_the_share_does_not_follow_rounding(guidance: float, updates: int) -> None:
+    """In bfloat16 rounding moves the velocity a thousand times as far as a small update does.
+
+    The rollout's batches differ from those of training, so that even equal weights have a KL. A tenth of the KL that
+    the measurement misses, on samples of 1,280 elements, would be a third of the share.
+    """
+    acts = {"kl__lambda_min": 0.05, "kl__lambda_max": 0.05, "kl__warmup_steps": 0, "kl__feedback": "none"}
+    config = settings(
+        **acts, kl__strategy="dual", kl__velocity_term="closed_form", train__learning_rate=1e-6,
+        train__optimizer_steps=updates, sampling__guidance_scale=guidance, sampling__batch_size=6, train__batch_size=1,
+        objective__clip_range=1.0,
+    )  # fmt: skip
+    trainer = tiny_trainer(config, dtype=torch.bfloat16)
+    shares = [trainer.iteration(index)["kl/gradient_share"] for index in range(3)]
+    assert bool((trainer.rounding[trainer.resolved.table.stochastic_steps] > 0).all())
+    trainer.rounding = torch.zeros_like(trainer.rounding)
+    followed = trainer.iteration(3)["kl/gradient_share"]
+    assert followed > 1e-4
+    assert shares[0] == 0 or updates > 1
+    assert max(shares) < followed / 3
+
+
+def test_the_share_in_float32_is_that_of_float64() -> None:
+    """From the second update on it is the KL of the weights, of which rounding is a part at small updates."""
+    config = settings(
+        kl__strategy="fixed", kl__lambda_min=0.05, kl__lambda_max=0.05, kl__warmup_steps=0, train__learning_rate=1e-6,
+        sampling__guidance_scale=6.0, sampling__batch_size=6, train__batch_size=1,
+    )  # fmt: skip
+    single, double = (tiny_trainer(config, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    shares = [[trainer.iteration(index)["kl/gradient_share"] for index in range(3)] for trainer in (single, double)]
+    assert shares[0][0] == 0
+    assert shares[0][1:] == pytest.approx(shares[1][1:], rel=0.3)
 
 
 def test_the_share_is_that_of_a_pull() -> None:

@@ -17,7 +17,7 @@ from sage_fast.algorithm.objective import (
     SURROGATES,
     Scored,
     SurrogateRow,
-    outside_clip_range,
+    clipped_by_range,
 )
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.algorithm.transitions import SAMPLERS
@@ -57,11 +57,11 @@ def iteration(config: Config) -> dict[str, Any]:
 
 def test_a_surrogate_that_clips_has_all_that_goes_with_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clip fraction, centring, and both gates, as for `clip`."""
-    row = SurrogateRow(title="CISPO", value=cispo, clipped=outside_clip_range, uses_ratio=True)
+    row = SurrogateRow(title="CISPO", value=cispo, clipped=clipped_by_range, uses_ratio=True)
     mine = config_with(monkeypatch, SURROGATES, row, objective__surrogate="mine", **UPDATED_TWICE)
     found, clip = iteration(mine), iteration(settings(**UPDATED_TWICE))
     assert found["ratio/clip_fraction"] == pytest.approx(clip["ratio/clip_fraction"], abs=0.2)
-    assert found["ratio/clip_fraction"] > 0.2
+    assert found["ratio/clip_fraction"] > 0.1
 
     mine.objective.ratio = "centred"
     assert iteration(mine)["loss"] != found["loss"]
@@ -85,19 +85,13 @@ def test_a_strategy_with_the_rollout_policy_alone_is_refused_where_it_is_inert(m
     )
     with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of kl.strategy = 'mine' .*is 0"):
         check_trainable(mine)
-    mine.kl.velocity_term, mine.kl.feedback, mine.kl.lambda_min = "rollout", "share", 1e-6
-    with pytest.raises(UserError, match=r"kl.feedback = 'share': strategy 'mine' has a gradient to hold only with"):
-        check_trainable(mine)
 
 
-def test_a_feedback_that_multiplies_lambda_needs_one_above_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"kl__velocity_term": "closed_form", "kl__lambda_min": 1e-6, "train__optimizer_steps": 2}
-    mine = config_with(monkeypatch, FEEDBACKS, FEEDBACKS["share"], kl__feedback="mine", **given)
-    found, share = iteration(mine), iteration(settings(kl__feedback="share", **given))
-    assert found["kl/lambda"] == share["kl/lambda"] > 1e-6
-    mine.kl.lambda_min = 0.0
-    with pytest.raises(UserError, match=r"kl.lambda_min = 0.0: feedback 'mine' multiplies lambda"):
-        check_trainable(mine)
+def test_a_feedback_is_its_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"kl__lambda_min": 1e-6, "kl__lambda_max": 1e-3, "kl__warmup_steps": 0, "kl__strategy": "stepwise"}
+    mine = config_with(monkeypatch, FEEDBACKS, FEEDBACKS["paper"], kl__feedback="mine", **given)
+    found, paper = iteration(mine), iteration(settings(kl__feedback="paper", **given))
+    assert found["kl/lambda"] == paper["kl/lambda"] > 1e-6
 
 
 def test_a_sampler_is_refused_above_its_largest_eta(monkeypatch: pytest.MonkeyPatch) -> None:

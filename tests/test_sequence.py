@@ -263,7 +263,7 @@ def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, one_pr
             # What rounding itself adds, and times, are others.
             if name.startswith("time/") or name in ("log_prob/rounding", "log_prob/parity"):
                 continue
-            cancels = name in ("loss", "loss/policy")
+            cancels = name in ("loss", "policy_loss")
             assert several[name] == (
                 pytest.approx(value, rel=1e-4, abs=rounding_of_advantages(one) if cancels else 1e-9)
                 if isinstance(value, float)

@@ -113,7 +113,7 @@ def test_products_are_those_of_whole_gradients(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gradients_are_those_of_the_updates_and_nothing_changes() -> None:
-    kl = {"feedback": "share", "strategy": "dual", "velocity_term": "closed_form", "lambda_min": 0.1}
+    kl = {"strategy": "dual", "velocity_term": "closed_form", "lambda_min": 0.1}
     train = {"train__optimizer_steps": 2, "train__ema_decay": 0.5, "train__max_grad_norm": 1e-6}
     config = settings(
         **{f"kl__{name}": value for name, value in kl.items()}, **train, kl__anchor_interval=1, kl__lambda_max=1.0

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -41,7 +42,34 @@ def receive(stop: Stop, number: signal.Signals) -> None:
     wait_until(lambda: stop.number)
 
 
-STATUS = {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGHUP: 0, signal.SIGUSR1: 0}
+STATUS = {
+    signal.SIGINT: 130,
+    signal.SIGQUIT: 131,
+    signal.SIGTERM: 0,
+    signal.SIGHUP: 0,
+    signal.SIGUSR1: 0,
+    signal.SIGUSR2: 0,
+    signal.SIGXCPU: 0,
+}
+UNHANDLED = {
+    "a program's own fault": {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"},
+    "cannot be handled": {"SIGKILL", "SIGSTOP"},
+    "suspend and continue": {"SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGCONT"},
+    "an error of the write": {"SIGPIPE", "SIGXFSZ"},
+    "of a program's own timers": {"SIGALRM", "SIGVTALRM", "SIGPROF"},
+    "ignored by default": {"SIGCHLD", "SIGURG", "SIGWINCH"},
+    "for drivers and init": {"SIGIO", "SIGPWR", "SIGSTKFLT", "SIGRTMIN", "SIGRTMAX"},
+}
+"""Why -> signals that do not stop a run."""
+
+
+def test_every_signal_is_decided() -> None:
+    decided = [number.name for number in STATUS] + [name for names in UNHANDLED.values() for name in names]
+    assert sorted(decided) == sorted(number.name for number in signal.Signals)
+    assert STATUS == SIGNALS
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "stop-and-resume.md").read_text()
+    for number, status in STATUS.items():
+        assert re.search(rf"^\| [^|]*\b{number.name}\b[^|]*\|[^|]*\|[^|]* {status} \|$", page, re.M), number.name
 
 
 @pytest.mark.parametrize(("number", "status"), STATUS.items())
@@ -135,6 +163,111 @@ def test_the_same_signal_from_a_launcher_too_is_no_second_one(stop: Stop, monkey
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.2)  # this process would be gone
     assert stop.number == signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param([signal.SIGUSR2, signal.SIGINT, signal.SIGTERM], id="LSF's run limit"),
+        pytest.param([signal.SIGUSR1, signal.SIGCONT, signal.SIGTERM], id="Slurm's warning and limit"),
+        pytest.param([signal.SIGXCPU, signal.SIGXCPU, signal.SIGXCPU], id="a CPU limit, each second"),
+        pytest.param([signal.SIGHUP, signal.SIGCONT, signal.SIGTERM], id="a terminal with stopped jobs"),
+    ],
+)
+def test_the_signals_that_a_scheduler_sends_in_turn_are_one_request(
+    numbers: list[signal.Signals], stop: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LSF's come ten seconds apart, and the checkpoint is being written meanwhile."""
+    monkeypatch.setattr("sage_fast.run.stop.DEBOUNCE", 0.0)
+    ended: list[str] = []
+    monkeypatch.setattr(stop, "_end", ended.append)
+    for number in numbers:
+        receive(stop, number)
+    time.sleep(0.2)
+    assert stop.number == numbers[0]
+    assert ended == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ([signal.SIGINT, signal.SIGINT], "at the second SIGINT"),
+        ([signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM], "at the second SIGTERM"),
+        ([signal.SIGINT, signal.SIGQUIT], "at SIGQUIT"),
+        ([signal.SIGQUIT, signal.SIGQUIT], "at the second SIGQUIT"),
+    ],
+)
+def test_the_same_signal_again_and_ctrl_backslash_end_the_run_at_once(
+    numbers: list[signal.Signals], why: str, stop: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sage_fast.run.stop.DEBOUNCE", 0.0)
+    ended: list[str] = []
+    monkeypatch.setattr(stop, "_end", ended.append)
+    for number in numbers:
+        receive(stop, number)
+        time.sleep(0.05)  # the same signal twice at once would be delivered once
+    wait_until(lambda: ended)
+    assert ended == [why]
+
+
+CPU_LIMIT = """
+import atexit, resource, sys, time
+from pathlib import Path
+import torch
+from sage_fast import cli
+from sage_fast.run.stop import Stop
+from sage_fast.util.errors import Stopped
+
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+def run(options, overrides):
+    with Stop(600) as stop:
+        stop.training = True
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1, resource.RLIM_INFINITY))
+        try:
+            while True:
+                stop.boundary(torch.device("cpu"))
+                burn(0.1)
+        except Stopped as stopped:
+            burn(1.2)  # the kernel sends it again each second, while the checkpoint is written
+            Path(sys.argv[-1]).write_text(str(stopped))
+            raise
+
+class Command:
+    add_arguments = staticmethod(lambda add: None)
+    run = staticmethod(run)
+
+cli.load = lambda name: Command
+cli.parse = lambda words: (__import__("argparse").Namespace(command="doctor"), {})
+atexit.register(burn, 1.2)  # and while the interpreter ends
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.fault("a CPU limit (SIGXCPU, each second)", "as SIGTERM; a repetition is no second signal")
+def test_a_cpu_limit_stops_the_run_once(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CPU_LIMIT, str(tmp_path / "saved")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "saved").read_text() == "SIGXCPU"
+
+
+def test_a_run_whose_stderr_nobody_reads_still_ends_at_once() -> None:
+    """The line of what ended it is lost, not the end."""
+    code = """
+import os, signal
+from sage_fast.run.stop import Stop
+with Stop(600) as stop:
+    stop.number = signal.SIGTERM
+    stop._end("now")
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stderr=writer)
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGTERM
 
 
 def test_half_of_the_grace_time_is_for_the_checkpoint(stop: Stop) -> None:
@@ -368,6 +501,32 @@ def test_the_page_of_a_stopped_run_holds_its_last_iteration(tmp_path: Path, monk
         train(config(tmp_path / "run"), report=drawn(calls))
     assert [complete for _, complete in calls] == [False, False]
     assert calls[-1][0] == "Stopped early, or still running: 2 of 3 iterations."
+
+
+@pytest.mark.parametrize(("number", "status"), STATUS.items())
+@pytest.mark.fault(
+    "each signal by which a terminal, Slurm, LSF, SGE, PBS or Kubernetes ends or warns a run",
+    "a checkpoint of the last whole iteration, 130 or 131 from a keyboard, else 0; resumed, it ends",
+)
+def test_every_signal_leaves_a_checkpoint(
+    number: signal.Signals, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iteration = Trainer.iteration
+
+    def signalled(trainer: Trainer, index: int) -> Any:
+        if index == 1:
+            os.kill(os.getpid(), number)
+        return iteration(trainer, index)
+
+    few = {"train__checkpoint_interval": 50, "train__prompts_per_iteration": 1, "eval__num_prompts": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "iteration", signalled)
+        with pytest.raises(Stopped) as stopped:
+            train(config(tmp_path / "run", **few))
+    assert stopped.value.status == status
+    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000002"]
+    run = train(config(tmp_path / "run", **few), resume=True)
+    assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("place", ["sage_fast.run.train.save_final_weights", "sage_fast.run.train.save_checkpoint"])

@@ -22,10 +22,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sage_fast.cli import main
 from sage_fast.commands.sample_videos import save_videos
-from sage_fast.config.loader import leaves
+from sage_fast.config.loader import build, leaves
 from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.report.page import report_run
+from sage_fast.rewards.composite import load_rewards
 from sage_fast.run import trackers
 from sage_fast.run import train as train_module
 from sage_fast.run import writer as module
@@ -33,8 +34,10 @@ from sage_fast.run.trackers import check_trackers
 from sage_fast.run.writer import MetricsWriter
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_metrics
-from tests.test_docs import REPOSITORY, SMALL, blocks, commands
-from tests.tiny import arguments, settings, train
+from sage_fast.util.meters import name_in_name
+from sage_fast.util.profiling import PHASES, WAIT
+from tests.test_docs import REPOSITORY, SMALL, blocks, commands, tables
+from tests.tiny import BASE_SETTINGS, arguments, settings, tiny_trainer, train
 
 
 def made(config: Config, run: Path, run_id: str, start: int = 0) -> MetricsWriter:
@@ -89,6 +92,62 @@ def test_a_resumed_run_replaces_what_comes_after_its_checkpoint(tmp_path: Path) 
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert rows[0] == {"iteration": 0, "reward/mean": 10.0, "loss": None, "norms": [1.0, None]}
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_metric_is_the_folder_of_another() -> None:
+    """Of all that the page of metrics lists, which a test of the page compares with a run, and of evaluations."""
+    listed = [name for table in tables("reference/metrics.md")[:2] for name in table]
+    placeholders = {"<phase>": (*PHASES, WAIT), "<part>": ("vq", "mq", "ta", "clip/score")}
+    names = set(listed)
+    for mark, values in placeholders.items():
+        names = {name.replace(mark, value) for name in names for value in values}
+    names |= {f"heldout/{part}" for part in ("reward", "videos", "video_00", "vq", "clip/score", "judge/alignment")}
+    assert len(names) > 40
+    assert name_in_name(names) is None
+
+
+def test_every_row_of_a_run_can_be_a_tree_of_files(tmp_path: Path) -> None:
+    """As MLflow keeps it: a folder for each part of a name, and a file for each metric."""
+    trainer = tiny_trainer(settings(kl__strategy="dual", train__optimizer_steps=2))
+    row = trainer.iteration(0)
+    assert len(row) > 20
+    for name, value in row.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(value))
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["loss", "loss/policy"], ("loss", "loss/policy")),
+        (["a/b/c", "a", "b"], ("a", "a/b/c")),
+        (["a/b/c", "a/b", "x"], ("a/b", "a/b/c")),
+        (["loss", "loss_policy", "policy/loss", "los"], None),
+        ([], None),
+    ],
+)
+def test_names_within_names(names: list[str], found: tuple[str, str] | None) -> None:
+    assert name_in_name(names) == found
+
+
+class Nested:
+    """A reward with a part in the folder of another."""
+
+    def __call__(self, videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        means = videos.mean((1, 2, 3, 4))
+        return {"clip": means, "clip/first": means}
+
+
+@pytest.mark.parametrize("key", ["reward.name", "eval.judge"])
+def test_parts_that_no_tracker_can_hold_together_are_refused(key: str) -> None:
+    given = {"reward.weights": {"clip": 1.0}} if key == "reward.name" else {}
+    config = build(BASE_SETTINGS | given | {key: f"{__name__}:Nested"})
+    message = "part 'clip' is the folder of part 'clip/first', which trackers cannot hold; expected another name"
+    with pytest.raises(UserError, match=message):
+        load_rewards(config, ["a red circle moves left slowly"], ["a red circle moves left slowly"], {})
 
 
 def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:

@@ -332,23 +332,11 @@ def test_the_rollouts_log_ratio_keeps_a_kl_that_an_anchor_of_one_step_has_not() 
 
 
 @pytest.mark.parametrize(
-    "off", [{"kl__strategy": "none"}, {"kl__lambda_max": 0.0}, {"kl__beta_pos": 0.0, "kl__beta_vel": 0.0}]
-)
-def test_without_a_kl_its_feedback_asks_for_nothing(off: dict[str, Any]) -> None:
-    check_trainable(settings(kl__feedback="share", kl__lambda_min=0.0, kl__velocity_term="closed_form", **off))
-
-
-@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (
             {"sampling__sampler": "cps", "sampling__eta": 1.5},
             r"sampling.eta = 1.5: cps is defined up to 1; the nearest",
-        ),
-        ({"kl__feedback": "share", "kl__lambda_min": 0.0}, r"kl.lambda_min = 0.0: feedback 'share' multiplies lambda"),
-        (
-            {"kl__feedback": "share", "kl__strategy": "stepwise"},
-            r"kl.feedback = 'share': strategy 'stepwise'.*closed_form",
         ),
     ],
 )

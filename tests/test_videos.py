@@ -1,9 +1,12 @@
 """MP4 files are read back; pictures are checked at places where a frame must be."""
 
 import os
+import re
 import resource
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import imageio.v3 as iio
 import imageio_ffmpeg
@@ -12,11 +15,16 @@ import pytest
 import torch
 from PIL import Image
 
+from sage_fast.cli import main
 from sage_fast.commands.sample_videos import save_videos
 from sage_fast.eval.playback import read_video
 from sage_fast.eval.sheets import contact_sheet
+from sage_fast.run import train
+from sage_fast.tools.doctor import tools
+from sage_fast.tools.plan import dry_run
 from sage_fast.util.errors import UserError
-from sage_fast.util.videos import numbered, save_mp4
+from sage_fast.util.videos import check_encoder, numbered, save_mp4
+from tests.tiny import settings
 
 
 def ramp(frames=9, height=32, width=32):
@@ -182,3 +190,75 @@ def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):
     assert save_videos([ramp()], ["一只猫 / Öl_1"], folder / "new", 8)[0].name == "00-一只猫-öl-1.mp4"
     assert {path.name for path in folder.glob("*.png")} == {f"contact-sheet-{n}.png" for n in ("00", "02", "103")}
     assert list(tmp_path.iterdir()) == [folder]
+
+
+# -- an ffmpeg that cannot write videos -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_libx264(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The installed ffmpeg, built without libx264 as some distributions do: it does everything else."""
+    program = tmp_path / "ffmpeg"
+    real = imageio_ffmpeg.get_ffmpeg_exe()
+    refuses = """case "$*" in *libx264*) echo "Unknown encoder 'libx264'" >&2; exit 1;; esac"""
+    program.write_text(f"#!/bin/sh\n{refuses}\nexec '{real}' \"$@\"\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
+    check_encoder.cache_clear()
+    yield program
+    check_encoder.cache_clear()
+
+
+CANNOT = r"ffmpeg .*/ffmpeg cannot write H.264 \(Unknown encoder 'libx264'\); expected one with libx264"
+
+
+def test_an_encoder_that_works_is_found() -> None:
+    check_encoder.cache_clear()
+    assert check_encoder() == imageio_ffmpeg.get_ffmpeg_exe()
+
+
+def test_an_ffmpeg_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/nowhere/ffmpeg")
+    check_encoder.cache_clear()
+    with pytest.raises(UserError, match=r"ffmpeg cannot be run \(.*/nowhere/ffmpeg"):
+        check_encoder()
+    check_encoder.cache_clear()
+
+
+def test_the_doctor_names_it(without_libx264: Path) -> None:
+    (check,) = (check for check in tools(torch.device("cpu")) if check.name == "ffmpeg with libx264")
+    assert check.verdict == "wrong"
+    assert check.found == f"ffmpeg {without_libx264} cannot write H.264 (Unknown encoder 'libx264')"
+    assert "IMAGEIO_FFMPEG_EXE" in check.advice
+
+
+def test_the_dry_run_names_it(without_libx264: Path) -> None:
+    with pytest.raises(UserError, match=CANNOT):
+        dry_run(settings(), 1, 80e9)
+
+
+def test_a_run_ends_before_anything_is_loaded_or_written(without_libx264: Path, tmp_path: Path) -> None:
+    def load(*about: object, **more: object) -> Any:
+        raise AssertionError("the model was loaded")
+
+    config = settings(output=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=CANNOT):
+        train.train(config, load, lambda *about: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_sample_and_eval_end_before_a_model_is_loaded(
+    without_libx264: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*about: object, **more: object) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("sage_fast.loading.load_setup", load)
+    monkeypatch.setattr("sage_fast.eval.candidates.load_setup", load)
+    paper = str(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml")
+    folder = tmp_path / "videos"
+    assert main(["sample", paper, "--prompt", "a red circle moves left slowly", "--folder", str(folder)]) == 2
+    assert main(["eval", paper, "--folder", str(tmp_path / "evaluation")]) == 2
+    said = capsys.readouterr().err
+    assert len(re.findall(CANNOT, said)) == 2
+    assert not folder.exists()

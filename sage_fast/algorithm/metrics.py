@@ -62,7 +62,7 @@ class Observer:
         """
         add = self.metrics.add
         add("loss", loss.total)
-        add("loss/policy", loss.policy)
+        add("policy_loss", loss.policy)
         add("kl/anchor", loss.kl_anchor)
         add("kl/velocity", loss.kl_velocity)
         add("ratio/mean", loss.ratio)

@@ -8,6 +8,7 @@ docs/explanation/objective.md has the equations.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -41,8 +42,15 @@ def _clipped_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     return torch.minimum(ratio * scored.advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * scored.advantage)
 
 
-def outside_clip_range(scored: Scored, objective: ObjectiveConfig) -> Tensor:
-    return (torch.exp(scored.log_ratio) - 1).abs() > objective.clip_range
+def clipped_by_range(scored: Scored, objective: ObjectiveConfig) -> Tensor:
+    """Return where the clip removes the gradient: above the range with A > 0, below it with A < 0.
+
+    On the other side of the range the minimum takes the ratio itself, whose gradient leads back into the range.
+    """
+    ratio = torch.exp(scored.log_ratio)
+    too_high = (ratio > 1 + objective.clip_range) & (scored.advantage > 0)
+    too_low = (ratio < 1 - objective.clip_range) & (scored.advantage < 0)
+    return too_high | too_low
 
 
 def _masked_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
@@ -90,7 +98,7 @@ class SurrogateRow:
     Attributes:
         title: name of the method that it makes.
         value: the term `[B]` that is maximised.
-        clipped: mask `[B]`: where the clip or the KL mask is active; its mean is `ratio/clip_fraction`.
+        clipped: mask `[B]`: where the clip or the KL mask removes the gradient; its mean is `ratio/clip_fraction`.
         uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
         uses_kl: needs the KL to the rollout policy in closed form.
         uses_errors: needs the errors of the predicted final sample at `objective.nft_beta`, and weighs the noise levels
@@ -111,7 +119,7 @@ class SurrogateRow:
 
 
 SURROGATES = {
-    "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, clipped=outside_clip_range, uses_ratio=True),
+    "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, clipped=clipped_by_range, uses_ratio=True),
     "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio, clipped=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
     "nft": SurrogateRow(
@@ -176,6 +184,7 @@ class Objective:
         surrogate: row of the surrogate.
         strategy: row of the KL strategy.
         kl_acts: the loss has a KL term of a weight above 0.
+        kl_pulls: one of them has a gradient that `kl/gradient_share` counts, and may differ from 0.
         closed_form: the velocity term is the KL itself, not its estimate from the rollout's noise.
         equalizes: the policy term is weighted by S_t.
         centres_ratio: the KL to the rollout policy is added to the log-ratio.
@@ -205,6 +214,8 @@ class Objective:
         self.stores_velocities = stores = self.off_policy and needs_kl
         self.reuses_velocities = not averaged and (surrogate.scores_rollout or stores or not self.off_policy)
         self.scores_noised = stores and not surrogate.scores_rollout
+        follows_rollout = strategy.velocity and self.closed_form and stores
+        self.kl_pulls = self.kl_acts and (strategy.anchor is not None or follows_rollout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,10 +300,26 @@ def sage_loss(objective: Objective, scores: TransitionScores, steps: StepConstan
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientNorms:
+    """Gradients in the velocity of the terms of the loss, each `[B]`.
+
+    Attributes:
+        policy: norm of the policy term's gradient.
+        anchor: squared norm of the position term's gradient without lambda, minus what rounding adds. It is negative
+            where rounding added less than its average: clamp the sum, not the terms.
+        velocity: the same of the velocity term.
+    """
+
+    policy: Tensor
+    anchor: Tensor
+    velocity: Tensor
+
+
 def gradient_norms(
-    objective: Objective, loss: Loss, scores: TransitionScores, row: Row, numel: int, rounding: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient norms in the velocity of the policy term and of the KL term (without lambda), each `[B]`.
+    objective: Objective, loss: Loss, scores: TransitionScores, row: Row, numel: int, rounding: Tensor
+) -> GradientNorms:
+    """Return the gradient norms in the velocity of the policy term and of the KL terms.
 
     They follow from numbers of shape `[B]`, without a pass over the latents. With the residual
     r = x_next - a x - b v = r_old - b d and d = v - v_old,
@@ -302,8 +329,11 @@ def gradient_norms(
         mean(r d) = (mean(r_old^2) - mean(r^2) - b^2 mean(d^2)) / (2 b)
 
     The policy term depends on v through logp and, where centred or as in DiffusionNFT, through KL_old: its norm is
-    exact. The KL terms are added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is
-    sampling noise many times larger than its pull.
+    exact. `kl.velocity_term = rollout` is left out (0), because its gradient is sampling noise many times larger than
+    its pull.
+
+    The squared norm of a KL term is 4 beta^2 m KL / D. Two velocities of equal weights differ by rounding, which adds
+    its own KL on average: the squared norm is that of KL - `rounding`.
 
     Args:
         objective: as given to `sage_loss`.
@@ -311,7 +341,7 @@ def gradient_norms(
         scores: as given to `sage_loss`.
         row: coefficients of the transitions.
         numel: D, elements of a sample.
-        rounding: unit of the velocity's dtype. A KL between velocities that are no further apart counts as 0.
+        rounding: KL that rounding makes between velocities of equal weights, `[B]`.
     """
     log_prob, kl_old, kl = scores.log_prob, scores.kl_old, objective.kl
     slopes = torch.autograd.grad(loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True)
@@ -323,12 +353,26 @@ def gradient_norms(
     square = grad_logp.square() * residual - 2 * grad_logp * grad_kl * cross_term + grad_kl.square() * kl_distance
     policy = 2 * (square.clamp(min=0) / numel).sqrt()
 
-    def kl_norm(value: Tensor) -> Tensor:
-        return 2 * (row.m * value.where(value > row.m * rounding**2, 0.0) / numel).sqrt()
-
-    squares = torch.zeros_like(policy)
+    anchor = velocity = torch.zeros_like(policy)
     if objective.strategy.anchor is not None:
-        squares = squares + (kl.beta_pos * kl_norm(loss.kl_anchor)).square()
+        anchor = 4 * kl.beta_pos**2 * row.m * (loss.kl_anchor - rounding) / numel
     if objective.strategy.velocity and objective.closed_form:
-        squares = squares + (kl.beta_vel * kl_norm(loss.kl_velocity)).square()
-    return policy, squares.sqrt()
+        # Without stored velocities the KL to the rollout policy is exactly 0: nothing was rounded twice.
+        rounded = rounding if objective.stores_velocities else torch.zeros_like(rounding)
+        velocity = 4 * kl.beta_vel**2 * row.m * (loss.kl_velocity - rounded) / numel
+    return GradientNorms(policy=policy, anchor=anchor, velocity=velocity)
+
+
+def gradient_share(kl_weight: float, policy: float, anchor: float, velocity: float) -> float:
+    """Return the KL's share of the gradient on the velocity, `kl/gradient_share`: k / (k + p), 0 where both are 0.
+
+    k is lambda times the root of the KL terms' mean squares, added; a mean that rounding alone would explain (at most
+    0) counts as 0. p is the root of the policy term's mean square.
+
+    Args:
+        kl_weight: lambda_KL.
+        policy: mean square of `GradientNorms.policy` over the transitions of an update.
+        anchor, velocity: means of the fields of `GradientNorms` over the same transitions.
+    """
+    kl_norm = kl_weight * math.sqrt(max(anchor, 0.0) + max(velocity, 0.0))
+    return kl_norm / max(kl_norm + math.sqrt(policy), 1e-30)

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from sage_fast.algorithm.kl_weight import FEEDBACKS
+import dataclasses
+
 from sage_fast.algorithm.objective import SURROGATES, Objective
 from sage_fast.algorithm.resolved import Resolved
+from sage_fast.config.loader import leaves
 from sage_fast.config.rank_checks import check_ranks
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import world_size
+from sage_fast.util.ranks import check_agreement, world_size
+
+NODE_PATHS = {"data.prompts", "data.eval_prompts", "data.embedding_cache", "model.path", "model.weights"}
+"""Settings that may name another path on each node, for copies of the same files."""
+
+
+def check_same_settings(config: Config, **states: object) -> None:
+    """Check that all ranks run the same settings: a node may read an older copy of a file. Collective.
+
+    Ranks with other settings would make other collectives, and wait for each other.
+
+    Args:
+        states: further values that each rank has found for itself.
+
+    Raises:
+        UserError: on all ranks, if one differs.
+    """
+    settings = leaves(dataclasses.asdict(config)) | states
+    shared = {name: value for name, value in settings.items() if name not in NODE_PATHS}
+    check_agreement(shared, ": do all nodes read the same files and variables?")
 
 
 def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
@@ -21,7 +42,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
     Raises:
         UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
             transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
-            without an average, one part to balance, a lambda that cannot move, or more ranks than samples.
+            without an average, one part to balance, or more ranks than samples.
     """
     resolved, s, train = Resolved(config), config.sampling, config.train
     trainable = min(len(resolved.trained_steps(table)) for table in resolved.windows)
@@ -61,12 +82,12 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
 
 
 def _check_kl(objective: Objective) -> None:
-    """Check that the KL can act and that lambda can move.
+    """Check that the KL can act.
 
     Raises:
-        UserError: the KL is always 0 or needs log-probs of the rollout where there are none, or lambda cannot move.
+        UserError: the KL is always 0 or needs log-probs of the rollout where there are none.
     """
-    kl, strategy, feedback = objective.kl, objective.strategy, FEEDBACKS[objective.kl.feedback]
+    kl, strategy = objective.kl, objective.strategy
     kl.require(
         objective.surrogate.scores_rollout or not strategy.velocity or objective.closed_form,
         "velocity_term",
@@ -82,10 +103,3 @@ def _check_kl(objective: Objective) -> None:
             f"train.optimizer_steps = 1: the KL of {where} is 0 in the first update of an iteration; expected at least "
             "2, or kl.strategy = 'none'"
         )
-    positive = f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07"
-    kl.require(kl.lambda_min > 0 or not feedback.holds_share or not objective.kl_acts, "lambda_min", positive)
-    kl.require(
-        not feedback.holds_share or not strategy.velocity or strategy.anchor is not None or objective.closed_form,
-        "feedback",
-        f"strategy {kl.strategy!r} has a gradient to hold only with kl.velocity_term = closed_form",
-    )

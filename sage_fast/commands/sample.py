@@ -40,9 +40,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from sage_fast.commands.sample_videos import generate, save_videos
     from sage_fast.loading import load_setup, resolve
     from sage_fast.util.seeding import sample_seeds
+    from sage_fast.util.videos import check_encoder
 
     folder = options.folder
     check_folder(folder)
+    check_encoder()
     setup = load_setup(resolve(config), prompts, rewards=False)
     for note in setup.model.notes:
         log.info(f"note: {note}")

@@ -13,6 +13,7 @@ from sage_fast.run.sources import resumed_settings
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
+from sage_fast.util.launchers import launched
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.dry_run:
         with heavy_imports("train"):
             from sage_fast.tools.plan import dry_run
-            from sage_fast.util.ranks import launched
 
         ranks = options.gpus or launched("WORLD_SIZE", 1)
         print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80), options.gpu_price or 0.0)))

@@ -25,7 +25,8 @@ LARGEST = 1_000_000
 
 ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine", "beta": "kl.lambda_max"}
 ALIASES |= {"kl_coef": "kl.lambda_max", "num_epochs": "train.iterations", "num_generations": "train.group_size"}
-"""Last part of a name in other trainers -> the setting meant."""
+ALIASES |= {"target_share": "kl.lambda_max", "lambda_limit": "kl.lambda_max"}
+"""Last part of a name in other trainers, or of a setting that is not offered any more -> the setting meant."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
 

@@ -26,7 +26,7 @@ Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
 VelocityTerm = Literal["rollout", "closed_form"]
-Feedback = Literal["paper", "share", "none"]
+Feedback = Literal["none", "paper"]
 DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
@@ -373,28 +373,25 @@ class KLConfig(Section):
     lambda_min: float = within(1e-7, least=0)
     """Weight of the whole KL at the start, and its lower bound afterwards; at most kl.lambda_max."""
     lambda_max: float = within(1e-5, least=0)
-    """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`. 0 turns the KL off. Feedback
-    `share` reads nothing else from it."""
-    lambda_limit: float = within(1e3, least=0)
-    """Upper bound of the weight of the whole KL with feedback `share`; at least kl.lambda_max."""
+    """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`. 0 turns the KL off. At the
+    paper's 1e-5 the KL does nothing."""
     warmup_steps: int = within(100, least=0)
-    """K of Eq. 41, in optimizer steps. Feedback `share` has no warm-up."""
-    feedback: Feedback = "share"
-    """How lambda changes after the warm-up. `share`: hold the KL's share of the gradient. `paper`: Eq. 42 as printed,
-    with lambda up to 1e-5, where the KL does nothing. `none`: stay at kl.lambda_max."""
+    """K of Eq. 41: optimizer steps over which lambda rises linearly from kl.lambda_min to kl.lambda_max."""
+    feedback: Feedback = "none"
+    """How lambda changes after the warm-up. `none`: stay at kl.lambda_max. `paper`: Eq. 42 as printed, between
+    kl.lambda_min and kl.lambda_max."""
     target: float = within(1e-4, above=0)
     """Target KL of `paper`, per element."""
-    target_share: float = within(0.02, above=0, below=1)
-    """Target of `share`: the KL's share of the gradient on the velocity, logged as `kl/gradient_share`. The velocity
-    term counts only in closed form."""
     history: int = within(10, least=1)
-    """H of Eq. 42: optimizer steps over which the feedback averages its observations."""
+    """H of Eq. 42: optimizer steps over which `paper` averages the KL."""
 
     def __post_init__(self) -> None:
+        left = "expected one of none, paper: no share of the gradient is held any more"
+        nearest_choice = "the nearest choice is none, which stays at kl.lambda_max"
+        self.require(self.feedback != "share", "feedback", f"{left}; {nearest_choice}")
         super().__post_init__()
         nearest_valid = f"kl.lambda_max; the nearest is {self.lambda_max}"
         self.require(self.lambda_min <= self.lambda_max, "lambda_min", f"expected at most {nearest_valid}")
-        self.require(self.lambda_max <= self.lambda_limit, "lambda_limit", f"expected at least {nearest_valid}")
 
 
 @dataclasses.dataclass(kw_only=True)

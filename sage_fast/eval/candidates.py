@@ -31,7 +31,7 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, writing
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import local_device, rank
-from sage_fast.util.videos import numbered, save_video
+from sage_fast.util.videos import check_encoder, numbered, save_video
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ def evaluate_candidates(
     """
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--folder {str(folder)!r}: expected a new or an empty folder; nothing was changed")
+    if folder is not None:
+        check_encoder()
     initialize(config.timeout_minutes)
     evaluator = _Evaluator(candidates, config, scorers)
     sets = []

@@ -39,7 +39,7 @@ def compare(sets: Sequence[VideoSet], watched: tuple[str, ...] = (JUDGE_PART,)) 
         UserError: a set has no prompt in common with the first.
     """
     notes = [note for other in sets[1:] for note in check_prompts(sets[0], other)]
-    found = {other.label: hacking(sets[0], other, watched) for other in sets[1:]}
+    found = {other.label: hacking(sets[0], other, watched, pairs=len(sets) - 1) for other in sets[1:]}
     warnings = [f"{label}: {text}" for label, text in found.items() if text]
     return Comparison(sets, table(sets) if sets else [], notes, warnings)
 

@@ -65,7 +65,7 @@ def video_chunks(
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
     runs = bucket_by_length([lengths[prompts[i]] for i in order], sampling.batch_size)
-    dummy = next(iter(embeddings))
+    dummy = setup.eval_prompts[0]  # which every rank has, with an image where the model takes one
 
     def generate(keys: Sequence[str], own: Tensor) -> Tensor:
         conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)

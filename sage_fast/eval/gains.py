@@ -76,23 +76,35 @@ def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
 # -- reward hacking ---------------------------------------------------------------------------------------------------
 
 
-def hacking(first: VideoSet, last: VideoSet, watched: tuple[str, ...] = (JUDGE_PART,)) -> str | None:
+def hacking(first: VideoSet, last: VideoSet, watched: tuple[str, ...] = (JUDGE_PART,), pairs: int = 1) -> str | None:
     """Return a warning if the composite rose and a score that nothing trains on fell, both beyond their intervals.
+
+    Each score is another chance of a fall by luck, and so is each pair of sets that is looked at. The intervals of the
+    falls are corrected for the number of both by Bonferroni's method: all hold together in 95 % of cases.
 
     Args:
         watched: prefixes of the scores that nothing trains on.
+        pairs: pairs of sets that are looked at, this one included.
     """
-    directions = {row.score: row.direction for row in table([first, last])}
-    fallen = [name for name, way in directions.items() if name.startswith(watched) and way == "down"]
-    if directions.get("reward") != "up" or not fallen:
+    names = [name for name in last.scores if name.startswith(watched) and name in first.scores]
+    fallen = [name for name in names if _falls(name, first, last, comparisons=pairs * len(names))]
+    if not fallen or _row("reward", last, first).direction != "up":
         return None
     return f"reward rose while {', '.join(fallen)} fell: look at the videos (reward hacking)"
+
+
+def _falls(name: str, first: VideoSet, last: VideoSet, comparisons: int) -> bool:
+    """Whether the interval of a score's mean gain, corrected for `comparisons`, lies below 0."""
+    gains = gains_of(name, first, last)
+    gain, margin = mean_and_margin([prompt for prompt, _ in gains], list(gains.values()), comparisons)
+    return margin is not None and gain + margin < 0
 
 
 def hacking_in_run(evaluations: Sequence[VideoSet]) -> str | None:
     """Return a warning if a run hacks its reward: since its first evaluation, or since a part of the judge was best.
 
-    A judge that rises first and falls later is also over-optimisation.
+    A judge that rises first and falls later is also over-optimisation. Which evaluation was best is chosen by the
+    scores, so that each earlier one counts as a pair that is looked at.
 
     Args:
         evaluations: of one run, in the order of iterations.
@@ -100,10 +112,11 @@ def hacking_in_run(evaluations: Sequence[VideoSet]) -> str | None:
     if len(evaluations) < 2:
         return None
     first, *_, last = evaluations
-    if found := hacking(first, last):
+    pairs = len(evaluations) - 1
+    if found := hacking(first, last, pairs=pairs):
         return found
     for part in sorted(name for name in last.scores if name.startswith(JUDGE_PART)):
         best = max(evaluations[:-1], key=lambda videos: statistics.fmean(videos.by_key(part).values() or [-math.inf]))
-        if found := hacking(best, last):
+        if found := hacking(best, last, pairs=pairs):
             return f"since iteration {best.iteration}: {found}"
     return None

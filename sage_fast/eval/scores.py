@@ -61,23 +61,31 @@ def clustered_variance(values: Sequence[float] | np.ndarray, clusters: Sequence[
     return float(count / (count - 1) * np.square(list(sums.values())).sum() / len(array) ** 2)
 
 
-def mean_and_margin(prompts: Sequence[str], values: Sequence[float | None]) -> tuple[float, float | None]:
+def mean_and_margin(
+    prompts: Sequence[str], values: Sequence[float | None], comparisons: int = 1
+) -> tuple[float, float | None]:
     """Return the mean of the finite `values` and the half-width of its 95 % interval over prompts.
 
-    The half-width is that of Student's t; None with fewer than `MIN_PROMPTS`.
+    The half-width is that of Student's t; None with fewer than `MIN_PROMPTS`. `comparisons` widens it as `t_quantile`
+    does.
     """
     kept = [(prompt, value) for prompt, value in zip(prompts, map(as_float, values)) if math.isfinite(value)]
     if not kept:
         return math.nan, None
     array, names = np.array([value for _, value in kept]), [prompt for prompt, _ in kept]
     count = len(set(names))
-    margin = t_quantile(count) * math.sqrt(clustered_variance(array, names)) if count >= MIN_PROMPTS else None
-    return float(array.mean()), margin
+    if count < MIN_PROMPTS:
+        return float(array.mean()), None
+    return float(array.mean()), t_quantile(count, comparisons) * math.sqrt(clustered_variance(array, names))
 
 
-def t_quantile(count: int) -> float:
-    """Upper 97.5 % quantile of Student's t for a mean over `count` clusters."""
-    return float(special.stdtrit(count - 1, UPPER))
+def t_quantile(count: int, comparisons: int = 1) -> float:
+    """Upper 97.5 % quantile of Student's t for a mean over `count` clusters.
+
+    With several `comparisons` the level is Bonferroni's: all their intervals hold together in 95 % of cases.
+    """
+    upper = UPPER if comparisons == 1 else 1 - (1 - UPPER) / comparisons
+    return float(special.stdtrit(count - 1, upper))
 
 
 def format_number(value: float, digits: int, *, sign: bool = False) -> str:

@@ -46,7 +46,8 @@ def reachable(path: str) -> str:
         cache = Path(constants.HF_HUB_CACHE)
         home = cache / repo_folder_name(repo_id=path, repo_type="model")
         main, held = home / "refs" / "main", sorted((home / "snapshots").glob("*/"))
-        if main.is_file() and (snapshot := home / "snapshots" / main.read_text(errors="replace").strip()).is_dir():
+        commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
+        if commit and (snapshot := home / "snapshots" / commit).is_dir():
             return str(snapshot)
         raise UserError(
             f"model.path = {path!r}: the Hugging Face hub cannot be reached ({first_line(error)}), and the model is "

@@ -57,10 +57,24 @@ class UnshardedStates:
         return 0
 
     def pad_to_largest(
-        self, items: Sequence[Item], idle: Callable[[], object], *, backward: bool = False
+        self,
+        items: Sequence[Item],
+        idle: Callable[[], object],
+        *,
+        forwards: int | None = None,
+        backward: bool = False,
     ) -> Iterator[Item]:
-        """Yield the items, then run `idle` until every rank has made as many forwards as it must (`padding`)."""
-        missing = self.padding(len(items), backward)
+        """Yield the items, then run `idle` until every rank has made as many forwards as it must.
+
+        Every loop over forwards goes through here: the number of a rank's items may be any, also 0.
+
+        Args:
+            items: the work of this rank.
+            idle: runs a forward without effect, which must not need this rank's work (`rollout.idle`).
+            forwards: forwards that the items take together; by default each takes one.
+            backward: whether each forward has a backward, which reduces gradients.
+        """
+        missing = self.padding(len(items) if forwards is None else forwards, backward)
         yield from items
         for _ in range(missing):
             idle()

@@ -22,7 +22,10 @@ import torch
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY
-from sage_fast.util.errors import UserError, nearest
+from sage_fast.ops._derivatives import autograd_kernel
+from sage_fast.util.errors import UserError, first_line, nearest
+
+log = logging.getLogger("sage_fast")
 
 _serving: dict[str, str] = {}
 
@@ -55,7 +58,10 @@ def _triton(name: str) -> Operator:
 
 
 def _cpp(name: str) -> Operator:
-    operator: Operator = getattr(torch.ops.sage_fast_cpu, name).default
+    packet = getattr(torch.ops.sage_fast_cpu, name, None)
+    operator: Operator = REFERENCES[name] if packet is None else packet.default
+    if packet is None:
+        log.warning(f"the C++ operators are an older build, without {name}; the CPU runs its PyTorch reference")
     return operator
 
 
@@ -72,22 +78,45 @@ def _choose() -> dict[str, Callable[[str], Operator]]:
     if choice == "triton":
         fused["cpu"], _serving["cpu"] = _triton, "Triton interpreter"
         return fused
-    extension = next(Path(__file__).parents[1].glob("_C.*so"), None)
-    if extension is None:
-        logging.getLogger("sage_fast").warning(
-            "the C++ operators are not built; the CPU runs the slower PyTorch reference (reinstall where torch and "
-            "a C++ compiler are available)"
+    if problem := _load_extension(Path(__file__).parents[1]):
+        log.warning(
+            f"the C++ operators {problem}; the CPU runs the slower PyTorch reference (reinstall where torch and a C++ "
+            "compiler are available)"
         )
         return fused
-    torch.ops.load_library(extension)
     fused["cpu"], _serving["cpu"] = _cpp, "C++"
     return fused
+
+
+def _load_extension(folder: Path) -> str | None:
+    """Load the newest build of the C++ operators in `folder` that can be loaded; return why there is none.
+
+    A build may be of another PyTorch, Python or processor, as on a disk that several machines share: it costs speed
+    alone.
+    """
+    builds = sorted(folder.glob("_C.*so"), key=lambda path: path.stat().st_mtime, reverse=True)
+    reasons = []
+    for build in builds:
+        try:
+            torch.ops.load_library(build)
+        except (OSError, RuntimeError) as error:
+            reasons.append(first_line(error.__cause__ or error))  # the loader's own, below torch's
+        else:
+            return None
+    return f"cannot be loaded ({'; '.join(reasons)})" if reasons else "are not built"
 
 
 _FUSED = _choose()
 
 
-def register(reference: Operator, *, mutates: Sequence[str] = (), cpp: bool = True) -> None:
+def register(
+    reference: Operator,
+    *,
+    mutates: Sequence[str] = (),
+    cpp: bool = True,
+    backward: Operator | None = None,
+    setup_context: Operator | None = None,
+) -> None:
     """Define the operator of LIBRARY that `reference`, called `<operator>_reference`, specifies.
 
     The reference gives its schema, runs for every device, and tells the shapes of meta and fake tensors. Fused
@@ -96,6 +125,8 @@ def register(reference: Operator, *, mutates: Sequence[str] = (), cpp: bool = Tr
     Args:
         mutates: arguments that it writes to.
         cpp: whether the C++ extension has it; if not, the CPU runs the reference.
+        backward, setup_context: its first derivative, as `torch.library.register_autograd` takes them. Without, any
+            derivative raises; an operator that writes to an argument raises where that requires a gradient.
     """
     name = reference.__name__.removesuffix("_reference")
     REFERENCES[name] = reference
@@ -104,3 +135,6 @@ def register(reference: Operator, *, mutates: Sequence[str] = (), cpp: bool = Tr
     for device, fused in _FUSED.items():
         if cpp or fused is not _cpp:
             LIBRARY.impl(name, _serve(fused(name), reference), device.upper())
+    operator = getattr(torch.ops.sage_fast, name).default
+    kernel = autograd_kernel(name, operator, backward, setup_context, mutates=bool(mutates))
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)

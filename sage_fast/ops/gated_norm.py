@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._common import compute_dtype
 from sage_fast.ops._dispatch import register
 from sage_fast.ops.norm_modulate import check_rows, norm_modulate_backward_reference, norm_modulate_reference
 
@@ -81,7 +81,6 @@ def gated_norm_backward_reference(
     return dx.to(total.dtype), dy.to(total.dtype).contiguous(), dgate, dscale, dshift
 
 
-register(gated_norm_reference)
 register(gated_norm_backward_reference)
 
 
@@ -101,4 +100,4 @@ def _backward(ctx: Any, grad_sum: Tensor, grad: Tensor) -> tuple[Tensor | None, 
     return dx, dy, dgate.to(gate.dtype), dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None, None
 
 
-torch.library.register_autograd("sage_fast::gated_norm", _backward, setup_context=_setup_context, lib=LIBRARY)
+register(gated_norm_reference, backward=_backward, setup_context=_setup_context)

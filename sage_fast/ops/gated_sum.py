@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._common import compute_dtype
 from sage_fast.ops._dispatch import register
 from sage_fast.ops.gated_norm import check_branch
 
@@ -46,7 +46,6 @@ def gated_sum_backward_reference(grad: Tensor, gate: Tensor, y: Tensor | None) -
     return (gate[:, None] * grad).to(grad.dtype).contiguous(), dgate
 
 
-register(gated_sum_reference, cpp=False)
 register(gated_sum_backward_reference, cpp=False)
 
 
@@ -62,4 +61,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad, dy, None if y is None else dgate.to(gate.dtype)
 
 
-torch.library.register_autograd("sage_fast::gated_sum", _backward, setup_context=_setup_context, lib=LIBRARY)
+register(gated_sum_reference, cpp=False, backward=_backward, setup_context=_setup_context)

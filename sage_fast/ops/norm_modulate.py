@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast.ops._common import compute_dtype
+from sage_fast.ops._derivatives import first_order
 from sage_fast.ops._dispatch import register
 
 
@@ -123,6 +124,7 @@ class _Residual(torch.autograd.Function):
         return x.view_as(x), torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, pad, pad_rows)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, residual: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return residual, None, None, None, None, None

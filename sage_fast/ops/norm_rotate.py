@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.ops._common import compute_dtype
+from sage_fast.ops._derivatives import first_order
 from sage_fast.ops._dispatch import register
 
 
@@ -78,6 +79,7 @@ class _JointNormRotate(torch.autograd.Function):
         return query, key, joint[:, :, 2]
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: with checkpointing reading them triggers the recomputation
         weights = any(ctx.needs_input_grad[2:6])

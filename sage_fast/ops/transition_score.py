@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean, sample_numel
+from sage_fast.ops._common import check, compute_dtype, per_sample, row, sample_mean, sample_numel
 from sage_fast.ops._dispatch import register
 from sage_fast.ops.guidance import guided
 
@@ -128,7 +128,6 @@ def transition_score_backward_reference(
     return (guidance * dv).to(v.dtype).contiguous(), ((1 - guidance) * dv).to(v_uncond.dtype).contiguous()
 
 
-register(transition_score_reference)
 register(transition_score_backward_reference)
 
 
@@ -146,4 +145,4 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return None, None, dv, None if ctx.guidance is None else dv_uncond, *[None] * 6
 
 
-torch.library.register_autograd("sage_fast::transition_score", _backward, setup_context=_setup_context, lib=LIBRARY)
+register(transition_score_reference, backward=_backward, setup_context=_setup_context)

@@ -10,7 +10,7 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy
 from sage_fast.parallel.engine import Engine
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import launched
+from sage_fast.util.launchers import launched
 
 __all__ = ["Engine", "check_engine", "make_engine", "ranks_that_shard"]
 

@@ -85,6 +85,7 @@ class FsdpEngine(PlainEngine):
             )
             for sharded in (True, False)
         )
+        of_shards = of_shards.to(self.policy.device)  # a norm of no gradients is on the CPU, where NCCL reduces nothing
         copies = 1 if self.nodes is None else dist.get_world_size(self.nodes)
         return (all_reduce(of_shards.square()) / copies + of_whole.square()).sqrt()
 

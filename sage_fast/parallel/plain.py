@@ -20,7 +20,8 @@ from sage_fast.parallel.gradients import average_gradients, clip_gradients, forg
 from sage_fast.parallel.optimizers import learning_rate, make_optimizers
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError
-from sage_fast.util.ranks import all_reduce, data_size, launched
+from sage_fast.util.launchers import launched
+from sage_fast.util.ranks import any_rank, data_size
 
 
 class PlainEngine(Engine):
@@ -122,11 +123,13 @@ class PlainEngine(Engine):
         state = self.policy.parts(), self.optimizer_state, self.steps, self.ema
         sizes: list[int] = []
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
-        if sum(sizes) > self._remembered_bytes:  # at the first call, and once the optimizer has allocated its state
+        # At the first call, and once the optimizer has allocated its state: on any rank, since a rank whose part of a
+        # weight is empty allocates nothing for it.
+        if any_rank(sum(sizes) > self._remembered_bytes, self.policy.device):
             self._remembered = None
             ranks = launched("LOCAL_WORLD_SIZE", 1)
             fits = 2 * ranks * sum(sizes) < free_bytes(torch.device("cpu"))
-            if not int(all_reduce(torch.tensor(int(fits), device=self.policy.device), "min")):
+            if any_rank(not fits, self.policy.device):
                 return False
             self._remembered_bytes = sum(sizes)
         self._remembered = recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), state)

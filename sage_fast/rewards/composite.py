@@ -26,11 +26,12 @@ from sage_fast.rewards.worker import Worker
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
 from sage_fast.util.futures import fulfil
-from sage_fast.util.meters import JUDGE_PART
-from sage_fast.util.ranks import launched, local_device
+from sage_fast.util.launchers import launched
+from sage_fast.util.meters import JUDGE_PART, name_in_name
+from sage_fast.util.ranks import local_device
 
-RESERVED_NAMES = ("reward", "overall", "file", "prompt", "image", "seed")
-"""Columns of tables beside the parts of a reward."""
+RESERVED_NAMES = ("reward", "overall", "file", "prompt", "image", "seed", "judge", "videos")
+"""Columns of tables, and names under `heldout/` in trackers, beside the parts of a reward."""
 MAX_DUMMY_PIXELS = 2**22
 """Largest number of pixels of a made-up video that has the run's own size."""
 
@@ -407,7 +408,23 @@ def load_rewards(
     device = str(local_device())
     reward, judge = CompositeReward.of(config.reward, device, metadata), None
     reward.check(config.sampling, [*prompts, *eval_prompts], device, fps)
+    _check_no_folders(reward)
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device, metadata=metadata)
         judge.check(config.sampling, eval_prompts, device, fps)
+        _check_no_folders(judge)
     return reward, judge
+
+
+def _check_no_folders(reward: CompositeReward) -> None:
+    """Check that no part's name is the folder of another's, which trackers that keep metrics as files cannot hold.
+
+    Raises:
+        UserError: there are such parts.
+    """
+    if found := name_in_name(reward.parts):
+        who, (folder, inside) = " and ".join(map(repr, reward.names)), found
+        raise UserError(
+            f"reward {who}: part {folder!r} is the folder of part {inside!r}, which trackers cannot hold; expected "
+            f"another name, such as {folder + '_mean'!r}"
+        )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import math
 import random
 import ssl
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
@@ -29,6 +30,7 @@ from sage_fast.rewards.in_process import MAX_PARTS, checked
 from sage_fast.rewards.interface import Backend, Request
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import json_value
+from sage_fast.util.time_limit import TimeLimit
 
 SCHEMA = "sage-fast-reward/1"
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
@@ -88,7 +90,7 @@ class Client(Backend):
         """
         begun, wait, last = time.monotonic(), FIRST_WAIT, "no whole answer"
         try:
-            async with asyncio.timeout(seconds or None):
+            async with _limited(seconds):
                 while True:
                     try:
                         return await self._attempt(body, key)
@@ -128,6 +130,24 @@ class Client(Backend):
             raise NoAnswer(why)
         self._answered = True
         raise RewardFailure(f"{self.url}: {why}")
+
+
+@contextlib.asynccontextmanager
+async def _limited(seconds: float) -> AsyncIterator[None]:
+    """Cancel the block after `seconds` as `TimeLimit` counts them, with a TimeoutError; 0: no limit."""
+
+    async def expire(timeout: asyncio.Timeout) -> None:
+        limit = TimeLimit(seconds)
+        while not limit.is_over():
+            await asyncio.sleep(limit.next_look)
+        timeout.reschedule(asyncio.get_running_loop().time())
+
+    async with asyncio.timeout(None) as timeout:
+        watch = asyncio.create_task(expire(timeout))
+        try:
+            yield
+        finally:
+            watch.cancel()
 
 
 class HttpReward(Client):

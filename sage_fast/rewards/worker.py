@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +25,8 @@ from sage_fast.rewards.in_process import call
 from sage_fast.rewards.interface import Backend, Request
 from sage_fast.rewards.load import load_reward
 from sage_fast.util.errors import SIGNALS, UserError
+from sage_fast.util.text import escape_on_screen
+from sage_fast.util.time_limit import TimeLimit
 
 IDLE_EXIT_GRACE = 5.0
 """Seconds for an idle worker to exit by itself."""
@@ -99,15 +101,14 @@ class Worker(Backend):
 
         A worker that is stopped does not read, and a pipe holds 64 KiB.
         """
-        deadline = _Deadline(what, self._kill)
-        timer = threading.Timer(seconds, deadline.end)
-        timer.daemon = True
-        if seconds:
-            timer.start()
+        deadline = _Deadline(what, seconds)
+        watch = threading.Thread(target=deadline.watch, args=(self._kill,), daemon=True)
+        watch.start()
         try:
             yield deadline
         finally:
-            timer.cancel()
+            deadline.done.set()
+            watch.join()
 
     def _receive(self, late: _Deadline) -> tuple[dict[str, Any], str]:
         """Wait for the worker's next answer: parts and error."""
@@ -139,20 +140,26 @@ class _Deadline:
 
     Args:
         what: what did not happen in time.
-        kill: ends the worker.
+        seconds: the limit; 0: none.
 
     Attributes:
         over: whether the limit has passed.
+        done: set when the call has ended.
     """
 
-    def __init__(self, what: str, kill: Any) -> None:
+    def __init__(self, what: str, seconds: float) -> None:
         self.what = what
         self.over = False
-        self._kill = kill
+        self.done = threading.Event()
+        self._limit = TimeLimit(seconds)
 
-    def end(self) -> None:
-        self.over = True
-        self._kill()
+    def watch(self, kill: Callable[[], None]) -> None:
+        """Call `kill` once the limit has passed, unless the call has ended before."""
+        while not self.done.wait(self._limit.next_look):
+            if self._limit.is_over():
+                self.over = True
+                kill()
+                return
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------------
@@ -160,6 +167,7 @@ class _Deadline:
 
 def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None:
     """Create the reward, then answer one message after another until the parent is gone."""
+    escape_on_screen()  # a reward may print any letter
     os.setsid()  # Ctrl-C in the terminal stops the run, which still needs its iteration's scores
     for number in SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import Sample, Transition
 from sage_fast.models.interface import ConditionTable
+from sage_fast.rollout.idle import IdleForwards
 from sage_fast.rollout.trajectories import Trajectories
 
 
@@ -21,6 +22,7 @@ class Batch:
         samples: the samples.
         coefs: float32 `[T, 6]` on the device, `TransitionTable.coefficients` of the scored transitions.
         conditioning: conditions at the T noise levels.
+        idle: dummy forwards, which need none of the samples.
         trajectories: what is stored of the rollouts.
         advantages: float32 `[N]` on the device; 0 until the rewards are known.
         anchor_velocities: transition -> `[C, T, H, W]`, guidance included; empty without an anchor.
@@ -30,6 +32,7 @@ class Batch:
     samples: Sequence[Sample]
     coefs: Tensor
     conditioning: ConditionTable
+    idle: IdleForwards
     trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[Transition, Tensor]

@@ -7,6 +7,8 @@ by the KL of that movement (bias) and scatters (noise).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -36,10 +38,22 @@ Micro = Sequence[tuple[int, int]]
 """Transitions (sample, step) that are scored together: a micro-batch."""
 
 
-def check_parity(
-    replay: Replay, batch: Batch, constants: StepConstants, train: TrainConfig, seed: int
-) -> dict[str, float]:
-    """Score stored transitions with the rollout's weights, and with moved weights if a limit will see an update.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parity:
+    """What the gate measured.
+
+    Attributes:
+        metrics: `log_prob/parity`; after a moved scoring, `kl/rounding`, and `log_prob/rounding` if a limit sees it.
+        kl: KL that rounding makes between velocities of equal weights, float64 `[T]` on the host; 0 where it was not
+            measured.
+    """
+
+    metrics: dict[str, float]
+    kl: Tensor
+
+
+def check_parity(replay: Replay, batch: Batch, constants: StepConstants, train: TrainConfig, seed: int) -> Parity:
+    """Score stored transitions with the rollout's weights, and with moved weights if a limit or a KL sees an update.
 
     Args:
         replay: scores with the rollout's weights.
@@ -48,35 +62,43 @@ def check_parity(
         train: section `train`.
         seed: of the run; draws the movement of the weights.
 
-    Returns:
-        `log_prob/parity` and, after a moved scoring, `log_prob/rounding`.
-
     Raises:
         ParityError: rounding would drown the ratio, or the KL that masks.
     """
     objective = replay.objective
-    row = objective.surrogate
+    row, stored = objective.surrogate, batch.trajectories
 
     def first(samples: int) -> list[Micro]:
         """Return micro-batches of the first samples that each step has."""
-        by_step = itertools.groupby(batch.trajectories.trained, key=lambda transition: transition[1])
+        by_step = itertools.groupby(stored.trained, key=lambda transition: transition[1])
         transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
-        micros = replay.micro_batches(batch, transitions, train.batch_size)
-        return [*micros, *micros[-1:] * replay.policy.states.padding(len(micros))]
+        return replay.micro_batches(batch, transitions, train.batch_size)
 
-    changes = []
-    for micro in first(2):
-        scores = replay.score(batch, micro)
-        changes.append((scores.log_prob - scores.log_prob_old).detach().abs().max())
-    delta = float(all_reduce(torch.stack(changes).max(), "max"))
+    sums = torch.zeros(len(constants.bias), 2, dtype=torch.float64, device=replay.policy.device)
+    change = torch.zeros((), device=replay.policy.device)
+    for micro in replay.policy.states.pad_to_largest(first(2), batch.idle.replay):
+        v_old = stored.gather(stored.velocities, micro) if stored.velocities else None
+        scores = replay.score(batch, micro, v_old)
+        change = change.maximum((scores.log_prob - scores.log_prob_old).detach().abs().max())
+        kl = scores.kl_old.detach()
+        sums.index_add_(0, steps_of(micro, kl), torch.stack([kl, torch.ones_like(kl)], dim=1).double())
+    delta = float(all_reduce(change, "max"))
+    sums = all_reduce(sums).cpu()
+    kl = sums[:, 0] / sums[:, 1].clamp(min=1)
     metrics = {"log_prob/parity": delta}
     if row.uses_ratio:
         check_replay(delta, objective.settings.clip_range)
-    if objective.off_policy and (row.uses_ratio or row.uses_kl):
+    limited = objective.off_policy and (row.uses_ratio or row.uses_kl)
+    if limited or objective.kl_pulls:
         distance = min(train.learning_rate, LARGEST_MOVE)
-        moments = moments_after_an_update(replay, batch, first(4), constants, distance=distance, seed=seed)
-        metrics["log_prob/rounding"] = check_rounding(*moments, constants.equalizer, objective, distance)
-    return metrics
+        # A limit needs the scatter between samples; a KL is a mean over all elements of one.
+        micros = first(4 if limited else 2)
+        moments = moments_after_an_update(replay, batch, micros, constants, distance=distance, seed=seed)
+        if limited:
+            metrics["log_prob/rounding"] = check_rounding(*moments.log_ratio, constants.equalizer, objective, distance)
+        kl = torch.maximum(kl, without_response(*moments.kl))
+        metrics["kl/rounding"] = float(kl.max())
+    return Parity(metrics=metrics, kl=kl)
 
 
 def check_replay(delta: float, clip_range: float) -> None:
@@ -111,10 +133,29 @@ def moved(state: Mapping[str, Tensor], distance: float, seed: int) -> dict[str, 
     }
 
 
+def steps_of(micro: Micro, like: Tensor) -> Tensor:
+    """Return the steps of transitions, int64 `[B]` on the device of `like`."""
+    return on_device([t for _, t in micro], like.device)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moments:
+    """What scoring with moved weights measured, once and twice as far, float64 on the host; 0 at steps without it.
+
+    Attributes:
+        log_ratio: for each distance `[T, 2]`: bias and squared noise by step, averaged over the samples of all ranks.
+            The bias is minus the expected log-ratio, or the KL that masks.
+        kl: for each distance `[T]`: KL to the rollout policy by step.
+    """
+
+    log_ratio: tuple[Tensor, Tensor]
+    kl: tuple[Tensor, Tensor]
+
+
 @torch.no_grad()
 def moments_after_an_update(
     replay: Replay, batch: Batch, micros: Sequence[Micro], constants: StepConstants, *, distance: float, seed: int
-) -> tuple[Tensor, Tensor]:
+) -> Moments:
     """Measure the log-ratio with every weight moved, then moved twice as far; restore the weights afterwards.
 
     Collective.
@@ -126,34 +167,41 @@ def moments_after_an_update(
         constants: those of all steps, `[T]`.
         distance: of the first movement.
         seed: draws its direction.
-
-    Returns:
-        For each distance float64 `[T, 2]` on the host: bias and squared noise by step, averaged over the samples of all
-        ranks; 0 at steps without a transition. The bias is minus the expected log-ratio, or the KL that masks.
     """
     policy, found = replay.policy, []
-    v_old = [replay.velocity(batch, micro) for micro in micros]
+    padded = functools.partial(policy.states.pad_to_largest, idle=batch.idle.replay)
+    v_old = [replay.velocity(batch, micro) for micro in padded(micros)]
     for factor in (1, 2):
-        sums = torch.zeros(len(constants.bias), 3, dtype=torch.float64, device=policy.device)
+        sums = torch.zeros(len(constants.bias), 4, dtype=torch.float64, device=policy.device)
         with policy.using(moved(policy.parts(), factor * distance, seed)):
-            for micro, v in zip(micros, v_old):
-                scores, steps = replay.score(batch, micro, v), on_device([t for _, t in micro], policy.device)
-                bias = scores.kl_old if replay.objective.surrogate.uses_kl else constants.bias[steps] * scores.kl_old
+            for micro, v in padded(list(zip(micros, v_old))):
+                scores = replay.score(batch, micro, v)
+                steps = steps_of(micro, scores.kl_old)
+                kl = scores.kl_old
+                bias = kl if replay.objective.surrogate.uses_kl else constants.bias[steps] * kl
                 noise = scores.log_prob - scores.log_prob_old + bias
-                sums.index_add_(0, steps, torch.stack([bias, noise.square(), torch.ones_like(bias)], dim=1).double())
+                values = torch.stack([bias, noise.square(), kl, torch.ones_like(kl)], dim=1)
+                sums.index_add_(0, steps, values.double())
         sums = all_reduce(sums).cpu()
-        found.append(sums[:, :2] / sums[:, 2:].clamp(min=1))
+        found.append(sums[:, :3] / sums[:, 3:].clamp(min=1))
     near, far = found
-    return near, far
+    return Moments(log_ratio=(near[:, :2], far[:, :2]), kl=(near[:, 2], far[:, 2]))
+
+
+def without_response(near: Tensor, far: Tensor) -> Tensor:
+    """Return what is left of a KL when the movement goes to 0, which is rounding.
+
+    Twice the movement has four times the true KL but the same rounding: near = r + true, far = r + 4 true.
+    """
+    return ((4 * near - far) / 3).clamp(min=0)
 
 
 def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bias and noise of rounding alone, each `[T]`, from the moments after the two movements.
 
-    Twice the movement has four times the true KL but the same rounding: near = r + true, far = r + 4 true. The squared
-    noise is split in proportion to the bias, which few samples determine well.
+    The squared noise is split in proportion to the bias, which few samples determine well.
     """
-    bias = ((4 * near[:, 0] - far[:, 0]) / 3).clamp(min=0)
+    bias = without_response(near[:, 0], far[:, 0])
     squares = [torch.where(moments[:, 0] == 0, 0, bias / moments[:, 0] * moments[:, 1]) for moments in (near, far)]
     return bias, torch.stack(squares).mean(0).sqrt()
 
@@ -162,7 +210,7 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, objective: Obje
     """Report how much of the limit on the ratio or the KL rounding takes up after one update; raise if it is too much.
 
     Args:
-        near, far: result of `moments_after_an_update`.
+        near, far: `Moments.log_ratio`.
         equalizer: S_t by step, `[T]`.
         objective: the resolved settings.
         distance: of the first movement.

@@ -89,7 +89,7 @@ class Replay:
     def anchor_velocities(
         self, batch: Batch, transitions: Sequence[Transition], anchor: State
     ) -> dict[Transition, Tensor]:
-        """Return transition -> velocity `[C, T, H, W]` under the anchor's weights: one forward each."""
+        """Return transition -> velocity `[C, T, H, W]` under the anchor's weights: one forward each. Collective."""
         stored = batch.trajectories
         velocities = stored.empty(transitions, self.velocity_dtype)
         with self.policy.using(anchor):
@@ -101,7 +101,7 @@ class Replay:
     def score_noised(self, batch: Batch) -> None:
         """Fill in the rollout's log-probs and kept velocities at the renoised final samples: one forward each.
 
-        Call it before the first update, with the rollout's weights.
+        Collective. Call it before the first update, with the rollout's weights.
         """
         stored = batch.trajectories
         stored.scored = True
@@ -116,11 +116,11 @@ class Replay:
                 stored.put(stored.velocities, micro, self.policy.guided(v, v_uncond))
 
     def _work(self, batch: Batch, transitions: Sequence[Transition]) -> Iterable[Sequence[Transition]]:
-        """Return the transitions of each forward, which are of one step; equally many forwards per rank.
+        """Yield the transitions of each forward, which are of one step; then run dummy forwards, as other ranks need.
 
         `transitions` are ordered by step.
         """
         alike = [(t, self.lengths[batch.samples[i].prompt]) for i, t in transitions]
         work = [transitions[run] for run in bucket_by_length(alike, self.batch_size)]
-        work += work[-1:] * self.policy.states.padding(len(work))
-        return progress(work, "anchor", len(work), "forward")
+        padded = self.policy.states.pad_to_largest(work, batch.idle.replay)
+        return progress(padded, "anchor", len(work), "forward")

@@ -59,13 +59,16 @@ class SampleRollouts:
 
         Then run dummy steps until every rank has made the same number of forwards.
         """
-        missing = self.policy.states.padding(self.steps)
-        for places, steps in self.batches:
+
+        def idle() -> None:
+            with self.watch("rollout"):
+                self.batch.idle.denoise()
+
+        padded = self.policy.states.pad_to_largest(self.batches, idle, forwards=self.steps)
+        for places, steps in padded:
             latents = self._denoise(places, steps, bar)
             if steps.stop == len(self.tables[0]):
                 yield [self.batch.samples[place] for place in places], latents
-        for _ in range(missing):
-            self._denoise(self.batches[-1][0], range(1), bar)
 
     def _denoise(self, places: list[int], steps: range, bar: Progress) -> Tensor:
         """Run `steps` of the neighbouring samples `places`, which train the same steps; return their latents."""

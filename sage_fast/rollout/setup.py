@@ -14,6 +14,8 @@ from sage_fast.models.model import Model
 from sage_fast.rewards.interface import Scorer
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.util.captions import Caption, prompt_key, split_key
+from sage_fast.util.files import fingerprint
+from sage_fast.util.ranks import check_agreement
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,6 +55,7 @@ class Setup:
         Args:
             cache: the folder to use unless `data.embedding_cache` is set; None keeps nothing on disk.
         """
+        self._check_same_prompts()
         configured = self.config.data.embedding_cache
         folder = Path(configured) if configured else cache
         spec, sampling = self.model.spec, self.config.sampling
@@ -67,3 +70,13 @@ class Setup:
             key: dataclasses.replace(made, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1]))
             for key, made in found.items()
         }
+
+    def _check_same_prompts(self) -> None:
+        """Check that all ranks have read the same prompts: each node may have a copy of the file. Collective."""
+        negatives = sorted(self.negatives.items())
+        read = {
+            "data.prompts": (self.prompts, negatives),
+            "data.eval_prompts": (self.eval_prompts, negatives, self.eval_seeds),
+        }
+        digests = {name: fingerprint(repr(content).encode()) for name, content in read.items()}
+        check_agreement(digests, ": copy the prompt file to every node")

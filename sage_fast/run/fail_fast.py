@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sage_fast.util.errors import RunError, UserError, in_one_line, printable
+from sage_fast.util.errors import RunError, UserError, in_one_line, tell
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import fails_alone, rank, world_size
 
@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 KEY = "sage_fast/failed"
 """Key in the store of the process group; its value says which rank failed first, and why."""
+REFUSED = "sage_fast/refused"
+"""Likewise for a `UserError`, which usually is raised on every rank."""
+STATUS = {KEY: 1, REFUSED: 2}
+"""Exit status of a rank that ends because of what it finds under a key."""
 POLL = 0.25
 """Seconds between two looks at the store."""
 EXIT_GRACE = 1.0
@@ -35,7 +39,8 @@ def fail_fast(timeout_minutes: float) -> Iterator[None]:
 
     The rank prints its error and writes it into the store of the process group. On every other rank a thread finds it
     there, repeats it in one line and ends the process: with NCCL a collective would wait until `timeout_minutes` is
-    over. A `UserError` is raised as usual, since bad settings raise it on every rank.
+    over. A `UserError` is raised as usual, since bad settings raise it on every rank; only the ranks that go on are
+    ended, with status 2.
     """
     initialize(timeout_minutes)
     if world_size() == 1:
@@ -53,8 +58,12 @@ def fail_fast(timeout_minutes: float) -> Iterator[None]:
             watch.join(ANSWER)  # ends the process if another rank has failed
     except Exception as error:
         log.debug("what ended this rank", exc_info=error)  # for the rank's own log
-        if fails_alone() and not isinstance(error, UserError):
-            _fail(None if watch.is_alive() else store, error)
+        if fails_alone():
+            answering = None if watch.is_alive() else store
+            if not isinstance(error, UserError):
+                _fail(answering, error)
+            if answering is not None:
+                _publish(answering, REFUSED, f"rank {rank()} failed: {in_one_line(error)}")
         raise
 
 
@@ -68,18 +77,24 @@ def _fail(store: dist.Store | None, error: Exception) -> None:
         error: the error of this rank.
     """
     with contextlib.suppress(dist.DistError):  # the rank that hosted the store is gone
-        if store is not None and store.check([KEY]):  # the error of that rank is the cause of this one
-            _end(store.get(KEY).decode())
+        for key, status in STATUS.items():
+            if store is not None and store.check([key]):  # the error of that rank is the cause of this one
+                _end(store.get(key).decode(), status)
     lost = "/gloo/transport/" in str(error)  # a plain RuntimeError
     if not lost and not isinstance(error, (RunError, OSError)):
         sys.excepthook(type(error), error, error.__traceback__)
     of_others = "another rank is gone, hangs or cannot be reached: " if lost else ""
     why = f"rank {rank()} failed: {of_others}{in_one_line(error)}"
     if store is not None:
-        with contextlib.suppress(dist.DistError):
-            store.compare_set(KEY, "", why)
-            time.sleep(EXIT_GRACE)
+        _publish(store, KEY, why)
     _end(why)
+
+
+def _publish(store: dist.Store, key: str, why: str) -> None:
+    """Tell the other ranks, if no rank has told them anything yet, and stay until they have looked."""
+    with contextlib.suppress(dist.DistError):
+        store.compare_set(key, "", why)
+        time.sleep(EXIT_GRACE)
 
 
 def _watch(store: dist.Store, over: threading.Event) -> None:
@@ -89,10 +104,14 @@ def _watch(store: dist.Store, over: threading.Event) -> None:
                 why = store.get(KEY).decode()
                 over.wait(2 * EXIT_GRACE)  # a launcher takes the rank that ends first for the cause
                 _end(why)
+            if store.check([REFUSED]):
+                why = store.get(REFUSED).decode()
+                if not over.wait(EXIT_GRACE / 2):  # else this rank raises it too; the other one is there until then
+                    _end(why, STATUS[REFUSED])
 
 
-def _end(why: str) -> None:
+def _end(why: str, status: int = STATUS[KEY]) -> None:
     """End the process at once: destructors of NCCL may wait for the other ranks."""
     log.debug(why)
-    print(printable(f"sage-fast: {why}"), file=sys.stderr, flush=True)
-    os._exit(1)
+    tell(f"sage-fast: {why}")
+    os._exit(status)

@@ -8,13 +8,13 @@ from typing import Any
 from tqdm import tqdm
 
 from sage_fast.algorithm.distilled import distillation_warnings
-from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig, TrainConfig
 from sage_fast.eval.scores import format_number
 from sage_fast.models.spec import Distillation
+from sage_fast.run.pace import pace_warning
 from sage_fast.util.meters import REWARD_PART
 
 INERT_LAMBDA = 1e-5
@@ -43,8 +43,6 @@ def _kl_in_words(objective: Objective) -> str:
     if not objective.kl_acts:
         return "no KL"
     kl = objective.kl
-    if FEEDBACKS[kl.feedback].holds_share:
-        return f"{kl.strategy} KL, {100 * kl.target_share:g} % of the gradient"
     rises = f"{kl.lambda_min:g} to " if kl.lambda_min < kl.lambda_max else ""
     return f"{kl.strategy} KL, lambda {rises}{kl.lambda_max:g}"
 
@@ -68,8 +66,7 @@ def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str
 
 def kl_holds(objective: Objective) -> bool:
     """Whether a KL holds the policy: one at a lambda that can do something."""
-    kl, row = objective.kl, FEEDBACKS[objective.kl.feedback]
-    return objective.kl_acts and (kl.lambda_limit if row.holds_share else kl.lambda_max) > INERT_LAMBDA
+    return objective.kl_acts and objective.kl.lambda_max > INERT_LAMBDA
 
 
 def guidance_warning(objective: Objective, trained: float, evaluated: float) -> str | None:
@@ -121,4 +118,4 @@ def config_warnings(resolved: Resolved, distillation: Distillation | None = None
     config, sampling = resolved.config, resolved.config.sampling
     guided = guidance_warning(resolved.objective, sampling.guidance_scale, config.eval_guidance_scale)
     distilled = [] if distillation is None else distillation_warnings(distillation, resolved)
-    return [*filter(None, [guided, off_policy_warning(resolved.objective)]), *distilled]
+    return [*filter(None, [guided, off_policy_warning(resolved.objective), pace_warning(resolved)]), *distilled]

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGHUP and SIGUSR1: stop a run between two iterations, with a checkpoint, within a grace period."""
+"""Signals that stop a run between two iterations, with a checkpoint, within a grace period; errors.py lists them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,22 +15,25 @@ from types import FrameType
 import torch
 
 from sage_fast.util.console import leave_terminal
-from sage_fast.util.errors import SIGNALS, Stopped
+from sage_fast.util.errors import SIGNALS, Stopped, tell
 from sage_fast.util.ranks import all_reduce, world_size
 
 log = logging.getLogger(__name__)
 
 DEBOUNCE = 0.5
 """Debounce time of repeated signals in seconds: a terminal and torchrun both deliver one."""
+REPEATED = signal.SIGXCPU
+"""Signal that the kernel repeats each second beyond a CPU limit, so that a second one means nothing new."""
 
 
 class Stop:
     """Context manager that handles the signals.
 
     The first signal asks the run to stop at the next consistent state. Before `training` is set there is no state to
-    keep, and it raises `Stopped` at once. A second signal ends the process at once. So does the end of the grace
-    period, unless a checkpoint is being written. A thread does both, because the main thread may be blocked in a
-    collective or a reward.
+    keep, and it raises `Stopped` at once. The same signal a second time ends the process at once, and so does Ctrl-\\
+    after any other: a scheduler sends different ones in turn, such as LSF's SIGINT, SIGTERM and SIGKILL. The end of the
+    grace period ends it too, unless a checkpoint is being written. A thread does both, because the main thread may be
+    blocked in a collective or a reward.
 
     A no-op outside the main thread, where Python does not allow signal handlers.
 
@@ -48,6 +50,7 @@ class Stop:
         self.training = False
         self.number = 0
         self._asked = 0.0
+        self._first: dict[int, float] = {}
         self._raised = 0
         self._saving = False
         self._saved = False
@@ -135,7 +138,7 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_terminal()
-        if not self.training:
+        if not self.training and not (number == REPEATED and self._raised):
             self._raised = number
             raise Stopped(number)
 
@@ -154,21 +157,26 @@ class Stop:
                     self._came(number)
 
     def _came(self, number: int) -> None:
+        now = time.monotonic()
+        first = self._first.setdefault(number, now)
         if not self.number:
             if number == signal.SIGHUP:
                 leave_terminal()  # before the main thread reads `number` and prints
-            self._asked, self.number = time.monotonic(), number
+            self._asked = now
+            self.number = number
             if self.training:
                 limit = f"{self.grace_seconds:g} s"
                 log.info(f"{Stopped(number)}: stopping after this iteration or {limit}; a second one stops at once")
-        elif time.monotonic() - self._asked > DEBOUNCE:
+        elif number == signal.SIGQUIT and self.number != signal.SIGQUIT:
+            self._end("at SIGQUIT")
+        elif number != REPEATED and now - first > DEBOUNCE:
             self._end(f"at the second {signal.Signals(number).name}")
 
     def _end(self, why: str) -> None:
         """End the process at once, whatever it is doing, without a new checkpoint."""
         stopped = Stopped(self.number)
         if not self._saved:
-            print(f"sage-fast: ended {why}; --resume uses the last complete checkpoint", file=sys.stderr, flush=True)
+            tell(f"sage-fast: ended {why}; --resume uses the last complete checkpoint")
         os._exit(stopped.status if self._saved else 128 + self.number)
 
 

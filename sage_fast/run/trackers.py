@@ -25,6 +25,7 @@ from sage_fast.eval.sheets import contact_sheet
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import HANGING, RunError, UserError, in_one_line, nearest
 from sage_fast.util.futures import fulfil
+from sage_fast.util.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +156,11 @@ class _Thread:
         """Call a function; return after it, or after `seconds` with a future that is not done."""
         future: Future[Any] = Future()
         self._calls.put((future, function, *arguments))
-        if futures.wait([future], seconds).not_done:
-            self._thread.name = HANGING
+        limit = TimeLimit(seconds or 0)
+        while futures.wait([future], limit.next_look).not_done:
+            if limit.is_over():
+                self._thread.name = HANGING
+                break
         return future
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.algorithm.trainable import check_trainable
+from sage_fast.algorithm.trainable import check_same_settings, check_trainable
 from sage_fast.config.loader import dump, leaves
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
@@ -41,7 +41,7 @@ from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line
 from sage_fast.util.files import write_json
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, rank, shutdown, world_size
-from sage_fast.util.videos import numbered, save_video
+from sage_fast.util.videos import check_encoder, numbered, save_video
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
         Stopped: after a signal.
     """
     initialize(config.timeout_minutes)
+    check_same_settings(config, resume=resume)
     resolved = check_trainable(config)
     check_engine(config.train)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
@@ -113,6 +114,7 @@ class Run:
         self.config, self.stop, self.report = config, stop, report
         self.folder, self.done, self.complete, self._next_page = Path(config.output), 0, False, 0.0
         self.writer: MetricsWriter | None = None
+        check_encoder()
         run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)

@@ -27,7 +27,7 @@ from sage_fast.ops import implementation
 from sage_fast.tools.checks import VERDICTS, Check, tried
 from sage_fast.tools.harness import head_line
 from sage_fast.util.environment import environment, version_of
-from sage_fast.util.errors import in_one_line
+from sage_fast.util.errors import UserError, in_one_line
 from sage_fast.util.files import write_json
 from sage_fast.util.ranks import local_device
 
@@ -112,6 +112,20 @@ def _optional(name: str, use: str, advice: str, module: str) -> Check:
     return Check(name, "ok", version)
 
 
+def _encoder() -> Check:
+    """Check that ffmpeg writes the videos of evaluations and samples."""
+    name = "ffmpeg with libx264"
+    try:
+        from sage_fast.util.videos import check_encoder  # its package may be missing
+
+        return Check(name, "ok", check_encoder())
+    except ImportError as error:
+        return Check(name, "wrong", in_one_line(error), "pip install imageio-ffmpeg")
+    except UserError as error:
+        found, _, advice = str(error).partition("; ")
+        return Check(name, "wrong", found, advice.removeprefix("expected "))
+
+
 def tools(device: torch.device) -> Iterator[Check]:
     """Check the compiler, the implementation of the operators on each device, the Triton kernels and the GPU."""
     gpu, compiler = device.type == "cuda", shutil.which(os.environ.get("CXX", "c++"))
@@ -119,8 +133,11 @@ def tools(device: torch.device) -> Iterator[Check]:
         found = f"none; {'Triton and ' if gpu else ''}the C++ operators need it"
         yield Check("C++ compiler", "wrong" if gpu else "missing", found, "apt install g++, or set CXX (and CC)")
     else:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+        version = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, encoding="utf-8", errors="replace"
+        ).stdout
         yield Check("C++ compiler", "ok", next(iter(version.splitlines()), compiler))
+    yield _encoder()
     advice = "reinstall the package where torch, triton and a C++ compiler are available; unset SAGE_FAST_OPS"
     for place, wanted in {torch.device("cpu"): "C++", device: "Triton" if gpu else "C++"}.items():
         name, serving = f"operators, {place.type}", implementation(place)

@@ -37,6 +37,7 @@ from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
+from sage_fast.util.videos import check_encoder
 
 REMEDIES = "--train.engine zero3 on more GPUs, --model.gradient_checkpointing full, --train.batch_size 1, a LoRA"
 PLANNED_ITERATIONS = 200
@@ -342,8 +343,10 @@ def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -
     If a run is in the output folder, what its iterations waited for rewards enters the times.
 
     Raises:
-        UserError: the settings are impossible, `model.path` is not a checkpoint, or prompts or a reward are missing.
+        UserError: the settings are impossible, `model.path` is not a checkpoint, prompts or a reward are missing, or
+            ffmpeg cannot write videos.
     """
+    check_encoder()
     spec = find_spec(config.model.path)
     check_weights(spec)
     resolved = check_trainable(config, ranks)

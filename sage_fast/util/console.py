@@ -26,6 +26,8 @@ from tqdm.asyncio import tqdm_asyncio
 from tqdm.auto import tqdm
 
 from sage_fast.util.errors import printable
+from sage_fast.util.launchers import speaks
+from sage_fast.util.text import escape_on_screen
 
 IN_NOTEBOOK = tqdm is not tqdm_asyncio
 SECONDS_BETWEEN_LINES = 4.0
@@ -53,9 +55,12 @@ class _Screen(logging.Handler):
             tqdm.write(self.format(record), file=sys.stdout)
             sys.stdout.flush()
         except OSError as error:
-            if error.errno != errno.EIO:
+            # EIO: a terminal that closed before its SIGHUP was handled. EPIPE: the reader of a pipe, such as `tee`, has
+            # ended; a run, which has a log file, goes on, and any other command ends as a pipe's writer does.
+            is_closed_pipe = error.errno == errno.EPIPE and bool(_logs())
+            if error.errno != errno.EIO and not is_closed_pipe:
                 raise
-            leave_terminal()  # closed before its SIGHUP was handled
+            leave_terminal()
 
 
 _screen = _Screen()
@@ -64,7 +69,8 @@ _screen.setFormatter(_Formatter())
 
 def log_to_screen(*, quiet: bool = False) -> None:
     """Print the package's messages and progress from here on. `quiet`, or a rank other than 0, prints only errors."""
-    _screen.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" and not quiet else logging.ERROR)
+    escape_on_screen()
+    _screen.setLevel(logging.INFO if speaks() and not quiet else logging.ERROR)
     PACKAGE.setLevel(logging.DEBUG)
     PACKAGE.addHandler(_screen)
     PACKAGE.propagate = False  # a library may have set up the root logger
@@ -92,18 +98,22 @@ def wrapped(line: str) -> str:
 
 
 def leave_terminal() -> None:
-    """Point stdout and stderr to /dev/null if their terminal is closed: printing to it would fail and end the run."""
+    """Point stdout and stderr to /dev/null if nobody can read them: printing would fail and end the run."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
     for descriptor, event in poll.poll(0):
-        if event & select.POLLHUP:
+        if event & (select.POLLHUP | select.POLLERR):  # a closed terminal; a pipe without a reader
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _logs() -> list[logging.Handler]:
+    return [handler for handler in PACKAGE.handlers if isinstance(handler, logging.FileHandler)]
 
 
 def leave_logs() -> None:
     """Write no more to the log of an earlier run in this process. It stays open: faulthandler has its descriptor."""
-    for handler in [handler for handler in PACKAGE.handlers if isinstance(handler, logging.FileHandler)]:
+    for handler in _logs():
         PACKAGE.removeHandler(handler)
 
 

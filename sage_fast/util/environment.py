@@ -70,7 +70,9 @@ def commit() -> str | None:
     describe = ["git", "--git-dir=.git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     folder = Path(__file__).resolve().parents[2]
     try:
-        return subprocess.run(describe, capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
+        return subprocess.run(
+            describe, capture_output=True, text=True, encoding="utf-8", errors="replace", cwd=folder, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no `.git`
         return os.environ.get("COMMIT") or None
 
@@ -80,7 +82,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
 

@@ -5,8 +5,10 @@ This module imports nothing heavy.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import signal
+import sys
 import unicodedata
 from collections.abc import Iterable
 
@@ -50,8 +52,20 @@ class RewardError(RunError):
     """A reward that failed or is not finite."""
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run: Ctrl-C, a scheduler, a terminal that closes, and Slurm's --signal=USR1."""
+SIGNALS = {
+    signal.SIGINT: 130,  # Ctrl-C; LSF's bkill, whose SIGTERM and SIGKILL follow
+    signal.SIGQUIT: 131,  # Ctrl-\
+    signal.SIGTERM: 0,  # Slurm, PBS, LSF, Kubernetes, systemd, torchrun, deepspeed
+    signal.SIGHUP: 0,  # a terminal that closes
+    signal.SIGUSR1: 0,  # a warning: Slurm's --signal=USR1, SGE's -notify and s_rt, submitit before 1.4
+    signal.SIGUSR2: 0,  # a warning: SGE's -notify, LSF's run limit, submitit, OAR
+    signal.SIGXCPU: 0,  # a warning: the CPU limit of LSF, SGE (s_cpu), PBS and `ulimit -St`
+}
+"""Signals that stop a run -> exit status: 128 + number after those that a person types, 0 after a scheduler's.
+
+Others need no handler. SIGKILL and SIGSTOP cannot be handled. SIGTSTP and SIGCONT suspend and continue a run. Python
+ignores SIGPIPE and SIGXFSZ, so a closed pipe and a file beyond the size limit are errors of the write.
+"""
 
 
 class Stopped(KeyboardInterrupt):
@@ -61,7 +75,7 @@ class Stopped(KeyboardInterrupt):
         number: signal number.
 
     Attributes:
-        status: exit status: 130 after SIGINT, as usual; 0 after the others, which a scheduler sends.
+        status: exit status, from `SIGNALS`.
     """
 
     on_all_ranks = True
@@ -69,7 +83,7 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-        self.status = 128 + number if number == signal.SIGINT else 0
+        self.status = SIGNALS.get(signal.Signals(number), 0)
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
@@ -102,6 +116,12 @@ def printable(text: str) -> str:
         else c.encode("unicode_escape").decode()
         for c in text
     )
+
+
+def tell(text: str) -> None:
+    """Print a last line on stderr; if that is closed or its disk is full, the line is lost, but not the status."""
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def reason(error: OSError | UserError) -> str:

@@ -90,7 +90,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file atomically through `atomic_path`; text is encoded as UTF-8."""
     with atomic_path(path) as partial, partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        # A path may hold bytes that are no UTF-8, which Python keeps as lone surrogates: they are written as escapes.
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def sync(path: Path) -> None:

@@ -262,7 +262,7 @@ def _children() -> set[psutil.Process]:
     found: set[psutil.Process] = set()
     for file in Path("/proc/self/task").glob("*/children"):  # of a thread; psutil would read all of /proc
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            found.update(map(psutil.Process, map(int, file.read_text().split())))
+            found.update(map(psutil.Process, map(int, file.read_text(encoding="utf-8").split())))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,18 @@ REWARD_PART = "reward_part/"
 """Prefix of a reward's parts, whose names its author chooses. Statistics are under `reward/`."""
 JUDGE_PART = "judge/"
 """Prefix of the parts of `eval.judge` in an evaluation."""
+
+
+def name_in_name(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return a name that is the folder of another, such as `loss` of `loss/policy`, and that other; None without."""
+    known = set(names)
+    for name in sorted(known):
+        parts = name.split("/")
+        for count in range(1, len(parts)):
+            folder = "/".join(parts[:count])
+            if folder in known:
+                return folder, name
+    return None
 
 
 class Metrics:

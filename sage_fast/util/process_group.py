@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from sage_fast.util.errors import RankError, RunError, UserError, first_line
-from sage_fast.util.ranks import launched, local_device
+from sage_fast.util.launchers import check_launch, launched
+from sage_fast.util.ranks import local_device
 
 
 def initialize(timeout_minutes: float = 10) -> torch.device:
@@ -26,16 +27,17 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
         UserError: a variable of the launcher is missing or wrong.
         RunError: the other ranks cannot be reached.
     """
-    device, size, own = local_device(), launched("WORLD_SIZE", 1), launched("RANK", 0)
+    if not dist.is_initialized():
+        check_launch()
+    device = local_device()
+    size = launched("WORLD_SIZE", 1)
+    own = launched("RANK", 0)
     if size > 1 and not dist.is_initialized():
-        if own >= size:
-            raise UserError(f"RANK = {own} in the environment: expected less than WORLD_SIZE = {size}")
         timeout = timedelta(minutes=timeout_minutes)
         host, port = os.environ.get("MASTER_ADDR", ""), launched("MASTER_PORT", 0)
         where = f"MASTER_ADDR:MASTER_PORT = {host}:{port}"
         try:
-            if host and port:
-                _await_store(host, port, timeout, own)
+            _await_store(host, port, timeout, own)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 timeout=timeout,

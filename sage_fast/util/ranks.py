@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import reprlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,32 +18,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sage_fast.util.errors import RankError, RewardError, Stopped, UserError
-
-
-def launched(name: str, default: int) -> int:
-    """Return a number that the launcher gives in the environment, such as WORLD_SIZE; `default` without a launcher.
-
-    Raises:
-        UserError: it is no whole number, or no rank is left.
-    """
-    text, least = os.environ.get(name) or str(default), min(default, 1)
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-        expected = f"expected a whole number from {least}, as torchrun sets it; without a launcher, unset it"
-        raise UserError(f"{name} = {reprlib.repr(text)} in the environment: {expected}")
-    return int(text)
+from sage_fast.util.launchers import launched
 
 
 def local_device() -> torch.device:
     """Return this process's GPU, or the CPU; from then on, every bf16 matmul on it is summed in float32.
 
     By default cuBLAS may add the parts of a sum that it splits (a long K, few rows) in bfloat16.
+
+    Raises:
+        UserError: LOCAL_RANK names no GPU that this process sees, or several ranks would share one.
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", launched("LOCAL_RANK", 0))
+    device = torch.device("cuda", _number_of_gpu())
     torch.cuda.set_device(device)
     return device
+
+
+def _number_of_gpu() -> int:
+    local_rank = launched("LOCAL_RANK", 0)
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"LOCAL_RANK = {local_rank} in the environment, but the process sees {count} GPU(s): expected less than "
+            f"{count}; start at most one rank a GPU, or set LOCAL_RANK=0 where each task sees a GPU of its own"
+        )
+    if count > 1 and launched("WORLD_SIZE", 1) > 1 and not os.environ.get("LOCAL_RANK"):
+        raise UserError(
+            f"no LOCAL_RANK in the environment: expected 0 to {count - 1}, the rank's number on its node, as torchrun "
+            "sets it; without it every rank would take the first GPU"
+        )
+    return local_rank
 
 
 def start_alone(device: torch.device) -> None:
@@ -119,6 +124,13 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return tensor
 
 
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Return whether `flag` is true on any rank. Collective."""
+    if world_size() == 1:
+        return flag
+    return bool(all_reduce(torch.tensor(int(flag), device=device), "max"))
+
+
 def data_sum(tensor: Tensor) -> Tensor:
     """Sum over the data-parallel ranks in place: shared samples count once."""
     return all_reduce(tensor).div_(sequence_size())
@@ -145,6 +157,26 @@ def broadcast_object(value: Any, source: int) -> Any:
     values = [value if rank() == source else None]
     dist.broadcast_object_list(values, src=source)
     return values[0]
+
+
+def check_agreement(values: Mapping[str, object], hint: str = "") -> None:
+    """Check that all ranks go by the same values, which decide how many collectives each makes. Collective.
+
+    Args:
+        values: what each rank has read for itself, by name.
+        hint: what to do, at the end of the message.
+
+    Raises:
+        UserError: on all ranks, naming the first value that differs.
+    """
+    found = all_gather_object({name: repr(value) for name, value in values.items()})
+    for number, of_rank in enumerate(found):
+        for name in sorted({*found[0], *of_rank}):
+            first, other = found[0].get(name, "not there"), of_rank.get(name, "not there")
+            if first != other:
+                raise UserError(
+                    f"{name} = {other} on rank {number}, and {first} on rank 0; expected the same on all ranks{hint}"
+                )
 
 
 def collective_device() -> torch.device:

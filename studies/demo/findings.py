@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from studies.demo.runs import HELD, NFT, SAGE, Made, looks, score, teraflops, variants
+from studies.demo.runs import NFT, SAGE, Made, looks, score, teraflops, variants
 from studies.differences import Difference
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
@@ -112,22 +112,6 @@ def _find_variant(made: Made, material: Material) -> Finding:
     return _means("variant", made.second, judge_above(above), text, table, seed=", seed 0")
 
 
-def _find_share(made: Made, material: Material) -> Finding:
-    """Decide whether holding the KL at a share of the gradient ends above the demo."""
-    seeds = [run.seed for run in made.share]
-    others = [run for run in made.confirmation[SAGE] if run.seed in seeds]
-    above = difference(made.share, others)
-    found = {HELD: made.share, SAGE: others}
-    text = (
-        f"`{HELD}` holds the KL at 2 % of the gradient, `{SAGE}` leaves lambda at 0.05. The difference of the gains is "
-        f"{above}, on {len(seeds)} of the seeds above and their prompts."
-    )
-    table = [("configuration", "mean gain", "judge", "TFLOPs")] + [
-        (f"`{name}`", *_cells(name, runs)) for name, runs in found.items()
-    ]
-    return _means("configuration", found, judge_above(above), text, table)
-
-
 def _find_best(made: Made, material: Material) -> Finding:
     """Rank the cells. The seeds that chose a cell cannot decide whether it is better than the next."""
     ranked = sorted((cell for cell in made.search if len(made.search[cell]) > 1), key=lambda c: -score(made.search[c]))
@@ -168,15 +152,6 @@ def claims(made: Made) -> list[Claim]:
             says="On prompts and seeds that chose nothing the chosen variant of SAGE-GRPO ends above the demo.",
             find=functools.partial(_find_variant, made),
             size=(8.6, 3.4),
-        ),
-        Claim(
-            name="demo-share",
-            title="A share for the KL",
-            kind="beyond",
-            source="",
-            says="The demo ends higher with the KL at a share of the gradient.",
-            find=functools.partial(_find_share, made),
-            size=(8.6, 1.8),
         ),
         Claim(
             name="demo-search",

@@ -15,8 +15,6 @@ from studies.runs import TrainedRun, planned_flops, shipped, train_runs
 
 SAGE, NFT = "demo", "demo-nft"
 """The shipped configurations that are compared."""
-HELD = "demo_share"
-"""`SAGE` with the KL at a share of the gradient."""
 QUICK = 2
 """Iterations of a run with `--quick`."""
 
@@ -54,8 +52,7 @@ def settings_of(run: str, quick: bool) -> Config:
         read = functools.partial(_over_search, cells()[name])
     else:
         method = NFT if name in (NFT, *variants(NFT)) else SAGE
-        varied = {**variants(method), HELD: _protocol()["share"]["settings"]}
-        overlay = varied[name] if name != method else {}
+        overlay = variants(method)[name] if name != method else {}
         read = functools.partial(shipped, method, _protocol()["second"]["eval"], overlay)
     if int(seed) in _protocol()["confirmation"]["seeds"]:
         overlays.append(_protocol()["confirmation"]["base"])
@@ -76,20 +73,18 @@ class Made:
         search: cell of the first search -> its runs: on the first seed, and for the best cells on the others.
         second: variant of the second search -> its run.
         confirmation: `SAGE`, its variant and `NFT` -> runs on seeds and prompts that chose nothing.
-        share: the runs of `HELD`, on some of the confirmation's seeds.
         correct: mean composite of correct clips of the confirmation's prompts, as drawn and through the autoencoder.
     """
 
     search: Mapping[str, Sequence[TrainedRun]]
     second: Mapping[str, Sequence[TrainedRun]]
     confirmation: Mapping[str, Sequence[TrainedRun]]
-    share: Sequence[TrainedRun]
     correct: tuple[float, float]
 
     @property
     def all(self) -> dict[str, Sequence[TrainedRun]]:
         both = {name: [*self.second.get(name, []), *runs] for name, runs in self.confirmation.items()}
-        return {**self.search, **self.second, **both, HELD: self.share}
+        return {**self.search, **self.second, **both}
 
     def best(self, method: str) -> str:
         """Return the variant of `SAGE` or `NFT` with the highest score in the second search."""
@@ -138,7 +133,6 @@ def make(folder: Path, *, quick: bool, workers: int) -> Made:
         search={cell: runs + again.get(cell, []) for cell, runs in search.items()},
         second=second,
         confirmation={},
-        share=train([HELD], _protocol()["share"]["seeds"])[HELD],
         correct=score_correct_clips(settings_of(f"{SAGE}-seed{_protocol()['confirmation']['seeds'][0]}", quick)),
     )
     confirmed = train([SAGE, found.best(SAGE), NFT], _protocol()["confirmation"]["seeds"])

@@ -82,12 +82,12 @@ def parse(text: str) -> Scene:
 
 def heldout_prompts() -> list[str]:
     """Return the 24 captions for evaluation: every 181st of all, four of each pair of colours."""
-    return (FOLDER / "heldout.txt").read_text().splitlines()
+    return (FOLDER / "heldout.txt").read_text(encoding="utf-8").splitlines()
 
 
 def train_prompts() -> list[str]:
     """Return the other 840 captions, on which the base model and the policy are trained, in a mixed order."""
-    return (FOLDER / "train.txt").read_text().splitlines()
+    return (FOLDER / "train.txt").read_text(encoding="utf-8").splitlines()
 
 
 def render(scene: Scene, generator: torch.Generator) -> Tensor:

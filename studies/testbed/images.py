@@ -32,7 +32,7 @@ def draw(folder: Path, name: str) -> None:
         image = f"images/{name}-{i:02d}.png"
         picture(render(parse(caption), generator)[0]).save(folder / image, optimize=True)
         lines.append(json.dumps({"prompt": caption, "image": image}) + "\n")
-    (folder / f"{name}.jsonl").write_text("".join(lines))
+    (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
         **dataclasses.asdict(world.steps),
         "torch": torch.__version__.split("+")[0],
     }
-    (folder / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
+    (folder / "testbed.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def random_image_encoder() -> SiglipVisionModel:

@@ -68,7 +68,7 @@ def _one_compiles(*kernel: object) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if folder is not None:
             with contextlib.suppress(OSError):  # a file system without locks
-                file = held.enter_context((folder / "lock").open("a"))
+                file = held.enter_context((folder / "lock").open("ab"))
                 fcntl.flock(file, fcntl.LOCK_EX)
                 held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing it is not enough: a forked child has it too
         yield

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sage_fast.models.checkpointing import is_recomputing
+from sage_fast.ops._derivatives import first_order
 from sage_fast.ops.adapter_rows import mm_in_float32
 from sage_fast.ops.gated_sum import gated_sum
 
@@ -248,6 +249,7 @@ class _FusedLoraLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, buffer = ctx.saved_tensors  # read once: under checkpointing this triggers the recomputation
         shape = x.shape
@@ -273,6 +275,7 @@ class _Padded(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad[..., : ctx.width], None
 
@@ -302,6 +305,7 @@ class _FeedForward(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, up_buffer, buffer, gate, inner, hidden, *kept = ctx.saved_tensors
         shape, (height, width) = x.shape, (size - ctx.pad for size in buffer.shape)
@@ -331,6 +335,7 @@ class _GeluBiasGrad(torch.autograd.Function):
         return hidden
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, hidden = (t.flatten(0, -2) for t in ctx.saved_tensors)
         dx = grad.contiguous()  # of a matmul, so no one else's: it is overwritten
