@@ -7,6 +7,7 @@ any model is made. `dump` writes the resolved tree into the run folder.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import reprlib
 import textwrap
@@ -21,7 +22,11 @@ from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError, first_line
 
 LARGEST = 1_000_000
-"""Most characters of a YAML text."""
+"""Most characters of a YAML text, also with every alias written out."""
+MAX_NUMBER_CHARS = 100
+"""Most characters of a whole number; messages show it."""
+BASES = {"0x": 16, "0o": 8, "0b": 2}
+"""How a whole number begins -> its base."""
 
 ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine", "beta": "kl.lambda_max"}
 ALIASES |= {"kl_coef": "kl.lambda_max", "num_epochs": "train.iterations", "num_generations": "train.group_size"}
@@ -107,8 +112,15 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     return loaded
 
 
+class NumberError(ValueError):
+    """A number of a YAML text that cannot be read, or that YAML's versions read as different ones."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but 1e-4 is a number, a date is text, and a mapping must not repeat a key."""
+    """YAML 1.1 with numbers as people write them, dates as text, and no key twice in a mapping.
+
+    `010` is 10 and `1e-4` is a number. `1:30`, a number in base 60 to YAML 1.1 and text to YAML 1.2, is refused.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [str(key.value) for key, _ in node.value]
@@ -116,15 +128,63 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=f"found duplicate key {repeated[0]}", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
+    def whole_number(self, node: yaml.ScalarNode) -> int:
+        """Read an integer. Leading zeros mean nothing; `0x`, `0o` and `0b` say which base it is in."""
+        digits = node.value.replace("_", "")
+        if len(digits) > MAX_NUMBER_CHARS:
+            raise _number_error(node, f"a number of {len(digits):,} characters; expected at most {MAX_NUMBER_CHARS}")
+        base = BASES.get(digits.lstrip("-+")[:2].lower(), 10)
+        return int(digits, base)
+
+    def decimal_number(self, node: yaml.ScalarNode) -> float:
+        """Read a float; `.inf` and `.nan` are YAML's names for what Python calls inf and nan."""
+        text = node.value.replace("_", "").lower()
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+    def base_60(self, node: yaml.ScalarNode) -> float:
+        """Refuse a number in base 60."""
+        text = reprlib.repr(node.value)
+        expected = "expected a plain number, or quotes around it for text"
+        raise _number_error(node, f"{text} is a number in base 60 to some readers of YAML and text to others; {expected}")
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would read as a number."""
 
 
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?|\.\d)[\d_]*[eE][-+]?\d+$"), list("-+.0123456789")
-    )
+def _number_error(node: yaml.Node, problem: str) -> NumberError:
+    mark = node.start_mark
+    return NumberError(f"line {mark.line + 1}, column {mark.column + 1}: {problem}")
+
+
+_INTEGER = "tag:yaml.org,2002:int"
+_FLOAT = "tag:yaml.org,2002:float"
+_BASE_60 = "!base-60"
+_DIGITS = "[0-9]+(_[0-9]+)*"
+_NUMBERS = {
+    _INTEGER: rf"[-+]?({_DIGITS}|0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+)",
+    _FLOAT: rf"[-+]?({_DIGITS}(\.({_DIGITS})?)?|\.{_DIGITS})([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    _BASE_60: r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?",
+}
+"""Tag -> the plain text that has it, instead of YAML 1.1's numbers. An integer is no float: the first one counts."""
+
+
+def _set_numbers(kind: type[_Loader] | type[_Dumper]) -> None:
+    """Replace the rules by which a reader or a writer of YAML knows numbers."""
+    others = {
+        first: [(tag, pattern) for tag, pattern in rules if tag not in _NUMBERS]
+        for first, rules in kind.yaml_implicit_resolvers.items()
+    }
+    kind.yaml_implicit_resolvers = others
+    for tag, pattern in _NUMBERS.items():
+        kind.add_implicit_resolver(tag, re.compile(f"({pattern})$"), list("-+.0123456789"))
+
+
+_set_numbers(_Loader)
+_set_numbers(_Dumper)
+_Loader.add_constructor(_INTEGER, _Loader.whole_number)
+_Loader.add_constructor(_FLOAT, _Loader.decimal_number)
+_Loader.add_constructor(_BASE_60, _Loader.base_60)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
 
 
@@ -132,12 +192,15 @@ def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text, the only way in which YAML is read.
 
     Raises:
+        NumberError: a number is too long or in base 60; says where, in one line.
         ValueError: says what is wrong and where, in one line.
     """
     if len(text) > LARGEST:
         raise ValueError(f"longer than {LARGEST:,} characters")
     try:
-        return yaml.load(text, _Loader)
+        return _value_of(text)
+    except NumberError:
+        raise
     except RecursionError as error:
         raise ValueError("nested too deeply for settings") from error
     except yaml.MarkedYAMLError as error:
@@ -145,6 +208,45 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from error
     except (yaml.YAMLError, ValueError, LookupError, OverflowError) as error:  # the last three: of a number
         raise ValueError(f"cannot read a value: {first_line(error)}") from error
+
+
+def _value_of(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded_chars(node, {}) > LARGEST:
+            raise yaml.MarkedYAMLError(
+                problem=f"longer than {LARGEST:,} characters with every alias written out", problem_mark=node.start_mark
+            )
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _expanded_chars(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Return the characters of a node with every alias in it written out.
+
+    Args:
+        known: number of a node -> its characters; None while they are counted, and so within itself.
+
+    Raises:
+        yaml.MarkedYAMLError: a node contains itself.
+    """
+    key = id(node)
+    if key in known:
+        chars = known[key]
+        if chars is None:
+            raise yaml.MarkedYAMLError(problem="an alias of what it is in", problem_mark=node.start_mark)
+        return chars
+    if isinstance(node, yaml.ScalarNode):
+        return len(node.value) + 1
+    known[key] = None
+    parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+    chars = 1 + sum(_expanded_chars(part, known) for part in parts)
+    known[key] = chars
+    return chars
 
 
 def build(settings: Mapping[str, Any]) -> Config:
@@ -191,14 +293,19 @@ def _typed(key: str, text: str) -> Any:
     """Parse the value of an override as YAML; the value of a text setting stays as typed, with its line breaks."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
+    setting = settings_of(Config).get(key)
+    takes_text = setting is not None and setting.is_text
     try:
         value = parse_yaml(text)
+    except NumberError as error:
+        if takes_text:
+            return text
+        raise UserError(f"--{key} {reprlib.repr(text)}: {error}") from error
     except ValueError as error:
         quote = f"quote special characters twice: --{key} \"'...'\""
         raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; {quote}") from error
-    setting = settings_of(Config).get(key)
     as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
-    return text if setting is not None and setting.is_text and as_typed else value
+    return text if takes_text and as_typed else value
 
 
 def _unknown(key: str) -> str:
