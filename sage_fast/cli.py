@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from sage_fast import __version__
 from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, nearest, printable, reason
+from sage_fast.util.paths import expand_options
 from sage_fast.util.profiling import ranges, tools_of_environment
 
 EPILOG = """examples:
@@ -131,6 +132,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         close = similar(word.removeprefix("--")) if takes_settings and word.startswith("--") else []
         hint = f"did you mean --{' or --'.join(close)}?" if close else f"see sage-fast {options.command} --help"
         raise UserError(f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}")
+    expand_options(options)
     return options, overrides
 
 

@@ -22,6 +22,7 @@ from sage_fast.report.html import data_address, render
 from sage_fast.run.sources import labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_atomic, write_json
+from sage_fast.util.paths import expand_options
 
 Interval = tuple[float, float]
 
@@ -270,7 +271,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count.add_argument("key", type=Path, help=f"the {KEY} written with the page")
     count.add_argument("votes", type=Path, nargs="+", help="a file for each voter")
     options = parser.parse_args(arguments)
-    return guarded("studies.blind", lambda: _study(options))
+
+    def study() -> int:
+        expand_options(options)
+        return _study(options)
+
+    return guarded("studies.blind", study)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from pathlib import Path
 from sage_fast.data.prompts import captions_of, read_prompts
 from sage_fast.run.sources import load_source
 from sage_fast.util.errors import UserError
+from sage_fast.util.paths import TypedPath
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", metavar="CONFIG", help="YAML file")
-    add("--prompts", metavar="FILE", help="encode these instead of data.prompts and data.eval_prompts")
+    add("config", type=TypedPath, metavar="CONFIG", help="YAML file")
+    add("--prompts", type=TypedPath, metavar="FILE", help="encode these instead of data.prompts and data.eval_prompts")
     add("--quiet", action="store_true", help="print nothing but errors")
 
 

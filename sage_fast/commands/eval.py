@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.loader import load
+from sage_fast.config.places import placed_plugin
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.run.folder import RunFolder
@@ -36,7 +37,7 @@ def add_arguments(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     make_folder_of(options.json)
     candidates, config = read_candidates(options.source, overrides)
-    scorers = labelled(options.scorer)
+    scorers = {label: placed_plugin(name) for label, name in labelled(options.scorer).items()}
     if wrong := {"", "judge"} & scorers.keys():
         raise UserError(f"--scorer {scorers[wrong.pop()]!r}: expected LABEL=NAME, and a label other than judge")
     if (folder := options.folder) is None and options.json is None:  # alike on all ranks, which have yet to join

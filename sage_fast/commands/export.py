@@ -9,10 +9,11 @@ from pathlib import Path
 from sage_fast.run.sources import existing
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import printable
+from sage_fast.util.paths import TypedPath
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one")
+    add("run", type=TypedPath, metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one")
     add("folder", type=Path, metavar="FOLDER", help="new or empty folder")
     add("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder")
 

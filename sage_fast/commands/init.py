@@ -66,10 +66,9 @@ def init(folder: Path, name: str) -> str:
     suffix = Path(config.data.prompts).suffix or ".txt"
     files, images, captions = dict[str, str](), dict[str, bytes](), set[str]()
     for file, given in (("prompts", config.data.prompts), ("heldout", config.data.eval_prompts)):
-        source = _FOLDER / given.removeprefix("configs/")
-        prompts = read_prompts(given if given in SETS else str(source))
+        prompts = read_prompts(given)
         lines = "".join(f"{prompt.text}\n" for prompt in prompts)
-        files[file + suffix] = lines if given in SETS else source.read_text(encoding="utf-8")
+        files[file + suffix] = lines if given in SETS else Path(given).read_text(encoding="utf-8")
         images |= {prompt.image: Path(prompt.caption.image).read_bytes() for prompt in prompts if prompt.image}
         captions |= {prompt.text for prompt in prompts}
     on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}

@@ -12,15 +12,17 @@ from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.run.sources import check_folder, load_source
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
+from sage_fast.util.paths import TypedPath
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    add("config", type=TypedPath, metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     add("--prompt", action="append", default=[], help="may be given several times")
-    add("--image", metavar="FILE", action="append", default=[], help="image of each --prompt in turn, or one for all")
-    add("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
+    image = "image of each --prompt in turn, or one for all"
+    add("--image", type=TypedPath, metavar="FILE", action="append", default=[], help=image)
+    add("--prompts", type=TypedPath, metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
     add("--folder", type=Path, default="samples", help="where the MP4 files go (default: samples)")
     add("--quiet", action="store_true", help="no progress bar")
 

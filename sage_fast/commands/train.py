@@ -13,12 +13,13 @@ from sage_fast.run.sources import resumed_settings
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
+from sage_fast.util.paths import TypedPath
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", metavar="CONFIG", help="YAML file; with --resume also a run folder")
+    add("config", type=TypedPath, metavar="CONFIG", help="YAML file; with --resume also a run folder")
     add("--dry-run", action="store_true", help="print sizes, FLOPs, memory and times (rewards: as measured), then stop")
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
     add("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")

@@ -18,8 +18,10 @@ from typing import Any, get_origin
 import yaml
 
 from sage_fast.config.fields import own_settings, sections, settings_of
+from sage_fast.config.places import placed
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.paths import located
 
 LARGEST = 1_000_000
 """Most characters of a YAML text, also with every alias written out."""
@@ -39,6 +41,9 @@ def load(
 ) -> Config:
     """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the result.
 
+    What a file names is relative to that file, and what an override names to the current folder:
+    sage_fast/config/places.py. `overlays` are taken as they are.
+
     The file may begin with `base: FILE`, relative to it, and then changes the settings of FILE. A mapping such as
     `reward.weights`, or one of its entries, replaces the whole mapping of the layer below: a file's replaces the
     base's, an override's replaces the file's. An entry of `reward.args` replaces only that argument.
@@ -50,8 +55,9 @@ def load(
     Raises:
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
-    own, typed = _read(Path(path)) if path else {}, {key: _typed(key, text) for key, text in (overrides or {}).items()}
-    return build(_merged(own, *map(leaves, overlays), typed))
+    own = _read(Path(path)) if path else {}
+    typed = {key: _typed(key, text) for key, text in (overrides or {}).items()}
+    return build(_merged(own, *map(leaves, overlays), placed(typed, Path.cwd(), is_file=False)))
 
 
 def keys_of(path: Path) -> list[str]:
@@ -63,17 +69,18 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
-    for name in own.keys() & {"data.prompts", "data.eval_prompts", "model.weights"}:
-        if not Path(str(own[name])).exists() and (path.parent / str(own[name])).exists():
-            own[name] = str(path.parent / own[name])
     for key in _entries_joined(own).keys() - settings_of(Config).keys():
         raise UserError(f"config {path}: {_unknown(key)}")
+    try:
+        own = placed(own, path.parent)
+    except UserError as error:
+        raise UserError(f"config {path}: {error}") from error
     if base is None:
         return own
     if not isinstance(base, str) or not base or path.resolve() in above:
         expected = "it leads back to this file" if isinstance(base, str) and base else "expected another YAML file"
         raise UserError(f"config {path}: base = {base!r}: {expected}")
-    return _merged(_read(path.parent / base, (*above, path.resolve())), own)
+    return _merged(_read(Path(located(base, path.parent)), (*above, path.resolve())), own)
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +152,9 @@ class _Loader(yaml.SafeLoader):
         """Refuse a number in base 60."""
         text = reprlib.repr(node.value)
         expected = "expected a plain number, or quotes around it for text"
-        raise _number_error(node, f"{text} is a number in base 60 to some readers of YAML and text to others; {expected}")
+        raise _number_error(
+            node, f"{text} is a number in base 60 to some readers of YAML and text to others; {expected}"
+        )
 
 
 class _Dumper(yaml.SafeDumper):
