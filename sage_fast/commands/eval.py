@@ -14,7 +14,7 @@ from sage_fast.config.places import placed_plugin
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.run.folder import RunFolder
-from sage_fast.run.sources import labelled, load_run
+from sage_fast.run.sources import check_new_folder, labelled, load_run
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, make_folder_of
@@ -36,6 +36,8 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     make_folder_of(options.json)
+    if options.folder is not None:
+        check_new_folder(options.folder)
     candidates, config = read_candidates(options.source, overrides)
     scorers = {label: placed_plugin(name) for label, name in labelled(options.scorer).items()}
     if wrong := {"", "judge"} & scorers.keys():

@@ -38,13 +38,13 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
     prompts = _given(options.prompt, options.image) + (read_prompts(options.prompts) if options.prompts else [])
+    check_folder(options.folder)
     config = load_source("sample", options.config, overrides)
     from sage_fast.commands.sample_videos import generate, save_videos
     from sage_fast.loading import load_setup, resolve
     from sage_fast.util.seeding import sample_seeds
 
     folder = options.folder
-    check_folder(folder)
     setup = load_setup(resolve(config), prompts, rewards=False)
     for note in setup.model.notes:
         log.info(f"note: {note}")

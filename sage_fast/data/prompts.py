@@ -16,6 +16,7 @@ from sage_fast.config.fields import is_unicode
 from sage_fast.config.schema import DataConfig
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.files import why_no_file
 from sage_fast.util.images import check_image
 
 KEYS = ("prompt", "negative_prompt", "seed", "image")
@@ -185,9 +186,10 @@ def _text_of(source: str) -> str:
     except OSError:  # not a possible file name
         found = False
     if not found:
-        close = difflib.get_close_matches(source, SETS, n=1)
+        close = difflib.get_close_matches(path.name, SETS, n=1)
         hint = f", or {close[0]!r}" if close else ""
-        raise UserError(f"prompt file {source!r}: no such file here or beside the settings; expected {FORMATS}{hint}")
+        relative = "; a relative path in a settings file means the folder of that file" if path.is_absolute() else ""
+        raise UserError(f"prompt file {source!r}: {why_no_file(path)}; expected {FORMATS}{hint}{relative}")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")

@@ -18,7 +18,7 @@ from pathlib import Path
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import VIDEOS, write_atomic
+from sage_fast.util.files import VIDEOS, why_no_file, write_atomic
 
 OWN = ("file", "prompt", "image", "seed", "")
 """Columns of a `videos.csv` that are no scores; one without a name is the index that pandas writes."""
@@ -40,13 +40,13 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         raise UserError(f"{index}: holds no video; expected a header with file and prompt, then a line for each video")
     for wanted in ("file", "prompt"):
         if wanted not in columns:
-            raise UserError(f"{index}: column {wanted!r} is missing; found {nearest(wanted, columns)}")
+            raise UserError(f"{index}: column {wanted!r} is missing; {nearest(wanted, columns)}")
     images: dict[str, str] = {}
     for line, row in enumerate(rows, start=1):
         if None in row or any(value is None for value in row.values()):
             raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
         if not (folder / row["file"]).is_file():
-            raise UserError(f"{index}, video {line}: {row['file']!r}: no such file in {folder}")
+            raise UserError(f"{index}, video {line}: {row['file']!r} in {folder}: {why_no_file(folder / row['file'])}")
         if not row["prompt"].strip():
             raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
         if (image := row.get("image")) and split_key(row["prompt"].strip())[1]:

@@ -93,6 +93,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def why_no_file(path: str | Path) -> str:
+    """Return in words what is at a path where a file was expected: nothing, a folder, a link to nothing or a pipe."""
+    if os.path.isdir(path):
+        return "a folder, not a file"
+    if os.path.exists(path):
+        return "no regular file"
+    return "a link to nothing" if os.path.islink(path) else "no such file"
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
