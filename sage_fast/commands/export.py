@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sage_fast.run.sources import check_new_folder, existing
+from sage_fast.run.sources import existing
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import printable
+from sage_fast.util.files import check_new_folder
 from sage_fast.util.paths import TypedPath
 
 
@@ -20,7 +21,7 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     run = existing(options.run, "a run folder, or a checkpoint in one")
-    check_new_folder(options.folder, "FOLDER")
+    check_new_folder(options.folder, "folder")
     with heavy_imports("export"):
         from sage_fast.commands.export_formats import export
 

@@ -114,16 +114,6 @@ def check_folder(folder: Path) -> None:
         raise UserError(f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing")
 
 
-def check_new_folder(folder: Path, option: str = "--folder") -> None:
-    """Check that a folder of an option is new or empty.
-
-    Raises:
-        UserError: it is a file, or holds files.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{option} {str(folder)!r}: expected a new or an empty folder; nothing was changed")
-
-
 def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
     """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
 

@@ -138,6 +138,16 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
         write_atomic(path, text)
 
 
+def check_new_folder(folder: Path, option: str = "--folder") -> None:
+    """Check that a folder of an option is new or empty.
+
+    Raises:
+        UserError: it is a file, or holds files.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{option} {str(folder)!r}: expected a new or an empty folder; nothing was changed")
+
+
 def make_folder_of(file: Path | None, option: str = "--json") -> None:
     """Create the parent folder of the file of an option. A path that cannot be written fails here, before the work.
 
