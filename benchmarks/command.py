@@ -6,12 +6,11 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import make_folder_of, write_json
-from sage_fast.util.paths import TypedPath
+from sage_fast.util.paths import TypedFile, TypedPath
 
 ONLY = {
     "config": ("iteration",),
@@ -33,7 +32,7 @@ def add_arguments(add: Callable[..., object]) -> None:
         help="what to time (default: operators)",
     )
     add("--config", type=TypedPath, metavar="FILE", help="YAML file, for `bench iteration`")
-    add("--json", type=Path, metavar="FILE", help="write every number to FILE, again after every row")
+    add("--json", type=TypedFile, metavar="FILE", help="write every number to FILE, again after every row")
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
     add("--part", action="append", help="of `bench rollout`: forward, step, rollout, train or decode; of `bench "
         "limits`: ceiling, attention or adapter_rows")  # fmt: skip

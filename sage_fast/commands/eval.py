@@ -18,6 +18,7 @@ from sage_fast.run.sources import labelled, load_run
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, check_new_folder, make_folder_of
+from sage_fast.util.paths import TypedFile
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,12 @@ def add_arguments(add: Callable[..., object]) -> None:
     sources = "YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it"
     add("source", metavar="SOURCE", nargs="+", help=sources)
     add("--scorer", action="append", default=[], metavar="NAME", help="an extra reward, or LABEL=NAME; may be repeated")
-    add("--folder", type=Path, help="new or empty folder for videos, table and page (default: evaluation, a new one)")
-    add("--json", type=Path, metavar="FILE", help="write every score to FILE, and nothing else without --folder")
+    add(
+        "--folder",
+        type=TypedFile,
+        help="new or empty folder for videos, table and page (default: evaluation, a new one)",
+    )
+    add("--json", type=TypedFile, metavar="FILE", help="write every score to FILE, and nothing else without --folder")
     add("--quiet", action="store_true", help="no progress bar")
 
 

@@ -16,6 +16,7 @@ from sage_fast.config.loader import load
 from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.util.errors import UserError, nearest, printable
 from sage_fast.util.files import write_atomic
+from sage_fast.util.paths import TypedFile
 
 _FOLDER = Path(str(files("sage_fast.configs") / "demo.yaml")).parent
 
@@ -37,7 +38,7 @@ PROMPTS = {True: "a red circle moves left quickly", False: "a red fox trots thro
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("folder", type=Path, metavar="FOLDER", help="new folder, or one without files of those names")
+    add("folder", type=TypedFile, metavar="FOLDER", help="new folder, or one without files of those names")
     add("--config", metavar="NAME", default="demo", help="a shipped configuration (default: demo)")
 
 

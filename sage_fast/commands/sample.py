@@ -6,13 +6,12 @@ import argparse
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.run.sources import check_folder, load_source
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
-from sage_fast.util.paths import TypedPath
+from sage_fast.util.paths import TypedFile, TypedPath
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ def add_arguments(add: Callable[..., object]) -> None:
     image = "image of each --prompt in turn, or one for all"
     add("--image", type=TypedPath, metavar="FILE", action="append", default=[], help=image)
     add("--prompts", type=TypedPath, metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
-    add("--folder", type=Path, default="samples", help="where the MP4 files go (default: samples)")
+    add("--folder", type=TypedFile, default="samples", help="where the MP4 files go (default: samples)")
     add("--quiet", action="store_true", help="no progress bar")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from sage_fast.config.fields import is_hub_id, own_settings, settings_of
 from sage_fast.config.schema import MODEL_NAMES, PROMPT_SETS, RANDOM, Config, RewardEntry
 from sage_fast.util.errors import UserError
-from sage_fast.util.paths import expanded, located
+from sage_fast.util.paths import expanded, located, without_dots
 from sage_fast.util.plugins import find_module, is_importable, split_place
 
 _FAMILY = re.compile(r"((?:[^:]*/)?[A-Za-z_][\w.]*:[A-Za-z_]\w*):(.+)")
@@ -33,7 +33,8 @@ def placed(settings: Mapping[str, Any], folder: Path, *, is_file: bool = True) -
     Raises:
         UserError: names the setting; a path cannot be expanded, or a module is only in the current folder.
     """
-    return {key: _placed(key, value, folder, is_file) for key, value in settings.items()}
+    whole = Path(without_dots(folder))
+    return {key: _placed(key, value, whole, is_file) for key, value in settings.items()}
 
 
 def placed_plugin(name: str) -> str:
@@ -100,7 +101,6 @@ def _plugin(value: Any, folder: Path, is_file: bool) -> Any:
     inside, module, name = split_place(value)
     if inside or value.startswith("~"):
         return f"{located(inside, folder)}/{module}:{name}"
-    folder = folder.absolute()
     if find_module(module, folder) is not None:
         return f"{folder}/{module}:{name}"
     here = Path.cwd()
@@ -122,7 +122,7 @@ def _arguments(value: Any, folder: Path, is_file: bool) -> Any:
         return value
     if value.startswith("~/"):
         return expanded(value)
-    whole = str(folder.absolute() / value)
+    whole = without_dots(folder / value)
     return whole if os.path.exists(whole) else value
 
 

@@ -19,6 +19,12 @@ class TypedPath(str):
     __slots__ = ()
 
 
+class TypedFile(str):
+    """The type of an option that holds a path and that its command takes as a Path, which would drop a `./`."""
+
+    __slots__ = ()
+
+
 def expanded(path: str) -> str:
     """Return a path with a `~` at its beginning and every `$NAME` and `${NAME}` replaced.
 
@@ -47,11 +53,18 @@ def expanded(path: str) -> str:
 
 def located(path: str, folder: Path) -> str:
     """Return `expanded` as an absolute path; a relative one is in `folder`."""
-    return str(folder.absolute() / expanded(path))
+    return without_dots(folder / expanded(path))
+
+
+def without_dots(path: Path) -> str:
+    """Return an absolute path without `..`, unless a link makes that another place."""
+    whole = str(path.absolute())
+    short = os.path.normpath(whole)
+    return short if os.path.realpath(short) == os.path.realpath(whole) else whole
 
 
 def expand_options(options: argparse.Namespace) -> None:
-    """Expand the paths among a command's parsed options: values, or lists of values, of type Path or `TypedPath`.
+    """Expand the paths among a command's parsed options: values, or lists of them, of `TypedPath` and `TypedFile`.
 
     Raises:
         UserError: as `expanded`.
@@ -63,6 +76,6 @@ def expand_options(options: argparse.Namespace) -> None:
 def _expanded_option(value: Any) -> Any:
     if isinstance(value, list):
         return [_expanded_option(item) for item in value]
-    if isinstance(value, Path):
-        return Path(expanded(str(value)))
+    if isinstance(value, TypedFile):
+        return Path(expanded(value))
     return expanded(value) if isinstance(value, TypedPath) else value
