@@ -22,7 +22,7 @@ from sage_fast.models.load import find_spec
 from sage_fast.models.registry import CHECKPOINTS
 from sage_fast.rewards import load_reward
 from sage_fast.util.errors import UserError
-from sage_fast.util.paths import TypedPath, expanded
+from sage_fast.util.paths import TypedFile, TypedPath, expanded
 from sage_fast.util.plugins import import_plugin, split_place
 
 VALUES = {"tracking.project", "model.lora_targets", "reward.prefix", "reward.device"}
@@ -165,21 +165,21 @@ def actions(command: str) -> list[argparse.Action]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_path_of_an_option_is_expanded(command: str, home: Path) -> None:
-    """An option that holds a path has the type Path or `TypedPath`; sources have labels and are read by `labelled`."""
+    """An option that holds a path has the type `TypedFile` or `TypedPath`; sources have labels and are read by `labelled`."""
     for action in actions(command):
-        holds_path = action.type in (Path, TypedPath)
+        holds_path = action.type in (TypedFile, TypedPath)
         is_called_so = action.metavar in PATHS or action.dest in ("folder", "json")
         assert holds_path or not is_called_so or action.nargs == "+", action
     words = [command]
     for action in actions(command):
         if action.option_strings:
-            if action.type in (Path, TypedPath):
+            if action.type in (TypedFile, TypedPath):
                 words += [f"{action.option_strings[0]}=~/x"]
-        elif action.type in (Path, TypedPath) or not action.choices:
+        elif action.type in (TypedFile, TypedPath) or not action.choices:
             words += ["~/x"]
     options, _ = parse(words)
     for action in actions(command):
-        if action.type in (Path, TypedPath):
+        if action.type in (TypedFile, TypedPath):
             value = getattr(options, action.dest)
             assert [str(each) for each in (value if isinstance(value, list) else [value])] == [f"{home}/x"]
 
@@ -410,7 +410,7 @@ def test_a_module_that_only_the_current_folder_has_is_not_taken(
     (a.parent / "B").mkdir()
     (a.parent / "B" / "c.yaml").write_text("reward: {name: 'places_alone:X'}\n")
     monkeypatch.chdir(a)
-    with pytest.raises(UserError, match="reward.name = 'places_alone:X': no module .* the current folder has one"):
+    with pytest.raises(UserError, match=r"reward.name = 'places_alone:X': no module .* the current folder has one"):
         load("../B/c.yaml")
     assert load(None, {"reward.name": "places_alone:X"}).reward.name == f"{a}/places_alone:X"
 
