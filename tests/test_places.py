@@ -165,7 +165,7 @@ def actions(command: str) -> list[argparse.Action]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_path_of_an_option_is_expanded(command: str, home: Path) -> None:
-    """An option that holds a path has the type `TypedFile` or `TypedPath`; sources have labels and are read by `labelled`."""
+    """An option that holds a path has one of two types; sources have labels and are read by `labelled`."""
     for action in actions(command):
         holds_path = action.type in (TypedFile, TypedPath)
         is_called_so = action.metavar in PATHS or action.dest in ("folder", "json")
