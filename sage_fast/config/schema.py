@@ -508,7 +508,7 @@ class Config(Section):
     """The run as a whole."""
 
     output: str = names("output", "runs/sage")
-    """Run folder; must not hold another run."""
+    """Run folder; must not hold another run. A relative one is in the folder where the command starts."""
     seed: int = within(0, least=0, below=2**63)
     """Seed from which all random numbers of a run follow."""
     timeout_minutes: float = within(60.0, above=0)
