@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 
+from sage_fast.config.loader import load
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import make_folder_of, write_json
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """
     _check(options)
     make_folder_of(options.json, "--json")
+    config = load(options.config) if options.what == "iteration" else None
     with heavy_imports("bench"):
         from sage_fast.benchmarks.timing import Save, save_nothing
 
@@ -63,12 +65,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
             write_json({"rows": [dataclasses.asdict(row) for row in rows]}, options.json)
         return 0
     save: Save = save_nothing if options.json is None else functools.partial(write_json, path=options.json)
-    if options.what == "iteration":
+    if config is not None:
         from sage_fast.benchmarks import iteration
 
-        from sage_fast.config.loader import load
-
-        config = load(options.config)
         paths = _known("path", options.path, iteration.PATHS)
         print(iteration.format_iterations(iteration.run(config, options.config, options.repetitions, paths, save)))
     elif options.what == "rollout":

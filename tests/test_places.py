@@ -15,7 +15,7 @@ import yaml
 from sage_fast.cli import COMMANDS, _parser, main, parse
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import dump, load
-from sage_fast.config.places import PLACES, split_family
+from sage_fast.config.places import PLACES, is_moved, split_family
 from sage_fast.config.schema import MODEL_NAMES, PROMPT_SETS, Config, RewardEntry
 from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.models.load import find_spec
@@ -27,6 +27,8 @@ from sage_fast.util.plugins import import_plugin, split_place
 
 VALUES = {"tracking.project", "model.lora_targets", "reward.prefix", "reward.device"}
 """Settings whose text names nothing on this machine."""
+NAMES = [*MODEL_NAMES, "random:testbed", "random:hunyuanvideo15-480p", "owner/name"]
+"""Models that are no folders."""
 REWARD = "def score(videos, prompts):\n    return {{'{0}': videos.mean((1, 2, 3, 4))}}\n"
 
 
@@ -291,9 +293,40 @@ def test_a_written_configuration_means_the_same_from_anywhere(
     assert load(tmp_path / "run" / "config.yaml") == config
 
 
-@pytest.mark.parametrize(
-    "name", ["testbed", "testbed-i2v", "random:testbed", "owner/name", "random:hunyuanvideo15-480p"]
-)
+def test_an_argument_that_only_the_current_folder_has_is_not_taken(folders: tuple[Path, Path]) -> None:
+    a, b = folders
+    (a / "only" / "here").mkdir(parents=True)
+    (a / "words.txt").write_text("red\n")
+    (a / "red").mkdir()
+    for text in ("only/here", "words.txt"):
+        (b / "c.yaml").write_text(f"reward: {{args: {{path: {text}}}}}\n")
+        with pytest.raises(UserError, match=f"reward.args = '{text}': is in the current folder and not in {b}"):
+            load("../B/c.yaml")
+        assert load(None, {"reward.args.path": text}).reward.args == {"path": f"{a}/{text}"}
+    (b / "c.yaml").write_text("reward: {args: {colour: red, hub: owner/name, long: " + "x" * 5000 + "}}\n")
+    args = load("../B/c.yaml").reward.args
+    assert args == {"colour": "red", "hub": "owner/name", "long": "x" * 5000}, "no paths"
+
+
+def test_what_has_moved_keeps_its_name(tmp_path: Path) -> None:
+    """A resume may say where the files of a run are now: docs/how-to/stop-and-resume.md."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "new" / "heldout.txt").write_text("a\n")
+    (tmp_path / "new" / "mine.py").write_text("")
+    for name in ("heldout.txt", "mine:Mine"):
+        old, new = f"{tmp_path}/old/{name}", f"{tmp_path}/new/{name}"
+        assert is_moved(old, new)
+        assert is_moved({"a": [old], "b": 1}, {"a": [new], "b": 1})
+        assert not is_moved({"a": [old], "b": 1}, {"a": [new], "b": 2})
+        assert not is_moved(old, f"{tmp_path}/new/other.txt")
+        assert not is_moved(new, old)
+    (tmp_path / "old" / "heldout.txt").write_text("a\n")
+    assert not is_moved(f"{tmp_path}/old/heldout.txt", f"{tmp_path}/new/heldout.txt"), "both are there"
+    assert not is_moved("testbed", "testbed-i2v")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_names_that_are_no_paths_stay(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "testbed").mkdir()  # ./testbed is this one
     (tmp_path / "c.yaml").write_text(f"model: {{path: '{name}'}}\n")

@@ -42,6 +42,28 @@ def placed_plugin(name: str) -> str:
     return str(_plugin(name, Path.cwd(), is_file=False))
 
 
+def is_moved(old: Any, new: Any) -> bool:
+    """Whether a setting names the same thing at another place: it has kept its name, and the old place is empty."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(old[key] == new[key] or is_moved(old[key], new[key]) for key in old)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(a == b or is_moved(a, b) for a, b in zip(old, new))
+    if not (isinstance(old, str) and isinstance(new, str) and os.path.isabs(old) and os.path.isabs(new)):
+        return False
+    return Path(old).name == Path(new).name and not _is_there(old) and _is_there(new)
+
+
+def _is_there(place: str) -> bool:
+    """Whether there is a file, a folder or the module of a plug-in at an absolute place."""
+    if os.path.exists(place):
+        return True
+    try:
+        folder, module, _ = split_place(place)
+    except UserError:  # no place of a plug-in
+        return False
+    return find_module(module, Path(folder)) is not None
+
+
 def split_family(path: str) -> tuple[str | None, str]:
     """Split `package.module:Name:PATH` into the place of the model family and PATH; the first is None without it."""
     found = _FAMILY.fullmatch(path)
@@ -123,7 +145,15 @@ def _arguments(value: Any, folder: Path, is_file: bool) -> Any:
     if value.startswith("~/"):
         return expanded(value)
     whole = without_dots(folder / value)
-    return whole if os.path.exists(whole) else value
+    if os.path.exists(whole):
+        return whole
+    looks_like_path = "/" in value or Path(value).suffix
+    if is_file and looks_like_path and os.path.exists(value):
+        raise UserError(
+            f"{value!r}: is in the current folder and not in {folder}, the folder of the settings; write the whole "
+            "path, or give the argument as an option"
+        )
+    return value
 
 
 def _rewards(value: Any, folder: Path, is_file: bool) -> Any:

@@ -18,6 +18,7 @@ from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import why_no_file
 from sage_fast.util.images import check_image
+from sage_fast.util.paths import expanded
 
 KEYS = ("prompt", "negative_prompt", "seed", "image")
 UNREAD = (".json", ".ndjson", ".jsonlines", ".csv", ".tsv", ".yaml", ".yml")
@@ -63,7 +64,7 @@ class Prompt:
 
     @property
     def caption(self) -> Caption:
-        return Caption(self.text, str(Path(self.folder, self.image).absolute()) if self.image else "")
+        return Caption(self.text, str(Path(self.folder, expanded(self.image)).absolute()) if self.image else "")
 
     def check(self, check_image: Callable[[str], object] = check_image) -> None:
         """Check the texts, the key, and the image by a function of its path; by default its header alone.
