@@ -46,7 +46,8 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         if None in row or any(value is None for value in row.values()):
             raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
         if not (folder / row["file"]).is_file():
-            raise UserError(f"{index}, video {line}: {row['file']!r} in {folder}: {why_no_file(folder / row['file'])}")
+            what = why_no_file(folder / row["file"]) if row["file"].strip() else "no such file"
+            raise UserError(f"{index}, video {line}: {row['file']!r}: {what} in {folder}")
         if not row["prompt"].strip():
             raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
         if (image := row.get("image")) and split_key(row["prompt"].strip())[1]:
