@@ -23,12 +23,12 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
             without an average, one part to balance, a lambda that cannot move, or more ranks than samples.
     """
-    check_choices(config)
+    check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
     resolved, s, train = Resolved(config), config.sampling, config.train
     trainable = min(len(resolved.trained_steps(table)) for table in resolved.windows)
-    rows = sampler_in_words(config)
+    rows = sampler_in_words(s)
     if trainable == 0:
-        raise no_gradient(config)
+        raise no_gradient(s)
     noiseless = f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false"
     s.require(bool(resolved.table.stochastic_steps) or not s.shared_initial_noise, "shared_initial_noise", noiseless)
     together = s.shared_initial_noise and resolved.objective.surrogate.scores_rollout

@@ -10,8 +10,9 @@ import reprlib
 from collections.abc import Callable, Mapping
 
 from sage_fast.config.loader import load
+from sage_fast.config.rank_checks import check_choices, check_engine
 from sage_fast.run.folder import RunFolder
-from sage_fast.run.preflight import check_settings, check_start
+from sage_fast.run.preflight import check_named, check_new
 from sage_fast.run.sources import resumed_settings
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable
@@ -41,7 +42,8 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     resume = options.resume and RunFolder(config.output).exists  # alike on all ranks: it begins once all have joined
     is_alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
     if options.dry_run or is_alone:  # else a rank would end before the others, which wait for it, can be told
-        check_settings(config)
+        check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
+        check_named(config.model, config.data, config.named_rewards)
     if options.dry_run:
         with heavy_imports("train"):
             from sage_fast.tools.plan import dry_run
@@ -52,7 +54,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         print(printable(dry_run(config, ranks, memory, price, resume=resume)))
         return
     if is_alone:
-        check_start(config, resume=resume)
+        check_engine(config.train)
+        if not resume:
+            check_new(config.output)
     with heavy_imports("train"):
         from sage_fast.loading import load_setup
         from sage_fast.report.page import report_run

@@ -49,7 +49,7 @@ def check_output(config: Config, *, resume: bool) -> None:
             )
         check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
     else:
-        check_new(config)
+        check_new(config.output)
 
 
 def check_metrics(run: RunFolder, done: int) -> None:

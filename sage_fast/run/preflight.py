@@ -6,13 +6,13 @@ Imports nothing heavy: PyTorch takes many seconds to load.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.places import split_family
-from sage_fast.config.rank_checks import check_choices, check_engine
 from sage_fast.config.reward_names import place_of_reward
-from sage_fast.config.schema import MODEL_NAMES, RANDOM, Config
+from sage_fast.config.schema import MODEL_NAMES, RANDOM, DataConfig, ModelConfig, RewardEntry
 from sage_fast.data.prompts import configured_prompts
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.errors import UserError
@@ -20,20 +20,21 @@ from sage_fast.util.files import PARTIAL, why_no_file
 from sage_fast.util.plugins import check_place
 
 
-def check_settings(config: Config) -> None:
-    """Check what the settings name and whether they fit each other, on any machine that has their files.
+def check_named(model: ModelConfig, data: DataConfig, rewards: Mapping[str, RewardEntry]) -> None:
+    """Check what the settings name, on any machine that has it.
+
+    Args:
+        rewards: setting that holds the name of a reward -> the reward.
 
     Raises:
-        UserError: choices that do not fit, a prompt file that cannot be read, or a model, weights or a reward that is
-            not there.
+        UserError: a prompt file that cannot be read, or a model, weights or a reward that is not there.
     """
-    check_choices(config)
-    configured_prompts(config.data)
-    for key, entry in config.named_rewards.items():
+    configured_prompts(data)
+    for key, entry in rewards.items():
         if not entry.is_address:
             check_place(place_of_reward(entry.name, f"{key} = {entry.name!r}"), f"{key} = {entry.name!r}")
-    _check_model(config.model.path)
-    weights = config.model.weights
+    _check_model(model.path)
+    weights = model.weights
     if weights is not None and not os.path.exists(weights):
         raise UserError(f"model.weights = {weights!r}: {why_no_file(weights)}; expected a LoRA or a folder of weights")
 
@@ -53,30 +54,18 @@ def _check_model(path: str) -> None:
         )
 
 
-def check_start(config: Config, *, resume: bool) -> None:
-    """Check whether this machine can start the run: what is installed, and the output folder.
-
-    Raises:
-        UserError: a package is missing, or, without `resume`, as `check_new`.
-    """
-    check_engine(config.train)
-    if not resume:
-        check_new(config)
-
-
-def check_new(config: Config) -> None:
+def check_new(output: str) -> None:
     """Check without touching it that a run can begin in the output folder.
 
     Raises:
         UserError: it is a file or a link to nothing, or holds a run or other files.
     """
-    run, path = RunFolder(config.output), Path(config.output)
+    run, path = RunFolder(output), Path(output)
     if (path.is_symlink() or path.exists()) and not path.is_dir():  # in this order: another rank may just make it
         found = "a file" if path.exists() else "a link to nothing"
-        raise UserError(f"output = {config.output!r}: {found}; expected a new or empty folder")
+        raise UserError(f"output = {output!r}: {found}; expected a new or empty folder")
     if path.is_dir() and any(file.name != run.lock_file.name and file.suffix != PARTIAL for file in path.iterdir()):
         found = "a run: continue it with --resume" if run.exists else "other files: it must be new or empty"
         raise UserError(
-            f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
-            "nothing was changed"
+            f"output = {output!r} already holds {found}, or choose another folder with --output; nothing was changed"
         )

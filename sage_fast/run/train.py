@@ -368,7 +368,7 @@ def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",
         f"gradient checkpointing: {facts['gradient_checkpointing']}",
-        *_named_things(trainer.config),
+        *_named_things(trainer),
         *(f"note: {note}" for note in facts["notes"]),
     ]
     if measured := trainer.model.attention_milliseconds:
@@ -379,8 +379,9 @@ def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration
     return facts
 
 
-def _named_things(config: Config) -> list[str]:
+def _named_things(trainer: Trainer) -> list[str]:
     """Return what a run reads, by its whole path: the settings file may stand in another folder."""
+    config = trainer.config
     rewards = [f"{key.removesuffix('.name')}: {entry.name}" for key, entry in config.named_rewards.items()]
     lines = [f"model: {config.model.path}", f"prompts: {config.data.prompts}; held out: {config.data.eval_prompts}"]
     return [*lines, *rewards, *([f"weights: {config.model.weights}"] if config.model.weights else [])]

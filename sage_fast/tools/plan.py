@@ -349,7 +349,11 @@ def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0, *
     Raises:
         UserError: the settings are impossible, `model.path` is not a checkpoint, or prompts or a reward are missing.
     """
-    obstacle = _obstacle(config, resume)  # before the number of evaluated prompts is changed below
+    obstacle = ""
+    try:
+        check_here(config, resume=resume)
+    except UserError as error:
+        obstacle = wrapped(f"This run does not start here: {error}") + "\n\n"
     spec = find_spec(config.model.path)
     check_weights(spec)
     resolved = check_trainable(config, ranks)
@@ -366,15 +370,6 @@ def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0, *
     planned = plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
     costs = format_plan(planned, price, statistics.median(waits or [0]))
     return f"{obstacle}{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
-
-
-def _obstacle(config: Config, resume: bool) -> str:
-    """Return why `train` would not start on this machine, as text before a plan; empty if it would."""
-    try:
-        check_here(config, resume=resume)
-    except UserError as error:
-        return f"{wrapped(f'This run does not start here: {error}')}\n\n"
-    return ""
 
 
 def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:
