@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from sage_fast import __version__
 from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, nearest, reason, tell
 from sage_fast.util.launchers import check_launch, leave_group, note_idle_tasks, without_local_rank
+from sage_fast.util.paths import expand_options
 from sage_fast.util.profiling import ranges, tools_of_environment
 from sage_fast.util.text import escape_on_screen, restart_in_utf8
 
@@ -141,6 +142,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         close = similar(word.removeprefix("--")) if takes_settings and word.startswith("--") else []
         hint = f"did you mean --{' or --'.join(close)}?" if close else f"see sage-fast {options.command} --help"
         raise UserError(f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}")
+    expand_options(options)
     return options, overrides
 
 

@@ -15,7 +15,7 @@ from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.run.sources import run_and_weights
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import atomic_path, save_tensors
+from sage_fast.util.files import atomic_path, check_new_folder, save_tensors
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,7 @@ def export(source: Path, folder: Path, base: str | None = None) -> list[Path]:
     Raises:
         UserError: `source` has no weights or damaged ones, `folder` holds files, or `base` is no hub id.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{str(folder)!r}: expected a new or an empty folder; nothing was changed")
+    check_new_folder(folder, "folder")
     place = folder.resolve()
     if place == Path.cwd():
         raise UserError(f"{str(folder)!r}: the current folder; expected another one")

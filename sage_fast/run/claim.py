@@ -19,6 +19,7 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, iteration_of
+from sage_fast.run.preflight import check_new
 from sage_fast.run.resume import check_kept
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
@@ -35,7 +36,7 @@ def check_output(config: Config, *, resume: bool) -> None:
         UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds no run, a run that
             began with other values of settings it must keep, a run past `train.iterations`, or one without its metrics.
     """
-    run, path = RunFolder(config.output), Path(config.output)
+    run = RunFolder(config.output)
     if resume:
         run.check_resumable()
         check_kept(config)
@@ -47,15 +48,8 @@ def check_output(config: Config, *, resume: bool) -> None:
                 "nothing was changed"
             )
         check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
-    elif (path.is_symlink() or path.exists()) and not path.is_dir():  # in this order: another rank may just make it
-        found = "a file" if path.exists() else "a link to nothing"
-        raise UserError(f"output = {config.output!r}: {found}; expected a new or empty folder")
-    elif path.is_dir() and any(file.name != run.lock_file.name and file.suffix != PARTIAL for file in path.iterdir()):
-        found = "a run: continue it with --resume" if run.exists else "other files: it must be new or empty"
-        raise UserError(
-            f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
-            "nothing was changed"
-        )
+    else:
+        check_new(config.output)
 
 
 def check_metrics(run: RunFolder, done: int) -> None:

@@ -20,12 +20,12 @@ from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_same_settings, check_trainable
 from sage_fast.config.loader import dump, leaves
+from sage_fast.config.rank_checks import check_engine
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
 from sage_fast.eval.gains import hacking_in_run
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
-from sage_fast.parallel import check_engine
 from sage_fast.parallel.stored_rollouts import check_trajectories
 from sage_fast.rollout.setup import Setup
 from sage_fast.run import claim
@@ -70,12 +70,8 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
     initialize(config.timeout_minutes)
     check_same_settings(config, resume=resume)
     resolved = check_trainable(config)
-    check_engine(config.train)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
-    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
-    claim.check_output(config, resume=resume)
-    if not resume:
-        check_weights(config.model.weights)
+    check_here(config, resume=resume)
     with Stop(config.train.grace_seconds) as stop, claim.locked(Path(config.output)):
         run = Run(resolved, stop, load, report, resume=resume)
         try:
@@ -90,6 +86,19 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
         barrier()  # wait for rank 0 to write the report
         shutdown()
     return run.folder
+
+
+def check_here(config: Config, *, resume: bool) -> None:
+    """Check that a run can start on this machine: its packages, its output folder, and the weights it starts from.
+
+    Raises:
+        UserError: it cannot.
+    """
+    check_engine(config.train)
+    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
+    claim.check_output(config, resume=resume)
+    if not resume:
+        check_weights(config.model.weights)
 
 
 class Run:
@@ -361,6 +370,7 @@ def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",
         f"gradient checkpointing: {facts['gradient_checkpointing']}",
+        *_named_things(trainer),
         *(f"note: {note}" for note in facts["notes"]),
     ]
     if measured := trainer.model.attention_milliseconds:
@@ -369,6 +379,14 @@ def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration
     for line in lines:
         log.info(wrapped(line))
     return facts
+
+
+def _named_things(trainer: Trainer) -> list[str]:
+    """Return what a run reads, by its whole path: the settings file may stand in another folder."""
+    config = trainer.config
+    rewards = [f"{key.removesuffix('.name')}: {entry.name}" for key, entry in config.named_rewards.items()]
+    lines = [f"model: {config.model.path}", f"prompts: {config.data.prompts}; held out: {config.data.eval_prompts}"]
+    return [*lines, *rewards, *([f"weights: {config.model.weights}"] if config.model.weights else [])]
 
 
 def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:

@@ -89,6 +89,8 @@ class Stopped(KeyboardInterrupt):
 def nearest(value: str, choices: Iterable[str]) -> str:
     """Return `expected one of a, b, c; did you mean 'b'?`. The question is left out if nothing is close."""
     choices = list(choices)
+    if not choices:
+        return "there is nothing to choose from"
     close = difflib.get_close_matches(str(value), choices, n=1)
     question = f"; did you mean {close[0]!r}?" if close else ""
     return f"expected one of {', '.join(choices)}{question}"

@@ -94,6 +94,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
+def why_no_file(path: str | Path) -> str:
+    """Return in words what is at a path where a file was expected: nothing, a folder, a link to nothing or a pipe."""
+    if os.path.isdir(path):
+        return "a folder, not a file"
+    if os.path.exists(path):
+        return "no regular file"
+    return "a link to nothing" if os.path.islink(path) else "no such file"
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -128,6 +137,16 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
             path.write_text(text, encoding="utf-8")
     else:
         write_atomic(path, text)
+
+
+def check_new_folder(folder: Path, option: str = "--folder") -> None:
+    """Check that a folder of an option is new or empty.
+
+    Raises:
+        UserError: it is a file, or holds files.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{option} {str(folder)!r}: expected a new or an empty folder; nothing was changed")
 
 
 def make_folder_of(file: Path | None, option: str = "--json") -> None:
