@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from sage_fast.util.errors import RankError, UserError
 from sage_fast.util.files import (
     PARTIAL,
     atomic_path,
+    discard,
     only_safer,
     put_in_place,
     read_json,
@@ -76,7 +76,7 @@ def save_checkpoint(
     try:
         with fail_together():
             if rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                discard(partial)
                 state = {"iteration": iteration, "optimizer_steps": engine.steps, **counters}
                 write_json(state, partial / STATE)
         written = [partial / STATE] if rank() == 0 else []
@@ -92,7 +92,7 @@ def save_checkpoint(
                     remove_folder(other)
     except (OSError, RankError):
         if rank() == 0:  # free the space: the disk may be full
-            shutil.rmtree(partial, ignore_errors=True)
+            discard(partial)
         raise
 
 

@@ -186,8 +186,7 @@ def locked(folder: Path) -> Iterator[Claim]:
         yield claim
     finally:
         if held and not run.exists:
-            with only_safer("remove", run.lock_file):
-                run.lock_file.unlink(missing_ok=True)
+            discard(run.lock_file)
             with contextlib.suppress(OSError):  # no longer empty
                 for path in made:
                     path.rmdir()

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import pkgutil
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line, reason
-from sage_fast.util.files import write_json
+from sage_fast.util.files import discard, write_json
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, rank, shutdown, world_size
 from sage_fast.util.videos import numbered, save_video
@@ -219,7 +218,7 @@ class Run:
         folder, shown = RunFolder(self.folder).videos(name), self.config.eval.num_videos
         keep_all = name in ("before", "after")  # the report chooses its videos by the final scores
         if self.writer is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
+            discard(folder)  # left by an interrupted evaluation
         barrier()
 
         def save(number: int, prompt: str, video: torch.Tensor) -> None:

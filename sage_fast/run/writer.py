@@ -16,7 +16,7 @@ from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.scores import columns_of, mean_and_margin
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
-from sage_fast.util.files import append_line, json_value, sync_opened, write_atomic, writing
+from sage_fast.util.files import append_line, cut_off, json_value, sync_opened, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +80,7 @@ class MetricsWriter:
         """Append the rows that are not written yet, and first cut off what a failed try may have left."""
         while self._unwritten:
             if self._whole is not None:
-                with writing(self._file.name):
-                    self._file.truncate(self._whole)
+                cut_off(self._file, self._whole)
             self._whole = os.fstat(self._file.fileno()).st_size
             append_line(self._file, self._unwritten[0])
             self._whole = None

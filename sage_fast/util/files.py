@@ -390,6 +390,12 @@ def fingerprint(content: bytes, *paths: str | Path) -> str:
     return f"SHA-256 {found.hexdigest()[:12]}"
 
 
+def cut_off(file: BinaryIO, size: int) -> None:
+    """Cut off what a file, opened for writing and unbuffered, holds beyond a number of bytes."""
+    with writing(file.name):
+        file.truncate(size)
+
+
 def append_line(file: BinaryIO, line: str) -> None:
     """Append a line in one write; if the disk is full, truncate the partial line.
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sage_fast.util.container import available_cpus
 from sage_fast.util.errors import RankError, RewardError, Stopped, UserError
 
 
@@ -35,11 +36,18 @@ def launched(name: str, default: int) -> int:
     return int(text)
 
 
+def limit_threads() -> None:
+    """Give PyTorch no more threads than the container has CPUs, unless the environment says how many."""
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
+
+
 def local_device() -> torch.device:
     """Return this process's GPU, or the CPU; from then on, every bf16 matmul on it is summed in float32.
 
     By default cuBLAS may add the parts of a sum that it splits (a long K, few rows) in bfloat16.
     """
+    limit_threads()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not torch.cuda.is_available():
         return torch.device("cpu")
