@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.auto import tqdm
 
-from sage_fast.util.errors import printable, reason
+from sage_fast.util.errors import drop_output, print_error, printable, reason
 
 IN_NOTEBOOK = tqdm is not tqdm_asyncio
 SECONDS_BETWEEN_LINES = 4.0
@@ -105,7 +105,7 @@ def leave_terminal() -> bool:
         poll.register(descriptor, 0)
     closed = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLHUP]
     for descriptor in closed:
-        _drop(descriptor)
+        drop_output(descriptor)
     return 1 in closed
 
 
@@ -114,17 +114,8 @@ def _leave_stdout(error: OSError) -> None:
 
     What Python still holds for it is dropped too: flushed at the end, it would fail a command that has done its work.
     """
-    _drop(1)
-    try:
-        sys.stderr.write(f"note: nothing more is printed: stdout cannot be written ({error.strerror})\n")
-        sys.stderr.flush()
-    except OSError:  # often the same file
-        _drop(2)
-
-
-def _drop(descriptor: int) -> None:
-    """Point stdout or stderr to /dev/null."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    drop_output(1)
+    print_error(f"note: nothing more is printed: stdout cannot be written ({error.strerror})")
 
 
 class _LogFile(logging.FileHandler):

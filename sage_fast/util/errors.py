@@ -6,7 +6,9 @@ This module imports nothing heavy.
 from __future__ import annotations
 
 import difflib
+import os
 import signal
+import sys
 import unicodedata
 from collections.abc import Iterable
 
@@ -102,6 +104,19 @@ def printable(text: str) -> str:
         else c.encode("unicode_escape").decode()
         for c in text
     )
+
+
+def print_error(line: str) -> None:
+    """Print a line on stderr. Where that is a file on a full disk, or nobody reads it, the command ends as it would."""
+    try:
+        print(printable(line), file=sys.stderr, flush=True)
+    except OSError:
+        drop_output(2)
+
+
+def drop_output(descriptor: int) -> None:
+    """Point stdout (1) or stderr (2) to /dev/null, with what Python still holds for it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def reason(error: OSError | UserError) -> str:

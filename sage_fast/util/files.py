@@ -257,6 +257,17 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the files of a folder into a new one, without their permissions and times, which not every disk can set."""
+    target.mkdir()
+    for path in sorted(source.rglob("*")):
+        copied = target / path.relative_to(source)
+        if path.is_dir():
+            copied.mkdir()
+        else:
+            shutil.copyfile(path, copied)
+
+
 def rename(source: Path, target: Path) -> None:
     """Rename a file or a folder; a file at `target` is replaced.
 

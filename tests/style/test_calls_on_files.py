@@ -9,7 +9,7 @@ from tests.style.test_rooms import code
 FILES = {
     "fsync", "fdatasync", "chmod", "fchmod", "lchmod", "chown", "utime", "flock", "lockf", "FileLock", "rename",
     "renames", "link", "symlink", "symlink_to", "hardlink_to", "truncate", "ftruncate", "rmtree", "unlink",
-    "disk_usage", "statvfs", "move", "copystat", "posix_fallocate",
+    "copytree", "copy2", "copymode", "disk_usage", "statvfs", "move", "copystat", "posix_fallocate",
 }  # fmt: skip
 HOST = {"cpu_count", "virtual_memory", "sched_getaffinity", "sysconf"}
 
