@@ -206,7 +206,7 @@ def probe_run_folder(run: RunFolder) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
         for folder in (run.path, run.path / "checkpoints", run.path / "eval"):
             if folder.is_dir():
-                probe(folder, f"{rank()}-{os.getpid()}")
+                probe(folder)
 
 
 def claim_output(claim: Claim, folder: Path, settings: str) -> None:

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -132,8 +133,9 @@ def set_default_permissions(file: Path) -> None:
 
 def discard(path: Path) -> None:
     """Remove what nobody needs any more. A file that a network file system keeps busy stays."""
-    with only_safer("remove", path):
-        remove(path)
+    if os.path.lexists(path):
+        with only_safer("remove", path):
+            remove(path)
 
 
 class FolderLock:
@@ -152,8 +154,7 @@ class FolderLock:
         Raises:
             OSError: the file cannot be made.
         """
-        with self._file.open("ab"):  # needed, as opposed to the lock
-            pass
+        os.close(os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666))  # needed, as opposed to the lock
         with only_safer("lock", self._file):
             try:
                 self._lock.acquire()
@@ -300,7 +301,7 @@ def set_aside(folder: Path) -> Path:
     for number in itertools.count():
         aside = folder.with_name(f"{folder.name}.old{number or ''}{PARTIAL}")
         discard(aside)
-        if not aside.is_symlink() and not aside.exists():  # it may be busy on a network file system
+        if not os.path.lexists(aside):  # it may be busy on a network file system
             break
     rename(folder, aside)
     return aside
@@ -311,21 +312,17 @@ def remove_folder(folder: Path) -> None:
     discard(set_aside(folder))
 
 
-def probe(folder: Path, name: str) -> None:
+def probe(folder: Path) -> None:
     """Make every call on files that a run needs of a file system once, in a folder that exists. Nothing is left.
-
-    Args:
-        name: tells apart processes that do so at the same time.
 
     Raises:
         OSError: a call failed; the error names the folder and what a run cannot do there.
     """
-    scratch = folder / f"probe-{name}{PARTIAL}"
+    scratch = folder / f"probe-{secrets.token_hex(4)}{PARTIAL}"
     file, inner, final = scratch / "file", scratch / "new", scratch / "folder"
     tensors = inner / "weights.safetensors"
     try:
         with _needed("make a folder", folder):
-            remove(scratch)
             scratch.mkdir()
         with _needed("write a file", folder), file.open("wb") as opened:
             opened.write(b"\0" * 2**16)
