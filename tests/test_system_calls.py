@@ -229,12 +229,12 @@ ALSO = ("EXDEV", "EPERM", "EACCES", "ENOSYS", "EOPNOTSUPP", "EINVAL")
 
 
 @pytest.mark.parametrize("call", NEEDED)
-@pytest.mark.fault("a call that a run needs fails, with 7 to 13 errors each", "one line before anything is loaded")
+@pytest.mark.fault("a call that a run needs fails, with up to 13 errors each", "one line before anything is loaded")
 def test_what_a_run_needs_is_tried_before_anything_is_loaded(call: str, place: Place, reference: Path) -> None:
     """A new run leaves no folder, and a resumed one is as it was."""
     before = files_in(reference)
     errors = REFUSED if call.startswith("fsync") else (*REFUSED, *ALSO)
-    for name in errors:
+    for name in errors if SOAK else (errors[1], errors[-1]):
         fault = numbered([call], name)
         tag = f"{call}-{name}"
         new = ["train", str(PAPER), "--output", str(place.there / tag / "new"), *SMALL]
@@ -253,7 +253,7 @@ def test_what_a_run_needs_is_tried_before_anything_is_loaded(call: str, place: P
     assert files_in(reference) == before
 
 
-@pytest.mark.parametrize("calls", ["write=28", "write=30", "append=13", "append=28"])
+@pytest.mark.parametrize("calls", ["write=28", "append=13", *["write=30", "append=28"] * SOAK])
 @pytest.mark.fault("a log file that cannot be written", "one note; likewise")
 def test_a_log_that_cannot_be_written_says_so_once(calls: str, place: Place, reference: Path) -> None:
     run = f"log-{calls}"
@@ -269,16 +269,16 @@ def test_a_log_that_cannot_be_written_says_so_once(calls: str, place: Place, ref
 @pytest.mark.parametrize(
     ("calls", "path", "note"),
     [
-        ("mkdir=28", "/videos/", "note: no video "),
-        ("rename=28", ".mp4", "note: no video "),
-        ("rename=28", "/report.html", "note: no report "),
-        ("write=28", "/events.out", "note: tracker 'tensorboard' failed "),
+        ("mkdir=28", "/videos/", "note: no video"),
+        ("rename=28", ".mp4", "note: no video"),
+        ("rename=28", "/report.html", "note: no report"),
+        ("write=28", "/events.out", "note: tracker 'tensorboard' does not start"),
     ],
     ids=["videos", "a video", "page", "tensorboard"],
 )
 @pytest.mark.fault("a video, page or tracker file that cannot be written", "one note; likewise")
 def test_what_is_only_shown_ends_no_run(calls: str, path: str, note: str, place: Place, reference: Path) -> None:
-    run = f"shown-{path.strip('/')}"
+    run = f"shown-{len(path)}"
     options = ["--tracking.trackers", "[tensorboard]"] * ("events" in path)
     assert place.server.wait(place.start(run, *options, **faulty(calls, path))) == 0, place.log(run)
     shown = place.log(run)

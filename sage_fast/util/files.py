@@ -36,7 +36,8 @@ PARTIAL = ".partial"
 VIDEOS = "videos.csv"
 """File that marks a folder of videos to score and compare; see `sage_fast.eval.videoset`."""
 
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""Errors of a disk that is full, read-only or broken, or of a quota."""
 
 
 # -- calls that only add safety ---------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno in _WRITE_ERRORS:
+        if error.filename is None and error.errno in WRITE_ERRORS:
             error.filename = str(path)
         raise
 
