@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
+from sage_fast.util.container import available_cpus
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedPath, expand_options
 
@@ -38,7 +38,7 @@ def workers_of(options: argparse.Namespace) -> int:
     Raises:
         UserError: it is below 1.
     """
-    workers = (os.cpu_count() or 1) if options.workers is None else options.workers
+    workers = available_cpus() if options.workers is None else options.workers
     if workers < 1:
         raise UserError(f"--workers {workers}: expected at least 1")
     return workers

@@ -19,7 +19,7 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.checkpoint import write_manifest
-from sage_fast.run.claim import claim_output
+from sage_fast.run.claim import Claim, claim_output
 from sage_fast.run.folder import MANIFEST, RunFolder
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
@@ -391,9 +391,11 @@ def test_a_damaged_file_is_named_when_its_run_is_resumed(
 
 def test_only_one_of_two_runs_gets_the_folder(tmp_path: Path) -> None:
     config = build({"output": str(tmp_path / "run")})
-    claim_output(tmp_path / "run", dump(config))
+    first, second = (Claim(tmp_path / "run" / "run.lock") for _ in range(2))
+    claim_output(first, tmp_path / "run", dump(config))
     with pytest.raises(UserError, match="another run began there while this one was loading"):
-        claim_output(tmp_path / "run", dump(config))
+        claim_output(second, tmp_path / "run", dump(config))
+    first.check()  # the one that was refused has not taken it
 
 
 def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

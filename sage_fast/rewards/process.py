@@ -22,6 +22,7 @@ from sage_fast.rewards.failures import RewardFailure, failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.errors import SIGNALS, UserError
 from sage_fast.util.process_state import end_started
+from sage_fast.util.ranks import limit_threads
 from sage_fast.util.text import escape_on_screen
 from sage_fast.util.time_limit import TimeLimit
 
@@ -125,6 +126,7 @@ def child(channel: Connection, entry: RewardEntry, key: str, device: str) -> Non
     for number in SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    limit_threads()
     own, reward, message = os.getpid(), None, None
     while True:
         parts: dict[str, list[float]] = {}
