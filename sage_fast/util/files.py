@@ -173,7 +173,7 @@ def one_at_a_time(file: Path) -> Iterator[None]:
     """Wait until no other process of this machine is in such a block on `file`; its content stays."""
     with contextlib.ExitStack() as held:
         with only_safer("lock", file):
-            opened = held.enter_context(file.open("a"))
+            opened = held.enter_context(file.open("ab"))
             fcntl.flock(opened, fcntl.LOCK_EX)
             held.callback(_unlock, opened.fileno(), file)
         yield
