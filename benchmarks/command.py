@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
+from sage_fast.config.loader import load
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import make_folder_of, write_json
+from sage_fast.util.paths import TypedFile, TypedPath
 
 ONLY = {
     "config": ("iteration",),
@@ -31,8 +32,8 @@ def add_arguments(add: Callable[..., object]) -> None:
         default="operators",
         help="what to time (default: operators)",
     )
-    add("--config", metavar="FILE", help="YAML file, for `bench iteration`")
-    add("--json", type=Path, metavar="FILE", help="write every number to FILE, again after every row")
+    add("--config", type=TypedPath, metavar="FILE", help="YAML file, for `bench iteration`")
+    add("--json", type=TypedFile, metavar="FILE", help="write every number to FILE, again after every row")
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
     add("--part", action="append", help="of `bench rollout`: forward, step, rollout, train or decode; of `bench "
         "limits`: ceiling, attention or adapter_rows")  # fmt: skip
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """
     _check(options)
     make_folder_of(options.json, "--json")
+    config = load(options.config) if options.what == "iteration" else None
     with heavy_imports("bench"):
         from sage_fast.benchmarks.timing import Save, save_nothing
 
@@ -63,12 +65,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
             write_json({"rows": [dataclasses.asdict(row) for row in rows]}, options.json)
         return 0
     save: Save = save_nothing if options.json is None else functools.partial(write_json, path=options.json)
-    if options.what == "iteration":
+    if config is not None:
         from sage_fast.benchmarks import iteration
 
-        from sage_fast.config.loader import load
-
-        config = load(options.config)
         paths = _known("path", options.path, iteration.PATHS)
         print(iteration.format_iterations(iteration.run(config, options.config, options.repetitions, paths, save)))
     elif options.what == "rollout":

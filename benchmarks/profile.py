@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from sage_fast.run.sources import check_folder, load_source
 from sage_fast.util.errors import UserError
+from sage_fast.util.paths import TypedFile, TypedPath
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
-    add("--folder", type=Path, default="profile", help="where the files go (default: profile)")
+    add("config", type=TypedPath, metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    add("--folder", type=TypedFile, default="profile", help="where the files go (default: profile)")
     add("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
     add("--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu")
     add("--signal", type=int, metavar="K", help="signal and noise of the gradient, from K iterations without an update")
-    add("--against", metavar="OTHER", help="with --signal: a second configuration, and the cosine of the two gradients")
+    against = "with --signal: a second configuration, and the cosine of the two gradients"
+    add("--against", type=TypedPath, metavar="OTHER", help=against)
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

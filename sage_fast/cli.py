@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from sage_fast import __version__
-from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, nearest, reason, tell
+from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, drop_output, nearest, print_error, reason
 from sage_fast.util.launchers import check_launch, leave_group, note_idle_tasks, without_local_rank
+from sage_fast.util.paths import expand_options
 from sage_fast.util.profiling import ranges, tools_of_environment
 from sage_fast.util.text import escape_on_screen, restart_in_utf8
 
@@ -141,6 +142,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         close = similar(word.removeprefix("--")) if takes_settings and word.startswith("--") else []
         hint = f"did you mean --{' or --'.join(close)}?" if close else f"see sage-fast {options.command} --help"
         raise UserError(f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}")
+    expand_options(options)
     return options, overrides
 
 
@@ -167,7 +169,7 @@ def _end(status: int) -> None:
     """End the process if threads that Python waits for, such as a reward's, still run after `THREAD_GRACE`."""
     threading.Event().wait(THREAD_GRACE)
     if names := [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
-        tell(f"note: threads that still run end with the process: {', '.join(names)}")
+        print_error(f"note: threads that still run end with the process: {', '.join(names)}")
         atexit._run_exitfuncs()
         os._exit(status)
 
@@ -185,13 +187,13 @@ def guarded(name: str, command: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()
     except (UserError, RunError) as error:
-        tell(f"{name}: {error}")
+        print_error(f"{name}: {error}")
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+            drop_output(sys.stdout.fileno())  # for the flush at the interpreter's end
             return PIPE_CLOSED
-        tell(f"{name}: {reason(error)}")
+        print_error(f"{name}: {reason(error)}")
         return 1
     except Stopped as stopped:
         return stopped.status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.rollout.setup import Setup
 from sage_fast.util.files import fingerprint
-from sage_fast.util.plugins import module_of
+from sage_fast.util.plugins import file_of
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import join_sequence_group, local_device, rank, world_size
 
@@ -60,10 +59,9 @@ def contents_of(
         found["model.weights"] = f"weights ({fingerprint(b'', weights)})"
     for key, entry in rewards.items():
         if not entry.is_address:
-            spec = importlib.util.find_spec(module_of(place_of_reward(entry.name, key), key))
-            origin = spec and spec.origin
+            file = file_of(place_of_reward(entry.name, key), key)
             named = [arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)]
-            found[key] = f"code ({fingerprint(b'', *sorted(_code(Path(origin)) if origin else ()), *named)})"
+            found[key] = f"code ({fingerprint(b'', *sorted(_code(file) if file else ()), *named)})"
     return found
 
 

@@ -16,9 +16,17 @@ FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 SETTINGS = """# Settings
 
 What every setting does. A YAML file holds the settings by section; a command takes any of them as
-`--section.name VALUE`. [choose-settings.md](../how-to/choose-settings.md) says which values to choose. A configuration
-is plain YAML: `1e-4` is a number, a mapping must not repeat a key, and nothing is substituted, so `${HOME}` is plain
-text. `python -m scripts.reference` writes this page from `sage_fast/config/schema.py`.
+`--section.name VALUE`. [choose-settings.md](../how-to/choose-settings.md) says which values to choose. `python -m
+scripts.reference` writes this page from `sage_fast/config/schema.py`.
+
+A configuration is plain YAML, and a mapping must not repeat a key. Numbers are read as people write them: `1e-4` and
+`010`, which is 10, are numbers; `1:30` is refused, since YAML's versions disagree about it.
+
+A relative path, or a module, in a settings file means the folder of that file, also if it is the `base` of another. On
+the command line it means the current folder. `output` stays where the command starts. `~`, `$NAME` and `${NAME}` are
+expanded in every path of a setting or an option, and an unset variable is an error. Elsewhere nothing is substituted,
+except `${NAME}` in `reward.args`, which a reward gets as a secret. A text in `reward.args` is a path if it names a file
+or folder beside the settings, or begins with `~/`. A run's own config.yaml holds whole paths.
 """
 COMMAND_LINE = """# Commands
 

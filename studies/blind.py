@@ -22,6 +22,7 @@ from sage_fast.report.html import data_address, render
 from sage_fast.run.sources import labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_atomic, write_json
+from sage_fast.util.paths import TypedFile, expand_options
 from studies.differences import two_way_variance
 
 Interval = tuple[float, float]
@@ -299,12 +300,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make.add_argument("run", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it")
     make.add_argument("--pairs", type=int, required=True, help="pairs of the first run and each other run")
     make.add_argument("--seed", type=int, default=0, help="of the pairs, their order and their sides")
-    make.add_argument("--folder", type=Path, default=Path("blind"), help="where both go (default: blind)")
+    make.add_argument("--folder", type=TypedFile, default=Path("blind"), help="where both go (default: blind)")
     count = actions.add_parser("count", help="print win rates with intervals")
-    count.add_argument("key", type=Path, help=f"the {KEY} written with the page")
-    count.add_argument("votes", type=Path, nargs="+", help="a file for each voter")
+    count.add_argument("key", type=TypedFile, help=f"the {KEY} written with the page")
+    count.add_argument("votes", type=TypedFile, nargs="+", help="a file for each voter")
     options = parser.parse_args(arguments)
-    return guarded("studies.blind", lambda: _study(options))
+
+    def study() -> int:
+        expand_options(options)
+        return _study(options)
+
+    return guarded("studies.blind", study)
 
 
 if __name__ == "__main__":

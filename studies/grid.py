@@ -29,10 +29,12 @@ from typing import Any
 from sage_fast.cli import guarded
 from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import leaves, load, read_yaml
+from sage_fast.config.places import placed
 from sage_fast.config.schema import Config
 from sage_fast.util.console import log_to_screen
 from sage_fast.util.errors import RunError, UserError, nearest
 from sage_fast.util.files import read_json, write_atomic
+from sage_fast.util.paths import TypedPath, expand_options, expanded, located
 from studies.processes import run_many
 
 log = logging.getLogger("sage_fast.studies")
@@ -48,6 +50,7 @@ def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         RunError: some cells failed; the others are finished.
         Stopped: after a signal; the interrupted run has left a checkpoint.
     """
+    expand_options(options)
     cells = read_grid(Path(options.grid), overrides)
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus}: expected at least 1")
@@ -96,9 +99,10 @@ def read_grid(file: Path, overrides: Mapping[str, str]) -> dict[str, Config]:
     cells = {}
     for names in itertools.product(*axes.values()):
         name = "-".join(names)
-        overlays = [axis[own] for axis, own in zip(axes.values(), names, strict=True)]
         try:
-            cells[name] = load(file.parent / str(base), common, [*overlays, {"output": str(Path(str(output)) / name)}])
+            overlays = [placed(leaves(axis[own]), file.parent) for axis, own in zip(axes.values(), names, strict=True)]
+            overlays.append({"output": str(Path(expanded(str(output))) / name)})
+            cells[name] = load(located(str(base), file.parent), common, overlays)
         except UserError as error:
             raise UserError(f"grid {file}, {name}: {error}") from error
     return cells
@@ -216,9 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Settings, such as --train.iterations 50, are listed by `sage-fast train --help`.",
         allow_abbrev=False,
     )
-    parser.add_argument("grid", metavar="GRID", help="YAML file with base, output, seeds, axes (docs/how-to/grid.md)")
+    grid_help = "YAML file with base, output, seeds, axes (docs/how-to/grid.md)"
+    parser.add_argument("grid", type=TypedPath, metavar="GRID", help=grid_help)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)")
-    parser.add_argument("--slurm", metavar="FILE", help="write an array job with one element per run")
+    parser.add_argument("--slurm", type=TypedPath, metavar="FILE", help="write an array job with one element per run")
     parser.add_argument("--cell", metavar="NAME", help="run only this cell, in this process, as an array element does")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     words, settings = split_settings(sys.argv[1:] if arguments is None else arguments)

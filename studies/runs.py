@@ -23,6 +23,7 @@ from sage_fast.config.schema import Config
 from sage_fast.models.spec import Spec
 from sage_fast.ops import implementation
 from sage_fast.util.console import log_to_screen, shows
+from sage_fast.util.container import available_cpus
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
 from sage_fast.util.meters import JUDGE_PART
@@ -181,7 +182,7 @@ def train_runs(study: str, runs: Mapping[str, Config], folder: Path, *, quick: b
         workers = min(workers, len(missing))
         log.info(f"{len(runs)} runs, {len(missing)} of them to be made, {workers} at once")
         # Set by `env`: the number of threads is fixed when torch is imported.
-        command = ["env", f"OMP_NUM_THREADS={max((os.cpu_count() or 1) // workers, 1)}", *WORKER, study, str(folder)]
+        command = ["env", f"OMP_NUM_THREADS={max(available_cpus() // workers, 1)}", *WORKER, study, str(folder)]
         command += ["--quick"] * quick + ["--quiet"] * (not shows())
         jobs = [(f"process {i + 1}", [*command, *missing[i::workers]]) for i in range(workers)]
         run_many(jobs, _ended, workers=workers)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
@@ -114,11 +115,14 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _nobodys_rewards() -> Iterator[None]:
-    """A command that runs in this process may import the my_rewards.py of its folder, which is not the next test's."""
+    """A command that runs in this process may import modules of a test's folder, which are not the next test's."""
     path = list(sys.path)
     yield
     sys.path[:] = path
-    sys.modules.pop("my_rewards", None)
+    temporary = f"{tempfile.gettempdir()}/pytest-of-"
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(temporary):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

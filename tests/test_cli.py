@@ -19,7 +19,7 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.checkpoint import write_manifest
-from sage_fast.run.claim import claim_output
+from sage_fast.run.claim import Claim, claim_output
 from sage_fast.run.folder import MANIFEST, RunFolder
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
@@ -196,7 +196,7 @@ def test_what_needs_no_pytorch_does_not_wait_for_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data.prompts", "missing.txt"], "prompt file 'missing.txt': no such file"),
+        (["--data.prompts", "missing.txt"], "/missing.txt': no such file"),
         (["--data.prompts", "testbedd:train"], "or .jsonl, or 'testbed:train'"),
         (["--dry-run", "--gpus", "64"], "samples an iteration for 64 ranks"),
         (["--output", str(PAPER.parent)], "already holds other files"),
@@ -391,9 +391,11 @@ def test_a_damaged_file_is_named_when_its_run_is_resumed(
 
 def test_only_one_of_two_runs_gets_the_folder(tmp_path: Path) -> None:
     config = build({"output": str(tmp_path / "run")})
-    claim_output(tmp_path / "run", dump(config))
+    first, second = (Claim(tmp_path / "run" / "run.lock") for _ in range(2))
+    claim_output(first, tmp_path / "run", dump(config))
     with pytest.raises(UserError, match="another run began there while this one was loading"):
-        claim_output(tmp_path / "run", dump(config))
+        claim_output(second, tmp_path / "run", dump(config))
+    first.check()  # the one that was refused has not taken it
 
 
 def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -429,12 +431,12 @@ REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
         (["--reward.args.pth", "x"], "args: no 'pth'; expected one of path"),
         (["--reward.args.path", "./nowhere"], "reward.args.path = './nowhere': no such folder; expected one with "
                                               "model_config.json, or a hub id"),
-        (["--reward.args.path", "configs"], "reward.args.path = 'configs': expected a folder that holds model_config"),
-        (["--reward.args.base", "configs"], "reward.args.base = 'configs': expected a folder that holds config.json"),
+        (["--reward.args.path", "configs"], "/configs': expected a folder that holds model_config"),
+        (["--reward.args.base", "configs"], "/configs': expected a folder that holds config.json"),
         (["--reward.name", "json:dumps"], "takes no args"),
         (["--reward.name", "no_such_rewards:MyReward"], "no module 'no_such_rewards'"),
         (["--eval.judge", "videoalign"], "eval.judge = 'videoalign': args: missing a required argument: 'path'"),
-        (["--data.prompts", "none.jsonl"], "prompt file 'none.jsonl': no such file"),
+        (["--data.prompts", "none.jsonl"], "/none.jsonl': no such file"),
         (["--data.eval_prompts", "testbed:heldout"], "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
                                                      "moving shapes, not for model.path = 'hunyuanvideo-community/"),
         (["--gpu-memory", "0"], "--gpu-memory 0: expected a number above 0"),
@@ -469,15 +471,15 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
     assert main(["train", REAL, "--dry-run", *given, "--gpus", "8", "--gpu-memory", "96"]) == 0
     printed = capsys.readouterr().out
     for line in (
-        "configs/prompts/train.txt: 64 prompts",
-        "configs/prompts/heldout.txt: 32 held-out prompts, of which 32 are evaluated",
+        f"{CONFIGS}/prompts/train.txt: 64 prompts",
+        f"{CONFIGS}/prompts/heldout.txt: 32 held-out prompts, of which 32 are evaluated",
         "reward videoalign: 0.5 vq + 0.5 mq + 1 ta",
         "reward.args.base = 'Qwen/Qwen2-VL-2B-Instruct': no folder and not in the hub's",
         "a GPU of 96 GB, in which it fits",
     ):
         assert f"\n  {line}" in printed
     assert "reward.args.path" not in printed
-    assert max(map(len, printed.splitlines())) <= 80
+    assert max(len(line) for line in printed.splitlines() if str(CONFIGS) not in line) <= 80, "paths are whole"
     assert main(["train", REAL, "--gpu-memory", "96"]) == 2
     assert "--gpu-memory goes with --dry-run" in capsys.readouterr().err
 
@@ -497,9 +499,9 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["--sampling", "3"], "'sampling' is a section of settings: sampling.sampler"),
         (["--model.path", "@file"], "--model.path '@file': not a YAML value"),
         (["stray"], "unknown argument stray; see sage-fast train --help"),
-        (["--model.path", "./no/such/folder"], "model.path = './no/such/folder': no such folder"),
-        (["--model.weights", "no/such/file"], "model.weights = 'no/such/file': no such file"),
-        (["--data.prompts", "missing.txt"], "missing.txt': no such file here or beside the settings"),
+        (["--model.path", "./no/such/folder"], "/no/such/folder': no such folder"),
+        (["--model.weights", "no/such/file"], "/no/such/file': no such file"),
+        (["--data.prompts", "missing.txt"], "missing.txt': no such file; expected UTF-8 text"),
         (["--reward.name", "json:dmups"], "json has no 'dmups' that can be called; expected one of"),
         (["--reward.name", "no_such_module:Reward"], "no module 'no_such_module' is installed or in"),
         (["--reward.name", "videoalignment"], "did you mean 'videoalign'?; or 'package.module:name'"),
@@ -614,7 +616,7 @@ def test_a_failing_reward_is_found_before_the_run_and_shows_its_own_traceback(
 ) -> None:
     assert train(tmp_path / "run", "--reward.name", "tests.test_trainer:RaisingReward") == 2
     error = capsys.readouterr().err
-    assert "reward.name = 'tests.test_trainer:RaisingReward': failed on made-up videos [2, 9, 3, 32, 32]" in error
+    assert "/tests.test_trainer:RaisingReward': failed on made-up videos [2, 9, 3, 32, 32]" in error
     assert re.search(r"test_trainer.py:\d+: OSError: scoring server went away\n", error)
     assert 'raise OSError("scoring server went away")' in error, "its own line of source"
     assert "sage_fast/rewards" not in error, "no frame of ours"

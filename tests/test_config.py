@@ -9,11 +9,13 @@ import pytest
 
 from sage_fast.algorithm.iteration_plan import prompts_of_iteration
 from sage_fast.config.fields import Section, meanings, own_settings, section_name, sections, settings_of, within
-from sage_fast.config.loader import build, dump, keys_of, load, read_yaml
+from sage_fast.config.loader import ALIASES, build, dump, keys_of, load, read_yaml, similar
 from sage_fast.config.schema import Config, KLConfig, RewardConfig, SamplingConfig
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, nearest
 
 REPOSITORY = Path(__file__).parent.parent
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
+"""A short text whose value would fill the memory."""
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -156,7 +158,7 @@ def test_nested_mappings_are_settings() -> None:
 
 
 def test_files_beside_the_configuration_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After those of the current folder."""
+    """Those of the current folder are not, even if they have the same names."""
     mine = tmp_path / "mine"
     mine.mkdir()
     for file in ("base.yaml", "config.yaml"):
@@ -166,9 +168,9 @@ def test_files_beside_the_configuration_are_found(tmp_path: Path, monkeypatch: p
     (mine / "own.txt").write_text("a cat\n")
     monkeypatch.chdir(tmp_path)
     data = load("mine/config.yaml").data
-    assert (data.prompts, data.eval_prompts) == ("mine/own.txt", "none.txt")
+    assert (data.prompts, data.eval_prompts) == (f"{mine}/own.txt", f"{mine}/none.txt")
     (tmp_path / "own.txt").write_text("a dog\n")
-    assert load("mine/config.yaml").data.prompts == "own.txt"
+    assert load("mine/config.yaml").data.prompts == f"{mine}/own.txt"
 
 
 def test_lists() -> None:
@@ -238,7 +240,7 @@ def test_weights_on_the_command_line_replace_those_of_the_file(
 
 
 @pytest.mark.parametrize(
-    "text", ["@file", "%x", "[", "\t", "{a: 1, a: 2}", "'open", "a\0b", "!!python/name:os.x", "9" * 5000, "[" * 50_000]
+    "text", ["@file", "%x", "[", "\t", "{a: 1, a: 2}", "'open", "a\0b", "!!python/name:os.x", "&a [*a]", "[" * 50_000]
 )
 def test_an_override_that_is_not_yaml(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("seed: 1\n")
@@ -251,6 +253,8 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
     for text, value in (
         ("1e-4", "1e-4"),
         ("007", "007"),
+        ("1:30", "1:30"),
+        ("9" * 4000, "9" * 4000),
         ("2026-11-21", "2026-11-21"),
         ("'@file'", "@file"),
         ("a: b", "a: b"),
@@ -276,9 +280,15 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
         ("a: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
         ("a: " + "[" * 50_000, "nested too deeply"),
         ("seed: 1\n? [a, b]\n: 1\n", "not valid YAML: line 2, column 3: found unhashable key"),
-        ("seed: " + "9" * 5000, r"cannot read a value: Exceeds the limit \(4300 digits\)"),
-        ("seed: 1" + ":59" * 300 + ".0", "cannot read a value: int too large"),
-        ("seed: 0x_\n", "not valid YAML: cannot read a value"),
+        ("seed: " + "9" * 4000, "line 1, column 7: a number of 4,000 characters; expected at most 100"),
+        ("seed: 0x" + "f" * 4000, "line 1, column 7: a number of 4,002 characters; expected at most 100"),
+        ("seed: 1" + ":59" * 300 + ".0", "line 1, column 7: .* is a number in base 60 to some readers"),
+        ("seed: 0x_\n", "seed = '0x_': expected a whole number"),
+        ("reward: {weights: {a: 1:30}}", "line 1, column 23: '1:30' is a number in base 60 to some readers"),
+        ("reward: {args: {a: [1:30]}}", "line 1, column 21: '1:30' is a number in base 60 to some readers"),
+        ("train: &a\n  iterations: *a\n", "line 1, column 8: an alias of what it is in"),
+        ("reward: &a\n  <<: *a\n", "line 1, column 9: an alias of what it is in"),
+        (LAUGHS, "line 1, column 1: longer than 1,000,000 characters with every alias written out"),
         ('seed: !!int ""\n', "not valid YAML: cannot read a value"),
         ("seed: !!bool perhaps\n", "not valid YAML: cannot read a value: 'perhaps'"),
         ("#" * 1_000_001, "not valid YAML: longer than 1,000,000 characters"),
@@ -315,9 +325,81 @@ def test_what_yaml_is_read_as(tmp_path: Path) -> None:
     assert tree["numbers"] == [1e-4, -1e4, 500.0, 1500.0, 0.1, 1e-4, 1000, math.inf]
     assert tree["text"] == ["2026-11-22", "1e-4", "${seed}", "e4", "1e", ".e4", "1.2.3e4"]
     assert tree["merged"] == {"a": 1, "b": 3}
-    for text in tree["text"]:
-        file.write_text(dump(build({"output": text, "reward.args.x": [text]})))
-        assert load(file) == build({"output": text, "reward.args.x": [text]})
+    for text in (*tree["text"], "010", "1:30", "0o7", "0x1f", ".inf", "1_0", "+5"):
+        file.write_text(dump(build({"tracking.project": text, "reward.args.x": [text]})))
+        assert load(file) == build({"tracking.project": text, "reward.args.x": [text]})
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("010", 10),
+        ("0100", 100),
+        ("08", 8),
+        ("-010", -10),
+        ("+09", 9),
+        ("00", 0),
+        ("1_000", 1000),
+        ("007.50", 7.5),
+        ("0x10", 16),
+        ("0o17", 15),
+        ("0b11", 3),
+    ],
+)
+def test_zeros_before_a_number_mean_nothing(text: str, number: float, tmp_path: Path) -> None:
+    """As `seq -w` writes them: in a file, on the command line and in the arguments of a reward."""
+    file = tmp_path / "c.yaml"
+    file.write_text(f"reward: {{args: {{a: {text}, b: [{text}]}}}}\neval: {{guidance_scale: null}}\n")
+    found = [
+        load(file).reward.args["a"],
+        *load(file).reward.args["b"],
+        load(file, {"reward.args.c": text}).reward.args["c"],
+    ]
+    assert found == [number] * 3
+    assert {type(each) for each in found} == {type(number)}
+    assert load(file, {"reward.weights.vq": text, "reward.weights.ta": "1"}).reward.weights == {"vq": number, "ta": 1}
+    if isinstance(number, int) and number > 0:
+        assert load(file, {"seed": text, "train.iterations": text}).seed == number
+
+
+@pytest.mark.parametrize("text", ["1:30", "-1:30", "12:30:45", "1:30.5"])
+def test_numbers_in_base_60_are_refused(text: str, tmp_path: Path) -> None:
+    for key in ("seed", "sampling.eta", "reward.weights.vq", "reward.args.fps"):
+        with pytest.raises(UserError, match=f"^--{key} '{text}': line 1, column 1: '{text}' is a number in base 60"):
+            load(None, {key: text})
+    assert load(None, {"tracking.project": text, "reward.args.x": f"'{text}'"}).tracking.project == text
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("sampling.cfg", ["sampling.guidance_scale"]),
+        ("eval.cfg", ["eval.guidance_scale"]),
+        ("cfg_scale", ["sampling.guidance_scale"]),
+        ("num_inference_steps", ["sampling.steps"]),
+        ("eval.num_inference_steps", ["eval.steps"]),
+        ("train.steps", ["sampling.steps", "eval.steps"]),
+        ("learning-rate", ["train.learning_rate"]),
+        ("reward.weight", ["reward.weights"]),
+        ("sampling.stesp", ["sampling.steps"]),
+        ("sampling.cgf_strength", []),
+        ("sampling.delta", []),
+        ("sampling.cut", []),
+    ],
+)
+def test_hints_are_meant_or_absent(key: str, meant: list[str]) -> None:
+    assert similar(key) == meant
+
+
+def test_every_alias_means_a_setting() -> None:
+    """And is no setting itself, whose name would win."""
+    known = settings_of(Config)
+    assert set(ALIASES.values()) <= known.keys()
+    assert not ALIASES.keys() & {setting.field for setting in known.values()}
+
+
+def test_nearest_of_nothing_lists_nothing() -> None:
+    assert nearest("a", []) == "there is nothing to choose from"
 
 
 def test_config_file_that_is_no_file(tmp_path: Path) -> None:

@@ -193,3 +193,37 @@ def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path
 )
 def test_what_a_terminal_obeys_is_escaped_and_scripts_are_not(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+def test_an_error_that_cannot_be_shown_keeps_its_status() -> None:
+    """Stderr on a full disk."""
+    code = "import sys; from sage_fast.cli import main; sys.exit(main(['tarin']))"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stderr=full).returncode == 2
+
+
+@pytest.mark.parametrize("stderr", [subprocess.PIPE, None], ids=["stderr elsewhere", "both"])
+def test_messages_that_cannot_be_printed_end_nothing(stderr: int | None) -> None:
+    code = (
+        "import logging, sys\nfrom sage_fast.util import console\n"
+        "console.log_to_screen()\nfor _ in range(3): logging.getLogger('sage_fast.run').info('said')\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=stderr or full, text=True)
+    assert done.returncode == 0
+    assert done.stderr in (None, "note: nothing more is printed: stdout cannot be written (No space left on device)\n")
+
+
+def test_a_log_that_cannot_be_opened_is_one_note(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    console.log_to_screen()
+    console.log_to(tmp_path / "logs" / "rank-000.log")
+    LOG.info("said")
+    assert capfd.readouterr().out == f"note: no log is written: '{tmp_path}/logs': File exists\nsaid\n"
+
+
+def test_an_error_of_a_message_keeps_its_traceback(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Only what the disk does is one note; a wrong message is a bug."""
+    console.log_to(tmp_path / "log")
+    console.PACKAGE.handlers[-1].handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    assert "TypeError: %d format" in capfd.readouterr().err

@@ -309,6 +309,8 @@ def test_a_relative_base_is_no_hub_id_in_another_folder(
     )
     shutil.copytree(TESTBED, tmp_path / "bases" / "tiny")
     monkeypatch.chdir(tmp_path)
+    assert cli.main(["export", str(run), "out"]) == 2, "a path of the run's settings is not one of the current folder"
+    shutil.copytree(TESTBED, run / "bases" / "tiny")
     assert cli.main(["export", str(run), "out"]) == 0
 
 

@@ -113,7 +113,7 @@ def truncated(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "image '{path}': no such file"),
-    "a folder": (Path.mkdir, "image '{path}' is no regular file; expected PNG, JPEG, WEBP"),
+    "a folder": (Path.mkdir, "image '{path}' is a folder, not a file; expected PNG, JPEG, WEBP"),
     "a pipe": (os.mkfifo, "image '{path}' is no regular file; expected PNG, JPEG, WEBP"),
     "a device": (
         lambda path: path.symlink_to("/dev/zero"),

@@ -153,7 +153,7 @@ def test_a_broken_file_is_named_with_its_line(name: str, content: str | bytes, e
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing.txt.*no such file here .*; expected UTF-8 text .*\.jsonl"):
+    with pytest.raises(UserError, match=r"missing.txt.*no such file; expected UTF-8 text .*\.jsonl"):
         read_prompts(str(tmp_path / "missing.txt"))
     with pytest.raises(
         UserError, match=r"expected one of testbed:train, testbed:heldout; did you mean 'testbed:tr.*file$"
@@ -321,7 +321,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         status, out = embed()
         first, *_, last = out.splitlines()  # between them a slow machine shows its progress
         assert (status, first) == (0, "sage-fast embed: loading PyTorch and diffusers")
-        assert last == f"cache: {TEXTS} texts"
+        assert last == f"{folder}/cache: {TEXTS} texts"
         assert len(encoded) == TEXTS - 3
         yield folder
 

@@ -81,7 +81,7 @@ def test_two_ranks_with_rewards_beside_them_that_fail(server: ForkServer, tmp_pa
     assert [row["reward/dropped"] for row in read_metrics(faulty / "metrics.jsonl")] == [0, 0]
     assert "its process ended: signal SIGKILL; 1 of 1 videos had no scores" in log
     # A held-out video whose reward always fails is named, has no score, and is left out of the comparison.
-    assert f"dropped a sample of {poison!r}: reward 'tests.reward_faults:Fingerprint': " in log
+    assert f"dropped a sample of {poison!r}: reward '{REPOSITORY}/tests.reward_faults:Fingerprint': " in log
     assert "ValueError: wrong" in log
     expected = read_json(sound / "eval" / "after.json")
     found = read_json(faulty / "eval" / "after.json")
@@ -186,7 +186,7 @@ def test_serve_reward_finds_rewards_of_a_package_and_of_the_current_folder(tmp_p
     )  # fmt: skip
     assert server.stdout is not None
     line = server.stdout.readline()
-    assert line.startswith("serves stranger, my_rewards:mine (bright, print) at http://127.0.0.1:"), line
+    assert line.startswith(f"serves stranger, {here}/my_rewards:mine (bright, print) at http://127.0.0.1:"), line
     videos = torch.rand(2, 5, 3, 16, 16)
     parts = HttpReward(line.split()[-1]).score(request(videos), 60)
     sent = videos.half().float()

@@ -352,15 +352,18 @@ class FailsOnOneRank(TestbedReward):
 
 def start_two(place: Place, run: str, *options: str, fault: Fault | None = None, first: bool = False) -> list[int]:
     """Start two gloo ranks as torchrun would; the fault is in the second rank, or in the first one if `first`."""
+    bounded = ["--timeout_minutes", "5", *options]
+    faults = (fault if first else None, None if first else fault)
+    return [place.start(run, *bounded, fault=of_rank, **rank) for rank, of_rank in zip(two_ranks(), faults)]
+
+
+def two_ranks() -> list[dict[str, str]]:
+    """The environments that torchrun would give two ranks on this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    bounded = ["--timeout_minutes", "5", *options]
-    return [
-        place.start(run, *bounded, fault=of_rank, **shared, RANK=rank, LOCAL_RANK=rank)
-        for rank, of_rank in (("0", fault if first else None), ("1", None if first else fault))
-    ]
+    return [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
 
 
 @pytest.mark.fault("SIGTERM to one of two ranks", "both stop at the same iteration; one rank alone resumes from it")

@@ -2,10 +2,12 @@
 
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import os
 import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -38,6 +40,7 @@ from sage_fast.util.meters import name_in_name
 from sage_fast.util.profiling import PHASES, WAIT
 from tests.test_docs import REPOSITORY, SMALL, blocks, commands, tables
 from tests.tiny import BASE_SETTINGS, arguments, settings, tiny_trainer, train
+from tests.waits import wait_until
 
 
 def made(config: Config, run: Path, run_id: str, start: int = 0) -> MetricsWriter:
@@ -518,3 +521,25 @@ def test_colleagues_can_read_every_file(resumed: Path) -> None:
         "pytorch_lora_weights.safetensors",
     } <= names
     assert {path: oct(mode) for path, mode in modes.items() if mode != 0o644} == {}
+
+
+def test_tensorboard_whose_files_cannot_be_written_is_left_out_with_one_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its own thread writes them; that thread prints no traceback."""
+    caplog.set_level(logging.INFO)
+    writer = made(settings(tracking__trackers=["tensorboard"]), tmp_path, "0a1b2c3d")
+    shutil.rmtree(tmp_path / "tensorboard")
+    written = itertools.count()
+
+    def is_noted() -> bool:
+        writer.write({"iteration": next(written), "loss": 1.0})
+        return bool(caplog.messages)
+
+    wait_until(is_noted)
+    for _ in range(3):
+        is_noted()
+    writer.close()
+    assert [message.startswith("note: tracker 'tensorboard' failed") for message in caplog.messages] == [True]
+    assert "Traceback" not in capfd.readouterr().err
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == next(written)

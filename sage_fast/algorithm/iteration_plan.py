@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import TransitionTable
@@ -39,11 +40,10 @@ class Sample:
 
 def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
     """Return the indices of one iteration's prompts: a new shuffle every epoch, a pure function of the arguments."""
-    chosen = []
-    for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
-        epoch, offset = divmod(position, prompts)
-        chosen.append(permutation(prompts, seed, "prompts", epoch)[offset])
-    return chosen
+    first, end = iteration * per_iteration, (iteration + 1) * per_iteration
+    epochs = range(first // prompts, (end - 1) // prompts + 1)
+    shuffled = {epoch: permutation(prompts, seed, "prompts", epoch) for epoch in epochs}
+    return [shuffled[position // prompts][position % prompts] for position in range(first, end)]
 
 
 def share_of(count: int, ranks: int, rank: int) -> range:
@@ -100,34 +100,82 @@ def assign_to_ranks(tokens: Sequence[int], ranks: int, batch_size: int, rollouts
         rollouts: denoising steps of the samples.
     """
     lengths = range(rollouts.group_size, 0, -1) if any(rollouts.prefixes) else [batch_size]
-
-    def longest(shares: Sequence[Sequence[int]]) -> tuple[int, int]:
-        counts = [rollouts.count(share, tokens) for share in shares]
-        return max(counts), sum(counts)
-
-    shares = min((_assign_runs(tokens, ranks, length, rollouts) for length in lengths), key=longest)
+    order = _longest_first(tokens, rollouts)
+    runs = [_assign_runs(order, tokens, ranks, length, rollouts) for length in lengths]
+    best = min(runs, key=lambda assigned: (max(assigned.loads), sum(assigned.loads)))
     size, windows = rollouts.group_size, rollouts.windows
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for first, end, rank in best.runs:
+        shares[rank] += order.samples[first:end]
     return [sorted(share, key=lambda sample: (tokens[sample], windows[sample // size], sample)) for share in shares]
 
 
-def _assign_runs(tokens: Sequence[int], ranks: int, length: int, rollouts: Rollouts) -> list[list[int]]:
-    """Assign the samples in runs of up to `length`, as `assign_to_ranks` says; return each rank's samples."""
+class _Order(NamedTuple):
+    """The samples of an iteration, longest first, in blocks that can be denoised together.
+
+    Attributes:
+        samples: numbers of the samples.
+        block_ends: place of a sample in this order -> place after the last sample of its block. A block has samples of
+            one length and, if they share steps, of one group.
+    """
+
+    samples: list[int]
+    block_ends: list[int]
+
+
+class _Runs(NamedTuple):
+    """An assignment of samples to ranks.
+
+    Attributes:
+        runs: first place in `_Order.samples`, place after the last, rank.
+        loads: denoising steps of each rank, weighted as by `Rollouts.count`.
+    """
+
+    runs: list[tuple[int, int, int]]
+    loads: list[int]
+
+
+def _longest_first(tokens: Sequence[int], rollouts: Rollouts) -> _Order:
     size, prefixes = rollouts.group_size, rollouts.prefixes
-    groups = [sample // size for sample in range(len(tokens))]
-    alike = [(tokens[sample], group if prefixes[group] else None) for sample, group in enumerate(groups)]
     work = [rollouts.count(range(group * size, group * size + size), tokens) for group in range(len(prefixes))]
-    loads = [(0, len(share_of(len(tokens), ranks, rank)), rank) for rank in range(ranks)]  # work, free places, rank
-    heapq.heapify(loads)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    remaining = sorted(range(len(tokens)), key=lambda sample: (-work[groups[sample]], sample))
-    while remaining:
-        _, free, rank = heapq.heappop(loads)
-        run = [s for s in remaining[: min(length, free)] if alike[s] == alike[remaining[0]]]
-        shares[rank] += run
-        if free > len(run):
-            heapq.heappush(loads, (rollouts.count(shares[rank], tokens), free - len(run), rank))
-        del remaining[: len(run)]
-    return shares
+    samples = sorted(range(len(tokens)), key=lambda sample: (-work[sample // size], sample))
+    keys = [(tokens[sample], sample // size if prefixes[sample // size] else None) for sample in samples]
+    ends = [len(samples)] * len(samples)
+    for place in reversed(range(len(samples) - 1)):
+        ends[place] = ends[place + 1] if keys[place] == keys[place + 1] else place + 1
+    return _Order(samples, ends)
+
+
+def _assign_runs(order: _Order, tokens: Sequence[int], ranks: int, length: int, rollouts: Rollouts) -> _Runs:
+    """Assign the samples in runs of up to `length`, as `assign_to_ranks` says.
+
+    A run takes the same time whatever its length, so that all lengths together take n log n.
+    """
+    count = len(order.samples)
+    runs: list[tuple[int, int, int]] = []
+    loads = [0] * ranks
+    groups: list[set[int]] = [set() for _ in range(ranks)]  # whose shared steps the rank has counted
+    queue = [(0, len(share_of(count, ranks, rank)), rank) for rank in range(ranks)]  # work, free places, rank
+    heapq.heapify(queue)
+    first = 0
+    while first < count:
+        _, free, rank = heapq.heappop(queue)
+        end = min(first + min(length, free), order.block_ends[first])
+
+        sample = order.samples[first]
+        group = sample // rollouts.group_size
+        shared = rollouts.prefixes[group]
+        steps = (end - first) * (rollouts.steps - shared)
+        if shared and group not in groups[rank]:
+            groups[rank].add(group)
+            steps += shared
+        loads[rank] += steps * tokens[sample]
+
+        runs.append((first, end, rank))
+        if free > end - first:
+            heapq.heappush(queue, (loads[rank], free - (end - first), rank))
+        first = end
+    return _Runs(runs, loads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,20 +242,26 @@ class IterationPlan:
         Args:
             kept: whether each sample is trained.
         """
-        train, orders = self.resolved.config.train, []
-        for sample in self.samples:
-            own, place = self.trained[sample.group], (self.index, sample.group, sample.index)
-            orders.append([own[i] for i in permutation(len(own), self.resolved.config.seed, "timesteps", *place)])
-        count = train.optimizer_steps
-        return [
-            [
-                (sample, order[position])
-                for position in range(max(map(len, orders)))
-                for sample, order in enumerate(orders)
-                if kept[sample] and u * len(order) // count <= position < (u + 1) * len(order) // count
-            ]
-            for u in range(count)
-        ]
+        seed, count = self.resolved.config.seed, self.resolved.config.train.optimizer_steps
+        orders: dict[int, list[int]] = {}
+        for number, sample in enumerate(self.samples):
+            if kept[number]:
+                steps = self.trained[sample.group]
+                place = (self.index, sample.group, sample.index)
+                orders[number] = [steps[i] for i in permutation(len(steps), seed, "timesteps", *place)]
+
+        # Position in an order -> the update that trains it. An order of n steps is cut into `count` nearly equal parts.
+        parts = {
+            length: [u for u in range(count) for _ in range(u * length // count, (u + 1) * length // count)]
+            for length in {len(order) for order in orders.values()}
+        }
+        updates: list[list[Transition]] = [[] for _ in range(count)]
+        for position in range(max(map(len, orders.values()), default=0)):
+            for number, order in orders.items():
+                if position < len(order):
+                    update = parts[len(order)][position]
+                    updates[update].append((number, order[position]))
+        return updates
 
     def forwards(self, kept: Sequence[bool] | None = None) -> dict[str, int]:
         """Return part -> forwards of one sample, all ranks together; a step with guidance has two.

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sage_fast.config.engines import RENOISES
 from sage_fast.config.schema import Config, ObjectiveConfig
 from sage_fast.ops import Row
 
@@ -123,9 +124,9 @@ SURROGATES = {
     "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio, clipped=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
     "nft": SurrogateRow(
-        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True, scores_rollout=False
+        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True, scores_rollout=not RENOISES["nft"]
     ),
-    "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=False),
+    "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=not RENOISES["awm"]),
 }  # fmt: skip
 
 

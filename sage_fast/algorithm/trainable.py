@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from sage_fast.algorithm.objective import SURROGATES, Objective
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.loader import leaves
-from sage_fast.config.rank_checks import check_ranks
+from sage_fast.config.rank_checks import check_choices, check_ranks, no_gradient, sampler_in_words
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import check_agreement, world_size
@@ -44,15 +44,12 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
             without an average, one part to balance, or more ranks than samples.
     """
+    check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
     resolved, s, train = Resolved(config), config.sampling, config.train
     trainable = min(len(resolved.trained_steps(table)) for table in resolved.windows)
-    rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
+    rows = sampler_in_words(s)
     if trainable == 0:
-        forward = " or ".join(name for name, row in SURROGATES.items() if not row.scores_rollout)
-        raise UserError(
-            f"{rows} has no stochastic step to train, so there is no policy gradient; expected one that adds "
-            f"noise, with eta above 0, or objective.surrogate = {forward}"
-        )
+        raise no_gradient(s)
     noiseless = f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false"
     s.require(bool(resolved.table.stochastic_steps) or not s.shared_initial_noise, "shared_initial_noise", noiseless)
     together = s.shared_initial_noise and resolved.objective.surrogate.scores_rollout
@@ -65,18 +62,6 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             f"sample; the nearest valid value is {trainable}"
         )
     _check_kl(resolved.objective)
-    s.require(
-        train.ema_decay > 0 or not s.averaged_weights,
-        "averaged_weights",
-        f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above 0, such as 0.9; the "
-        "nearest choice is false",
-    )
-    weighted = [part for part, weight in config.reward.part_weights.items() if weight]
-    config.objective.require(
-        len(weighted) > 1 or not config.objective.balanced_rewards,
-        "balanced_rewards",
-        f"the reward has one part with a weight, {weighted[0]}, so nothing to balance; the nearest choice is false",
-    )
     check_ranks(train, config.model.sequence_parallel, ranks or world_size())
     return resolved
 

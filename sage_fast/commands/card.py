@@ -49,6 +49,8 @@ def model_card(
     shown: dict[str, Any] = {"run": run.path.resolve().name, "version": __version__, "spec": spec, "base": base}
     shown |= {"config": config, "iteration": iteration, "evaluation": _evaluation(run, iteration)}
     shown |= {"settings": _settings(dataclasses.asdict(config), base), "lora_file": LORA_FILE}
+    names = [entry.name for entry in config.reward.entries]
+    shown["rewards"] = [name if "://" in name else Path(name).name for name in names]  # without folders of this machine
     shown["files"] = sorted(file for file in files if file.endswith(".safetensors") and "/" not in file)
     return str(ModelCard.from_template(data, str(Path(__file__).parent / "card.md.j2"), **shown))
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from sage_fast.run.sources import check_folder, existing, labelled
 from sage_fast.util.files import VIDEOS
+from sage_fast.util.paths import TypedFile
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
     add("run", metavar="RUN", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it")
-    add("--folder", type=Path, default="comparison", help="where the page goes (default: comparison)")
+    add("--folder", type=TypedFile, default="comparison", help="where the page goes (default: comparison)")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.files import make_folder_of
+from sage_fast.util.paths import TypedFile
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("--json", type=Path, metavar="FILE", help="write every row to FILE")
+    add("--json", type=TypedFile, metavar="FILE", help="write every row to FILE")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:

@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.data.prompts import captions_of, read_prompts
-from sage_fast.run.sources import load_source
+from sage_fast.run.sources import load_run
+from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
+from sage_fast.util.paths import TypedPath
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", metavar="CONFIG", help="YAML file")
-    add("--prompts", metavar="FILE", help="encode these instead of data.prompts and data.eval_prompts")
+    add("config", type=TypedPath, metavar="CONFIG", help="YAML file")
+    add("--prompts", type=TypedPath, metavar="FILE", help="encode these instead of data.prompts and data.eval_prompts")
     add("--quiet", action="store_true", help="print nothing but errors")
 
 
@@ -29,23 +31,24 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     Raises:
         UserError: no cache is configured, a prompt has two negative prompts, or the text encoders cannot be read.
     """
-    config = load_source("embed", options.config, overrides)
-    import torch
-
-    from sage_fast.data.embeddings import cache_key, encode_cached
-    from sage_fast.data.prompt_checks import check_captions, notes_on_prompts
-    from sage_fast.models.load import find_spec
-    from sage_fast.run.fail_fast import fail_fast
-    from sage_fast.util.ranks import local_device, shutdown
-
-    data, dtype = config.data, config.model.dtype
-    if data.embedding_cache is None:
+    config = load_run(options.config, overrides)[0]
+    if config.data.embedding_cache is None:
         raise UserError("data.embedding_cache = None: expected the folder that runs share, such as embeddings")
-    sources = [options.prompts] if options.prompts else [data.prompts, data.eval_prompts]
+    sources = [options.prompts] if options.prompts else [config.data.prompts, config.data.eval_prompts]
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
+    captions, cache = captions_of(prompts), Path(config.data.embedding_cache)
+    with heavy_imports("embed"):
+        import torch
+
+        from sage_fast.data.embeddings import cache_key, encode_cached
+        from sage_fast.data.prompt_checks import check_captions, notes_on_prompts
+        from sage_fast.models.load import find_spec
+        from sage_fast.run.fail_fast import fail_fast
+        from sage_fast.util.ranks import local_device, shutdown
+
     for note in notes_on_prompts(prompts):
         log.info(f"note: {note}")
-    captions, cache = captions_of(prompts), Path(data.embedding_cache)
+    dtype = config.model.dtype
     with fail_fast(config.timeout_minutes):
         spec = find_spec(config.model.path, fetch=True)
         check_captions(prompts, spec)

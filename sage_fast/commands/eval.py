@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.loader import load
+from sage_fast.config.places import placed_plugin
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.sources import labelled, load_run
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import VIDEOS, make_folder_of
+from sage_fast.util.files import VIDEOS, check_new_folder, make_folder_of
+from sage_fast.util.paths import TypedFile
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +30,21 @@ def add_arguments(add: Callable[..., object]) -> None:
     sources = "YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it"
     add("source", metavar="SOURCE", nargs="+", help=sources)
     add("--scorer", action="append", default=[], metavar="NAME", help="an extra reward, or LABEL=NAME; may be repeated")
-    add("--folder", type=Path, help="new or empty folder for videos, table and page (default: evaluation, a new one)")
-    add("--json", type=Path, metavar="FILE", help="write every score to FILE, and nothing else without --folder")
+    add(
+        "--folder",
+        type=TypedFile,
+        help="new or empty folder for videos, table and page (default: evaluation, a new one)",
+    )
+    add("--json", type=TypedFile, metavar="FILE", help="write every score to FILE, and nothing else without --folder")
     add("--quiet", action="store_true", help="no progress bar")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     make_folder_of(options.json)
+    if options.folder is not None:
+        check_new_folder(options.folder)
     candidates, config = read_candidates(options.source, overrides)
-    scorers = labelled(options.scorer)
+    scorers = {label: placed_plugin(name) for label, name in labelled(options.scorer).items()}
     if wrong := {"", "judge"} & scorers.keys():
         raise UserError(f"--scorer {scorers[wrong.pop()]!r}: expected LABEL=NAME, and a label other than judge")
     if (folder := options.folder) is None and options.json is None:  # alike on all ranks, which have yet to join

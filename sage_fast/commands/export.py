@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from sage_fast.run.sources import existing
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import printable
+from sage_fast.util.files import check_new_folder
+from sage_fast.util.paths import TypedFile, TypedPath
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one")
-    add("folder", type=Path, metavar="FOLDER", help="new or empty folder")
+    add("run", type=TypedPath, metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one")
+    add("folder", type=TypedFile, metavar="FOLDER", help="new or empty folder")
     add("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     run = existing(options.run, "a run folder, or a checkpoint in one")
+    check_new_folder(options.folder, "folder")
     with heavy_imports("export"):
         from sage_fast.commands.export_formats import export
 

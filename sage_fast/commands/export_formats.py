@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 from sage_fast.commands.card import model_card
@@ -15,7 +14,7 @@ from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.run.sources import run_and_weights
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import atomic_path, save_tensors
+from sage_fast.util.files import atomic_path, check_new_folder, copy_folder, save_tensors
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +36,7 @@ def export(source: Path, folder: Path, base: str | None = None) -> list[Path]:
     Raises:
         UserError: `source` has no weights or damaged ones, `folder` holds files, or `base` is no hub id.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{str(folder)!r}: expected a new or an empty folder; nothing was changed")
+    check_new_folder(folder, "folder")
     place = folder.resolve()
     if place == Path.cwd():
         raise UserError(f"{str(folder)!r}: the current folder; expected another one")
@@ -59,7 +57,7 @@ def _write(source: Path, folder: Path, base: str | None) -> None:
     folder.mkdir()
     for part in spec.networks:
         if not config.model.trains_adapter:
-            shutil.copytree((weights / part).resolve(), folder / part)
+            copy_folder((weights / part).resolve(), folder / part)
         else:
             _write_lora(spec, part, weights, folder, run.path.name, base)
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]

@@ -16,6 +16,7 @@ from sage_fast.config.loader import load
 from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.util.errors import UserError, nearest, printable
 from sage_fast.util.files import write_atomic
+from sage_fast.util.paths import TypedFile
 
 _FOLDER = Path(str(files("sage_fast.configs") / "demo.yaml")).parent
 
@@ -37,7 +38,7 @@ PROMPTS = {True: "a red circle moves left quickly", False: "a red fox trots thro
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("folder", type=Path, metavar="FOLDER", help="new folder, or one without files of those names")
+    add("folder", type=TypedFile, metavar="FOLDER", help="new folder, or one without files of those names")
     add("--config", metavar="NAME", default="demo", help="a shipped configuration (default: demo)")
 
 
@@ -66,10 +67,9 @@ def init(folder: Path, name: str) -> str:
     suffix = Path(config.data.prompts).suffix or ".txt"
     files, images, captions = dict[str, str](), dict[str, bytes](), set[str]()
     for file, given in (("prompts", config.data.prompts), ("heldout", config.data.eval_prompts)):
-        source = _FOLDER / given.removeprefix("configs/")
-        prompts = read_prompts(given if given in SETS else str(source))
+        prompts = read_prompts(given)
         lines = "".join(f"{prompt.text}\n" for prompt in prompts)
-        files[file + suffix] = lines if given in SETS else source.read_text(encoding="utf-8")
+        files[file + suffix] = lines if given in SETS else Path(given).read_text(encoding="utf-8")
         images |= {prompt.image: Path(prompt.caption.image).read_bytes() for prompt in prompts if prompt.image}
         captions |= {prompt.text for prompt in prompts}
     on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}

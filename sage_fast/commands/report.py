@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 
 from sage_fast.run.sources import existing
 from sage_fast.util.errors import printable
+from sage_fast.util.paths import TypedPath
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("run", metavar="RUN", help="run folder")
+    add("run", type=TypedPath, metavar="RUN", help="run folder")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

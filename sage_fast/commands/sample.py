@@ -6,22 +6,23 @@ import argparse
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.run.sources import check_folder, load_source
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
+from sage_fast.util.paths import TypedFile, TypedPath
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    add("config", type=TypedPath, metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     add("--prompt", action="append", default=[], help="may be given several times")
-    add("--image", metavar="FILE", action="append", default=[], help="image of each --prompt in turn, or one for all")
-    add("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
-    add("--folder", type=Path, default="samples", help="where the MP4 files go (default: samples)")
+    image = "image of each --prompt in turn, or one for all"
+    add("--image", type=TypedPath, metavar="FILE", action="append", default=[], help=image)
+    add("--prompts", type=TypedPath, metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
+    add("--folder", type=TypedFile, default="samples", help="where the MP4 files go (default: samples)")
     add("--quiet", action="store_true", help="no progress bar")
 
 
@@ -36,6 +37,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
     prompts = _given(options.prompt, options.image) + (read_prompts(options.prompts) if options.prompts else [])
+    check_folder(options.folder)
     config = load_source("sample", options.config, overrides)
     from sage_fast.commands.sample_videos import generate, save_videos
     from sage_fast.loading import load_setup, resolve
@@ -43,7 +45,6 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from sage_fast.util.videos import check_encoder
 
     folder = options.folder
-    check_folder(folder)
     check_encoder()
     setup = load_setup(resolve(config), prompts, rewards=False)
     for note in setup.model.notes:

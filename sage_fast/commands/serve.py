@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from sage_fast.config.loader import load
 from sage_fast.data.prompts import metadata_of, read_prompts
 from sage_fast.util.errors import UserError
+from sage_fast.util.paths import TypedPath
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", metavar="CONFIG", help="YAML file; its rewards are served")
+    add("config", type=TypedPath, metavar="CONFIG", help="YAML file; its rewards are served")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 picks a free port (default: 8000)")
     add("--largest", type=int, metavar="MIB", default=1024, help="largest request in MiB (default: 1024)")

@@ -5,21 +5,29 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
+import reprlib
 from collections.abc import Callable, Mapping
 
 from sage_fast.config.loader import load
+from sage_fast.config.rank_checks import check_choices, check_engine
 from sage_fast.run.folder import RunFolder
+from sage_fast.run.preflight import check_named, check_new
 from sage_fast.run.sources import resumed_settings
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
 from sage_fast.util.launchers import launched
+from sage_fast.util.paths import TypedPath
 
 log = logging.getLogger(__name__)
 
+MAX_GPUS = 2**20
+"""Most GPUs of a plan; an iteration has no more samples."""
+
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", metavar="CONFIG", help="YAML file; with --resume also a run folder")
+    add("config", type=TypedPath, metavar="CONFIG", help="YAML file; with --resume also a run folder")
     add("--dry-run", action="store_true", help="print sizes, FLOPs, memory and times (rewards: as measured), then stop")
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
     add("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")
@@ -32,20 +40,29 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     given = options.config, overrides
     config, notes = resumed_settings(*given) if options.resume else (load(*given), [])
     _check_gpus(options)
+    resume = options.resume and RunFolder(config.output).exists  # alike on all ranks: it begins once all have joined
+    is_alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
+    if options.dry_run or is_alone:  # else a rank would end before the others, which wait for it, can be told
+        check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
+        check_named(config.model, config.data, config.named_rewards)
     if options.dry_run:
         with heavy_imports("train"):
             from sage_fast.tools.plan import dry_run
 
         ranks = options.gpus or launched("WORLD_SIZE", 1)
-        print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80), options.gpu_price or 0.0)))
+        memory, price = 1e9 * (options.gpu_memory or 80), options.gpu_price or 0.0
+        print(printable(dry_run(config, ranks, memory, price, resume=resume)))
         return
+    if is_alone:
+        check_engine(config.train)
+        if not resume:
+            check_new(config.output)
     with heavy_imports("train"):
         from sage_fast.loading import load_setup
         from sage_fast.report.page import report_run
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.train import train
 
-    resume = options.resume and RunFolder(config.output).exists  # alike on all ranks: it begins once all have joined
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):
@@ -53,6 +70,8 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
 
 def _check_gpus(o: argparse.Namespace) -> None:
+    if o.gpus is not None and o.gpus > MAX_GPUS:
+        raise UserError(f"--gpus {reprlib.repr(o.gpus)}: expected at most {MAX_GPUS:,}")
     for name, value in (("--gpus", o.gpus), ("--gpu-memory", o.gpu_memory), ("--gpu-price", o.gpu_price)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} {value:g}: expected {'at least 1' if name == '--gpus' else 'a number above 0'}")

@@ -58,6 +58,9 @@ ENGINES = {
 OPTIMIZERS = {"adamw": False, "muon": True}
 """Choice of `train.optimizer` -> whether Muon updates the matrices of the blocks; AdamW updates all else."""
 
+RENOISES = {"clip": False, "kl_mask": False, "log_prob": False, "nft": True, "awm": True}
+"""Choice of `objective.surrogate` -> whether it re-noises the final samples, and so scores no step of the rollout."""
+
 ADAPTERS = {"lora": True, "full": False}
 """Choice of `model.tuning` -> whether an adapter is trained, and the weights under it are frozen."""
 

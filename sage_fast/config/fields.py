@@ -32,6 +32,8 @@ BOUNDS = {
     "most": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
+NAMES = "names"
+"""Key of a field's metadata that says what the setting names on this machine; the other keys are `BOUNDS`."""
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -50,6 +52,11 @@ _PYTHON: dict[Any, Any] = {bool: bool, int: int, float: int | float, str: str}
 def within(default: float | None, **bounds: float) -> Any:
     """Declare a number with `BOUNDS`; `above` and `below` exclude the bound itself, `every` counts from `least`."""
     return dataclasses.field(default=default, metadata=bounds)
+
+
+def names(kind: str, default: str | None) -> Any:
+    """Declare a text that names something on this machine; `sage_fast.config.places.PLACES` has the kinds."""
+    return dataclasses.field(default=default, metadata={NAMES: kind})
 
 
 def require(condition: bool, name: str, value: object, expected: str) -> None:
@@ -89,12 +96,14 @@ class Setting:
         type: type annotation.
         default: value if nothing is given.
         bounds: name in `BOUNDS` -> bound.
+        names: what the setting names on this machine, in `sage_fast.config.places.PLACES`; None for a plain value.
     """
 
     name: str
     type: Any
     default: Any
     bounds: Mapping[str, float]
+    names: str | None = None
 
     @property
     def field(self) -> str:
@@ -220,7 +229,9 @@ def own_settings(section: type) -> tuple[Setting, ...]:
             factory = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
             name = (prefix + field.name).removeprefix(".")
-            found.append(Setting(name=name, type=hints[field.name], default=default, bounds=field.metadata))
+            bounds = {key: bound for key, bound in field.metadata.items() if key != NAMES}
+            kind = field.metadata.get(NAMES)
+            found.append(Setting(name=name, type=hints[field.name], default=default, bounds=bounds, names=kind))
     return tuple(found)
 
 

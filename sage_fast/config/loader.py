@@ -7,25 +7,80 @@ any model is made. `dump` writes the resolved tree into the run folder.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import itertools
 import re
 import reprlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
 import yaml
 
 from sage_fast.config.fields import own_settings, sections, settings_of
+from sage_fast.config.places import placed
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.paths import located
 
 LARGEST = 1_000_000
-"""Most characters of a YAML text."""
+"""Most characters of a YAML text, also with every alias written out."""
+MAX_NUMBER_CHARS = 100
+"""Most characters of a whole number; messages show it."""
+MIN_SIMILARITY = 0.8
+"""Similarity of difflib from which a word counts as misspelt: a wrong hint is worse than none."""
+BASES = {"0x": 16, "0o": 8, "0b": 2}
+"""How a whole number begins -> its base."""
 
-ALIASES = {"lr": "train.learning_rate", "epochs": "train.iterations", "fsdp": "train.engine", "beta": "kl.lambda_max"}
-ALIASES |= {"kl_coef": "kl.lambda_max", "num_epochs": "train.iterations", "num_generations": "train.group_size"}
-ALIASES |= {"target_share": "kl.lambda_max", "lambda_limit": "kl.lambda_max"}
+ALIASES = {
+    **dict.fromkeys(("lr", "learning-rate"), "train.learning_rate"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "max_train_steps"), "train.iterations"),
+    **dict.fromkeys(("fsdp", "deepspeed", "zero_stage", "zero"), "train.engine"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_beta", "init_kl_coef", "kl_weight"), "kl.lambda_max"),
+    **dict.fromkeys(("target_share", "lambda_limit"), "kl.lambda_max"),
+    **dict.fromkeys(("num_generations", "num_image_per_prompt", "num_videos_per_prompt"), "train.group_size"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "train.batch_size"),
+    **dict.fromkeys(("num_iterations", "num_inner_epochs", "ppo_epochs"), "train.optimizer_steps"),
+    **dict.fromkeys(("optim", "optimizer_type"), "train.optimizer"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), "train.schedule"),
+    **dict.fromkeys(("lr_warmup_steps", "num_warmup_steps"), "train.warmup_steps"),
+    **dict.fromkeys(("adam_weight_decay", "wd"), "train.weight_decay"),
+    **dict.fromkeys(("adam_epsilon", "epsilon_adam"), "train.eps"),
+    **dict.fromkeys(("clip_grad", "max_norm", "gradient_clip"), "train.max_grad_norm"),
+    **dict.fromkeys(("ema", "use_ema"), "train.ema_decay"),
+    **dict.fromkeys(("save_steps", "save_freq", "checkpointing_steps"), "train.checkpoint_interval"),
+    **dict.fromkeys(("save_total_limit", "checkpoints_total_limit", "num_checkpoint_limit"), "train.keep_checkpoints"),
+    **dict.fromkeys(("eval_steps", "eval_freq", "eval_every", "validation_steps"), "eval.interval"),
+    **dict.fromkeys(("cliprange", "clip_eps", "clip_epsilon", "epsilon"), "objective.clip_range"),
+    **dict.fromkeys(("adv_clip_max", "advantage_clip"), "objective.advantage_clamp"),
+    **dict.fromkeys(("scale_rewards", "global_std"), "objective.advantage_std"),
+    **dict.fromkeys(("loss_type", "loss"), "objective.surrogate"),
+    **dict.fromkeys(("cfg", "cfg_scale", "guidance", "cfg_infer"), "sampling.guidance_scale"),
+    **dict.fromkeys(("num_inference_steps", "inference_steps", "num_steps", "sampling_steps"), "sampling.steps"),
+    **dict.fromkeys(("noise_level", "noise_scale"), "sampling.eta"),
+    **dict.fromkeys(("flow_shift", "timestep_shift", "time_shift"), "sampling.shift"),
+    **dict.fromkeys(("sde_window_size", "window_size"), "sampling.sde_window"),
+    **dict.fromkeys(("same_latent", "init_same_noise", "same_noise"), "sampling.shared_initial_noise"),
+    **dict.fromkeys(("scheduler", "solver"), "sampling.sampler"),
+    **dict.fromkeys(("frames", "frame_number", "video_length"), "sampling.num_frames"),
+    **dict.fromkeys(("model_name_or_path", "pretrained_model_name_or_path", "pretrained_model"), "model.path"),
+    **dict.fromkeys(("model_id", "checkpoint", "ckpt"), "model.path"),
+    **dict.fromkeys(("lora_path", "adapter", "resume_from_lora"), "model.weights"),
+    **dict.fromkeys(("rank", "lora_r", "r"), "model.lora_rank"),
+    **dict.fromkeys(("alpha",), "model.lora_alpha"),
+    **dict.fromkeys(("target_modules", "lora_target_modules"), "model.lora_targets"),
+    **dict.fromkeys(("use_lora", "use_peft"), "model.tuning"),
+    **dict.fromkeys(("mixed_precision", "torch_dtype", "precision", "bf16", "fp16"), "model.dtype"),
+    **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "model.attention"),
+    **dict.fromkeys(("sp_size", "ulysses_degree", "context_parallel"), "model.sequence_parallel"),
+    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_model", "reward_func"), "reward.name"),
+    **dict.fromkeys(("reward_weights",), "reward.weights"),
+    **dict.fromkeys(("dataset", "dataset_name", "train_file", "data_json_path", "prompt_file"), "data.prompts"),
+    **dict.fromkeys(("output_dir", "save_dir", "logdir", "logging_dir"), "output"),
+    **dict.fromkeys(("report_to", "log_with"), "tracking.trackers"),
+    **dict.fromkeys(("project_name", "wandb_project"), "tracking.project"),
+}
 """Last part of a name in other trainers, or of a setting that is not offered any more -> the setting meant."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
@@ -34,6 +89,9 @@ def load(
     path: str | Path | None, overrides: Mapping[str, str] | None = None, overlays: Sequence[Mapping[str, Any]] = ()
 ) -> Config:
     """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the result.
+
+    What a file names is relative to that file, and what an override names to the current folder:
+    sage_fast/config/places.py. `overlays` are taken as they are.
 
     The file may begin with `base: FILE`, relative to it, and then changes the settings of FILE. A mapping such as
     `reward.weights`, or one of its entries, replaces the whole mapping of the layer below: a file's replaces the
@@ -46,8 +104,9 @@ def load(
     Raises:
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
-    own, typed = _read(Path(path)) if path else {}, {key: _typed(key, text) for key, text in (overrides or {}).items()}
-    return build(_merged(own, *map(leaves, overlays), typed))
+    own = _read(Path(path)) if path else {}
+    typed = {key: _typed(key, text) for key, text in (overrides or {}).items()}
+    return build(_merged(own, *map(leaves, overlays), placed(typed, Path.cwd(), is_file=False)))
 
 
 def keys_of(path: Path) -> list[str]:
@@ -59,17 +118,18 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
-    for name in own.keys() & {"data.prompts", "data.eval_prompts", "model.weights"}:
-        if not Path(str(own[name])).exists() and (path.parent / str(own[name])).exists():
-            own[name] = str(path.parent / own[name])
     for key in _entries_joined(own).keys() - settings_of(Config).keys():
         raise UserError(f"config {path}: {_unknown(key)}")
+    try:
+        own = placed(own, path.parent)
+    except UserError as error:
+        raise UserError(f"config {path}: {error}") from error
     if base is None:
         return own
     if not isinstance(base, str) or not base or path.resolve() in above:
         expected = "it leads back to this file" if isinstance(base, str) and base else "expected another YAML file"
         raise UserError(f"config {path}: base = {base!r}: {expected}")
-    return _merged(_read(path.parent / base, (*above, path.resolve())), own)
+    return _merged(_read(Path(located(base, path.parent)), (*above, path.resolve())), own)
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,8 +168,15 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     return loaded
 
 
+class NumberError(ValueError):
+    """A number of a YAML text that cannot be read, or that YAML's versions read as different ones."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but 1e-4 is a number, a date is text, and a mapping must not repeat a key."""
+    """YAML 1.1 with numbers as people write them, dates as text, and no key twice in a mapping.
+
+    `010` is 10 and `1e-4` is a number. `1:30`, a number in base 60 to YAML 1.1 and text to YAML 1.2, is refused.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [str(key.value) for key, _ in node.value]
@@ -117,15 +184,65 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=f"found duplicate key {repeated[0]}", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
+    def whole_number(self, node: yaml.ScalarNode) -> int:
+        """Read an integer. Leading zeros mean nothing; `0x`, `0o` and `0b` say which base it is in."""
+        digits = node.value.replace("_", "")
+        if len(digits) > MAX_NUMBER_CHARS:
+            raise _number_error(node, f"a number of {len(digits):,} characters; expected at most {MAX_NUMBER_CHARS}")
+        base = BASES.get(digits.lstrip("-+")[:2].lower(), 10)
+        return int(digits, base)
+
+    def decimal_number(self, node: yaml.ScalarNode) -> float:
+        """Read a float; `.inf` and `.nan` are YAML's names for what Python calls inf and nan."""
+        text = node.value.replace("_", "").lower()
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+    def base_60(self, node: yaml.ScalarNode) -> float:
+        """Refuse a number in base 60."""
+        text = reprlib.repr(node.value)
+        expected = "expected a plain number, or quotes around it for text"
+        raise _number_error(
+            node, f"{text} is a number in base 60 to some readers of YAML and text to others; {expected}"
+        )
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would read as a number."""
 
 
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?|\.\d)[\d_]*[eE][-+]?\d+$"), list("-+.0123456789")
-    )
+def _number_error(node: yaml.Node, problem: str) -> NumberError:
+    mark = node.start_mark
+    return NumberError(f"line {mark.line + 1}, column {mark.column + 1}: {problem}")
+
+
+_INTEGER = "tag:yaml.org,2002:int"
+_FLOAT = "tag:yaml.org,2002:float"
+_BASE_60 = "!base-60"
+_DIGITS = "[0-9]+(_[0-9]+)*"
+_NUMBERS = {
+    _INTEGER: rf"[-+]?({_DIGITS}|0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+)",
+    _FLOAT: rf"[-+]?({_DIGITS}(\.({_DIGITS})?)?|\.{_DIGITS})([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    _BASE_60: r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?",
+}
+"""Tag -> the plain text that has it, instead of YAML 1.1's numbers. An integer is no float: the first one counts."""
+
+
+def _set_numbers(kind: type[_Loader] | type[_Dumper]) -> None:
+    """Replace the rules by which a reader or a writer of YAML knows numbers."""
+    others = {
+        first: [(tag, pattern) for tag, pattern in rules if tag not in _NUMBERS]
+        for first, rules in kind.yaml_implicit_resolvers.items()
+    }
+    kind.yaml_implicit_resolvers = others
+    for tag, pattern in _NUMBERS.items():
+        kind.add_implicit_resolver(tag, re.compile(f"({pattern})$"), list("-+.0123456789"))
+
+
+_set_numbers(_Loader)
+_set_numbers(_Dumper)
+_Loader.add_constructor(_INTEGER, _Loader.whole_number)
+_Loader.add_constructor(_FLOAT, _Loader.decimal_number)
+_Loader.add_constructor(_BASE_60, _Loader.base_60)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
 
 
@@ -133,12 +250,15 @@ def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text, the only way in which YAML is read.
 
     Raises:
+        NumberError: a number is too long or in base 60; says where, in one line.
         ValueError: says what is wrong and where, in one line.
     """
     if len(text) > LARGEST:
         raise ValueError(f"longer than {LARGEST:,} characters")
     try:
-        return yaml.load(text, _Loader)
+        return _value_of(text)
+    except NumberError:
+        raise
     except RecursionError as error:
         raise ValueError("nested too deeply for settings") from error
     except yaml.MarkedYAMLError as error:
@@ -146,6 +266,45 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from error
     except (yaml.YAMLError, ValueError, LookupError, OverflowError) as error:  # the last three: of a number
         raise ValueError(f"cannot read a value: {first_line(error)}") from error
+
+
+def _value_of(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded_chars(node, {}) > LARGEST:
+            raise yaml.MarkedYAMLError(
+                problem=f"longer than {LARGEST:,} characters with every alias written out", problem_mark=node.start_mark
+            )
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _expanded_chars(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Return the characters of a node with every alias in it written out.
+
+    Args:
+        known: number of a node -> its characters; None while they are counted, and so within itself.
+
+    Raises:
+        yaml.MarkedYAMLError: a node contains itself.
+    """
+    key = id(node)
+    if key in known:
+        chars = known[key]
+        if chars is None:
+            raise yaml.MarkedYAMLError(problem="an alias of what it is in", problem_mark=node.start_mark)
+        return chars
+    if isinstance(node, yaml.ScalarNode):
+        return len(node.value) + 1
+    known[key] = None
+    parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+    chars = 1 + sum(_expanded_chars(part, known) for part in parts)
+    known[key] = chars
+    return chars
 
 
 def build(settings: Mapping[str, Any]) -> Config:
@@ -192,14 +351,19 @@ def _typed(key: str, text: str) -> Any:
     """Parse the value of an override as YAML; the value of a text setting stays as typed, with its line breaks."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
+    setting = settings_of(Config).get(key)
+    takes_text = setting is not None and setting.is_text
     try:
         value = parse_yaml(text)
+    except NumberError as error:
+        if takes_text:
+            return text
+        raise UserError(f"--{key} {reprlib.repr(text)}: {error}") from error
     except ValueError as error:
         quote = f"quote special characters twice: --{key} \"'...'\""
         raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; {quote}") from error
-    setting = settings_of(Config).get(key)
     as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
-    return text if setting is not None and setting.is_text and as_typed else value
+    return text if takes_text and as_typed else value
 
 
 def _unknown(key: str) -> str:
@@ -211,9 +375,26 @@ def _unknown(key: str) -> str:
 
 
 def similar(key: str) -> list[str]:
-    """Return the settings that an unknown key may mean: by its last name (`--eta`, `--lr`), else by a similar path."""
-    import difflib
+    """Return the settings that an unknown key may mean, by its last part: `--eta`, `--lr`, `sampling.stesp`.
 
-    last, known = key.rsplit(".", 1)[-1].replace("-", "_"), list(settings_of(Config))
-    named = [ALIASES.get(last, ""), *(name for name in known if f".{name}".endswith(f".{last}"))]
-    return list(dict.fromkeys(filter(None, named))) or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    The list is empty rather than a guess. Of several settings, those of the key's own section are meant.
+    """
+    section, _, last = key.rpartition(".")
+    last = last.replace("-", "_")
+    by_field: dict[str, list[str]] = {}
+    for name, setting in settings_of(Config).items():
+        by_field.setdefault(setting.field, []).append(name)
+
+    meant = ALIASES.get(last)
+    if meant is not None:
+        own = f"{section}.{settings_of(Config)[meant].field}"  # eval.cfg is eval.guidance_scale
+        return [own if own in settings_of(Config) else meant]
+    named = by_field.get(last) or by_field.get(_misspelt(last, by_field), [])
+    return [name for name in named if name.startswith(f"{section}.")] or named
+
+
+def _misspelt(word: str, known: Iterable[str]) -> str:
+    """Return the known word that a word is but for a letter or two; "" if there is none."""
+    swapped = [other for other in known if sorted(other) == sorted(word)]
+    close = difflib.get_close_matches(word, known, n=1, cutoff=MIN_SIMILARITY)
+    return next(iter([*swapped, *close]), "")

@@ -1,9 +1,68 @@
-"""Checks of `model.sequence_parallel` and the number of ranks, made before PyTorch is imported."""
+"""Checks over several sections of the settings, made before PyTorch is imported."""
 
 from __future__ import annotations
 
-from sage_fast.config.schema import TrainConfig
+import importlib.util
+from collections.abc import Mapping
+
+from sage_fast.config.engines import ENGINES, RENOISES
+from sage_fast.config.schema import ODE_SAMPLERS, ObjectiveConfig, SamplingConfig, TrainConfig
 from sage_fast.util.errors import UserError
+
+
+def check_choices(
+    sampling: SamplingConfig, objective: ObjectiveConfig, train: TrainConfig, part_weights: Mapping[str, float]
+) -> None:
+    """Check that the choices of the sections fit each other, as far as names and numbers tell.
+
+    Args:
+        part_weights: part of the reward -> its weight.
+
+    Raises:
+        UserError: no noise to train on, averaged weights without an average, or one part to balance.
+    """
+    if (sampling.sampler in ODE_SAMPLERS or sampling.eta == 0) and not RENOISES[objective.surrogate]:
+        raise no_gradient(sampling)
+    sampling.require(
+        train.ema_decay > 0 or not sampling.averaged_weights,
+        "averaged_weights",
+        f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above 0, such as 0.9; the "
+        "nearest choice is false",
+    )
+    weighted = [part for part, weight in part_weights.items() if weight]
+    objective.require(
+        len(weighted) > 1 or not objective.balanced_rewards,
+        "balanced_rewards",
+        f"the reward has one part with a weight, {weighted[0]}, so nothing to balance; the nearest choice is false",
+    )
+
+
+def no_gradient(sampling: SamplingConfig) -> UserError:
+    """Return the error of settings whose rollouts have no stochastic step to train."""
+    forward = " or ".join(name for name, renoises in RENOISES.items() if renoises)
+    return UserError(
+        f"{sampler_in_words(sampling)} has no stochastic step to train, so there is no policy gradient; expected one "
+        f"that adds noise, with eta above 0, or objective.surrogate = {forward}"
+    )
+
+
+def sampler_in_words(sampling: SamplingConfig) -> str:
+    """Return the sampler and its numbers, for messages."""
+    return f"sampler {sampling.sampler!r} with eta {sampling.eta:g} and {sampling.steps} steps"
+
+
+def check_engine(config: TrainConfig) -> None:
+    """Check that the library of the engine is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    package = ENGINES[config.engine].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"train.engine = {config.engine!r} needs {package}, which is not installed: pip install "
+            f"'sage-fast[{package}]'; the nearest choice without it is plain"
+        )
 
 
 def check_ranks(train: TrainConfig, size: int, ranks: int) -> None:

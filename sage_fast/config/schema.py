@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from sage_fast.config.engines import ADAPTERS, BYTES
-from sage_fast.config.fields import Section, is_finite, within
+from sage_fast.config.fields import NAMES, Section, is_finite, names, within
 from sage_fast.config.secrets import bare_address
 from sage_fast.util.errors import UserError, nearest
 
@@ -41,6 +41,10 @@ MOST_SAMPLES, MOST_PIXELS = 2**20, 2**34
 """Most samples of an iteration, each of which is planned, and most pixels of all frames of a video."""
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
+MODEL_NAMES = ("testbed", "testbed-i2v")
+"""Checkpoints that come with the package, by what `model.path` calls them."""
+PROMPT_SETS = ("testbed:train", "testbed:heldout")
+"""Prompts that come with the package, by what `data.prompts` calls them."""
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -49,7 +53,7 @@ _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 class ModelConfig(Section):
     """The policy and which of its weights are trained."""
 
-    path: str = "testbed"
+    path: str = names("model", "testbed")
     """`testbed`, `testbed-i2v`, a local folder in diffusers format, or a hub id such as
     hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p`, the same with
     `-4-blocks`, and `random:testbed` have random weights, for measuring the time and memory of an iteration without a
@@ -58,7 +62,7 @@ class ModelConfig(Section):
     """Storage type of frozen weights and activations. Latents are always float32."""
     tuning: Tuning = "lora"
     """What to train: a LoRA adapter or all weights."""
-    weights: str | None = None
+    weights: str | None = names("file", None)
     """Trained weights to start from, as a run saves them: a LoRA (rank and alpha then come from the file) or a
     transformer folder. Or a LoRA of another program: docs/how-to/export.md."""
     lora_rank: int = within(64, least=1)
@@ -101,12 +105,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The prompts."""
 
-    prompts: str = "testbed:train"
+    prompts: str = names("prompts", "testbed:train")
     """Training prompts: a UTF-8 text file with one prompt per line, a .jsonl file (docs/how-to/prompts.md), or
     `testbed:train`, `testbed:heldout`."""
-    eval_prompts: str = "testbed:heldout"
+    eval_prompts: str = names("prompts", "testbed:heldout")
     """Held-out prompts, in the same formats."""
-    embedding_cache: str | None = None
+    embedding_cache: str | None = names("file", None)
     """Folder of prompt embeddings, filled by `sage-fast embed` and shared between runs. If not given, `embeddings` in
     the run folder."""
 
@@ -172,11 +176,11 @@ class RewardEntry(Section):
 
     SECTION: ClassVar[str] = ""
 
-    name: str = "testbed"
+    name: str = names("plugin", "testbed")
     """A shipped reward (`testbed`), one that an installed package offers, `package.module:name` of a class or a
     callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B], or http://host:port of `sage-fast
-    serve-reward`. Modules in the current folder are found too."""
-    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    serve-reward`. A module beside the settings file is found first."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict, metadata={NAMES: "arguments"})
     """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'. `${NAME}` in one stands for the
     environment variable NAME: give secrets so."""
     weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
@@ -228,7 +232,7 @@ class RewardEntry(Section):
 class RewardConfig(RewardEntry):
     """The reward that training maximises."""
 
-    several: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    several: list[dict[str, Any]] = dataclasses.field(default_factory=list, metadata={NAMES: "rewards"})
     """Several rewards in place of `name`: a list of mappings, each with a name and weights and, where needed, args,
     prefix, device and workers."""
     on_failure: OnFailure = "drop"
@@ -482,7 +486,7 @@ class EvalConfig(Section):
     """Videos per prompt."""
     num_videos: int = within(6, least=1)
     """Videos shown in the report: largest gains, medians and largest losses."""
-    judge: str | None = None
+    judge: str | None = names("plugin", None)
     """Another reward, named as in `reward.name`, that is never trained on. A rising reward with a falling judge is
     reward hacking. `testbed-judge` is the testbed's."""
 
@@ -501,8 +505,8 @@ class TrackingConfig(Section):
 class Config(Section):
     """The run as a whole."""
 
-    output: str = "runs/sage"
-    """Run folder; must not hold another run."""
+    output: str = names("output", "runs/sage")
+    """Run folder; must not hold another run. A relative one is in the folder where the command starts."""
     seed: int = within(0, least=0, below=2**63)
     """Seed from which all random numbers of a run follow."""
     timeout_minutes: float = within(60.0, above=0)

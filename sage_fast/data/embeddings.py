@@ -55,9 +55,10 @@ def cache_key(spec: Spec, dtype: str, cache: Path | None, sampling: SamplingConf
     version = spec.encoder_version() if rank() == 0 else None
     if rank() == 0:
         last = cache / f"{_digest(model)}.encoder"
+        known = last.read_text(encoding="utf-8") if last.is_file() else ""
         if version is None:
-            version = last.read_text(encoding="utf-8") if last.is_file() else ""
-        elif version:
+            version = known
+        elif version and version != known:  # runs may share a full cache that they cannot write
             cache.mkdir(parents=True, exist_ok=True)
             write_atomic(last, version)
     size = f" {sampling.height} x {sampling.width}" if spec.takes_images else ""

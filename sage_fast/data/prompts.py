@@ -17,7 +17,9 @@ from sage_fast.config.schema import DataConfig
 from sage_fast.data.prompt_habits import check_lines, check_words, meant_key
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.files import why_no_file
 from sage_fast.util.images import check_image
+from sage_fast.util.paths import expanded
 
 KEYS = ("prompt", "negative_prompt", "seed", "image")
 OTHERS_KEYS = {"negative": "negative_prompt", "negprompt": "negative_prompt", "prompts": "prompt"}
@@ -65,7 +67,7 @@ class Prompt:
 
     @property
     def caption(self) -> Caption:
-        return Caption(self.text, str(Path(self.folder, self.image).absolute()) if self.image else "")
+        return Caption(self.text, str(Path(self.folder, expanded(self.image)).absolute()) if self.image else "")
 
     def check(self, check_image: Callable[[str], object] = check_image) -> None:
         """Check the texts, the key, and the image by a function of its path; by default its header alone.
@@ -196,9 +198,10 @@ def _text_of(source: str) -> str:
     except OSError:  # not a possible file name
         found = False
     if not found:
-        close = difflib.get_close_matches(source, SETS, n=1)
+        close = difflib.get_close_matches(path.name, SETS, n=1)
         hint = f", or {close[0]!r}" if close else ""
-        raise UserError(f"prompt file {source!r}: no such file here or beside the settings; expected {FORMATS}{hint}")
+        relative = "; a relative path in a settings file means the folder of that file" if path.is_absolute() else ""
+        raise UserError(f"prompt file {source!r}: {why_no_file(path)}; expected {FORMATS}{hint}{relative}")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")

@@ -28,7 +28,7 @@ from sage_fast.rewards import Judge, load_rewards
 from sage_fast.rewards.interface import Scorer
 from sage_fast.rollout.setup import Setup
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import VIDEOS, writing
+from sage_fast.util.files import VIDEOS, check_new_folder, writing
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import local_device, rank
 from sage_fast.util.videos import check_encoder, numbered, save_video
@@ -53,9 +53,8 @@ def evaluate_candidates(
     Raises:
         UserError: a scorer, the folder or a video is wrong, or a folder of videos has none of the prompts.
     """
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"--folder {str(folder)!r}: expected a new or an empty folder; nothing was changed")
     if folder is not None:
+        check_new_folder(folder)
         check_encoder()
     initialize(config.timeout_minutes)
     evaluator = _Evaluator(candidates, config, scorers)

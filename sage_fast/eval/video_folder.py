@@ -21,7 +21,7 @@ from sage_fast.data.prompt_habits import meant_key
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import VIDEOS, write_atomic
+from sage_fast.util.files import VIDEOS, why_no_file, write_atomic
 
 OWN = ("file", "prompt", "image", "seed", "")
 """Columns of a `videos.csv` that are no scores; one without a name is the index that pandas writes."""
@@ -53,7 +53,8 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         name, prompt = values["file"], values["prompt"].strip()
         file = _find(folder, name)
         if file is None:
-            raise UserError(f"{index}, video {line}: {name!r}: no such file in {folder}")
+            what = why_no_file(folder / name) if name.strip() else "no such file"
+            raise UserError(f"{index}, video {line}: {name!r}: {what} in {folder}")
         if not prompt:
             raise UserError(f"{index}, video {line}: {name!r} has no prompt")
         first = lines.setdefault((file, prompt), line)

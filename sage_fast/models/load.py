@@ -78,14 +78,19 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     named, path = split_path(path)
     if is_random(path):
         return _find_random(path)
+    if is_hub_id(path) and Path(path).is_dir():  # settings name a folder of theirs by its whole path
+        raise UserError(
+            f"model.path = {given!r}: a hub id, and a folder of that name is in the current folder but not beside the "
+            f"settings; --model.path ./{path} is the folder"
+        )
     path = str(CHECKPOINTS.get(path, path))
     if Path(path).is_file() or Path(path).suffix in (".safetensors", ".gguf", ".ckpt", ".pt", ".bin"):
         raise UserError(f"model.path = {given!r}: a single file; expected a folder in diffusers format")
     if not Path(path).is_dir():
         if not is_hub_id(path):
             raise UserError(
-                f"model.path = {given!r}: no such folder; {nearest(path, CHECKPOINTS)}; or a local folder in diffusers "
-                f"format, or a hub id such as {(named or default_family()).published}"
+                f"model.path = {given!r}: no such folder; {nearest(Path(path).name, CHECKPOINTS)}; or a local folder "
+                f"in diffusers format, or a hub id such as {(named or default_family()).published}"
             )
         if not fetch:
             return (named or default_family())(path)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from sage_fast.config.places import split_family
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import import_plugin
@@ -42,5 +42,5 @@ def default_family() -> type[Spec]:
 
 def split_path(path: str) -> tuple[type[Spec] | None, str]:
     """Split `package.module:Name:PATH` into the family and PATH; the family is None without the prefix."""
-    found = re.fullmatch(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*):(.+)", path)
-    return (None, path) if found is None else (family(found[1]), found[2])
+    place, path = split_family(path)
+    return (None if place is None else family(place)), path

@@ -23,7 +23,7 @@ from sage_fast.rewards.interface import Metadata
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.guard import guarded
-from sage_fast.util.plugins import import_plugin
+from sage_fast.util.plugins import import_plugin, split_place
 
 EXPECTED = "expected a class with score(self, videos, prompts), or a function"
 
@@ -77,9 +77,10 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
     except (Exception, SystemExit) as error:
         raise UserError(f"{setting}: {failure(error)}") from error
     if not callable(score_of(reward)):
-        module, named = place.split(":")
+        _, module, named = split_place(place)
         own = [k for k, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module]
-        raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {nearest(named, own)}")
+        hint = nearest(named, own) if own else "it defines nothing"
+        raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {hint}")
     if isinstance(reward, type):
         if not _instances_score(reward):  # found before it is created: any class of a library could be named
             raise UserError(f"{setting}: {EXPECTED}")
@@ -125,7 +126,11 @@ def _checked_args(kind: type, args: Mapping[str, Any], device: str, setting: str
     except TypeError as error:
         taken = signature.parameters
         if unknown := sorted(args.keys() - taken.keys()):
-            raise UserError(f"{setting}: args: no {unknown[0]!r}; {nearest(unknown[0], taken)}") from error
+            if not taken:
+                hint = f"{kind.__name__} takes no arguments; --reward.args {{}} leaves out those of the settings file"
+            else:
+                hint = nearest(unknown[0], taken)
+            raise UserError(f"{setting}: args: no {unknown[0]!r}; {hint}") from error
         raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {', '.join(taken)}") from error
     return given
 

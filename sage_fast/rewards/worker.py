@@ -25,6 +25,7 @@ from sage_fast.rewards.in_process import call
 from sage_fast.rewards.interface import Backend, Request
 from sage_fast.rewards.load import load_reward
 from sage_fast.util.errors import SIGNALS, UserError
+from sage_fast.util.ranks import limit_threads
 from sage_fast.util.text import escape_on_screen
 from sage_fast.util.time_limit import TimeLimit
 
@@ -172,6 +173,7 @@ def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None
     for number in SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(channel)
+    limit_threads()
     reward = message = None
     while True:
         parts: dict[str, Any] = {}

@@ -15,9 +15,7 @@ Only rank 0 lists folders. On a network file system the other ranks may not see 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,19 @@ from sage_fast.parallel import Engine
 from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder, digest, fault_of, files_of, iteration_of
 from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.weights import save_weights
-from sage_fast.util.console import wrapped
-from sage_fast.util.errors import RankError, UserError, reason
-from sage_fast.util.files import PARTIAL, atomic_path, read_json, remove_folder, sync, write_json
+from sage_fast.util.errors import RankError, UserError
+from sage_fast.util.files import (
+    PARTIAL,
+    atomic_path,
+    discard,
+    only_safer,
+    put_in_place,
+    read_json,
+    remove_folder,
+    sync,
+    write_json,
+)
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
-
-log = logging.getLogger(__name__)
 
 MOMENT = "optimizer-"
 OPTIMIZER = "optimizer.json"
@@ -71,7 +76,7 @@ def save_checkpoint(
     try:
         with fail_together():
             if rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                discard(partial)
                 state = {"iteration": iteration, "optimizer_steps": engine.steps, **counters}
                 write_json(state, partial / STATE)
         written = [partial / STATE] if rank() == 0 else []
@@ -82,13 +87,12 @@ def save_checkpoint(
             if rank() == 0:
                 for inner in [path for path in partial.rglob("*") if path.is_dir()]:
                     sync(inner)
-                for other in [other for other in RunFolder(run).checkpoints() if iteration_of(other) >= iteration]:
+                put_in_place(partial, folder)
+                for other in [other for other in RunFolder(run).checkpoints() if iteration_of(other) > iteration]:
                     remove_folder(other)
-                partial.replace(folder)
-                sync(folder.parent)
     except (OSError, RankError):
         if rank() == 0:  # free the space: the disk may be full
-            shutil.rmtree(partial, ignore_errors=True)
+            discard(partial)
         raise
 
 
@@ -118,10 +122,8 @@ def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None)
     best = max((folder for folder in rewards if math.isfinite(rewards[folder])), key=rewards.__getitem__, default=None)
     for folder in found[:-keep]:
         if folder != best and not math.isnan(rewards.get(folder, 0.0)):
-            try:
+            with only_safer("remove", folder):
                 remove_folder(folder)
-            except OSError as error:
-                log.info(wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}"))
 
 
 def load_checkpoint(

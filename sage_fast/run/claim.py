@@ -1,11 +1,11 @@
-"""Take a run folder for this process: whether it may, its lock, its settings and its facts."""
+"""Take a run folder for this process: whether it may, its lock and claim, its settings and its facts."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
@@ -13,17 +13,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, iteration_of
+from sage_fast.run.preflight import check_new
 from sage_fast.run.resume import check_kept
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import UserError, reason
-from sage_fast.util.files import PARTIAL, remove, write_atomic
-from sage_fast.util.ranks import barrier, broadcast_object, rank
+from sage_fast.util.errors import RunError, UserError
+from sage_fast.util.files import PARTIAL, FolderLock, discard, only_safer, probe, write_atomic, writing
+from sage_fast.util.ranks import barrier, broadcast_object, fail_together, rank
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def check_output(config: Config, *, resume: bool) -> None:
         UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds no run, a run that
             began with other values of settings it must keep, a run past `train.iterations`, or one without its metrics.
     """
-    run, path = RunFolder(config.output), Path(config.output)
+    run = RunFolder(config.output)
     if resume:
         run.check_resumable()
         check_kept(config)
@@ -47,15 +46,8 @@ def check_output(config: Config, *, resume: bool) -> None:
                 "nothing was changed"
             )
         check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
-    elif (path.is_symlink() or path.exists()) and not path.is_dir():  # in this order: another rank may just make it
-        found = "a file" if path.exists() else "a link to nothing"
-        raise UserError(f"output = {config.output!r}: {found}; expected a new or empty folder")
-    elif path.is_dir() and any(file.name != run.lock_file.name and file.suffix != PARTIAL for file in path.iterdir()):
-        found = "a run: continue it with --resume" if run.exists else "other files: it must be new or empty"
-        raise UserError(
-            f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
-            "nothing was changed"
-        )
+    else:
+        check_new(config.output)
 
 
 def check_metrics(run: RunFolder, done: int) -> None:
@@ -72,25 +64,107 @@ def check_metrics(run: RunFolder, done: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder against other runs. Rank 0 holds the lock; the kernel releases it if the process dies.
+class ClaimLost(RunError):
+    """Another run has taken the run folder over. Nothing may be written there any more."""
 
-    If no run begins in the block, the folder is restored to its previous state.
+    on_all_ranks = True
+
+
+class Claim:
+    """This process's claim to a run folder: a line in `run.lock`, which the next run that begins there replaces.
+
+    A lock may act within one host only, or not at all, so that a run on another host can take a folder that is in use.
+    The run that came later keeps it. The earlier one finds its claim replaced before it writes again, and stops.
+
+    `run.lock` has two lines: the process that locked it last, and the claim of the run that took the folder last. A
+    process that is refused after it has locked the file leaves the second line as it was.
+
+    Attributes:
+        lost: whether another run has taken the folder over.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.lost = False
+        self._file = file
+        self._process = f"process {os.getpid()} on {socket.gethostname()}"
+        self._line = ""
+
+    def lock(self, lock: FolderLock) -> str | None:
+        """Lock the file and write into it who has it; return why not, if another process has it."""
+        if not lock.acquire():
+            user = self._lines()[0][:200]
+            return f"another run is using it ({user or 'it has just begun'})"
+        self._write(self._lines()[1])
+        return None
+
+    def take(self) -> None:
+        """Make the folder this run's. On rank 0, before it changes anything that an earlier run has written."""
+        self._line = f"claim {secrets.token_hex(8)} of {self._process}"
+        self._write(self._line)
+
+    def check(self) -> None:
+        """Check that the folder is still this run's, before something is written there. Collective.
+
+        Raises:
+            ClaimLost: on all ranks.
+        """
+        other = broadcast_object(self._replaced_by() if rank() == 0 else None, 0)
+        if other is not None:
+            self.lost = True
+            raise ClaimLost(
+                f"{str(self._file)!r}: another run has taken the folder over ({other}); this one stops and leaves it "
+                "as it is"
+            )
+
+    def _replaced_by(self) -> str | None:
+        """Return which process has replaced the claim; None if none has, or none is known.
+
+        A line that is missing or incomplete tells nothing: the file may be just being written, or have been removed.
+        """
+        if not self._line:
+            return None
+        found = self._lines()[1]
+        match = re.fullmatch("claim [0-9a-f]{16} of (.+)", found)
+        return None if match is None or found == self._line else match[1][:200]
+
+    def _lines(self) -> tuple[str, str]:
+        """Return the two lines of the file; each is empty if it is missing or incomplete."""
+        text = ""
+        with contextlib.suppress(FileNotFoundError), only_safer("claim", self._file):
+            text = self._file.read_text(encoding="utf-8", errors="replace")
+        whole = text.split("\n")[:-1]
+        process, claim, *_ = [*whole, "", ""]
+        return process, claim
+
+    def _write(self, line: str) -> None:
+        """Write both lines in place: the lock is on this file, whatever its name is."""
+        with writing(self._file):
+            self._file.write_text(f"{self._process}\n{line}\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[Claim]:
+    """Lock the folder against other runs, and try there what a run needs of a file system. Collective.
+
+    Rank 0 holds the lock. If no run begins in the block, the folder is restored to its previous state.
 
     Args:
         folder: created if missing.
 
+    Yields:
+        The claim to the folder, which is still to be taken.
+
     Raises:
         UserError: on all ranks, if another run uses the folder.
+        OSError: the file system lacks what a run needs, or is full.
     """
     run, made = RunFolder(folder), [path for path in (folder, *folder.parents) if not path.exists()]
-    lock = FileLock(run.lock_file, timeout=0, fallback_to_soft=False)
+    lock, claim = FolderLock(run.lock_file), Claim(run.lock_file)
     refused, failure = None, None
     if rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            refused = _acquire(lock, run.lock_file)
+            refused = claim.lock(lock)
         except OSError as error:  # raised only after the broadcast that the other ranks wait for
             failure, refused = error, f"cannot be locked: {error}"
     held, refused = rank() == 0 and refused is None, broadcast_object(refused, 0)
@@ -102,35 +176,35 @@ def locked(folder: Path) -> Iterator[None]:
                 f"output = {str(folder)!r}: {refused}; wait for its end, or choose another folder with --output; "
                 "nothing was changed"
             )
-        yield
+        probe_run_folder(run)
+        yield claim
     finally:
         if held and not run.exists:
-            run.lock_file.unlink(missing_ok=True)
+            discard(run.lock_file)
             with contextlib.suppress(OSError):  # no longer empty
                 for path in made:
                     path.rmdir()
         lock.release()
 
 
-def _acquire(lock: FileLock, file: Path) -> str | None:
-    """Acquire the lock of a file and write into it who has it; return who has it already, if anyone."""
-    try:
-        lock.acquire()
-    except Timeout:
-        user = file.read_text(encoding="utf-8", errors="replace")[:200].strip() if file.exists() else ""
-        return f"another run is using it ({user or 'it has just begun'})"
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        log.info(
-            f"note: no locks on this file system ({error.strerror}): make sure that only one run uses {file.parent}"
-        )
-    file.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
-    return None
+def probe_run_folder(run: RunFolder) -> None:
+    """Try on every rank what a run does with files, before anything is loaded: a first checkpoint comes late.
+
+    Folders in a run folder may be links to other disks.
+
+    Raises:
+        OSError: as of `probe`.
+        RankError: another rank cannot do it.
+    """
+    with fail_together():
+        run.path.mkdir(parents=True, exist_ok=True)
+        for folder in (run.path, run.path / "checkpoints", run.path / "eval"):
+            if folder.is_dir():
+                probe(folder)
 
 
-def claim_output(folder: Path, settings: str) -> None:
-    """Create the folder of a new run and write its settings, as `dump` returns them. Collective.
+def claim_output(claim: Claim, folder: Path, settings: str) -> None:
+    """Take the folder of a new run, created if missing, and write its settings, as `dump` has them. Collective.
 
     Raises:
         UserError: another run has claimed the folder since `check_output`.
@@ -141,6 +215,7 @@ def claim_output(folder: Path, settings: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if run.exists:
             raise UserError(f"output = {str(folder)!r}: another run began there while this one was loading")
+        claim.take()
         write_atomic(run.config_file, settings)
     barrier()
 
@@ -162,10 +237,7 @@ def replace_settings(config: Config) -> None:
 def remove_partials(folder: Path) -> None:
     """Remove the partial files of a killed run. Call with the lock held, before writing anything."""
     for path in sorted(folder.rglob(f"*{PARTIAL}")):
-        try:
-            remove(path)
-        except OSError as error:
-            log.info(wrapped(f"note: a partial file of a killed run cannot be removed: {reason(error)}"))
+        discard(path)
 
 
 def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, Any]:

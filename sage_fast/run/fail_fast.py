@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sage_fast.util.errors import RunError, UserError, in_one_line, tell
+from sage_fast.util.errors import RunError, UserError, in_one_line, print_error
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import fails_alone, rank, world_size
 
@@ -113,5 +113,5 @@ def _watch(store: dist.Store, over: threading.Event) -> None:
 def _end(why: str, status: int = STATUS[KEY]) -> None:
     """End the process at once: destructors of NCCL may wait for the other ranks."""
     log.debug(why)
-    tell(f"sage-fast: {why}")
+    print_error(f"sage-fast: {why}")
     os._exit(status)

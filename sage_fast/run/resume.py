@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+from sage_fast.config.places import is_moved
 from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.run.folder import RunFolder
@@ -30,7 +31,8 @@ def check_kept(config: Config) -> None:
     """
     begun = RunFolder(config.output).settings()
     for name in KEPT:
-        if _kept(begun, name) != _kept(config, name):
+        before, now = _kept(begun, name), _kept(config, name)
+        if before != now and not is_moved(before, now):
             old, new = map(attrgetter(name), (begun, config))
             raise UserError(
                 f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; continue without "

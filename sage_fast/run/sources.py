@@ -14,6 +14,7 @@ from sage_fast.config.schema import Config
 from sage_fast.run.folder import RunFolder, check_weights, fault_of_weights, iteration_of
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
+from sage_fast.util.paths import expanded
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,10 @@ def labelled(arguments: Sequence[str]) -> dict[str, str]:
     for argument in arguments:
         label, _, source = argument.partition("=")
         if not label or not source or "/" in label or Path(argument).exists():
-            label, source = Path(argument).name or argument, argument
+            source = expanded(argument)
+            label = Path(source).name or source
+        else:
+            source = expanded(source)
         if label in labels:
             raise UserError(f"two sources are called {label!r}; name them, as in before={source}")
         labels[label] = source

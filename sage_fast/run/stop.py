@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 
 from sage_fast.util.console import leave_terminal
-from sage_fast.util.errors import SIGNALS, Stopped, tell
+from sage_fast.util.errors import SIGNALS, Stopped, print_error
 from sage_fast.util.ranks import all_reduce, world_size
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Stop:
         """End the process at once, whatever it is doing, without a new checkpoint."""
         stopped = Stopped(self.number)
         if not self._saved:
-            tell(f"sage-fast: ended {why}; --resume uses the last complete checkpoint")
+            print_error(f"sage-fast: ended {why}; --resume uses the last complete checkpoint")
         os._exit(stopped.status if self._saved else 128 + self.number)
 
 

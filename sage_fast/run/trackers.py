@@ -24,6 +24,7 @@ from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import HANGING, RunError, UserError, in_one_line, nearest
+from sage_fast.util.files import WRITE_ERRORS
 from sage_fast.util.futures import fulfil
 from sage_fast.util.time_limit import TimeLimit
 
@@ -88,6 +89,7 @@ class Tracker:
 
 class TensorBoard(Tracker):
     def _make(self, kind: Any) -> Any:
+        _leave_errors_to_callers()
         return kind("tensorboard", logging_dir=self.run, purge_step=self.iteration + 1 if self.iteration else None)
 
     def _store(self, settings: Values) -> None:  # its hyperparameter table would appear as a second run
@@ -121,6 +123,18 @@ class Wandb(Tracker):
             for number, (file, prompt) in enumerate(zip(files, prompts))
         }
         self.log(media | {"heldout/videos": package.Image(sheet())}, step)
+
+
+@functools.cache
+def _leave_errors_to_callers() -> None:
+    """Print no traceback of TensorBoard's own thread: its next call raises the same error, and a note says so."""
+    print_error_of = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if type(failed.thread).__module__.partition(".")[0] != "tensorboard":
+            print_error_of(failed)
+
+    threading.excepthook = hook
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}
@@ -173,11 +187,18 @@ def _serve(calls: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
         del call  # otherwise an idle thread would keep the last videos alive
 
 
+def _is_write_error(error: object) -> bool:
+    """Whether a tracker does not start because its files cannot be written."""
+    cause = error.__cause__ if isinstance(error, RunError) else None
+    return isinstance(cause, OSError) and cause.errno in WRITE_ERRORS
+
+
 class Trackers:
     """The trackers of a run. One that fails or hangs after its start does not stop it: `metrics.jsonl` is the record.
 
     Raises:
-        RunError: a tracker of a new run does not start, for example for lack of a login. A resumed run goes on.
+        RunError: a tracker of a new run does not start, for example for lack of a login. A resumed run goes on, and so
+            does one whose disk cannot take the tracker's files.
     """
 
     def __init__(self, tracking: TrackingConfig, settings: Values, run: Path, run_id: str, iteration: int) -> None:
@@ -188,7 +209,8 @@ class Trackers:
             about = name, tracking.project, settings, run, run_id, iteration
             start = thread.call(TRACKERS.get(name, Tracker), *about, seconds=seconds)
             error = start.exception() if start.done() else f"tracker {name!r} does not start within {seconds:g} s"
-            if iteration > 0 and isinstance(error, RunError | str):
+            optional = iteration > 0 or _is_write_error(error)
+            if optional and isinstance(error, RunError | str):
                 log.info(wrapped(f"note: {error}; it is left out, and metrics.jsonl has every row"))
             else:
                 self._started[name] = start.result()

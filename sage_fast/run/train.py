@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import pkgutil
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,12 +19,12 @@ from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_same_settings, check_trainable
 from sage_fast.config.loader import dump, leaves
+from sage_fast.config.rank_checks import check_engine
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
 from sage_fast.eval.gains import hacking_in_run
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
-from sage_fast.parallel import check_engine
 from sage_fast.parallel.stored_rollouts import check_trajectories
 from sage_fast.rollout.setup import Setup
 from sage_fast.run import claim
@@ -37,8 +36,8 @@ from sage_fast.run.writer import MetricsWriter
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
-from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line
-from sage_fast.util.files import write_json
+from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line, reason
+from sage_fast.util.files import discard, write_json
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, rank, shutdown, world_size
 from sage_fast.util.videos import check_encoder, numbered, save_video
@@ -70,16 +69,13 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
     initialize(config.timeout_minutes)
     check_same_settings(config, resume=resume)
     resolved = check_trainable(config)
-    check_engine(config.train)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
-    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
-    claim.check_output(config, resume=resume)
-    if not resume:
-        check_weights(config.model.weights)
-    with Stop(config.train.grace_seconds) as stop, claim.locked(Path(config.output)):
-        run = Run(resolved, stop, load, report, resume=resume)
+    check_here(config, resume=resume)
+    with Stop(config.train.grace_seconds) as stop, claim.locked(Path(config.output)) as own_claim:
+        run = Run(resolved, stop, own_claim, load, report, resume=resume)
         try:
             run.iterate()
+            own_claim.check()
             save_final_weights(run.folder, run.done, run.trainer.engine)
             run.evaluate("after", run.done)
             run.complete = True
@@ -92,6 +88,19 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
     return run.folder
 
 
+def check_here(config: Config, *, resume: bool) -> None:
+    """Check that a run can start on this machine: its packages, its output folder, and the weights it starts from.
+
+    Raises:
+        UserError: it cannot.
+    """
+    check_engine(config.train)
+    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
+    claim.check_output(config, resume=resume)
+    if not resume:
+        check_weights(config.model.weights)
+
+
 class Run:
     """A run and its folder: loaded or resumed, then iterated, evaluated and saved until it is complete or stopped.
 
@@ -100,6 +109,7 @@ class Run:
     Args:
         resolved: settings, checked against the output folder.
         stop: its signals end the run.
+        own_claim: to the output folder, which is locked.
         load, report: as for `train`.
         resume: continue the run in the folder.
 
@@ -109,10 +119,14 @@ class Run:
         writer: metrics and trackers; None on ranks other than 0.
     """
 
-    def __init__(self, resolved: Resolved, stop: Stop, load: Load, report: Report, *, resume: bool) -> None:
+    def __init__(
+        self, resolved: Resolved, stop: Stop, own_claim: claim.Claim, load: Load, report: Report, *, resume: bool
+    ) -> None:
         config = resolved.config
         self.config, self.stop, self.report = config, stop, report
+        self.claim = own_claim
         self.folder, self.done, self.complete, self._next_page = Path(config.output), 0, False, 0.0
+        self._noted = set[str]()
         self.writer: MetricsWriter | None = None
         check_encoder()
         run, attention = RunFolder(self.folder), config.model.attention
@@ -122,7 +136,7 @@ class Run:
         trajectories = check_trajectories(resolved, setup.model)
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
-            claim.claim_output(self.folder, dump(config))
+            claim.claim_output(own_claim, self.folder, dump(config))
         own_log = run.log_file(rank())
         if world_size() > 1:
             log_to(own_log)
@@ -155,6 +169,7 @@ class Run:
             self.trainer.load_state_dict(counters, anchor)
         claim.check_metrics(RunFolder(self.folder), self.done)
         if rank() == 0:  # only after every check of the new settings
+            self.claim.take()
             claim.remove_partials(self.folder)
         claim.replace_settings(self.config)
 
@@ -178,6 +193,7 @@ class Run:
                 row = trainer.iteration(index)
                 self.done, trainer.mid_iteration = index + 1, False  # complete even if the lines below fail
                 row |= throughput(trainer, row)
+                self.claim.check()
                 if self.writer is not None:
                     self.writer.write(row)
                 seconds = (time.monotonic() - began) / (self.done - first)
@@ -194,7 +210,7 @@ class Run:
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:
-            if not fails_alone():
+            if not fails_alone() and not self.claim.lost:
                 self._save_last_complete(completed, reason)
             raise
 
@@ -209,20 +225,26 @@ class Run:
         Scores and videos go into the run folder and the trackers.
         """
         log.info(f"evaluate ({name})")
+        self.claim.check()
         folder, shown = RunFolder(self.folder).videos(name), self.config.eval.num_videos
         keep_all = name in ("before", "after")  # the report chooses its videos by the final scores
         if self.writer is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
+            discard(folder)  # left by an interrupted evaluation
         barrier()
-        folder.mkdir(parents=True, exist_ok=True)
 
         def save(number: int, prompt: str, video: torch.Tensor) -> None:
-            if keep_all or number < shown:
+            if not keep_all and number >= shown:
+                return
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
                 save_video(video, prompt, folder, number, self.setup.model.spec.fps)
+            except OSError as error:  # a video is only shown
+                self._note_once("no video", reason(error))
 
         trainer = self.trainer
         with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
             scores, videos = evaluate(self.setup, iteration=iteration, save=save, pause=trainer.pause)
+        self.claim.check()
         if self.writer is not None:
             files = [path for number, path in numbered(folder).items() if number < shown]
             RunFolder(self.folder).write_evaluation(name, scores)
@@ -235,18 +257,25 @@ class Run:
 
     def draw(self, *, running: bool) -> None:
         """Draw the run's page on rank 0. A failure is reported, and never ends a run."""
-        if self.writer is None:
+        if self.writer is None or self.claim.lost:
             return
         began = time.monotonic()
         try:
             self.report(self.folder, self.complete, running)
         except Exception as error:  # libraries that draw have their own exceptions
-            log.warning(wrapped(f"note: no report ({in_one_line(error)}); later: sage-fast report {self.folder}"))
+            self._note_once("no report", f"({in_one_line(error)}); later: sage-fast report {self.folder}")
         self._next_page = began + (time.monotonic() - began) / PAGE_SHARE
+
+    def _note_once(self, lacking: str, why: str) -> None:
+        """Say that something which is only shown is lacking. Later failures of its kind are for the log file alone."""
+        level = logging.DEBUG if lacking in self._noted else logging.WARNING
+        self._noted.add(lacking)
+        log.log(level, wrapped(f"note: {lacking} {why}"))
 
     def checkpoint(self) -> None:
         """Save the state between two iterations and remove the checkpoints that are not kept."""
         with self.stop.saving():
+            self.claim.check()
             if self.writer is not None:
                 self.writer.sync()
             trainer, config = self.trainer, self.config.train
@@ -361,6 +390,7 @@ def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",
         f"gradient checkpointing: {facts['gradient_checkpointing']}",
+        *_named_things(trainer),
         *(f"note: {note}" for note in facts["notes"]),
     ]
     if measured := trainer.model.attention_milliseconds:
@@ -369,6 +399,14 @@ def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration
     for line in lines:
         log.info(wrapped(line))
     return facts
+
+
+def _named_things(trainer: Trainer) -> list[str]:
+    """Return what a run reads, by its whole path: the settings file may stand in another folder."""
+    config = trainer.config
+    rewards = [f"{key.removesuffix('.name')}: {entry.name}" for key, entry in config.named_rewards.items()]
+    lines = [f"model: {config.model.path}", f"prompts: {config.data.prompts}; held out: {config.data.eval_prompts}"]
+    return [*lines, *rewards, *([f"weights: {config.model.weights}"] if config.model.weights else [])]
 
 
 def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:

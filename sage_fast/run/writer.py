@@ -16,7 +16,7 @@ from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.scores import columns_of, mean_and_margin
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.console import wrapped
-from sage_fast.util.files import append_line, json_value, write_atomic
+from sage_fast.util.files import append_line, cut_off, json_value, sync_opened, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class MetricsWriter:
         self._trackers: Any = trackers(tracking, settings, run.resolve(), run_id, iteration)
         self._file = path.open("ab", buffering=0)
         self._unwritten: list[str] = []
+        self._whole: int | None = None  # size of the file before an append that failed
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append the row of one iteration atomically; non-finite numbers become null.
@@ -76,8 +77,13 @@ class MetricsWriter:
         self._trackers.show(files, videos, prompts, step)
 
     def _append(self) -> None:
+        """Append the rows that are not written yet, and first cut off what a failed try may have left."""
         while self._unwritten:
+            if self._whole is not None:
+                cut_off(self._file, self._whole)
+            self._whole = os.fstat(self._file.fileno()).st_size
             append_line(self._file, self._unwritten[0])
+            self._whole = None
             del self._unwritten[0]
 
     def sync(self) -> None:
@@ -87,7 +93,7 @@ class MetricsWriter:
             OSError: they cannot be written.
         """
         self._append()
-        os.fsync(self._file.fileno())
+        sync_opened(self._file)
 
     def close(self) -> None:
         """Close trackers and file. Never raises: that would hide the error that stopped the run.

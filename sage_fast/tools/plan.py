@@ -34,9 +34,11 @@ from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.rewards.load import check_prompts, dry_run_reward, reward_bytes
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.messages import config_warnings, method_of
+from sage_fast.run.train import check_here
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
+from sage_fast.util.errors import UserError
 from sage_fast.util.videos import check_encoder
 
 REMEDIES = "--train.engine zero3 on more GPUs, --model.gradient_checkpointing full, --train.batch_size 1, a LoRA"
@@ -337,8 +339,10 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -> str:
+def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0, *, resume: bool = False) -> str:
     """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads no weights.
+
+    The first line says why the run would not start on this machine, if it would not: a plan may be for another one.
 
     If a run is in the output folder, what its iterations waited for rewards enters the times.
 
@@ -347,6 +351,11 @@ def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -
             ffmpeg cannot write videos.
     """
     check_encoder()
+    obstacle = ""
+    try:
+        check_here(config, resume=resume)
+    except UserError as error:
+        obstacle = wrapped(f"This run does not start here: {error}") + "\n\n"
     spec = find_spec(config.model.path)
     check_weights(spec)
     resolved = check_trainable(config, ranks)
@@ -362,7 +371,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0) -
     waits = [row["time/reward"] for row in RunFolder(config.output).rows if isinstance(row.get("time/reward"), float)]
     planned = plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
     costs = format_plan(planned, price, statistics.median(waits or [0]))
-    return f"{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
+    return f"{obstacle}{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
 
 
 def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:

@@ -8,7 +8,6 @@ bar. Elsewhere it is a plain line now and then: a log gets no carriage returns, 
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import gc
 import logging
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.auto import tqdm
 
-from sage_fast.util.errors import printable
+from sage_fast.util.errors import drop_output, print_error, printable, reason
 from sage_fast.util.launchers import speaks
 from sage_fast.util.text import escape_on_screen
 
@@ -48,19 +47,22 @@ class _Formatter(logging.Formatter):
 
 
 class _Screen(logging.Handler):
-    """Prints messages on stdout, above any bar, for as long as its terminal is open."""
+    """Prints messages on stdout, above any bar, for as long as its terminal is open or its file can be written.
+
+    What is only shown ends no command. A pipe whose reader has gone ends every command but a run, which has a log file.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=sys.stdout)
             sys.stdout.flush()
         except OSError as error:
-            # EIO: a terminal that closed before its SIGHUP was handled. EPIPE: the reader of a pipe, such as `tee`, has
-            # ended; a run, which has a log file, goes on, and any other command ends as a pipe's writer does.
-            is_closed_pipe = error.errno == errno.EPIPE and bool(_logs())
-            if error.errno != errno.EIO and not is_closed_pipe:
+            # The reader of a pipe, such as `tee`, has ended: a run, which has a log file, goes on; any other command
+            # ends as a pipe's writer does.
+            if isinstance(error, BrokenPipeError) and not _logs():
                 raise
-            leave_terminal()
+            if not leave_terminal():  # it may be closed before its SIGHUP was handled
+                _leave_stdout(error)
 
 
 _screen = _Screen()
@@ -97,14 +99,43 @@ def wrapped(line: str) -> str:
     return textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
-def leave_terminal() -> None:
-    """Point stdout and stderr to /dev/null if nobody can read them: printing would fail and end the run."""
+def leave_terminal() -> bool:
+    """Point stdout and stderr to /dev/null if nobody can read them: printing to them would fail and end the run.
+
+    Returns:
+        Whether that is so of stdout.
+    """
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
-    for descriptor, event in poll.poll(0):
-        if event & (select.POLLHUP | select.POLLERR):  # a closed terminal; a pipe without a reader
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    gone = select.POLLHUP | select.POLLERR  # a closed terminal; a pipe without a reader
+    closed = [descriptor for descriptor, event in poll.poll(0) if event & gone]
+    for descriptor in closed:
+        drop_output(descriptor)
+    return 1 in closed
+
+
+def _leave_stdout(error: OSError) -> None:
+    """Say once on stderr that stdout, a file on a full disk, cannot be written, and print nothing more there.
+
+    What Python still holds for it is dropped too: flushed at the end, it would fail a command that has done its work.
+    """
+    drop_output(1)
+    print_error(f"note: nothing more is printed: stdout cannot be written ({error.strerror})")
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that does not end or drown a run when it cannot be written: a note says so once, on the screen."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True  # first: the note comes here too
+            log.warning(f"note: the log {self.baseFilename} cannot be written ({error.strerror}), and has gaps")
 
 
 def _logs() -> list[logging.Handler]:
@@ -118,10 +149,17 @@ def leave_logs() -> None:
 
 
 def log_to(path: Path) -> None:
-    """Append the package's messages to `path` too, also those that are not printed, and the stack after a crash."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Append the package's messages to `path` too, also those that are not printed, and the stack after a crash.
+
+    If it cannot be opened, a note says so, and there is no log.
+    """
     leave_logs()
-    handler = logging.FileHandler(path, encoding="utf-8", errors="replace")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8", errors="replace")
+    except OSError as error:
+        log.warning(f"note: no log is written: {reason(error)}")
+        return
     handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     PACKAGE.setLevel(logging.DEBUG)
     PACKAGE.addHandler(handler)

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from sage_fast import __version__
+from sage_fast.util.container import available_memory
 
 PEAK_TFLOPS = {
     "H100 PCIe": 756,
@@ -109,7 +109,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
-    return psutil.virtual_memory().available  # includes the page cache, which can be evicted
+    return available_memory()
 
 
 def format_bytes(count: float) -> str:

@@ -5,8 +5,8 @@ This module imports nothing heavy.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import os
 import signal
 import sys
 import unicodedata
@@ -89,6 +89,8 @@ class Stopped(KeyboardInterrupt):
 def nearest(value: str, choices: Iterable[str]) -> str:
     """Return `expected one of a, b, c; did you mean 'b'?`. The question is left out if nothing is close."""
     choices = list(choices)
+    if not choices:
+        return "there is nothing to choose from"
     close = difflib.get_close_matches(str(value), choices, n=1)
     question = f"; did you mean {close[0]!r}?" if close else ""
     return f"expected one of {', '.join(choices)}{question}"
@@ -118,10 +120,19 @@ def printable(text: str) -> str:
     )
 
 
-def tell(text: str) -> None:
-    """Print a last line on stderr; if that is closed or its disk is full, the line is lost, but not the status."""
-    with contextlib.suppress(OSError, ValueError):
-        print(printable(text), file=sys.stderr, flush=True)
+def print_error(line: str) -> None:
+    """Print a line on stderr. Where that is closed, on a full disk or read by nobody, the command ends as it would."""
+    try:
+        print(printable(line), file=sys.stderr, flush=True)
+    except ValueError:  # closed
+        return
+    except OSError:
+        drop_output(2)
+
+
+def drop_output(descriptor: int) -> None:
+    """Point stdout (1) or stderr (2) to /dev/null, with what Python still holds for it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def reason(error: OSError | UserError) -> str:

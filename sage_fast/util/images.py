@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from PIL import Image, ImageOps
 
 from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.files import why_no_file
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 """Formats that are read. For others, such as EPS, Pillow may start another program."""
@@ -47,7 +48,7 @@ def _opened(path: str) -> Iterator[Image.Image]:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             if os.path.exists(path) and not os.path.isfile(path):  # such as a pipe, which would block
-                raise UserError(f"image {path!r} is no regular file; expected {', '.join(FORMATS)}")
+                raise UserError(f"image {path!r} is {why_no_file(path)}; expected {', '.join(FORMATS)}")
             opened = Image.open(path, formats=FORMATS)
         with opened as image:
             if min(image.size) < SMALLEST:

@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sage_fast.util.container import available_cpus
 from sage_fast.util.errors import RankError, RewardError, Stopped, UserError
 from sage_fast.util.launchers import launched
+
+
+def limit_threads() -> None:
+    """Give PyTorch no more threads than the container has CPUs, unless the environment says how many."""
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
 
 
 def local_device() -> torch.device:
@@ -29,6 +36,7 @@ def local_device() -> torch.device:
     Raises:
         UserError: LOCAL_RANK names no GPU that this process sees, or several ranks would share one.
     """
+    limit_threads()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -19,8 +19,6 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
 LONGEST_CHAIN = 11
 LONGEST_FUNCTION = 60
-TAKES_ALL_SETTINGS = 20
-"""Functions with a parameter of the type `Config`; the others take the sections or values that they read."""
 
 
 def imports_of(file: Path) -> Iterator[str]:
@@ -89,21 +87,6 @@ def test_functions_are_short() -> None:
                 lines -= (text.end_lineno or 0) - text.lineno + 1 if text is not None else 0
                 long += [(node.name, lines)] * (lines > LONGEST_FUNCTION)
     assert not long
-
-
-def test_few_functions_take_all_settings() -> None:
-    found = [
-        f"{file.stem}.{node.name}"
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef) and any(map(is_config, ast.walk(node.args)))
-    ]
-    assert len(found) <= TAKES_ALL_SETTINGS, found
-
-
-def is_config(node: ast.AST) -> bool:
-    """Whether an argument has the type `Config`, alone or within another type."""
-    return isinstance(node, ast.arg) and bool(re.search(r"\bConfig\b", ast.unparse(node.annotation or node)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ scripts/flash4_kit.py compiles them alone.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import logging
 import os
@@ -21,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from sage_fast.util.files import one_at_a_time
 
 log = logging.getLogger(__name__)
 _called: set[tuple[object, ...]] = set()
@@ -67,10 +68,7 @@ def _one_compiles(*kernel: object) -> Iterator[None]:
     folder = None if kernel in _called else _package()[2]
     with contextlib.ExitStack() as held:
         if folder is not None:
-            with contextlib.suppress(OSError):  # a file system without locks
-                file = held.enter_context((folder / "lock").open("ab"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-                held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing it is not enough: a forked child has it too
+            held.enter_context(one_at_a_time(folder / "lock"))
         yield
     _called.add(kernel)
 

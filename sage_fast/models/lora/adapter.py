@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sage_fast.models.lora.reader import Fault, Layout, read_adapter
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import save_tensors
+from sage_fast.util.files import save_tensors, why_no_file
 
 ADAPTER = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -64,7 +64,8 @@ def load_lora(network: Any, path: Path, part: str, layouts: Iterable[Layout] = (
     names = (LORA_FILE, "adapter_model.safetensors") if path.is_dir() else ("",)
     file = next((path / name for name in names if (path / name).is_file()), None)
     if file is None:
-        raise UserError(f"model.weights = {str(path)!r}: no such file; expected {LORA_FILE} or a folder that holds it")
+        what = f"a folder without {LORA_FILE}" if path.is_dir() else why_no_file(path)
+        raise UserError(f"model.weights = {str(path)!r}: {what}; expected {LORA_FILE} or a folder that holds it")
     layers = {n: m.weight.shape for n, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
     try:
         tensors, config = read_adapter(file, part, layers, layouts)
