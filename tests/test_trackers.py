@@ -205,10 +205,10 @@ def test_the_contact_sheet_is_drawn_once_for_all_trackers(tmp_path: Path, monkey
 
     shown: list[Any] = []
     drawn: list[Any] = []
-    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Other)
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Other)
     draw = trackers.contact_sheet
     monkeypatch.setattr(trackers, "contact_sheet", lambda *given: drawn.append(given) or draw(*given))
-    write(tmp_path, ["mlflow", "tensorboard"])
+    write(tmp_path, ["aim", "tensorboard"])
     assert len(drawn) == 2, "one for each evaluation"
     sheets = events(tmp_path).Images("heldout/videos")
     assert shown == [(sheet.step, (sheet.width, sheet.height)) for sheet in sheets]
@@ -256,8 +256,8 @@ def test_a_tracker_that_fails_is_noted_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Errors of a tracker do not end the run, and the record and the other trackers lose nothing."""
-    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Dying)
-    config = settings(tracking__trackers=["mlflow", "tensorboard"])
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Dying)
+    config = settings(tracking__trackers=["aim", "tensorboard"])
     caplog.set_level(logging.INFO)
     writer = made(config, tmp_path, "0a1b2c3d")
     for i in range(6):
@@ -265,7 +265,7 @@ def test_a_tracker_that_fails_is_noted_once_and_left_out(
     writer.close()
     assert dying.pop().asked == [1, 2, 3, 4], "three chances"
     assert " ".join(" ".join(caplog.messages).split()) == (
-        "note: tracker 'mlflow' failed (BrokenPipeError: the service went away); it is left out if it fails 3 times, "
+        "note: tracker 'aim' failed (BrokenPipeError: the service went away); it is left out if it fails 3 times, "
         "and metrics.jsonl has every row"
     )
     assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4, 5, 6]
@@ -325,7 +325,7 @@ def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(trackers, "SECONDS_AT_ENDS", 0.5)
     monkeypatch.setattr(Hanging, "threads", [], raising=False)
     monkeypatch.setattr(Hanging, "released", threading.Event(), raising=False)
-    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Hanging)
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Hanging)
     monkeypatch.setattr(Hanging, "call", request.param)
     yield Hanging
     Hanging.released.set()
@@ -346,11 +346,11 @@ def test_a_tracker_that_hangs_or_exits_does_not_hold_or_end_the_run(
     hanging: type[Hanging], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    writer = made(settings(tracking__trackers=["mlflow", "tensorboard"]), tmp_path, "0a1b2c3d")
+    writer = made(settings(tracking__trackers=["aim", "tensorboard"]), tmp_path, "0a1b2c3d")
     for i in range(4):
         writer.write({"iteration": i, "reward/mean": 10.0 + i})
     writer.close()
-    assert f"tracker 'mlflow' failed {why} metrics.jsonl has every row" in " ".join(" ".join(caplog.messages).split())
+    assert f"tracker 'aim' failed {why} metrics.jsonl has every row" in " ".join(" ".join(caplog.messages).split())
     assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 
@@ -362,9 +362,9 @@ def test_a_tracker_that_hangs_or_exits_at_the_start_ends_no_resume(
 ) -> None:
     write(tmp_path, [])
     caplog.set_level(logging.INFO)
-    write(tmp_path, ["mlflow", "tensorboard"], start=1)
+    write(tmp_path, ["aim", "tensorboard"], start=1)
     (line,) = (" ".join(message.split()) for message in caplog.messages)
-    assert line.startswith(f"note: tracker 'mlflow' does not start{why}; it is left out, and")
+    assert line.startswith(f"note: tracker 'aim' does not start{why}; it is left out, and")
     assert list(steps(events(tmp_path), "reward/mean")) == [2, 3]
 
 
@@ -373,9 +373,9 @@ def test_a_process_ends_although_the_package_of_a_tracker_hangs_at_exit(tmp_path
     code = (
         "import atexit, time; from sage_fast import cli; from tests.test_trackers import *\n"
         "Hanging.call, Hanging.released, trackers.SECONDS = 'log', threading.Event(), 0.5\n"
-        "trackers.LOGGER_TYPE_TO_CLASS['mlflow'] = Hanging\n"
+        "trackers.LOGGER_TYPE_TO_CLASS['aim'] = Hanging\n"
         "Hanging.threads = []; atexit.register(time.sleep, 1000)\n"
-        f"cli._run = lambda words: write(Path({str(tmp_path)!r}), ['mlflow']) and 3\n"
+        f"cli._run = lambda words: write(Path({str(tmp_path)!r}), ['aim']) and 3\n"
         "sys.exit(cli.main([]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, timeout=300, check=False)
@@ -385,7 +385,7 @@ def test_a_process_ends_although_the_package_of_a_tracker_hangs_at_exit(tmp_path
 @pytest.mark.parametrize("hanging", [""], indirect=True)
 def test_all_calls_of_a_tracker_are_on_one_thread_that_ends(hanging: type[Hanging], tmp_path: Path) -> None:
     """mlflow keeps its run in thread-local state."""
-    write(tmp_path, ["mlflow"])
+    write(tmp_path, ["aim"])
     (thread,) = set(hanging.threads)
     thread.join(600)
     assert not thread.is_alive()

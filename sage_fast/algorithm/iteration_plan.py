@@ -37,10 +37,19 @@ class Sample:
     latent_seed: int
 
 
-def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Return the indices of one iteration's prompts: a new shuffle every epoch, a pure function of the arguments."""
+def prompts_of_iteration(
+    prompts: int, per_iteration: int, iteration: int, seed: int, offset: int = 0
+) -> list[int]:
+    """Return the indices of one iteration's prompts: a new shuffle every epoch, a pure function of the arguments.
+
+    Args:
+        prompts: number of training prompts, the length of an epoch.
+        offset: prompts that the iterations before have taken, beyond `per_iteration` each; not 0 after a resume with
+            another number of prompts an iteration.
+    """
     chosen = []
-    for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
+    first = iteration * per_iteration + offset
+    for position in range(first, first + per_iteration):
         epoch, offset = divmod(position, prompts)
         chosen.append(permutation(prompts, seed, "prompts", epoch)[offset])
     return chosen
@@ -235,6 +244,7 @@ def plan_iteration(
     *,
     ranks: int = 1,
     anchor_is_free: bool = False,
+    prompt_offset: int = 0,
 ) -> IterationPlan:
     """Plan an iteration. Its samples do not depend on the number of ranks.
 
@@ -245,10 +255,12 @@ def plan_iteration(
         index: number of the iteration.
         ranks: data-parallel ranks.
         anchor_is_free: the anchor needs no forward.
+        prompt_offset: as for `prompts_of_iteration`.
     """
     train, sampling, seed = resolved.config.train, resolved.config.sampling, resolved.config.seed
     samples, tables = [], []
-    for group, place in enumerate(prompts_of_iteration(len(prompts), train.prompts_per_iteration, index, seed)):
+    chosen = prompts_of_iteration(len(prompts), train.prompts_per_iteration, index, seed, prompt_offset)
+    for group, place in enumerate(chosen):
         seeds = sample_seeds(seed, index, group, range(train.group_size)).tolist()
         for number, own in enumerate(seeds):
             latent_seed = seeds[0] if sampling.shared_initial_noise else own

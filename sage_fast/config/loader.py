@@ -61,8 +61,8 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     for name in own.keys() & {"data.prompts", "data.eval_prompts", "model.weights"}:
         if not Path(str(own[name])).exists() and (path.parent / str(own[name])).exists():
             own[name] = str(path.parent / own[name])
-    for key in _entries_joined(own).keys() - settings_of(Config).keys():
-        raise UserError(f"config {path}: {_unknown(key)}")
+    if unknown := [key for key in _entries_joined(own) if key not in settings_of(Config)]:
+        raise UserError(f"config {path}: {'; '.join(map(_unknown, unknown))}")
     if base is None:
         return own
     if not isinstance(base, str) or not base or path.resolve() in above:
