@@ -74,7 +74,7 @@ def check_checkpoints(run: RunFolder) -> None:
     entries(run.path / "eval")
     checkpoints = run.checkpoints()
     began = checkpoints or run.rows or "weights" in run.remains
-    if began and not holds_file(run.facts_file):
+    if began and not run.facts and not holds_file(run.facts_file):
         raise UserError(
             f"{str(run.facts_file)!r} is missing, and {', '.join(run.remains)} are there; put a copy of the file there, "
             "or begin another run with another --output and no --resume; nothing was changed"

@@ -363,13 +363,17 @@ def _all(values: Iterable[object], kind: Any) -> bool:
 
 
 def check_weights(weights: str | None) -> None:
-    """Check the weights that `model.weights` names, if a run wrote them.
+    """Check the weights that `model.weights` names, if a run wrote them: then they have a manifest.
 
     Raises:
         UserError: they are damaged.
     """
-    folder = Path(weights or "")
-    if weights is not None and (folder / MANIFEST).is_file() and (fault := fault_of_weights(folder)):
+    if weights is None:
+        return
+    folder = Path(weights)
+    final = folder.name == "weights" and RunFolder(folder.parent).exists
+    of_run = final or RunFolder.of_checkpoint(folder) is not None
+    if (of_run or holds_file(folder / MANIFEST)) and (fault := fault_of_weights(folder)):
         raise UserError(f"model.weights = {str(folder)!r}: damaged: {fault}; expected what the run wrote, or a copy")
 
 
