@@ -109,9 +109,7 @@ def _one_line(text: str) -> str:
 
 def resume_page() -> str:
     """Return the page about resumes, with the tables of what a resume takes over as the code has them."""
-    settings_rows = [
-        (", ".join(f"`{name}`" for name in rule.settings), KINDS[rule.kind], rule.why) for rule in RULES
-    ]
+    settings_rows = [(", ".join(f"`{name}`" for name in rule.settings), KINDS[rule.kind], rule.why) for rule in RULES]
     checkpoint_rows = [(f"`{name}`", does) for name, does in CHECKPOINT.items()]
     text = _table(("setting", "another value on a resume", "why, or how"), settings_rows)
     text += "\n" + _table(("in a checkpoint", "on a resume"), checkpoint_rows)

@@ -37,9 +37,7 @@ class Sample:
     latent_seed: int
 
 
-def prompts_of_iteration(
-    prompts: int, per_iteration: int, iteration: int, seed: int, offset: int = 0
-) -> list[int]:
+def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int, offset: int = 0) -> list[int]:
     """Return the indices of one iteration's prompts: a new shuffle every epoch, a pure function of the arguments.
 
     Args:

@@ -76,8 +76,8 @@ def check_checkpoints(run: RunFolder) -> None:
     began = checkpoints or run.rows or "weights" in run.remains
     if began and not run.facts and not holds_file(run.facts_file):
         raise UserError(
-            f"{str(run.facts_file)!r} is missing, and {', '.join(run.remains)} are there; put a copy of the file there, "
-            "or begin another run with another --output and no --resume; nothing was changed"
+            f"{str(run.facts_file)!r} is missing, and {', '.join(run.remains)} are there; put a copy of the file "
+            "there, or begin another run with another --output and no --resume; nothing was changed"
         )
     if checkpoints:
         check_readable(checkpoints[-1])
@@ -271,7 +271,8 @@ def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, 
     """Return the content of `run.json` for a run that starts or resumes at `iteration`.
 
     The run id, and the date, commit and command of the first start are kept; those of each resume are listed under
-    `resumed`, as far as their iterations have not been undone; `trackers` has all that the run had. All other facts come from the newest start. A note says which setting names other contents than before.
+    `resumed`, as far as their iterations have not been undone; `trackers` has all that the run had. All other facts
+    come from the newest start. A note says which setting names other contents than before.
     """
     start = {key: facts[key] for key in ("date", "commit", "command")}
     if not (first := RunFolder(run).facts):
