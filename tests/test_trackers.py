@@ -409,6 +409,72 @@ def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+# -- no second run for a resumed one ----------------------------------------------------------------------------------
+
+
+def continued(names: list[str], run: Path, start: int, rewards: list[float]) -> None:
+    """Resume a run that had these trackers, at the iteration `start`."""
+    config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
+    about = config.tracking, leaves(dataclasses.asdict(config)), run, "0a1b2c3d", start
+    writer = MetricsWriter(*about, continued=names)
+    for iteration, reward in enumerate(rewards, start):
+        writer.write({"iteration": iteration, "reward/mean": reward})
+    writer.close()
+
+
+def test_a_tracker_that_would_begin_a_second_run_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first start has it; tensorboard goes on."""
+
+    class Other(TensorBoardTracker):
+        def __init__(self, project: str, folder: Path) -> None:
+            super().__init__("other", folder)
+            begun.append(project)
+
+    begun: list[str] = []
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Other)
+    write(tmp_path, ["aim", "tensorboard"])
+    caplog.set_level(logging.INFO)
+    continued(["aim", "tensorboard"], tmp_path, 2, [12.0])
+    assert begun == ["shapes"]
+    assert "tracker 'aim' would begin a second run for this one; it is left out" in " ".join(caplog.text.split())
+    assert steps(events(tmp_path), "reward/mean") == {1: 10, 2: 11, 3: 12}
+
+
+def test_a_tracker_that_keeps_what_is_undone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    caplog.set_level(logging.INFO)
+    write(tmp_path, ["tensorboard"])
+    continued(["tensorboard", "wandb"], tmp_path, 1, [12.0])
+    wandb.teardown()
+    notes = [" ".join(message.split()) for message in caplog.messages if message.startswith("note: tracker")]
+    expected = "note: tracker 'wandb' keeps the numbers beyond iteration 1, which are made again: its later ones count"
+    assert notes == [expected]
+
+
+def test_a_run_that_begins_again_leaves_no_steps_in_tensorboard(tmp_path: Path) -> None:
+    """It was killed before its first checkpoint."""
+    write(tmp_path, ["tensorboard"])
+    continued(["tensorboard"], tmp_path, 0, [20.0])
+    assert steps(events(tmp_path), "reward/mean") == {1: 20}
+
+
+def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    write(tmp_path / "run", ["mlflow"])
+    continued(["mlflow"], tmp_path / "run", 1, [20.0, 21.0])
+    (found,) = mlflow.search_runs(experiment_names=["shapes"], output_format="list")
+    history = mlflow.MlflowClient().get_metric_history(found.info.run_id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [(1, 10), (2, 11), (2, 20), (3, 21)]
+
+
 # -- a run that is resumed --------------------------------------------------------------------------------------------
 
 
