@@ -103,7 +103,11 @@ LOSSES: dict[str, tuple[Callable[[Path], None], str]] = {
     "run.json": (several(("run.json", moved)), "run.json' is missing, and metrics.jsonl, checkpoints, weights, eval"),
     "run.json and checkpoints": (
         several(("run.json", moved), ("checkpoints", moved)),
-        "run.json' is missing, and metrics.jsonl, weights, eval are there",
+        "run.json' is missing, and metrics.jsonl, weights, eval, videos",
+    ),
+    "all but settings and pictures": (
+        several(*((name, moved) for name in ("run.json", "metrics.jsonl", "checkpoints", "weights", "eval"))),
+        "run.json' is missing, and videos, tensorboard, report.html are there",
     ),
     "run.json is a link to nothing": (several(("run.json", link_to_nothing)), "run.json' is a link to nothing"),
     "metrics are a link to nothing": (
@@ -113,7 +117,7 @@ LOSSES: dict[str, tuple[Callable[[Path], None], str]] = {
     "evaluations unreadable": (several(("eval", loop)), "eval' cannot be read: Too many levels"),
     "settings": (
         several(("config.yaml", moved)),
-        "config.yaml is missing, and run.json, metrics.jsonl, checkpoints, weights, eval of a run are there",
+        "config.yaml is missing, and run.json, metrics.jsonl, checkpoints, weights, eval",
     ),
     "settings are a link to nothing": (several(("config.yaml", link_to_nothing)), "config.yaml' is a link to nothing"),
 }

@@ -73,10 +73,10 @@ def check_checkpoints(run: RunFolder) -> None:
     """
     entries(run.path / "eval")
     checkpoints = run.checkpoints()
-    began = checkpoints or run.rows or "weights" in run.remains
+    began = [name for name in run.remains if name != run.facts_file.name]
     if began and not run.facts and not holds_file(run.facts_file):
         raise UserError(
-            f"{str(run.facts_file)!r} is missing, and {', '.join(run.remains)} are there; put a copy of the file "
+            f"{str(run.facts_file)!r} is missing, and {', '.join(began)} are there; put a copy of the file "
             "there, or begin another run with another --output and no --resume; nothing was changed"
         )
     if checkpoints:

@@ -81,12 +81,21 @@ class RunFolder:
 
     @property
     def remains(self) -> list[str]:
-        """The names of what a run has left in the folder, its settings and its lock apart.
+        """The names of what a run has left in the folder; its settings, and what precedes `run.json`, apart.
 
         Raises:
             UserError: the folder cannot be read.
         """
-        written = ("run.json", "metrics.jsonl", "checkpoints", "weights", "eval")
+        written = (
+            "run.json",
+            "metrics.jsonl",
+            "checkpoints",
+            "weights",
+            "eval",
+            "videos",
+            "tensorboard",
+            "report.html",
+        )
         found = {path.name for path in entries(self.path)}
         return [name for name in written if name in found]
 
