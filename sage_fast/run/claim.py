@@ -28,7 +28,8 @@ from sage_fast.util.files import (
     discard,
     only_safer,
     probe,
-    remove,
+    put_in_place,
+    take_away,
     write_atomic,
     write_json,
     writing,
@@ -319,13 +320,11 @@ def forget_beyond(run: RunFolder, done: int) -> None:
     for checkpoint in run.checkpoints():
         if iteration_of(checkpoint) > done:
             skipped = checkpoint.with_name(checkpoint.name + SKIPPED)
-            take_away(skipped)
-            rename(checkpoint, skipped)
+            put_in_place(checkpoint, skipped)
             undone.append(f"{checkpoint.name}, which is {skipped.name} until the next checkpoint is written")
     if "weights" in run.remains and done < (trained := iteration_of_weights(run.weights)) < math.inf:
         aside = run.path / f"weights.until-{int(trained):06d}"
-        take_away(aside)
-        rename(run.weights, aside)
+        put_in_place(run.weights, aside)
         undone.append(f"the final weights, which are now in {aside.name}")
     if undone:
         take_away(run.report_file)
