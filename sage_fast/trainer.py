@@ -24,10 +24,12 @@ from sage_fast.algorithm.objective import (
     sage_loss,
 )
 from sage_fast.algorithm.resolved import Resolved
+from sage_fast.data.prompt_order import PromptOrder
 from sage_fast.models.interface import Condition
 from sage_fast.models.model import Model
 from sage_fast.models.policy import State
 from sage_fast.parallel import make_engine
+from sage_fast.parallel.optimizers import learning_rate
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.endpoint import turn_to_endpoints
@@ -63,6 +65,7 @@ class Trainer:
     Attributes:
         config: the settings.
         objective: the loss.
+        prompt_order: how far the run is in its prompts.
         anchor: weights of the anchor; None if the KL strategy has none.
         anchor_is_current: whether the anchor's weights are the present ones.
         constants: of the scored transitions, float32 `[T]` on the device.
@@ -91,6 +94,7 @@ class Trainer:
         self.policy = model.policy
         self.reward = reward
         self.prompts = prompts
+        self.prompt_order = PromptOrder(prompts, config.train.prompts_per_iteration)
         self.embeddings = embeddings
         self.device = self.policy.device
         # A rollout policy follows the weights at one pace; an average for export alone has to forget the start.
@@ -137,7 +141,9 @@ class Trainer:
         self.forwards = plan.forwards(kept)
         own = sum(len(batch.own(update)) for update in updates)
         with self.observer.watch("train"), Progress("train", own, "transition") as bar:
-            for update in updates:
+            for number, update in enumerate(updates):
+                planned = index * self.config.train.optimizer_steps + number
+                self.engine.learning_rate = learning_rate(self.config.train, self.engine.steps, planned)
                 self.update(batch, update, bar)
         self.refresh_anchor()
         state = {"iteration": index, "optimizer_step": self.engine.steps, "kl/lambda": self.kl.value}
@@ -147,7 +153,13 @@ class Trainer:
     def plan(self, index: int) -> IterationPlan:
         """Plan an iteration: its samples, transitions and updates."""
         return plan_iteration(
-            self.resolved, self.prompts, self._tokens, index, ranks=data_size(), anchor_is_free=self.reuses_velocities
+            self.resolved,
+            self.prompts,
+            self._tokens,
+            index,
+            ranks=data_size(),
+            anchor_is_free=self.reuses_velocities,
+            prompt_offset=self.prompt_order.offset,
         )
 
     def _tokens(self, prompt: str) -> int:
@@ -335,21 +347,37 @@ class Trainer:
             "kl": self.kl.state_dict(),
             "anchor_step": self.anchor_step,
             "anchor_is_current": self.anchor_is_current,
+            "prompts": self.prompt_order.state_dict(),
         }
 
     def load_state_dict(self, state: dict, anchor: State | None) -> None:
         """Restore `state_dict` and `anchor`; restore the engine first.
 
+        A `fixed` anchor is the weights at the start of the run, as this trainer was built with. It stays if there is
+        no saved anchor, or if that one has moved since the start.
+
+        Args:
+            state: `state_dict`, in a checkpoint with the `iteration` to continue with.
+            anchor: as it was saved.
+
         Raises:
-            UserError: `kl.strategy` has become one with an anchor.
+            UserError: `kl.strategy` has become one whose anchor moves.
         """
-        if self.anchor is not None and anchor is None:
+        anchor_moves = self.objective.strategy.moves
+        if anchor_moves and anchor is None:
             raise UserError(
                 f"kl.strategy = {self.config.kl.strategy!r} needs an anchor, and the checkpoint holds none; resume "
                 "with the strategy that the run had, or start another run with --model.weights"
             )
         self._first_step = self.engine.steps
         self.kl.load_state_dict(state["kl"])
-        self.anchor_step = state["anchor_step"]
-        self.anchor_is_current = state["anchor_is_current"]
-        self.anchor = anchor if self.anchor is not None else None
+        self.prompt_order.load_state_dict(state["prompts"], state.get("iteration", 0))
+
+        saved_is_start = anchor is not None and state["anchor_step"] == 0
+        if anchor_moves or saved_is_start:
+            self.anchor_step = state["anchor_step"]
+            self.anchor_is_current = state["anchor_is_current"]
+            self.anchor = anchor if self.anchor is not None else None
+        else:
+            self.anchor_step = 0
+            self.anchor_is_current = self.engine.steps == 0

@@ -1,4 +1,6 @@
-"""Write docs/reference/settings.md and docs/reference/cli.md: `python -m scripts.reference`.
+"""Write docs/reference/settings.md, docs/reference/cli.md and the tables of docs/how-to/stop-and-resume.md.
+
+`python -m scripts.reference` does it.
 
 tests/test_docs.py fails while they differ from what the code says.
 """
@@ -11,8 +13,12 @@ from pathlib import Path
 from sage_fast.cli import COMMANDS, load
 from sage_fast.config.fields import Setting, kind, meanings, own_settings, sections
 from sage_fast.config.schema import Config
+from sage_fast.run.resume import CHECKPOINT, KINDS, RULES
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+RESUME_PAGE = "../how-to/stop-and-resume.md"
+RESUME_BEGIN = "<!-- resume: written by python -m scripts.reference -->"
+RESUME_END = "<!-- end of resume -->"
 SETTINGS = """# Settings
 
 What every setting does. A YAML file holds the settings by section; a command takes any of them as
@@ -109,7 +115,19 @@ def _one_line(text: str) -> str:
     return "`".join(parts)
 
 
-PAGES = {"settings.md": settings_page, "cli.md": commands_page}
+def resume_page() -> str:
+    """Return the page about resumes, with the tables of what a resume takes over as the code has them."""
+    settings_rows = [(", ".join(f"`{name}`" for name in rule.settings), KINDS[rule.kind], rule.why) for rule in RULES]
+    checkpoint_rows = [(f"`{name}`", does) for name, does in CHECKPOINT.items()]
+    text = _table(("setting", "another value on a resume", "why, or how"), settings_rows)
+    text += "\n" + _table(("in a checkpoint", "on a resume"), checkpoint_rows)
+    page = (FOLDER / RESUME_PAGE).read_text(encoding="utf-8")
+    before, rest = page.split(RESUME_BEGIN)
+    _, after = rest.split(RESUME_END)
+    return f"{before}{RESUME_BEGIN}\n{text}{RESUME_END}{after}"
+
+
+PAGES = {"settings.md": settings_page, "cli.md": commands_page, RESUME_PAGE: resume_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -215,7 +215,7 @@ def damage(path: Path, how: Damage) -> None:
         how(path)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("file", "how", "words"), TEXT_DAMAGES, ids=str)
+@pytest.mark.parametrize(("file", "how", "words"), TEXT_DAMAGES)
 def test_a_text_encoder_that_cannot_work_is_one_line_at_load(
     checkpoint: Path, tmp_path: Path, file: str, how: Damage, words: str
 ) -> None:
@@ -226,7 +226,7 @@ def test_a_text_encoder_that_cannot_work_is_one_line_at_load(
     assert words in text
 
 
-@pytest.mark.parametrize(("file", "how", "words"), IMAGE_DAMAGES, ids=str)
+@pytest.mark.parametrize(("file", "how", "words"), IMAGE_DAMAGES)
 def test_an_image_encoder_that_cannot_work_is_one_line_at_load(
     checkpoint_i2v: Path, tmp_path: Path, file: str, how: Damage, words: str
 ) -> None:
@@ -269,7 +269,7 @@ CLIP_DAMAGES: list[tuple[str, Damage, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("file", "how", "words"), CLIP_DAMAGES, ids=str)
+@pytest.mark.parametrize(("file", "how", "words"), CLIP_DAMAGES)
 def test_a_clip_model_that_cannot_work_is_one_line_at_load(
     clip: Path, tmp_path: Path, file: str, how: Damage, words: str
 ) -> None:

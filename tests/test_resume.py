@@ -18,7 +18,7 @@ from sage_fast.config.schema import Config
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.folder import STATE, RunFolder, digest
-from sage_fast.run.resume import KEPT, check_kept
+from sage_fast.run.resume import check_kept, rule_of
 from sage_fast.run.sources import resumed_settings
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
@@ -117,7 +117,9 @@ OTHERS: dict[str, Any] = {
     "eval.num_prompts": 1,
     "eval.seeds_per_prompt": 2,
     "eval.judge": "testbed",
+    "tracking.project": "another",
 }
+KEPT = [name for name in settings_of(Config) if rule_of(name).kind == "kept"]
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -267,10 +267,10 @@ def test_the_contact_sheet_is_drawn_once_for_all_trackers(tmp_path: Path, monkey
 
     shown: list[Any] = []
     drawn: list[Any] = []
-    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Other)
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Other)
     draw = trackers.contact_sheet
     monkeypatch.setattr(trackers, "contact_sheet", lambda *given: drawn.append(given) or draw(*given))
-    write(tmp_path, ["mlflow", "tensorboard"])
+    write(tmp_path, ["aim", "tensorboard"])
     assert len(drawn) == 2, "one for each evaluation"
     sheets = events(tmp_path).Images("heldout/videos")
     assert shown == [(sheet.step, (sheet.width, sheet.height)) for sheet in sheets]
@@ -318,8 +318,8 @@ def test_a_tracker_that_fails_is_noted_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Errors of a tracker do not end the run, and the record and the other trackers lose nothing."""
-    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Dying)
-    config = settings(tracking__trackers=["mlflow", "tensorboard"])
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Dying)
+    config = settings(tracking__trackers=["aim", "tensorboard"])
     caplog.set_level(logging.INFO)
     writer = made(config, tmp_path, "0a1b2c3d")
     for i in range(6):
@@ -327,7 +327,7 @@ def test_a_tracker_that_fails_is_noted_once_and_left_out(
     writer.close()
     assert dying.pop().asked == [1, 2, 3, 4], "three chances"
     assert " ".join(" ".join(caplog.messages).split()) == (
-        "note: tracker 'mlflow' failed (BrokenPipeError: the service went away); it is left out if it fails 3 times, "
+        "note: tracker 'aim' failed (BrokenPipeError: the service went away); it is left out if it fails 3 times, "
         "and metrics.jsonl has every row"
     )
     assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4, 5, 6]
@@ -387,7 +387,7 @@ def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(trackers, "SECONDS_AT_ENDS", 0.5)
     monkeypatch.setattr(Hanging, "threads", [], raising=False)
     monkeypatch.setattr(Hanging, "released", threading.Event(), raising=False)
-    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Hanging)
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Hanging)
     monkeypatch.setattr(Hanging, "call", request.param)
     yield Hanging
     Hanging.released.set()
@@ -408,11 +408,11 @@ def test_a_tracker_that_hangs_or_exits_does_not_hold_or_end_the_run(
     hanging: type[Hanging], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    writer = made(settings(tracking__trackers=["mlflow", "tensorboard"]), tmp_path, "0a1b2c3d")
+    writer = made(settings(tracking__trackers=["aim", "tensorboard"]), tmp_path, "0a1b2c3d")
     for i in range(4):
         writer.write({"iteration": i, "reward/mean": 10.0 + i})
     writer.close()
-    assert f"tracker 'mlflow' failed {why} metrics.jsonl has every row" in " ".join(" ".join(caplog.messages).split())
+    assert f"tracker 'aim' failed {why} metrics.jsonl has every row" in " ".join(" ".join(caplog.messages).split())
     assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 
@@ -424,9 +424,9 @@ def test_a_tracker_that_hangs_or_exits_at_the_start_ends_no_resume(
 ) -> None:
     write(tmp_path, [])
     caplog.set_level(logging.INFO)
-    write(tmp_path, ["mlflow", "tensorboard"], start=1)
+    write(tmp_path, ["aim", "tensorboard"], start=1)
     (line,) = (" ".join(message.split()) for message in caplog.messages)
-    assert line.startswith(f"note: tracker 'mlflow' does not start{why}; it is left out, and")
+    assert line.startswith(f"note: tracker 'aim' does not start{why}; it is left out, and")
     assert list(steps(events(tmp_path), "reward/mean")) == [2, 3]
 
 
@@ -435,9 +435,9 @@ def test_a_process_ends_although_the_package_of_a_tracker_hangs_at_exit(tmp_path
     code = (
         "import atexit, time; from sage_fast import cli; from tests.test_trackers import *\n"
         "Hanging.call, Hanging.released, trackers.SECONDS = 'log', threading.Event(), 0.5\n"
-        "trackers.LOGGER_TYPE_TO_CLASS['mlflow'] = Hanging\n"
+        "trackers.LOGGER_TYPE_TO_CLASS['aim'] = Hanging\n"
         "Hanging.threads = []; atexit.register(time.sleep, 1000)\n"
-        f"cli._run = lambda words: write(Path({str(tmp_path)!r}), ['mlflow']) and 3\n"
+        f"cli._run = lambda words: write(Path({str(tmp_path)!r}), ['aim']) and 3\n"
         "sys.exit(cli.main([]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, timeout=300, check=False)
@@ -447,7 +447,7 @@ def test_a_process_ends_although_the_package_of_a_tracker_hangs_at_exit(tmp_path
 @pytest.mark.parametrize("hanging", [""], indirect=True)
 def test_all_calls_of_a_tracker_are_on_one_thread_that_ends(hanging: type[Hanging], tmp_path: Path) -> None:
     """mlflow keeps its run in thread-local state."""
-    write(tmp_path, ["mlflow"])
+    write(tmp_path, ["aim"])
     (thread,) = set(hanging.threads)
     thread.join(600)
     assert not thread.is_alive()
@@ -469,6 +469,72 @@ def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tracking\.trackers"):
         train_module.train(settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]), fail, fail)
     assert not (tmp_path / "run").exists()
+
+
+# -- no second run for a resumed one ----------------------------------------------------------------------------------
+
+
+def continued(names: list[str], run: Path, start: int, rewards: list[float]) -> None:
+    """Resume a run that had these trackers, at the iteration `start`."""
+    config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
+    about = config.tracking, leaves(dataclasses.asdict(config)), run, "0a1b2c3d", start
+    writer = MetricsWriter(*about, continued=names)
+    for iteration, reward in enumerate(rewards, start):
+        writer.write({"iteration": iteration, "reward/mean": reward})
+    writer.close()
+
+
+def test_a_tracker_that_would_begin_a_second_run_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first start has it; tensorboard goes on."""
+
+    class Other(TensorBoardTracker):
+        def __init__(self, project: str, folder: Path) -> None:
+            super().__init__("other", folder)
+            begun.append(project)
+
+    begun: list[str] = []
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Other)
+    write(tmp_path, ["aim", "tensorboard"])
+    caplog.set_level(logging.INFO)
+    continued(["aim", "tensorboard"], tmp_path, 2, [12.0])
+    assert begun == ["shapes"]
+    assert "tracker 'aim' would begin a second run for this one; it is left out" in " ".join(caplog.text.split())
+    assert steps(events(tmp_path), "reward/mean") == {1: 10, 2: 11, 3: 12}
+
+
+def test_a_tracker_that_keeps_what_is_undone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    caplog.set_level(logging.INFO)
+    write(tmp_path, ["tensorboard"])
+    continued(["tensorboard", "wandb"], tmp_path, 1, [12.0])
+    wandb.teardown()
+    notes = [" ".join(message.split()) for message in caplog.messages if message.startswith("note: tracker")]
+    expected = "note: tracker 'wandb' keeps the numbers beyond iteration 1, which are made again: its later ones count"
+    assert notes == [expected]
+
+
+def test_a_run_that_begins_again_leaves_no_steps_in_tensorboard(tmp_path: Path) -> None:
+    """It was killed before its first checkpoint."""
+    write(tmp_path, ["tensorboard"])
+    continued(["tensorboard"], tmp_path, 0, [20.0])
+    assert steps(events(tmp_path), "reward/mean") == {1: 20}
+
+
+def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    write(tmp_path / "run", ["mlflow"])
+    continued(["mlflow"], tmp_path / "run", 1, [20.0, 21.0])
+    (found,) = mlflow.search_runs(experiment_names=["shapes"], output_format="list")
+    history = mlflow.MlflowClient().get_metric_history(found.info.run_id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [(1, 10), (2, 11), (2, 20), (3, 21)]
 
 
 # -- a run that is resumed --------------------------------------------------------------------------------------------

@@ -38,9 +38,16 @@ class Sample:
     latent_seed: int
 
 
-def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Return the indices of one iteration's prompts: a new shuffle every epoch, a pure function of the arguments."""
-    first, end = iteration * per_iteration, (iteration + 1) * per_iteration
+def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int, offset: int = 0) -> list[int]:
+    """Return the indices of one iteration's prompts: a new shuffle every epoch, a pure function of the arguments.
+
+    Args:
+        prompts: number of training prompts, the length of an epoch.
+        offset: prompts that the iterations before have taken, beyond `per_iteration` each; not 0 after a resume with
+            another number of prompts an iteration.
+    """
+    first = iteration * per_iteration + offset
+    end = first + per_iteration
     epochs = range(first // prompts, (end - 1) // prompts + 1)
     shuffled = {epoch: permutation(prompts, seed, "prompts", epoch) for epoch in epochs}
     return [shuffled[position // prompts][position % prompts] for position in range(first, end)]
@@ -289,6 +296,7 @@ def plan_iteration(
     *,
     ranks: int = 1,
     anchor_is_free: bool = False,
+    prompt_offset: int = 0,
 ) -> IterationPlan:
     """Plan an iteration. Its samples do not depend on the number of ranks.
 
@@ -299,10 +307,12 @@ def plan_iteration(
         index: number of the iteration.
         ranks: data-parallel ranks.
         anchor_is_free: the anchor needs no forward.
+        prompt_offset: as for `prompts_of_iteration`.
     """
     train, sampling, seed = resolved.config.train, resolved.config.sampling, resolved.config.seed
     samples, tables = [], []
-    for group, place in enumerate(prompts_of_iteration(len(prompts), train.prompts_per_iteration, index, seed)):
+    chosen = prompts_of_iteration(len(prompts), train.prompts_per_iteration, index, seed, prompt_offset)
+    for group, place in enumerate(chosen):
         seeds = sample_seeds(seed, index, group, range(train.group_size)).tolist()
         for number, own in enumerate(seeds):
             latent_seed = seeds[0] if sampling.shared_initial_noise else own

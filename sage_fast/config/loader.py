@@ -118,8 +118,8 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
-    for key in _entries_joined(own).keys() - settings_of(Config).keys():
-        raise UserError(f"config {path}: {_unknown(key)}")
+    if unknown := [key for key in _entries_joined(own) if key not in settings_of(Config)]:
+        raise UserError(f"config {path}: {'; '.join(map(_unknown, unknown))}")
     try:
         own = placed(own, path.parent)
     except UserError as error:

@@ -26,6 +26,7 @@ class Engine(Protocol):
         parameters: the trainable parameters.
         optimized: weight -> what the optimizer updates: the weight, or this rank's part of it.
         steps: optimizer steps so far.
+        learning_rate: of the next update, and after it of the latest one; the trainer sets it before each update.
         ema: averaged weights, in the form of `policy.snapshot`; None if `train.ema_decay` is 0.
     """
 
@@ -34,11 +35,8 @@ class Engine(Protocol):
     parameters: Sequence[Tensor]
     optimized: Mapping[str, Tensor]
     steps: int
+    learning_rate: float
     ema: State | None
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the latest update; before the first update, that of the first."""
 
     def backward(self, loss: Tensor, total: int) -> None:
         """Accumulate the gradients of one micro-batch, as its share of the mean over an update.

@@ -58,13 +58,25 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 """Progress in [0, 1], from the end of the warm-up to the end of the run -> factor on the learning rate."""
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Return the learning rate of update number `step`, counted from 0. A resume has no state to restore.
+def learning_rate(config: TrainConfig, steps: int, planned: int | None = None) -> float:
+    """Return the learning rate of the next update. A resume has no state to restore.
+
+    The warm-up counts optimizer steps, so an update that was skipped does not shorten it. The decay after it counts
+    iterations: whatever was skipped, and whatever `train.optimizer_steps` was before a resume, it ends with the run.
 
     The first update of a warm-up moves the weights; diffusers' schedules start at 0.
+
+    Args:
+        steps: optimizer steps made so far.
+        planned: place of the update in the run, as iteration x `train.optimizer_steps` + its number in the iteration;
+            by default `steps`, as in a run that has skipped none.
     """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+    warmup = config.warmup_steps
+    if steps < warmup:
+        return config.learning_rate * (steps + 1) / warmup
+
+    # In whole updates, so that the quotient is rounded once: this is (i + u / n) / iterations without a warm-up.
+    place = steps if planned is None else planned
     total = config.iterations * config.optimizer_steps
-    progress = min((step - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
-    return config.learning_rate * SCHEDULES[config.schedule](progress)
+    progress = (place - warmup) / max(total - warmup, 1)
+    return config.learning_rate * SCHEDULES[config.schedule](min(max(progress, 0.0), 1.0))

@@ -42,6 +42,7 @@ class PlainEngine(Engine):
         self.ema_warms_up = ema_warms_up
         self.parameters = list(policy.parameters().values())
         self.steps = 0
+        self.learning_rate = learning_rate(config, 0)
         self._prepare()
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
         self._remembered: tuple[Any, ...] | None = None
@@ -51,10 +52,6 @@ class PlainEngine(Engine):
         self.optimized: dict[str, Tensor] = {**self.policy.parameters()}
         matrices = {name for name, p in self.optimized.items() if self.policy.is_muon(name, p)}
         self.optimizers = make_optimizers(self.optimized, self.config, matrices, {}, self.policy.has_adapter)
-
-    @property
-    def learning_rate(self) -> float:
-        return learning_rate(self.config, max(self.steps - 1, 0))
 
     def backward(self, loss: Tensor, total: int) -> None:
         """Accumulate the gradients of one micro-batch, as its share of the mean over an update.
@@ -69,7 +66,7 @@ class PlainEngine(Engine):
         (data_size() / total * loss).backward()
 
     def step(self) -> float:
-        norm = self._update(learning_rate(self.config, self.steps))
+        norm = self._update(self.learning_rate)
         if not math.isfinite(norm):
             raise NonFiniteError(f"gradient norm {norm} at optimizer step {self.steps}; the weights were not updated")
         torch.autograd.graph.increment_version(self.parameters)  # some optimizers write unseen by autograd

@@ -27,7 +27,17 @@ from sage_fast.config.fields import is_finite
 from sage_fast.eval.scores import composite, mean_and_margin
 from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
-from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder, digest, fault_of, files_of, iteration_of
+from sage_fast.run.folder import (
+    MANIFEST,
+    SKIPPED,
+    STATE,
+    TRAINING,
+    RunFolder,
+    digest,
+    fault_of,
+    files_of,
+    iteration_of,
+)
 from sage_fast.run.shards import Layout, SavedParts
 from sage_fast.run.weights import save_weights
 from sage_fast.util.errors import RankError, UserError
@@ -42,6 +52,7 @@ from sage_fast.util.files import (
     sync,
     write_json,
 )
+from sage_fast.util.presence import entries
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
 MOMENT = "optimizer-"
@@ -56,7 +67,7 @@ def save_checkpoint(
     """Write `checkpoints/iteration-N` atomically. Collective.
 
     An intact checkpoint of the same iteration (such as the one just resumed from) is left alone. Later checkpoints
-    are removed: loading must have skipped them.
+    are removed, and those set aside by a resume: loading has skipped them.
 
     Args:
         run: the run folder.
@@ -88,7 +99,9 @@ def save_checkpoint(
                 for inner in [path for path in partial.rglob("*") if path.is_dir()]:
                     sync(inner)
                 put_in_place(partial, folder)
-                for other in [other for other in RunFolder(run).checkpoints() if iteration_of(other) > iteration]:
+                skipped = [path for path in entries(folder.parent) if path.name.endswith(SKIPPED)]
+                later = [other for other in RunFolder(run).checkpoints() if iteration_of(other) > iteration]
+                for other in [*skipped, *later]:
                     remove_folder(other)
     except (OSError, RankError):
         if rank() == 0:  # free the space: the disk may be full
@@ -151,7 +164,9 @@ def load_checkpoint(
             state, iteration = read_json(folder / STATE), iteration_of(folder)
             expected = {**(counters or state), "iteration": iteration, "optimizer_steps": 0}
             if not _is_like(state, expected) or state["iteration"] != iteration:
-                raise UserError(f"{STATE} does not hold what a run writes after iteration {iteration}")
+                missing = [key for key in expected if key not in state]
+                which = f": {', '.join(missing)} of this version" if missing else ""
+                raise UserError(f"{STATE} does not hold what a run writes after iteration {iteration}{which}")
         return iteration, state, TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder))
 
     folder = RunFolder(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import secrets
@@ -16,12 +17,24 @@ from typing import Any
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
-from sage_fast.run.folder import RunFolder, iteration_of
+from sage_fast.run.folder import SKIPPED, RunFolder, iteration_of, iteration_of_weights
 from sage_fast.run.preflight import check_new
 from sage_fast.run.resume import check_kept
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import RunError, UserError
-from sage_fast.util.files import PARTIAL, FolderLock, discard, only_safer, probe, write_atomic, writing
+from sage_fast.util.errors import RunError, UserError, reason
+from sage_fast.util.files import (
+    PARTIAL,
+    FolderLock,
+    discard,
+    only_safer,
+    probe,
+    put_in_place,
+    take_away,
+    write_atomic,
+    write_json,
+    writing,
+)
+from sage_fast.util.presence import check_readable, entries, holds_file
 from sage_fast.util.ranks import barrier, broadcast_object, fail_together, rank
 
 log = logging.getLogger(__name__)
@@ -32,12 +45,14 @@ def check_output(config: Config, *, resume: bool) -> None:
 
     Raises:
         UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds no run, a run that
-            began with other values of settings it must keep, a run past `train.iterations`, or one without its metrics.
+            began with other values of settings it must keep, a run past `train.iterations`, or one without its metrics
+            or its checkpoints.
     """
     run = RunFolder(config.output)
     if resume:
         run.check_resumable()
         check_kept(config)
+        check_checkpoints(run)
         saved = [*map(iteration_of, run.checkpoints())] or [0]
         done = saved[-1]
         if done > config.train.iterations:
@@ -48,6 +63,45 @@ def check_output(config: Config, *, resume: bool) -> None:
         check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
     else:
         check_new(config.output)
+
+
+def check_checkpoints(run: RunFolder) -> None:
+    """Check that what a resume continues is there: the newest checkpoint, if the run has written one, and `run.json`.
+
+    A run that was stopped before its first checkpoint has none, and begins again.
+
+    Raises:
+        UserError: a checkpoint has been written and none can be seen, or a file or folder that a resume needs is
+            missing or cannot be read.
+    """
+    entries(run.path / "eval")
+    checkpoints = run.checkpoints()
+    began = [name for name in run.remains if name != run.facts_file.name]
+    if began and not run.facts and not holds_file(run.facts_file):
+        raise UserError(
+            f"{str(run.facts_file)!r} is missing, and {', '.join(began)} are there; put a copy of the file "
+            "there, or begin another run with another --output and no --resume; nothing was changed"
+        )
+    if checkpoints:
+        check_readable(checkpoints[-1])
+    elif lost := _trace_of_checkpoints(run):
+        raise UserError(
+            f"{str(run.path / 'checkpoints')!r}: no checkpoint can be seen, but {lost}; put the checkpoints back, or "
+            "begin another run with another --output and no --resume; nothing was changed"
+        )
+
+
+def _trace_of_checkpoints(run: RunFolder) -> str | None:
+    """Return what says that a run has written a checkpoint; None if it has not."""
+    if (newest := run.facts.get("checkpoint")) is not None:
+        return f"the run has written one after {newest} iterations"
+    if "weights" in run.remains:
+        return "weights/ holds what the run has trained"
+    if holds_file(run.path / "eval" / "after.json"):
+        return "eval/after.json is of the trained weights"
+    if run.rows and "checkpoint" not in run.facts:  # of a version that did not write it down
+        return f"metrics.jsonl has the lines of {len(run.rows)} iterations"
+    return None
 
 
 def check_metrics(run: RunFolder, done: int) -> None:
@@ -220,18 +274,72 @@ def claim_output(claim: Claim, folder: Path, settings: str) -> None:
     barrier()
 
 
-def replace_settings(config: Config) -> None:
-    """Write the settings of a resumed run, report the changes and keep the old file under another name. Collective."""
+def replace_settings(config: Config, done: int) -> None:
+    """Write the settings of a run that is resumed after `done` iterations, and report the changes. Collective.
+
+    The settings of the iterations until then stay in `config.until-<done>.yaml`.
+    """
     run = RunFolder(config.output)
     pairs = {name: [*map(attrgetter(name), (run.settings(), config))] for name in settings_of(Config)}
     barrier()  # every rank has read the old settings
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     for name, (old, new) in changed.items():
         log.info(f"{name} = {new!r} from here on; it was {old!r}")
-    if rank() == 0 and changed:
-        write_atomic(run.path / f"config.until-{len(run.rows):06d}.yaml", run.config_file.read_bytes())
-        write_atomic(run.config_file, dump(config))
+    if rank() == 0:
+        until = run.settings_until(done)
+        later = [file for iteration, file in run.earlier_settings().items() if iteration >= done]
+        if later and later[0] != until:  # they had changed after the iteration that is resumed from
+            write_atomic(until, later[0].read_bytes())
+        elif changed and not later:
+            write_atomic(until, run.config_file.read_bytes())
+        if changed:
+            write_atomic(run.config_file, dump(config))
+        for file in later:
+            if file != until:
+                take_away(file)
     barrier()
+
+
+def forget_beyond(run: RunFolder, done: int) -> None:
+    """Undo what a run has written beyond the iteration that it is resumed from, and say so in a line.
+
+    Evaluations, their videos and the page go: they are made again. The lines of metrics.jsonl are for the writer to
+    drop. Checkpoints, which the resume has skipped, and final weights are kept under other names, which nothing reads.
+
+    Args:
+        run: the run folder, of a resume that has passed all its checks.
+        done: complete iterations.
+    """
+    undone = [f"the line of iteration {row['iteration'] + 1}" for row in run.rows if row["iteration"] >= done]
+    if len(undone) > 1:
+        undone = [f"the lines of {len(undone)} iterations"]
+    for name in run.evaluations_beyond(done):
+        undone.append(f"the evaluation {name}")
+        take_away(run.evaluation_file(name))
+        take_away(run.videos(name))
+    for checkpoint in run.checkpoints():
+        if iteration_of(checkpoint) > done:
+            skipped = checkpoint.with_name(checkpoint.name + SKIPPED)
+            put_in_place(checkpoint, skipped)
+            undone.append(f"{checkpoint.name}, which is {skipped.name} until the next checkpoint is written")
+    if "weights" in run.remains and done < (trained := iteration_of_weights(run.weights)) < math.inf:
+        aside = run.path / f"weights.until-{int(trained):06d}"
+        put_in_place(run.weights, aside)
+        undone.append(f"the final weights, which are now in {aside.name}")
+    if undone:
+        take_away(run.report_file)
+        log.info(wrapped(f"note: the run continues after {done} iterations; undone: {', '.join(undone)}"))
+
+
+def record_checkpoint(run: RunFolder, iteration: int) -> None:
+    """Write into `run.json` that there is a checkpoint, so that a resume which sees none knows that one is lost.
+
+    A failure is a note: the checkpoint itself is whole.
+    """
+    try:
+        write_json({**run.facts, "checkpoint": iteration}, run.facts_file)
+    except (OSError, UserError) as error:
+        log.info(wrapped(f"note: the checkpoint is not named in run.json: {reason(error)}"))
 
 
 def remove_partials(folder: Path) -> None:
@@ -244,7 +352,8 @@ def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, 
     """Return the content of `run.json` for a run that starts or resumes at `iteration`.
 
     The run id, and the date, commit and command of the first start are kept; those of each resume are listed under
-    `resumed`. All other facts come from the newest start. A note says which setting names other contents than before.
+    `resumed`, as far as their iterations have not been undone; `trackers` has all that the run had. All other facts
+    come from the newest start. A note says which setting names other contents than before.
     """
     start = {key: facts[key] for key in ("date", "commit", "command")}
     if not (first := RunFolder(run).facts):
@@ -253,4 +362,6 @@ def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, 
         if (holds := facts["contents"].get(name, held)) != held:
             log.info(wrapped(f"note: {name} holds {holds} from here on; it held {held}"))
     kept = {"run_id": secrets.token_hex(4)} | {key: first[key] for key in ("run_id", *start) if key in first}
-    return {**facts, **kept, "resumed": [*first.get("resumed", []), {"iteration": iteration, **start}]}
+    kept["trackers"] = list(dict.fromkeys([*first.get("trackers", []), *facts.get("trackers", [])]))
+    resumed = [earlier for earlier in first.get("resumed", []) if earlier.get("iteration", 0) <= iteration]
+    return {**facts, **kept, "resumed": [*resumed, {"iteration": iteration, **start}]}

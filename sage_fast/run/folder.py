@@ -23,6 +23,7 @@ from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import RankError, UserError, first_line
 from sage_fast.util.files import read_json, read_metrics, write_json
+from sage_fast.util.presence import entries, holds_file, holds_folder, leads_nowhere
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ NOT_WRITTEN = f"{MANIFEST} is not what was written"
 
 TRAINING = "training/"
 """Folder in a checkpoint of the files that only a resume reads."""
+
+SKIPPED = ".skipped"
+"""Suffix of a checkpoint that a resume could not use, until the next one is written."""
 
 STATE = f"{TRAINING}state.json"
 """File in a checkpoint that holds the trainer's counters."""
@@ -68,7 +72,37 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        return self.config_file.is_file()
+        """Whether the folder holds a run.
+
+        Raises:
+            UserError: its settings cannot be read.
+        """
+        return holds_file(self.config_file)
+
+    @property
+    def remains(self) -> list[str]:
+        """The names of what a run has left in the folder; its settings, and what precedes `run.json`, apart.
+
+        Raises:
+            UserError: the folder cannot be read.
+        """
+        written = (
+            "run.json",
+            "metrics.jsonl",
+            "checkpoints",
+            "weights",
+            "eval",
+            "videos",
+            "tensorboard",
+            "report.html",
+        )
+        found = {path.name for path in entries(self.path)}
+        return [name for name in written if name in found]
+
+    @property
+    def holds_record(self) -> bool:
+        """Whether the folder holds what only a run writes; a folder of settings may hold `weights` too."""
+        return any(holds_file(file) for file in (self.facts_file, self.metrics_file, self.lock_file))
 
     def check_resumable(self) -> None:
         """Check that the folder holds a run to resume.
@@ -87,17 +121,52 @@ class RunFolder:
         Raises:
             UserError: it does not.
         """
-        if not self.exists:
-            raise UserError(f"{str(self.path)!r} is no run folder: config.yaml is missing{otherwise}")
+        if self.exists:
+            return
+        if holds_folder(self.path) and (remains := self.remains):
+            raise UserError(
+                f"{str(self.path)!r}: config.yaml is missing, and {', '.join(remains)} of a run are there; put a copy "
+                "of the run's config.yaml there, or choose another folder with --output; nothing was changed"
+            )
+        raise UserError(f"{str(self.path)!r} is no run folder: config.yaml is missing{otherwise}")
 
     def settings(self, overrides: Mapping[str, str] | None = None) -> Config:
         """Load `config.yaml` with `overrides`.
 
         Raises:
-            UserError: the folder holds no run, or as `load`.
+            UserError: the folder holds no run, another version has written settings that this one does not have, or as
+                `load`.
         """
         self.check()
+        try:
+            load(self.config_file)
+        except UserError as error:
+            raise UserError(f"{error}{self._written_by()}") from error
         return load(self.config_file, overrides)
+
+    def settings_until(self, iteration: int) -> Path:
+        """Return the file of the settings that an iteration was reached with, where a resume has changed them."""
+        return self.path / f"config.until-{iteration:06d}.yaml"
+
+    def earlier_settings(self) -> dict[int, Path]:
+        """Return iteration -> `settings_until` for the files that are there, in the order of iterations."""
+        found = {file: re.fullmatch(r"config\.until-(\d{6,9})\.yaml", file.name) for file in entries(self.path)}
+        return dict(sorted((int(name[1]), file) for file, name in found.items() if name))
+
+    def _written_by(self) -> str:
+        """Say which version has written the run, as far as `run.json` knows."""
+        try:
+            facts = self.facts
+        except UserError:
+            return ""
+        version = facts.get("sage_fast")
+        commit = facts.get("commit")
+        if version is None and commit is None:
+            return ""
+        named = f"sage-fast {version}" if version else "another version of sage-fast"
+        if commit:
+            named += f", commit {commit}"
+        return f"; {named} wrote the run: go on with that version, or begin another run"
 
     def videos(self, evaluation: str) -> Path:
         return self.path / "videos" / evaluation
@@ -114,12 +183,14 @@ class RunFolder:
         Raises:
             UserError: a field does not hold what a run writes.
         """
-        facts = read_json(self.facts_file) if self.facts_file.is_file() else {}
-        kinds: dict[str, Any] = {"notes": str, "resumed": dict} | dict.fromkeys(STEPS, int | float)
+        facts = read_json(self.facts_file) if holds_file(self.facts_file) else {}
+        kinds: dict[str, Any] = {"notes": str, "resumed": dict, "trackers": str} | dict.fromkeys(STEPS, int | float)
         lists = {name: (facts.get(name) or [], kind) for name, kind in kinds.items()}
         wrong = [n for n, (values, kind) in lists.items() if not (isinstance(values, list) and _all(values, kind))]
         wrong += [n for n in STEPS if n not in wrong and not all(map(math.isfinite, lists[n][0]))]
         wrong += ["contents"] * (not isinstance(facts.get("contents", {}), dict))
+        if not isinstance(facts.get("checkpoint"), int | None):
+            wrong.append("checkpoint")
         for start in (facts, *lists["resumed"][0]) if not wrong else ():
             wrong += [n for n in ("date", "commit", "command", "method") if not isinstance(start.get(n), str | None)]
         if wrong:
@@ -131,9 +202,9 @@ class RunFolder:
         """The rows of `metrics.jsonl`, one per iteration.
 
         Raises:
-            UserError: as `read_metrics`.
+            UserError: the file cannot be read, or as `read_metrics`.
         """
-        return read_metrics(self.metrics_file)
+        return read_metrics(self.metrics_file) if holds_file(self.metrics_file) else []
 
     # -- evaluations --------------------------------------------------------------------------------------------------
 
@@ -141,22 +212,46 @@ class RunFolder:
         """Read the scores of `before`, `iteration-000010` or `after`; None if there are none.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: the file is damaged, or cannot be read.
         """
-        file = self.path / "eval" / f"{name}.json"
-        return read_scores(file) if file.is_file() else None
+        file = self.evaluation_file(name)
+        return read_scores(file) if holds_file(file) else None
+
+    def evaluation_file(self, name: str) -> Path:
+        return self.path / "eval" / f"{name}.json"
 
     def write_evaluation(self, name: str, scores: Mapping[str, Any]) -> None:
-        write_json(scores, self.path / "eval" / f"{name}.json")
+        write_json(scores, self.evaluation_file(name))
+
+    def evaluations_beyond(self, iteration: int) -> list[str]:
+        """Return the names of evaluations, also of interrupted ones with videos alone, after an iteration."""
+        scored = [file.stem for file in entries(self.path / "eval") if file.suffix == ".json"]
+        shown = [folder.name for folder in entries(self.path / "videos")]
+        found = []
+        for name in dict.fromkeys([*scored, *shown]):
+            if number := re.fullmatch(r"iteration-(\d{6,9})", name):
+                made_at = int(number[1])
+            elif name == "after" and name in self.evaluations[0]:
+                made_at = self.evaluations[0][name]["iteration"]
+            else:
+                continue
+            if made_at > iteration:
+                found.append(name)
+        return found
 
     @functools.cached_property
     def evaluations(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """Name -> scores of all evaluations by iteration, and a note on each file that is damaged and left out.
 
         A continued run may be past its `after`.
+
+        Raises:
+            UserError: the folder of evaluations cannot be read.
         """
         found, notes = {}, []
-        for file in sorted((self.path / "eval").glob("*.json")):
+        for file in entries(self.path / "eval"):
+            if file.suffix != ".json":
+                continue
             try:
                 found[file.stem] = read_scores(file)
             except UserError as error:
@@ -185,9 +280,15 @@ class RunFolder:
         return self.path / "checkpoints" / f"iteration-{iteration:06d}"
 
     def checkpoints(self) -> list[Path]:
-        """Return the folders of complete checkpoints, oldest first."""
-        inside = (self.path / "checkpoints").glob("iteration-*")
-        found = [path for path in inside if path.is_dir() and self.of_checkpoint(path)]
+        """Return the folders of complete checkpoints, oldest first.
+
+        A checkpoint that is a link to nothing is left out.
+
+        Raises:
+            UserError: the folder of checkpoints cannot be read or is a link to nothing, or a checkpoint cannot be read.
+        """
+        named = [path for path in entries(self.path / "checkpoints") if self.of_checkpoint(path)]
+        found = [path for path in named if not leads_nowhere(path) and holds_folder(path)]
         return sorted(found, key=iteration_of)
 
     def first_sound(self, folders: Iterable[Path], read: Callable[[Path], Found]) -> Found | None:
@@ -222,7 +323,7 @@ class RunFolder:
             UserError: the run has no weights yet, or all are damaged.
         """
         found: list[tuple[float, Path]] = [(iteration_of(folder), folder) for folder in self.checkpoints()]
-        if self.weights.is_dir():
+        if holds_folder(self.weights):
             found = sorted([*found, (iteration_of_weights(self.weights), self.weights)])
         iterations = {folder: iteration for iteration, folder in reversed(found)}
 
@@ -271,13 +372,17 @@ def _all(values: Iterable[object], kind: Any) -> bool:
 
 
 def check_weights(weights: str | None) -> None:
-    """Check the weights that `model.weights` names, if a run wrote them.
+    """Check the weights that `model.weights` names, if a run wrote them: then they have a manifest.
 
     Raises:
         UserError: they are damaged.
     """
-    folder = Path(weights or "")
-    if weights is not None and (folder / MANIFEST).is_file() and (fault := fault_of_weights(folder)):
+    if weights is None:
+        return
+    folder = Path(weights)
+    final = folder.name == "weights" and RunFolder(folder.parent).exists
+    of_run = final or RunFolder.of_checkpoint(folder) is not None
+    if (of_run or holds_file(folder / MANIFEST)) and (fault := fault_of_weights(folder)):
         raise UserError(f"model.weights = {str(folder)!r}: damaged: {fault}; expected what the run wrote, or a copy")
 
 

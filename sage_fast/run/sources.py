@@ -15,6 +15,7 @@ from sage_fast.run.folder import RunFolder, check_weights, fault_of_weights, ite
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import expanded
+from sage_fast.util.presence import holds_folder
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +129,12 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     """
     path = existing(source)
     own = RunFolder(path if path.is_dir() else path.parent)
-    is_run = path.is_dir() or (path == own.config_file and own.facts_file.is_file())
+    is_run = path.is_dir() or (path == own.config_file and own.holds_record)
     file = own.config_file if is_run else path
     run = own if is_run and "output" not in overrides else RunFolder(load(file, overrides).output)
     if not is_run and not run.exists:
+        if holds_folder(run.path) and run.remains:
+            run.check()  # a run without its settings is none that begins
         return load(file, overrides), [f"no run in {run.path} yet: it begins"]
     run.check_resumable()
     config = dataclasses.replace(run.settings(overrides), output=str(run.path))  # the folder may have moved

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from accelerate.state import PartialState
@@ -45,6 +46,11 @@ SECONDS_AT_ENDS = 600.0
 class Tracker:
     """One of accelerate's trackers, started, with the run's settings stored in it.
 
+    Attributes:
+        continues: whether a resumed run goes on with the tracker's run, by `run_id`. Otherwise it would be a second
+            one, so the tracker is left out.
+        forgets: whether what is beyond the iteration that is resumed from leaves the tracker.
+
     Args:
         name: as in `tracking.trackers`.
         project: as in `tracking.project`.
@@ -56,6 +62,9 @@ class Tracker:
     Raises:
         RunError: it does not start, for example for lack of a login.
     """
+
+    continues: ClassVar[bool] = False
+    forgets: ClassVar[bool] = False
 
     def __init__(self, name: str, project: str, settings: Values, run: Path, run_id: str, iteration: int) -> None:
         PartialState()  # required by the trackers' logger; it joins the process group of `initialize`
@@ -88,9 +97,13 @@ class Tracker:
 
 
 class TensorBoard(Tracker):
+    continues = True
+    forgets = True
+
     def _make(self, kind: Any) -> Any:
         _leave_errors_to_callers()
-        return kind("tensorboard", logging_dir=self.run, purge_step=self.iteration + 1 if self.iteration else None)
+        # Also for a run that begins again: one that was killed before its first checkpoint has left events too.
+        return kind("tensorboard", logging_dir=self.run, purge_step=self.iteration + 1)
 
     def _store(self, settings: Values) -> None:  # its hyperparameter table would appear as a second run
         text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
@@ -104,6 +117,7 @@ class Wandb(Tracker):
     """Plays videos. Logs STEP as a value, for the x-axis: by its own `step`, wandb would drop rows that repeat."""
 
     STEP = "iterations"
+    continues = True
 
     def _make(self, kind: Any) -> Any:
         run = self.run
@@ -137,7 +151,37 @@ def _leave_errors_to_callers() -> None:
     threading.excepthook = hook
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}
+class MLflow(Tracker):
+    """Finds the run that it continues by a tag: MLflow gives the ids of its runs itself."""
+
+    TAG = "sage_fast.run_id"
+    continues = True
+
+    def _make(self, kind: Any) -> Any:
+        package = importlib.import_module("mlflow")
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", self.project)  # as accelerate chooses it
+        found = []
+        if package.get_experiment_by_name(experiment) is not None:
+            found = package.search_runs(
+                experiment_names=[experiment],
+                filter_string=f"tags.`{self.TAG}` = '{self.run_id}'",
+                max_results=1,
+                output_format="list",
+            )
+        self.is_new = not found
+        return kind(
+            experiment,
+            run_id=None if self.is_new else found[0].info.run_id,
+            run_name=self.run.name,
+            tags={self.TAG: self.run_id},
+        )
+
+    def _store(self, settings: Values) -> None:
+        if self.is_new:  # its parameters cannot be changed; the lines of a resume and config.yaml have what changed
+            super()._store(settings)
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
 """Name in `tracking.trackers` -> its class; `Tracker` is the class of accelerate's other trackers."""
 
 
@@ -196,13 +240,46 @@ def _is_write_error(error: object) -> bool:
 class Trackers:
     """The trackers of a run. One that fails or hangs after its start does not stop it: `metrics.jsonl` is the record.
 
+    Args:
+        tracking, settings, run, run_id, iteration: as for `MetricsWriter`.
+        continued: those that have a run already, because the run is resumed.
+        undone: whether the run has been beyond `iteration`.
+
     Raises:
         RunError: a tracker of a new run does not start, for example for lack of a login. A resumed run goes on, and so
             does one whose disk cannot take the tracker's files.
     """
 
-    def __init__(self, tracking: TrackingConfig, settings: Values, run: Path, run_id: str, iteration: int) -> None:
-        self._threads = {name: _Thread() for name in tracking.trackers}
+    def __init__(
+        self,
+        tracking: TrackingConfig,
+        settings: Values,
+        run: Path,
+        run_id: str,
+        iteration: int,
+        continued: Collection[str] = (),
+        undone: bool = False,
+    ) -> None:
+        names = []
+        for name in tracking.trackers:
+            kind = TRACKERS.get(name, Tracker)
+            if name in continued and not kind.continues:
+                log.info(
+                    wrapped(
+                        f"note: tracker {name!r} would begin a second run for this one; it is left out, and "
+                        "metrics.jsonl has every row"
+                    )
+                )
+                continue
+            if name in continued and undone and not kind.forgets:
+                log.info(
+                    wrapped(
+                        f"note: tracker {name!r} keeps the numbers beyond iteration {iteration}, which are made again: "
+                        "its later ones count"
+                    )
+                )
+            names.append(name)
+        self._threads = {name: _Thread() for name in names}
         self._started: dict[str, Tracker] = {}
         for name, thread in self._threads.items():
             seconds = SECONDS_AT_ENDS if iteration > 0 else None

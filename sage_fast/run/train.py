@@ -128,6 +128,7 @@ class Run:
         self.folder, self.done, self.complete, self._next_page = Path(config.output), 0, False, 0.0
         self._noted = set[str]()
         self.writer: MetricsWriter | None = None
+        self._checkpoint: int | None = None  # iteration of the newest checkpoint
         check_encoder()
         run, attention = RunFolder(self.folder), config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
@@ -151,7 +152,10 @@ class Run:
             self._resume()
         if world_size() == 1:  # a refused resume has left the folder as it was
             log_to(own_log)
-        facts = describe(trainer, setup.contents, self.folder, self.done)
+        trackers = run.facts.get("trackers", []) if resume else []
+        facts = describe(trainer, setup.contents, self.folder, self.done, self._checkpoint)
+        if resume and rank() == 0:
+            claim.forget_beyond(RunFolder(self.folder), self.done)
         log.info(trajectories)
         for warning in config_warnings(resolved, setup.model.spec.distillation):
             log.warning(wrapped(f"warning: {warning}"))
@@ -159,19 +163,31 @@ class Run:
             log.info(f"resumed after {self.done} iterations" if self.done else "no checkpoint: starting at iteration 1")
         if rank() == 0:
             settings = leaves(dataclasses.asdict(config))
-            self.writer = MetricsWriter(config.tracking, settings, self.folder, facts["run_id"], self.done)
+            self.writer = MetricsWriter(
+                config.tracking, settings, self.folder, facts["run_id"], self.done, continued=trackers
+            )
         stop.training = True
 
     def _resume(self) -> None:
         """Restore the newest intact checkpoint, if there is one, and put the new settings into the folder."""
         if (found := load_checkpoint(self.folder, self.trainer.engine, self.trainer.state_dict())) is not None:
             self.done, counters, anchor = found
+            self._checkpoint = self.done
             self.trainer.load_state_dict(counters, anchor)
-        claim.check_metrics(RunFolder(self.folder), self.done)
+        run = RunFolder(self.folder)
+        claim.check_checkpoints(run)  # again: loading takes minutes
+        claim.check_metrics(run, self.done)
+        if (newest := run.facts.get("checkpoint")) is not None and newest > self.done:
+            log.info(
+                wrapped(
+                    f"note: the checkpoint of {newest} iterations, the newest that the run has written, cannot be "
+                    f"used: iterations {self.done + 1} to {newest} are done again"
+                )
+            )
         if rank() == 0:  # only after every check of the new settings
             self.claim.take()
             claim.remove_partials(self.folder)
-        claim.replace_settings(self.config)
+        claim.replace_settings(self.config, self.done)
 
     def iterate(self) -> None:
         """Run the iterations that are left, with evaluations and checkpoints.
@@ -281,6 +297,7 @@ class Run:
             trainer, config = self.trainer, self.config.train
             save_checkpoint(self.folder, self.done, trainer.engine, trainer.state_dict(), trainer.anchor)
             if rank() == 0:
+                claim.record_checkpoint(RunFolder(self.folder), self.done)
                 weights = self.config.reward.part_weights if config.keep_best else None
                 prune_checkpoints(self.folder, config.keep_checkpoints, weights)
 
@@ -353,17 +370,22 @@ def check_pairs(setup: Setup, run: Path) -> bool:
 # -- run.json and throughput ------------------------------------------------------------------------------------------
 
 
-def describe(trainer: Trainer, contents: Mapping[str, str], run: Path, iteration: int) -> dict[str, Any]:
+def describe(
+    trainer: Trainer, contents: Mapping[str, str], run: Path, iteration: int, checkpoint: int | None = None
+) -> dict[str, Any]:
     """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return its content.
 
     Args:
         contents: `Setup.contents`.
+        checkpoint: iteration of the newest checkpoint; None before the first.
     """
     shape = trainer.policy.states.shape
     parameters = sum(shape(p).numel() for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
     trainable = sum(shape(p).numel() for p in trainer.engine.parameters)
     facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(sys.argv),
+        "checkpoint": checkpoint,
+        "trackers": trainer.config.tracking.trackers,
         "contents": dict(contents),
         "ranks": world_size(),
         "model_is_local": Path(trainer.model.spec.path).is_dir(),

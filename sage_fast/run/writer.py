@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,28 @@ class MetricsWriter:
         run: the run folder; its name is the name of the run.
         run_id: stable over `--resume`, so that trackers can continue the same run.
         iteration: the next iteration; rows from there on are dropped (on a resume).
+        continued: trackers that have a run of this one already.
 
     Raises:
         RunError: a tracker of a new run does not start, for example for lack of a login.
     """
 
     def __init__(
-        self, tracking: TrackingConfig, settings: Mapping[str, Any], run: Path, run_id: str, iteration: int = 0
+        self,
+        tracking: TrackingConfig,
+        settings: Mapping[str, Any],
+        run: Path,
+        run_id: str,
+        iteration: int = 0,
+        continued: Collection[str] = (),
     ) -> None:
         folder = RunFolder(run)
         path = folder.metrics_file
         kept = [row for row in folder.rows if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         trackers = pkgutil.resolve_name("sage_fast.run.trackers:Trackers")
-        self._trackers: Any = trackers(tracking, settings, run.resolve(), run_id, iteration)
+        undone = len(kept) < len(folder.rows)
+        self._trackers: Any = trackers(tracking, settings, run.resolve(), run_id, iteration, continued, undone)
         self._file = path.open("ab", buffering=0)
         self._unwritten: list[str] = []
         self._whole: int | None = None  # size of the file before an append that failed

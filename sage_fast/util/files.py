@@ -323,6 +323,12 @@ def remove_folder(folder: Path) -> None:
     discard(set_aside(folder))
 
 
+def take_away(path: Path) -> None:
+    """Remove a file or a folder, if it is there, so that nothing reads it: it has another name even if it stays."""
+    if os.path.lexists(path):
+        discard(set_aside(path))
+
+
 def probe(folder: Path) -> None:
     """Make every call on files that a run needs of a file system once, in a folder that exists. Nothing is left.
 
