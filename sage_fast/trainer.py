@@ -112,6 +112,7 @@ class Trainer:
             coefs=scored.coefficients(reduction).to(self.device),
         )
         self.rounding = self.constants.row.m * torch.finfo(self.policy.dtype).eps ** 2
+        self._rounding_is_measured = False
         self.pause, self.before_update = pause, before_update
         self.forwards: dict[str, int] = {}
         self.mid_iteration = False
@@ -194,8 +195,17 @@ class Trainer:
                     self.replay.score_noised(batch)
             gated = self.config.train.parity_gate and self.objective.surrogate.scores_rollout
             if gated and self.engine.steps == self._first_step:
-                found = check_parity(self.replay, batch, self.constants, self.config.train, self.config.seed)
-                self.rounding = torch.maximum(self.rounding, found.kl.to(self.rounding))
+                found = check_parity(
+                    self.replay,
+                    batch,
+                    self.constants,
+                    self.config.train,
+                    self.config.seed,
+                    measures_kl=not self._rounding_is_measured,
+                )
+                if not self._rounding_is_measured:
+                    self.rounding = torch.maximum(self.rounding, found.kl.to(self.device, torch.float32))
+                    self._rounding_is_measured = True
                 for name, value in found.metrics.items():
                     self.observer.metrics.set(name, value)
         return batch, scores
@@ -348,6 +358,7 @@ class Trainer:
             "anchor_step": self.anchor_step,
             "anchor_is_current": self.anchor_is_current,
             "prompts": self.prompt_order.state_dict(),
+            "rounding": self.rounding.tolist() if self._rounding_is_measured else [],
         }
 
     def load_state_dict(self, state: dict, anchor: State | None) -> None:
@@ -372,6 +383,9 @@ class Trainer:
         self._first_step = self.engine.steps
         self.kl.load_state_dict(state["kl"])
         self.prompt_order.load_state_dict(state["prompts"], state.get("iteration", 0))
+        if len(state["rounding"]) == len(self.rounding):  # else the steps have changed, and it is measured again
+            self.rounding = torch.tensor(state["rounding"], device=self.device)
+            self._rounding_is_measured = True
 
         saved_is_start = anchor is not None and state["anchor_step"] == 0
         if anchor_moves or saved_is_start:

@@ -103,14 +103,14 @@ def requeued(folder: Path) -> list[str]:
 
 def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
     """Each task gets torchrun's variables and the arguments as given; rank 0 prints, the others write files."""
-    process = submit("config.yaml", "runs/a run", "--reward.name", "my rewards:One")
+    process = submit("config.yaml", "runs/a run", "--tracking.project", "my project")
     out, err = process.communicate(timeout=HANG)
     assert (process.returncode, err, requeued(tmp_path)) == (0, "", [])
     for rank in range(2):
         first, *words = (tmp_path / f"started.{rank}").read_text().splitlines()
         assert first == f"{rank}/2 {rank}/2 127.0.0.1:{10000 + 70123 % 50000} 1"
         assert words == ["-m", "sage_fast", "train", "config.yaml", "--output", "runs/a run", "--train.grace_seconds",
-                         "1700", "--reward.name", "my rewards:One"]  # fmt: skip
+                         "1700", "--tracking.project", "my project"]  # fmt: skip
         assert grace_of(words) == 1700
     assert out == "rank 0 speaks\n"
     assert (tmp_path / "runs" / "a run.logs" / "rank-1.log").read_text() == "rank 1 speaks\n"

@@ -247,7 +247,7 @@ def test_what_does_not_go_together_is_said(overrides: dict[str, Any], message: s
 def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("sage_fast.parallel.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sage_fast.config.rank_checks.importlib.util.find_spec", lambda name: None)
     config = settings(train__engine="zero2", output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"'zero2' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
         train_module.train(config, lambda *args, **kwargs: pytest.fail("the model was loaded"), print)

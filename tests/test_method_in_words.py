@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 @pytest.mark.parametrize(
     ("settings", "method"),
     [
-        ({}, "SAGE-GRPO: sage SDE, eta 0.5, equalizer, dual KL, 2 % of the gradient"),
+        ({}, "SAGE-GRPO: sage SDE, eta 0.5, equalizer, dual KL, lambda 1e-07 to 1e-05"),
         (
             {"sampling.sampler": "precise", "kl.feedback": "none", "kl.lambda_min": "0.05", "kl.lambda_max": "0.05"},
             "SAGE-GRPO: precise SDE, eta 0.5, equalizer, dual KL, lambda 0.05",
@@ -34,7 +34,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
         ),
         (
             {"sampling.sampler": "flow", "kl.strategy": "moving"},
-            "GRPO: flow SDE, eta 0.5, equalizer, moving KL, 2 % of the gradient",
+            "GRPO: flow SDE, eta 0.5, equalizer, moving KL, lambda 1e-07 to 1e-05",
         ),
         (
             {"sampling.sampler": "precise", "objective.surrogate": "kl_mask", "kl.strategy": "none"},

@@ -378,7 +378,7 @@ def test_the_cases_are_what_they_are_called(results: Any) -> None:
         assert any(0 < row["reward/dropped"] < 5 for row in alone[case]["rows"]), case
     assert [row["reward/zero_std_groups"] for row in alone["an equal group, noised again"]["rows"]] == [0.5, 0.5]
     first, second = (row["kl/lambda"] for row in alone["std of the batch, half of the steps"]["rows"])
-    assert 1.1 * first < second < 0.9 * 10 * first  # as far as the KL says, below the limit of one step
+    assert first < second  # the warm-up of lambda
 
 
 @several

@@ -98,7 +98,7 @@ OTHERS: dict[str, Any] = {
     "model.path": "random:testbed",
     "model.dtype": "bfloat16",
     "model.tuning": "full",
-    "model.weights": "elsewhere",
+    "model.weights": str(Path(__file__).parent),
     "model.lora_rank": 32,
     "model.lora_alpha": 32,
     "model.lora_targets": "x",

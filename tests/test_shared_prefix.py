@@ -186,7 +186,7 @@ def test_the_bar_and_the_padding_count_steps(missing: int, monkeypatch: pytest.M
         return velocity(x, inputs)
 
     monkeypatch.setattr(trainer.policy, "velocity", counted)
-    monkeypatch.setattr(trainer.policy.states, "padding", lambda count: asked.append(count) or missing)
+    monkeypatch.setattr(trainer.policy.states, "padding", lambda count, backward=False: asked.append(count) or missing)
     monkeypatch.setattr(Progress, "__enter__", lambda bar: bars.append(bar) or enter(bar))
     batch, _ = rolled_out(trainer, 1)
     assert [bar.total for bar in bars if bar.what == "rollout"] == asked

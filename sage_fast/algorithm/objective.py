@@ -373,7 +373,8 @@ def gradient_share(kl_weight: float, policy: float, anchor: float, velocity: flo
     Args:
         kl_weight: lambda_KL.
         policy: mean square of `GradientNorms.policy` over the transitions of an update.
-        anchor, velocity: means of the fields of `GradientNorms` over the same transitions.
+        anchor: mean of `GradientNorms.anchor` over the same transitions.
+        velocity: mean of `GradientNorms.velocity` over the same transitions.
     """
     kl_norm = kl_weight * math.sqrt(max(anchor, 0.0) + max(velocity, 0.0))
     return kl_norm / max(kl_norm + math.sqrt(policy), 1e-30)

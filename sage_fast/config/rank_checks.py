@@ -21,7 +21,8 @@ def check_choices(
     Raises:
         UserError: no noise to train on, averaged weights without an average, or one part to balance.
     """
-    if (sampling.sampler in ODE_SAMPLERS or sampling.eta == 0) and not RENOISES[objective.surrogate]:
+    is_deterministic = sampling.sampler in ODE_SAMPLERS or sampling.eta == 0
+    if is_deterministic and not RENOISES.get(objective.surrogate, True):  # another one is asked by its row, later
         raise no_gradient(sampling)
     sampling.require(
         train.ema_decay > 0 or not sampling.averaged_weights,

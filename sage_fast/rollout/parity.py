@@ -52,7 +52,15 @@ class Parity:
     kl: Tensor
 
 
-def check_parity(replay: Replay, batch: Batch, constants: StepConstants, train: TrainConfig, seed: int) -> Parity:
+def check_parity(
+    replay: Replay,
+    batch: Batch,
+    constants: StepConstants,
+    train: TrainConfig,
+    seed: int,
+    *,
+    measures_kl: bool = True,
+) -> Parity:
     """Score stored transitions with the rollout's weights, and with moved weights if a limit or a KL sees an update.
 
     Args:
@@ -61,6 +69,7 @@ def check_parity(replay: Replay, batch: Batch, constants: StepConstants, train: 
         constants: those of all steps, `[T]`.
         train: section `train`.
         seed: of the run; draws the movement of the weights.
+        measures_kl: whether to measure the KL that rounding makes; a resumed run has the value of its start.
 
     Raises:
         ParityError: rounding would drown the ratio, or the KL that masks.
@@ -89,7 +98,7 @@ def check_parity(replay: Replay, batch: Batch, constants: StepConstants, train: 
     if row.uses_ratio:
         check_replay(delta, objective.settings.clip_range)
     limited = objective.off_policy and (row.uses_ratio or row.uses_kl)
-    if limited or objective.kl_pulls:
+    if limited or (measures_kl and objective.kl_pulls):
         distance = min(train.learning_rate, LARGEST_MOVE)
         # A limit needs the scatter between samples; a KL is a mean over all elements of one.
         micros = first(4 if limited else 2)
@@ -97,7 +106,8 @@ def check_parity(replay: Replay, batch: Batch, constants: StepConstants, train: 
         if limited:
             metrics["log_prob/rounding"] = check_rounding(*moments.log_ratio, constants.equalizer, objective, distance)
         kl = torch.maximum(kl, without_response(*moments.kl))
-        metrics["kl/rounding"] = float(kl.max())
+        if measures_kl:
+            metrics["kl/rounding"] = float(kl.max())
     return Parity(metrics=metrics, kl=kl)
 
 

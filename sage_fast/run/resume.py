@@ -255,6 +255,7 @@ CHECKPOINT = {
     "anchor_step": "restored; 0 where the anchor is the start",
     "anchor_is_current": "restored",
     "prompts": "converted where `train.prompts_per_iteration` or the prompts differ",
+    "rounding": "restored: the KL that rounding makes; measured again where `sampling.steps` differ",
 }
 """What a checkpoint holds, by the name of a file in `training/` or of an entry of state.json and optimizer.json -> what
 a resume does with it. No random state: every seed follows from `seed`, the iteration and the sample."""

@@ -69,8 +69,8 @@ def leads_nowhere(path: Path) -> bool:
 
 
 def _is_missing(path: Path, error: OSError) -> bool:
-    """Return whether an error says that nothing is at a path, not even a link."""
-    return isinstance(error, FileNotFoundError) and not path.is_symlink()
+    """Return whether an error says that nothing is at a path, not even a link; below a file, nothing is."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError) and not os.path.lexists(path)
 
 
 def _is(has_kind: Callable[[int], bool], path: Path) -> bool:
