@@ -315,6 +315,16 @@ def test_a_best_checkpoint_that_cannot_be_compared_is_kept(damage: str, tmp_path
     assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [1, 3]
 
 
+@pytest.mark.parametrize(("interval", "left"), [(0, [4]), (2, [2, 4]), (3, [4])])
+def test_a_checkpoint_whose_evaluation_is_lost_is_kept(interval: int, left: list[int], tmp_path: Path) -> None:
+    """It may be the best one; a checkpoint between two evaluations is not, and has never had one."""
+    for iteration in (1, 2, 4):
+        (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+    evaluated(tmp_path, 4, 0.5)
+    prune_checkpoints(tmp_path, 1, {"x": 1.0}, interval)
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == left
+
+
 def evaluated(run: Path, iteration: int, reward: float) -> None:
     scores = {"iteration": iteration, "prompts": ["a"], "seeds": [0], "reward": [reward], "parts": {}}
     (run / "eval").mkdir(exist_ok=True)
