@@ -171,10 +171,19 @@ def load_checkpoint(
 
     Raises:
         UserError: as `RunFolder.first_sound` or `TrainingState.restore`.
+        OSError: a checkpoint cannot be read. To skip it would undo what it holds for a fault of this moment.
     """
 
     def read(folder: Path) -> tuple[int, dict[str, Any], TrainingState]:
-        if fault := _fault(folder):
+        try:
+            fault = _fault(folder)
+        except OSError as error:
+            why = (
+                f"{error.strerror}: cannot be read now; try again, or move {folder.name} away to continue without it; "
+                "nothing was changed"
+            )
+            raise OSError(error.errno, why, error.filename) from error
+        if fault:
             raise UserError(fault)
         with fail_together():
             state, iteration = read_json(folder / STATE), iteration_of(folder)
@@ -308,7 +317,19 @@ def write_manifest(folder: Path, written: Iterable[Path], **facts: int) -> None:
 
 
 def _fault(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing."""
+    """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing.
+
+    Raises:
+        OSError: on all ranks, if one cannot read a file: the checkpoint may be sound, so it is not a fault of it.
+    """
+    own, unread = None, None
     with fail_together():
-        own = fault_of(folder, lambda names: names[rank() :: world_size()], needed=STATE)
-    return next((fault for fault in all_gather_object(own) if fault is not None), None)
+        try:
+            own = fault_of(folder, lambda names: names[rank() :: world_size()], needed=STATE)
+        except OSError as error:
+            unread = error.errno, error.strerror, str(error.filename or folder)
+    found = all_gather_object((own, unread))
+    for _, why in found:
+        if why is not None:
+            raise OSError(*why)
+    return next((fault for fault, _ in found if fault is not None), None)

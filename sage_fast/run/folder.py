@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
-from sage_fast.util.errors import RankError, UserError, first_line
+from sage_fast.util.errors import RankError, UserError, first_line, reason
 from sage_fast.util.files import read_json, read_metrics, write_json
 from sage_fast.util.presence import entries, holds_file, holds_folder, leads_nowhere
 
@@ -298,12 +298,13 @@ class RunFolder:
 
         Raises:
             UserError: none can be used.
+            OSError: as of `read`.
         """
         faults = []
         for folder in folders:
             try:
                 return read(folder)
-            except (UserError, RankError, OSError, SafetensorError) as error:
+            except (UserError, RankError, SafetensorError) as error:
                 faults.append(f"{folder.name}: {first_line(error)}")
                 log.info(f"note: {folder.name} cannot be used and is skipped: {first_line(error)}")
         if faults:
@@ -328,7 +329,11 @@ class RunFolder:
         iterations = {folder: iteration for iteration, folder in reversed(found)}
 
         def check(folder: Path) -> tuple[Path, int]:
-            if fault := fault_of_weights(folder):
+            try:
+                fault = fault_of_weights(folder)
+            except OSError as error:
+                raise UserError(reason(error)) from error
+            if fault:
                 raise UserError(fault)
             if iterations[folder] == math.inf:
                 raise UserError(f"{MANIFEST} names no iteration")
