@@ -70,8 +70,8 @@ class Tracker:
     forgets: ClassVar[bool] = False
 
     def __init__(self, name: str, project: str, settings: Values, run: Path, run_id: str, iteration: int) -> None:
-        # Required by the trackers' logger. It takes the process group that the run has joined. A run that is one process
-        # has joined none, and LOCAL_RANK alone, which says which GPU it takes, would make accelerate look for others.
+        # Required by the trackers' logger. It takes the process group that the run has joined. A run of one process has
+        # joined none, and LOCAL_RANK alone, which says which GPU it takes, would make accelerate look for others.
         with contextlib.nullcontext() if dist.is_initialized() else without_group():
             PartialState()
         self.project, self.run, self.run_id, self.iteration = project, run, run_id, iteration
