@@ -91,6 +91,7 @@ def test_paths_are_expanded(typed: str, whole: str, home: Path) -> None:
         ("$EMPTY/x", "the environment variable EMPTY is empty"),
         ("${A:-b}", "expected .{NAME}"),
         ("./~", "would name a file or folder '~'"),
+        ("a\0b", "no path holds the character"),
         ("a/~/b", "would name a file or folder '~'"),
         ("~nobody-of-this-name/x", "there is no user 'nobody-of-this-name'"),
     ],
