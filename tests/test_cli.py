@@ -354,7 +354,7 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
             {
                 key: value
                 for key, value in row.items()
-                if not key.startswith(("time/", "throughput/", "memory/", "log_prob/"))
+                if not key.startswith(("time/", "throughput/", "memory/", "log_prob/", "kl/rounding"))
             }
             for row in read_metrics(folder / "metrics.jsonl")
         ]
