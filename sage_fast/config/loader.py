@@ -157,7 +157,9 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     """
     if path.is_dir():
         again = "; --resume continues the run in it" if (path / "run.json").is_file() else ""
-        raise UserError(f"config {path}: a folder; expected a YAML file, such as {path / 'config.yaml'}{again}")
+        files = [path / "config.yaml", *sorted(path.glob("*.yaml"))]
+        example = next((f", such as {file}" for file in files if file.is_file()), "")
+        raise UserError(f"config {path}: a folder; expected a YAML file{example}{again}")
     if not path.exists():
         raise UserError(f"config {path}: no such file")
     try:
