@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_same_settings
@@ -17,6 +19,7 @@ from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
 from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, notes_on_prompts, shared_prompts
 from sage_fast.data.prompts import Prompt, captions_of, configured_prompts, metadata_of, negatives_of
 from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.policy import Policy
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rollout.recorder import step_graphs
@@ -63,6 +66,26 @@ def contents_of(
             named = [arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)]
             found[key] = f"code ({fingerprint(b'', *sorted(_code(file) if file else ()), *named)})"
     return found
+
+
+def contents_of_networks(policy: Policy) -> str:
+    """Return a digest of the weights that a checkpoint holds, in words, as `contents_of` does for files.
+
+    A sum of the bits of each tensor, as integers, reads a model on a GPU in milliseconds. It is the same on every
+    device, and tells another checkpoint from the same one at another place.
+
+    Args:
+        policy: before an engine shards it. An adapter's weights are not the checkpoint's.
+    """
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = []
+    for part, network in policy.networks.items():
+        for name, tensor in network.state_dict().items():
+            if ".lora_" not in name:
+                bits = tensor.detach().contiguous().view(integers[tensor.element_size()])
+                plain = name.replace(".base_layer", "")
+                sums.append((part, plain, list(tensor.shape), str(tensor.dtype), int(bits.sum(dtype=torch.int64))))
+    return f"weights ({fingerprint(repr(sorted(sums)).encode())})"
 
 
 def _code(file: Path) -> set[Path]:
@@ -129,7 +152,11 @@ def load_setup(
             f"the seeds in {config.data.prompts} are for evaluation and samples; training draws new noise each time"
         )
     sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
-    told = rewards and rank() == 0  # which writes run.json; weights may have many gigabytes to read
+    contents = {}
+    if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
+        contents = contents_of(sets, config.model.weights, config.named_rewards)
+        if config.model.trains_adapter or config.model.weights is None:  # else the networks are `model.weights`
+            contents["model.path"] = contents_of_networks(model.policy)
     return Setup(
         resolved=resolved,
         model=model,
@@ -140,6 +167,6 @@ def load_setup(
         eval_prompts=[prompt.key for prompt in eval_prompts],
         captions=captions_of([*train_prompts, *eval_prompts]),
         negatives=negatives,
-        contents=contents_of(sets, config.model.weights, config.named_rewards) if told else {},
+        contents=contents,
         eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
     )

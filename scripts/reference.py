@@ -32,7 +32,8 @@ A relative path, or a module, in a settings file means the folder of that file, 
 the command line it means the current folder. `output` stays where the command starts. `~`, `$NAME` and `${NAME}` are
 expanded in every path of a setting or an option, and an unset variable is an error. Elsewhere nothing is substituted,
 except `${NAME}` in `reward.args`, which a reward gets as a secret. A text in `reward.args` is a path if it names a file
-or folder beside the settings, or begins with `~/`. A run's own config.yaml holds whole paths.
+or folder beside the settings, or begins with `~/`. A run's own config.yaml holds whole paths. An absolute path of
+something that is there is taken as it is, with any `$` and `~` in it.
 """
 COMMAND_LINE = """# Commands
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.claim import locked, remove_partials
-from sage_fast.run.folder import STATE, TRAINING, RunFolder, digest, iteration_of
+from sage_fast.run.folder import SKIPPED, STATE, TRAINING, RunFolder, digest, iteration_of
 from sage_fast.run.shards import SavedParts
 from sage_fast.trainer import Trainer
 from sage_fast.util import files
@@ -313,6 +313,38 @@ def test_a_best_checkpoint_that_cannot_be_compared_is_kept(damage: str, tmp_path
     for _ in range(2):
         prune_checkpoints(tmp_path, 1, {"x": 1.0})
     assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [1, 3]
+
+
+@pytest.mark.parametrize(("interval", "left"), [(0, [4]), (2, [2, 4]), (3, [4])])
+def test_a_checkpoint_whose_evaluation_is_lost_is_kept(interval: int, left: list[int], tmp_path: Path) -> None:
+    """It may be the best one; a checkpoint between two evaluations is not, and has never had one."""
+    for iteration in (1, 2, 4):
+        (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+    evaluated(tmp_path, 4, 0.5)
+    prune_checkpoints(tmp_path, 1, {"x": 1.0}, interval)
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == left
+
+
+def test_a_skipped_checkpoint_that_is_busy_fails_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder in which something has a file open cannot be renamed on SMB. Nothing reads it."""
+    trainer = tiny_trainer(settings())
+    skipped = tmp_path / "checkpoints" / f"iteration-000002{SKIPPED}"
+    skipped.mkdir(parents=True)
+    replace = os.replace
+
+    def busy(source: Path, target: Path) -> None:
+        if Path(source) == skipped:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", busy)
+    monkeypatch.setattr(files, "_noted", set())
+    caplog.set_level(logging.INFO)
+    save(trainer, tmp_path, 1)
+    assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [1]
+    assert "the file system cannot remove what is no longer needed" in " ".join(caplog.text.split())
 
 
 def evaluated(run: Path, iteration: int, reward: float) -> None:

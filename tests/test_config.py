@@ -405,8 +405,12 @@ def test_nearest_of_nothing_lists_nothing() -> None:
 def test_config_file_that_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         load(tmp_path / "missing.yaml")
-    with pytest.raises(UserError, match=r"a folder; expected a YAML file, such as .*config.yaml"):
+    with pytest.raises(UserError, match=r"a folder; expected a YAML file$"):
         load(tmp_path)
+    for name in ("other.yaml", "config.yaml"):  # a hint names what is there
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=rf"a folder; expected a YAML file, such as .*{name}$"):
+            load(tmp_path)
 
 
 def test_an_unknown_key_of_a_base_is_named_with_its_own_file(tmp_path: Path) -> None:

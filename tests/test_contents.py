@@ -6,17 +6,20 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from sage_fast.cli import main
 from sage_fast.config.schema import RewardEntry, SamplingConfig, TrainConfig
 from sage_fast.data.prompt_checks import shared_prompts
 from sage_fast.data.prompts import Prompt
-from sage_fast.loading import contents_of, load_setup, resolve
+from sage_fast.loading import contents_of, contents_of_networks, load_setup, resolve
+from sage_fast.models.load import load_model
+from sage_fast.models.model import Model
 from sage_fast.run.claim import run_facts
 from sage_fast.run.folder import RunFolder
 from sage_fast.util.errors import UserError
-from tests.tiny import settings, train
+from tests.tiny import settings, tiny_model, train
 
 PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 WORDS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves right slowly"]
@@ -46,6 +49,41 @@ def test_a_resume_says_that_the_prompts_are_others(tmp_path: Path, caplog: pytes
     facts = RunFolder(tmp_path / "run").facts
     assert facts["contents"]["data.prompts"].startswith("2 prompts")
     assert facts["contents"]["reward.name"] == before["reward.name"]
+
+
+def test_a_resume_says_that_the_model_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the hub has other weights under the same name: the adapter would go on with another policy."""
+    given = {"output": str(tmp_path / "run"), "eval__num_prompts": 1, "train__iterations": 1, "sampling__steps": 2}
+    given |= {"eval__steps": 1, "tracking__trackers": []}
+    caplog.set_level(logging.INFO)
+    train(settings(**given))
+    begun = RunFolder(tmp_path / "run").facts["contents"]["model.path"]
+    train(settings(**given | {"train__iterations": 2}), resume=True)
+    assert "model.path holds" not in caplog.text
+
+    def changed(*about: object, **named: object) -> Model:
+        model: Model = load_model(*about, **named)
+        frozen = next(p for p in model.policy.networks["transformer"].parameters() if not p.requires_grad)
+        frozen.data.flatten()[0] += 1e-6
+        return model
+
+    monkeypatch.setattr("sage_fast.loading.load_model", changed)
+    train(settings(**given | {"train__iterations": 3}), resume=True)
+    said = " ".join(" ".join(caplog.messages).split())
+    assert "note: model.path holds weights (SHA-256 " in said
+    assert f"from here on; it held {begun}" in said
+
+
+def test_the_digest_of_a_model_is_that_of_its_checkpoint() -> None:
+    """An adapter, its rank and its weights do not enter it."""
+    plain = tiny_model(settings(model__tuning="full")).policy
+    adapted = tiny_model(settings()).policy
+    with torch.no_grad():
+        for p in adapted.parameters().values():
+            p.add_(1)
+    assert contents_of_networks(adapted) == contents_of_networks(plain)
 
 
 def held(**fields: object) -> str:

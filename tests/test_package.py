@@ -127,6 +127,11 @@ def damaged(folder: Path, kind: str) -> None:
         file.write_bytes(b"\x7fELF\x01\x01\x01" + bytes(60))  # 32 bits
     elif kind == "empty":
         file.touch()
+    elif kind == "a link to nothing":
+        file.symlink_to(folder / "moved.so")
+    elif kind == "cut short":
+        whole = next((REPOSITORY / "sage_fast").glob("_C.*so")).read_bytes()
+        file.write_bytes(whole[: len(whole) // 50])
     else:  # of another torch: a symbol that this one has not
         source.write_text(
             "void a_symbol_of_another_torch(); static struct A { A() { a_symbol_of_another_torch(); } } a;"
@@ -139,6 +144,8 @@ def damaged(folder: Path, kind: str) -> None:
     [
         ("of another machine", "ELF"),
         ("empty", "file too short"),
+        ("a link to nothing", "No such file"),
+        ("cut short", "file cut short, .* of .* bytes"),
         ("of another torch", "undefined symbol: .*another_torch"),
     ],
 )

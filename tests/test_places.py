@@ -91,6 +91,7 @@ def test_paths_are_expanded(typed: str, whole: str, home: Path) -> None:
         ("$EMPTY/x", "the environment variable EMPTY is empty"),
         ("${A:-b}", "expected .{NAME}"),
         ("./~", "would name a file or folder '~'"),
+        ("a\0b", "no path holds the character"),
         ("a/~/b", "would name a file or folder '~'"),
         ("~nobody-of-this-name/x", "there is no user 'nobody-of-this-name'"),
     ],
@@ -98,6 +99,25 @@ def test_paths_are_expanded(typed: str, whole: str, home: Path) -> None:
 def test_paths_that_cannot_be_expanded(typed: str, message: str, home: Path) -> None:
     with pytest.raises(UserError, match=message):
         expanded(typed)
+
+
+@pytest.mark.parametrize("name", ["a$UNSET", "a$RUNS", "a${UNSET}", "~", "a ~/~b"])
+def test_the_settings_of_a_run_are_read_again_whatever_its_folders_are_called(name: str, home: Path) -> None:
+    """A run's record holds whole paths, and so does what a shell completes."""
+    folder = home / name
+    (folder / "cache").mkdir(parents=True)
+    (folder / "prompts.txt").write_text("a red circle\n")
+    (folder / "mine.py").write_text("class Mine: pass\n")
+    (folder / "c.yaml").write_text(
+        "data: {prompts: prompts.txt, embedding_cache: cache}\nreward: {name: 'mine:Mine'}\n"
+    )
+    first = load(folder / "c.yaml")
+    assert first.data.prompts == str(folder / "prompts.txt")
+    assert first.reward.name == f"{folder}/mine:Mine"
+    record = home / "record.yaml"
+    record.write_text(dump(first))
+    assert load(record) == first
+    assert expanded(str(folder)) == str(folder)
 
 
 EXAMPLES: dict[str, tuple[Any, Any]] = {

@@ -11,7 +11,7 @@ import pytest
 
 from sage_fast.cli import main
 from sage_fast.run.claim import check_checkpoints, record_checkpoint
-from sage_fast.run.folder import MANIFEST, RunFolder, check_weights, iteration_of
+from sage_fast.run.folder import MANIFEST, RunFolder, check_weights, digest, iteration_of
 from sage_fast.run.train import Run
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
@@ -115,6 +115,8 @@ LOSSES: dict[str, tuple[Callable[[Path], None], str]] = {
         "metrics.jsonl' is a link to nothing",
     ),
     "evaluations unreadable": (several(("eval", loop)), "eval' cannot be read: Too many levels"),
+    "an evaluation unreadable": (several(("eval/before.json", loop)), "before.json' cannot be read: Too many levels"),
+    "an evaluation is a link to nothing": (several(("eval/after.json", link_to_nothing)), "after.json' is a link to"),
     "settings": (
         several(("config.yaml", moved)),
         "config.yaml is missing, and run.json, metrics.jsonl, checkpoints, weights, eval",
@@ -278,6 +280,33 @@ def test_a_checkpoint_that_was_skipped_is_read_by_nothing(run: Path, capsys: pyt
     assert "iteration-000002, which is iteration-000002.skipped until the next checkpoint is written" in text
     assert [iteration_of(folder) for folder in RunFolder(run).checkpoints()] == [2, 3]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["iteration-000002", "iteration-000003"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.fault("a resume whose newest checkpoint cannot be read at the moment", "one line, nothing changed")
+def test_a_checkpoint_that_cannot_be_read_is_not_undone(
+    number: int, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files can be opened, but not read: it may be whole, so a resume from the one before would lose it."""
+    before = files(run)
+
+    def unread(file: Path) -> dict[str, object]:
+        if "iteration-000002" in str(file):
+            raise OSError(number, os.strerror(number))
+        return digest(file)
+
+    monkeypatch.setattr("sage_fast.run.folder.digest", unread)
+    assert main(["train", str(run), "--resume"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"iteration-000002': {os.strerror(number)}: cannot be read now; try again, or move iteration-000002" in line
+    assert line.endswith("nothing was changed")
+    after = files(run)
+    for changed in (run / "run.lock", run / "logs" / "rank-000.log"):
+        before.pop(changed, None)
+        after.pop(changed, None)
+    assert after == before
+    (run / "weights").rename(run / "elsewhere")
+    assert RunFolder(run).newest_weights() == (run / "checkpoints" / "iteration-000001", 1)
 
 
 def test_settings_until_an_iteration_are_those_it_was_reached_with(run: Path) -> None:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from sage_fast.run.folder import RunFolder
+from sage_fast.config.loader import read_yaml
+from sage_fast.run.folder import RunFolder, digest
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util import files
 from tests.fork_server import ForkServer
@@ -115,6 +117,23 @@ def test_a_folder_set_aside_before_and_busy_is_no_obstacle(tmp_path: Path, monke
     files.remove_folder(folder)
     assert not folder.exists()
     assert sorted(os.listdir(tmp_path)) == ["weights.old.partial", "weights.old1.partial"]
+
+
+@pytest.mark.parametrize("read", [files.read_text, files.read_json, files.read_metrics, read_yaml, digest])
+def test_an_error_of_a_read_names_the_file(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own names none: only an opening knows the name."""
+    file = tmp_path / "file"
+    file.write_text("{}")
+
+    def fails(*about: object, **named: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    monkeypatch.setattr(hashlib, "file_digest", fails)
+    with pytest.raises(OSError, match=f"Input/output error: '{file}'"):
+        read(file)
 
 
 def test_the_error_of_a_write_is_not_hidden_by_that_of_its_repair(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
 from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -36,6 +38,7 @@ from sage_fast.run.trackers import check_trackers
 from sage_fast.run.writer import MetricsWriter
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_metrics
+from sage_fast.util.launchers import GROUP
 from sage_fast.util.meters import name_in_name
 from sage_fast.util.profiling import PHASES, WAIT
 from tests.test_docs import REPOSITORY, SMALL, blocks, commands, tables
@@ -86,6 +89,30 @@ def test_tensorboard_gets_numbers_scores_settings_and_the_sheet(tmp_path: Path) 
     assert (image.width, image.height) == contact_sheet([torch.rand(3, 3, 32, 32)] * 2, ["a", "b"]).size
     (config,) = found.Tensors("config/text_summary")
     assert b"    tracking.project: shapes" in config.tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LOCAL_RANK": "0"},  # left in a shell
+        {"LOCAL_RANK": "1", "WORLD_SIZE": "1"},  # a run of its own on the second GPU
+        {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"},
+        {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+    ],
+    ids=lambda variables: "+".join(variables),
+)
+def test_a_tracker_of_one_process_looks_for_no_other_ranks(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in GROUP:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    PartialState._reset_state()
+    write(tmp_path, ["tensorboard"])
+    assert PartialState().num_processes == 1
+    assert not dist.is_initialized()
+    assert {name: os.environ[name] for name in GROUP if name in os.environ} == variables, "they say which GPU it has"
 
 
 def test_a_resumed_run_replaces_what_comes_after_its_checkpoint(tmp_path: Path) -> None:

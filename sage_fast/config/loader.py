@@ -22,6 +22,7 @@ from sage_fast.config.fields import own_settings, sections, settings_of
 from sage_fast.config.places import placed
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError, first_line
+from sage_fast.util.files import read_text
 from sage_fast.util.paths import located
 
 LARGEST = 1_000_000
@@ -156,11 +157,13 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     """
     if path.is_dir():
         again = "; --resume continues the run in it" if (path / "run.json").is_file() else ""
-        raise UserError(f"config {path}: a folder; expected a YAML file, such as {path / 'config.yaml'}{again}")
+        files = [path / "config.yaml", *sorted(path.glob("*.yaml"))]
+        example = next((f", such as {file}" for file in files if file.is_file()), "")
+        raise UserError(f"config {path}: a folder; expected a YAML file{example}{again}")
     if not path.exists():
         raise UserError(f"config {path}: no such file")
     try:
-        loaded = parse_yaml(path.read_text(encoding="utf-8"))
+        loaded = parse_yaml(read_text(path))
     except ValueError as error:
         raise UserError(f"config {path}: not valid YAML: {error}") from error
     if not loaded or not isinstance(loaded, dict):

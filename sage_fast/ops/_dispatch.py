@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,16 +95,35 @@ def _load_extension(folder: Path) -> str | None:
     A build may be of another PyTorch, Python or processor, as on a disk that several machines share: it costs speed
     alone.
     """
-    builds = sorted(folder.glob("_C.*so"), key=lambda path: path.stat().st_mtime, reverse=True)
+    builds = sorted(folder.glob("_C.*so"), key=lambda path: path.lstat().st_mtime, reverse=True)  # also a broken link
     reasons = []
     for build in builds:
         try:
+            _check_whole(build)
             torch.ops.load_library(build)
         except (OSError, RuntimeError) as error:
             reasons.append(first_line(error.__cause__ or error))  # the loader's own, below torch's
         else:
             return None
     return f"cannot be loaded ({'; '.join(reasons)})" if reasons else "are not built"
+
+
+def _check_whole(build: Path) -> None:
+    """Check that a library does not end before its table of sections: to load it would end the process by a signal.
+
+    Raises:
+        OSError: it does, as after a copy that was interrupted, or it cannot be read.
+    """
+    with build.open("rb") as file:
+        header = file.read(64)
+        size = os.fstat(file.fileno()).st_size
+    is_elf_of_64_bits = header.startswith(b"\x7fELF\x02\x01")  # the loader tells of any other
+    if is_elf_of_64_bits and len(header) == 64:
+        (start,) = struct.unpack_from("<Q", header, 40)
+        entry_bytes, entries = struct.unpack_from("<HH", header, 58)
+        expected = start + entry_bytes * entries
+        if size < expected:
+            raise OSError(f"{build}: file cut short, {size:,} of {expected:,} bytes")
 
 
 _FUSED = _choose()

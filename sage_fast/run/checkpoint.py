@@ -99,10 +99,13 @@ def save_checkpoint(
                 for inner in [path for path in partial.rglob("*") if path.is_dir()]:
                     sync(inner)
                 put_in_place(partial, folder)
-                skipped = [path for path in entries(folder.parent) if path.name.endswith(SKIPPED)]
-                later = [other for other in RunFolder(run).checkpoints() if iteration_of(other) > iteration]
-                for other in [*skipped, *later]:
-                    remove_folder(other)
+                for other in RunFolder(run).checkpoints():
+                    if iteration_of(other) > iteration:
+                        remove_folder(other)
+                for other in entries(folder.parent):
+                    if other.name.endswith(SKIPPED):  # nothing reads it
+                        with only_safer("remove", other):
+                            remove_folder(other)
     except (OSError, RankError):
         if rank() == 0:  # free the space: the disk may be full
             discard(partial)
@@ -116,27 +119,40 @@ def save_final_weights(run: Path, iteration: int, engine: Engine) -> None:
         write_manifest(partial, save_weights(engine.policy, partial, engine.ema), iteration=iteration)
 
 
-def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None) -> None:
+def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None, interval: int = 0) -> None:
     """Remove all but the last `keep` checkpoints and the best one. On rank 0 only.
 
-    The best one has the highest mean held-out composite. One whose evaluation cannot be read or compared may be the
-    best, and stays too.
+    The best one has the highest mean held-out composite. One whose evaluation is lost, or cannot be read or compared,
+    may be the best, and stays too.
 
     Args:
         weights: weights of the composite, since a resume may have changed them; None does not keep the best one.
+        interval: `eval.interval`: which checkpoints have been evaluated; 0: those that have scores.
     """
-    found, rewards = RunFolder(run).checkpoints(), dict[Path, float]()
-    for folder in found:
-        try:
-            if weights is not None and (scores := RunFolder(run).evaluation(folder.name)) is not None:
-                rewards[folder] = mean_and_margin(scores["prompts"], composite(scores, weights))[0]
-        except (OSError, UserError):
-            rewards[folder] = math.nan
+    found = RunFolder(run).checkpoints()
+    rewards = {} if weights is None else _heldout_rewards(run, found, weights, interval)
     best = max((folder for folder in rewards if math.isfinite(rewards[folder])), key=rewards.__getitem__, default=None)
     for folder in found[:-keep]:
         if folder != best and not math.isnan(rewards.get(folder, 0.0)):
             with only_safer("remove", folder):
                 remove_folder(folder)
+
+
+def _heldout_rewards(
+    run: Path, checkpoints: Iterable[Path], weights: Mapping[str, float], interval: int
+) -> dict[Path, float]:
+    """Return evaluated checkpoint -> its mean held-out composite; NaN where that is lost or cannot be compared."""
+    rewards = {}
+    for folder in checkpoints:
+        try:
+            scores = RunFolder(run).evaluation(folder.name)
+            if scores is not None:
+                rewards[folder] = mean_and_margin(scores["prompts"], composite(scores, weights))[0]
+            elif interval > 0 and iteration_of(folder) % interval == 0:
+                rewards[folder] = math.nan
+        except (OSError, UserError):
+            rewards[folder] = math.nan
+    return rewards
 
 
 def load_checkpoint(
@@ -155,10 +171,19 @@ def load_checkpoint(
 
     Raises:
         UserError: as `RunFolder.first_sound` or `TrainingState.restore`.
+        OSError: a checkpoint cannot be read. To skip it would undo what it holds for a fault of this moment.
     """
 
     def read(folder: Path) -> tuple[int, dict[str, Any], TrainingState]:
-        if fault := _fault(folder):
+        try:
+            fault = _fault(folder)
+        except OSError as error:
+            why = (
+                f"{error.strerror}: cannot be read now; try again, or move {folder.name} away to continue without it; "
+                "nothing was changed"
+            )
+            raise OSError(error.errno, why, error.filename) from error
+        if fault:
             raise UserError(fault)
         with fail_together():
             state, iteration = read_json(folder / STATE), iteration_of(folder)
@@ -292,7 +317,19 @@ def write_manifest(folder: Path, written: Iterable[Path], **facts: int) -> None:
 
 
 def _fault(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing."""
+    """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing.
+
+    Raises:
+        OSError: on all ranks, if one cannot read a file: the checkpoint may be sound, so it is not a fault of it.
+    """
+    own, unread = None, None
     with fail_together():
-        own = fault_of(folder, lambda names: names[rank() :: world_size()], needed=STATE)
-    return next((fault for fault in all_gather_object(own) if fault is not None), None)
+        try:
+            own = fault_of(folder, lambda names: names[rank() :: world_size()], needed=STATE)
+        except OSError as error:
+            unread = error.errno, error.strerror, str(error.filename or folder)
+    found = all_gather_object((own, unread))
+    for _, why in found:
+        if why is not None:
+            raise OSError(*why)
+    return next((fault for fault, _ in found if fault is not None), None)

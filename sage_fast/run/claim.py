@@ -34,7 +34,7 @@ from sage_fast.util.files import (
     write_json,
     writing,
 )
-from sage_fast.util.presence import check_readable, entries, holds_file
+from sage_fast.util.presence import check_readable, holds_file
 from sage_fast.util.ranks import barrier, broadcast_object, fail_together, rank
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def check_checkpoints(run: RunFolder) -> None:
         UserError: a checkpoint has been written and none can be seen, or a file or folder that a resume needs is
             missing or cannot be read.
     """
-    entries(run.path / "eval")
+    check_readable(run.path / "eval")
     checkpoints = run.checkpoints()
     began = [name for name in run.remains if name != run.facts_file.name]
     if began and not run.facts and not holds_file(run.facts_file):

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from sage_fast.config.loader import load
 from sage_fast.config.schema import Config
-from sage_fast.util.errors import RankError, UserError, first_line
-from sage_fast.util.files import read_json, read_metrics, write_json
+from sage_fast.util.errors import RankError, UserError, first_line, reason
+from sage_fast.util.files import read_json, read_metrics, reading, write_json
 from sage_fast.util.presence import entries, holds_file, holds_folder, leads_nowhere
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,9 @@ class RunFolder:
         try:
             load(self.config_file)
         except UserError as error:
-            raise UserError(f"{error}{self._written_by()}") from error
+            writer = self._written_by()
+            advice = f"; {writer} wrote the run: go on with that version, or begin another run" if writer else ""
+            raise UserError(f"{error}{advice}") from error
         return load(self.config_file, overrides)
 
     def settings_until(self, iteration: int) -> Path:
@@ -154,7 +156,7 @@ class RunFolder:
         return dict(sorted((int(name[1]), file) for file, name in found.items() if name))
 
     def _written_by(self) -> str:
-        """Say which version has written the run, as far as `run.json` knows."""
+        """Return which version has written the run, as far as `run.json` knows; empty where it does not."""
         try:
             facts = self.facts
         except UserError:
@@ -164,9 +166,7 @@ class RunFolder:
         if version is None and commit is None:
             return ""
         named = f"sage-fast {version}" if version else "another version of sage-fast"
-        if commit:
-            named += f", commit {commit}"
-        return f"; {named} wrote the run: go on with that version, or begin another run"
+        return f"{named}, commit {commit}" if commit else named
 
     def videos(self, evaluation: str) -> Path:
         return self.path / "videos" / evaluation
@@ -298,18 +298,20 @@ class RunFolder:
 
         Raises:
             UserError: none can be used.
+            OSError: as of `read`.
         """
         faults = []
         for folder in folders:
             try:
                 return read(folder)
-            except (UserError, RankError, OSError, SafetensorError) as error:
+            except (UserError, RankError, SafetensorError) as error:
                 faults.append(f"{folder.name}: {first_line(error)}")
                 log.info(f"note: {folder.name} cannot be used and is skipped: {first_line(error)}")
         if faults:
+            writer = self._written_by()
             raise UserError(
                 f"run {str(self.path)!r}: no checkpoint can be used ({'; '.join(faults)}); put a sound copy there, or "
-                "begin another run; nothing was changed"
+                f"begin another run{f'; {writer} wrote this one' if writer else ''}; nothing was changed"
             )
         return None
 
@@ -328,7 +330,11 @@ class RunFolder:
         iterations = {folder: iteration for iteration, folder in reversed(found)}
 
         def check(folder: Path) -> tuple[Path, int]:
-            if fault := fault_of_weights(folder):
+            try:
+                fault = fault_of_weights(folder)
+            except OSError as error:
+                raise UserError(reason(error)) from error
+            if fault:
                 raise UserError(fault)
             if iterations[folder] == math.inf:
                 raise UserError(f"{MANIFEST} names no iteration")
@@ -393,7 +399,7 @@ def iteration_of(folder: Path) -> int:
 
 def digest(file: Path) -> dict[str, Any]:
     """Return a file's manifest entry: size and SHA-256."""
-    with file.open("rb") as opened:
+    with reading(file), file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from PIL.Image import Image
@@ -27,6 +29,7 @@ from sage_fast.util.console import wrapped
 from sage_fast.util.errors import HANGING, RunError, UserError, in_one_line, nearest
 from sage_fast.util.files import WRITE_ERRORS
 from sage_fast.util.futures import fulfil
+from sage_fast.util.launchers import without_group
 from sage_fast.util.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
@@ -67,7 +70,10 @@ class Tracker:
     forgets: ClassVar[bool] = False
 
     def __init__(self, name: str, project: str, settings: Values, run: Path, run_id: str, iteration: int) -> None:
-        PartialState()  # required by the trackers' logger; it joins the process group of `initialize`
+        # Required by the trackers' logger. It takes the process group that the run has joined. A run of one process has
+        # joined none, and LOCAL_RANK alone, which says which GPU it takes, would make accelerate look for others.
+        with contextlib.nullcontext() if dist.is_initialized() else without_group():
+            PartialState()
         self.project, self.run, self.run_id, self.iteration = project, run, run_id, iteration
         self.tracker = self._make(LOGGER_TYPE_TO_CLASS[name])
         try:

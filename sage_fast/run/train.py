@@ -299,7 +299,7 @@ class Run:
             if rank() == 0:
                 claim.record_checkpoint(RunFolder(self.folder), self.done)
                 weights = self.config.reward.part_weights if config.keep_best else None
-                prune_checkpoints(self.folder, config.keep_checkpoints, weights)
+                prune_checkpoints(self.folder, config.keep_checkpoints, weights, self.config.eval.interval)
 
     def _save_last_complete(self, completed: _Completed | None, reason: BaseException) -> None:
         """Save the last complete iteration of a run that ends early, for `reason`."""

@@ -458,13 +458,25 @@ def json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Add `path` to a read error that names no file, such as that of a failed disk or a server that is gone."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def read_text(path: Path) -> str:
     """Read a text file of any program, in UTF-8; a byte-order mark, which Windows' editors write, is no part of it.
 
     Raises:
         UnicodeDecodeError: it is not UTF-8.
+        OSError: it cannot be read; the error names it.
     """
-    return path.read_text(encoding="utf-8-sig")
+    with reading(path):
+        return path.read_text(encoding="utf-8-sig")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -490,7 +502,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: a complete line is not a JSON object with an integer `iteration`.
     """
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    with reading(path):
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     rows = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:

@@ -7,11 +7,12 @@ nothing heavy: a wrong start is told before PyTorch is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from sage_fast.util.errors import UserError
@@ -152,6 +153,17 @@ def leave_group() -> None:
     """Drop the variables of a group: a command that is one process must not follow what a shell was left with."""
     for name in GROUP:
         os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def without_group() -> Iterator[None]:
+    """Hide the variables of a group from a library in the block, which would join whatever is left of one."""
+    hidden = {name: os.environ[name] for name in GROUP if name in os.environ}
+    leave_group()
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def speaks() -> bool:

@@ -28,8 +28,12 @@ class TypedFile(str):
 def expanded(path: str) -> str:
     """Return a path with a `~` at its beginning and every `$NAME` and `${NAME}` replaced.
 
+    An absolute path of something that is there stays: a run's own settings hold the whole paths of folders that may be
+    called so.
+
     Raises:
-        UserError: there is no such user or variable, a variable is empty, or a part of the path would be called `~`.
+        UserError: there is no such user or variable, a variable is empty, a part of the path would be called `~`, or it
+            holds a character that none can.
     """
 
     def value(found: re.Match[str]) -> str:
@@ -39,6 +43,10 @@ def expanded(path: str) -> str:
             raise UserError(f"{path!r}: the environment variable {name} {problem}; set it, or write the path out")
         return os.environ[name]
 
+    if "\0" in path:
+        raise UserError(f"{path!r}: no path holds the character of number 0")
+    if os.path.isabs(path) and os.path.lexists(path):
+        return path
     home = os.path.expanduser(path)
     if home.startswith("~"):
         user = path.partition("/")[0]
