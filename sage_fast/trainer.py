@@ -195,7 +195,7 @@ class Trainer:
             gated = self.config.train.parity_gate and self.objective.surrogate.scores_rollout
             if gated and self.engine.steps == self._first_step:
                 found = check_parity(self.replay, batch, self.constants, self.config.train, self.config.seed)
-                self.rounding = torch.maximum(self.rounding, found.kl.to(self.rounding))
+                self.rounding = torch.maximum(self.rounding, found.kl.to(self.rounding.device, self.rounding.dtype))
                 for name, value in found.metrics.items():
                     self.observer.metrics.set(name, value)
         return batch, scores
