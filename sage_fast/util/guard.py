@@ -285,13 +285,22 @@ def _attributes_of_owners() -> dict[Any, dict[str, Any]]:
     return {owner: dict(vars(owner)) for owner in _owners()}
 
 
-_MUTATIONS = "torch._dynamo.mutation_guard"
-
-
 def _is_wrapped_by_pytorch(found: Any, function: Any) -> bool:
-    """Whether PyTorch itself put `found` around a function: at an optimizer's first instance, or when it first compiles."""
-    of_compiler = getattr(found, "_torchdynamo_orig_callable", None) is function
-    return of_compiler or hasattr(found, "hooked") or getattr(found, "__module__", "") == _MUTATIONS
+    """Whether both are one function, which PyTorch wraps at an optimizer's first instance and when it first compiles."""
+    if getattr(found, "__module__", "") == "torch._dynamo.mutation_guard":
+        return True
+    return _unwrapped(found) is _unwrapped(function)
+
+
+def _unwrapped(function: Any) -> Any:
+    """Return the function within the wrappers of PyTorch's compiler and of its profiler for optimizers."""
+    while True:
+        inner = getattr(function, "_torchdynamo_orig_callable", None)
+        if inner is None and getattr(function, "hooked", False):
+            inner = getattr(function, "__wrapped__", None)
+        if inner is None:
+            return function
+        function = inner
 
 
 def _put_functions_back(before: Mapping[Any, Mapping[str, Any]]) -> list[str]:
