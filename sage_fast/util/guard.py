@@ -320,6 +320,9 @@ def _put_functions_back(before: Mapping[Any, Mapping[str, Any]]) -> list[str]:
                 changed.append(f"{name_of_owner}.{name}")
         # What a class gains hides a function that it inherits; what a module gains hides nothing.
         for name in now.keys() - functions.keys() if isinstance(owner, type) else ():
+            inherited = next((vars(base)[name] for base in owner.__mro__[1:] if name in vars(base)), None)
+            if _is_wrapped_by_pytorch(now[name], inherited):
+                continue
             delattr(owner, name)
             changed.append(f"{name_of_owner}.{name}")
     return changed
