@@ -383,10 +383,10 @@ def _groups_kept(who: str) -> Iterator[None]:
         if not kept and now:  # later collectives of this process would be those of the plug-in's group
             destroy()
             _note(who, "torch.distributed.init_process_group")
-        if lost := kept - now:
+        if kept - now:
             print(
                 printable(
-                    f"sage-fast: {who} destroyed {len(lost)} process groups of the run, so this rank ends; give it a "
+                    f"sage-fast: {who} destroyed a process group of the run, so this rank ends; give it a "
                     "process of its own (a reward: workers = 1)"
                 ),
                 file=sys.stderr,
