@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -500,7 +501,8 @@ def test_a_reward_that_draws_when_it_is_created_is_the_same_in_each_process() ->
     for workers in (0, 1, 0):
         settings = RewardConfig(name="tests.test_reward_kinds:Created", weights={"a": 1.0}, workers=workers)
         random.random()
-        found.append({part: values.tolist() for part, values in CompositeReward.of(settings)(VIDEOS, PROMPTS).parts.items()})
+        parts = CompositeReward.of(settings)(VIDEOS, PROMPTS).parts
+        found.append({part: values.tolist() for part, values in parts.items()})
     assert found[0] == found[1] == found[2]
 
 
@@ -579,3 +581,22 @@ def test_a_reward_may_choose_training_mode_in_the_call() -> None:
     first, second = (composite(reward)(VIDEOS, PROMPTS, seed=seed).rewards for seed in (1, 2))
     assert not torch.equal(first, second)
     assert nn.Module.train.__name__ == "train"
+
+
+def starts_and_hangs(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+    started = subprocess.Popen(["sleep", "100000"], start_new_session=True)
+    Path(prompts[0]).write_text(str(started.pid), encoding="utf-8")
+    time.sleep(100000)
+    raise AssertionError
+
+
+def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+    """Also in a session of its own, which the signal to the worker's process group does not reach."""
+    settings = RewardConfig(name="tests.test_reward_kinds:starts_and_hangs", weights={"a": 1.0}, workers=1, retries=0)
+    reward = CompositeReward.of(settings)
+    told = tmp_path / "pid"
+    pending = reward.submit(VIDEOS[:1], [str(told)])
+    wait_until(lambda: told.is_file() and told.read_text(encoding="utf-8") != "")
+    reward.callers[0]._backends[0]._kill()  # as when its time is over
+    assert pending.result().dropped == 1
+    wait_until(lambda: not _runs(int(told.read_text(encoding="utf-8"))))

@@ -160,7 +160,7 @@ def _evaluation_mode(name: str, reward: Any) -> Iterator[None]:
     # A compiled network is asked twice, which does no harm.
     warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
     hook = nn.modules.module.register_module_forward_pre_hook(leave)
-    nn.Module.train = train_by_choice  # type: ignore[method-assign]
+    nn.Module.train = train_by_choice  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

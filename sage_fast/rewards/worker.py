@@ -123,10 +123,16 @@ class Worker(Backend):
         return self._channel.recv()
 
     def _kill(self) -> None:
-        """Kill the worker and its process group."""
+        """Kill the worker, its process group, and what it has started in groups of their own."""
+        started: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _end(self, seconds: float = 0.0) -> str:
         """Wait for the worker to exit, then kill it and its process group; return how it ended, in words."""

@@ -286,7 +286,7 @@ def _attributes_of_owners() -> dict[Any, dict[str, Any]]:
 
 
 def _is_wrapped_by_pytorch(found: Any, function: Any) -> bool:
-    """Whether both are one function, which PyTorch wraps at an optimizer's first instance and when it first compiles."""
+    """Whether both are one function: PyTorch wraps some at an optimizer's first instance and when it first compiles."""
     if getattr(found, "__module__", "") == "torch._dynamo.mutation_guard":
         return True
     return _unwrapped(found) is _unwrapped(function)
