@@ -92,7 +92,8 @@ def test_each_call_is_told_the_rate_of_its_videos(reward: CompositeReward) -> No
     scores = [chunk.result() for chunk in pending]
     assert [chunk.parts["fps"].tolist() for chunk in scores] == [[12.5, 12.5], [24.0, 24.0], [8.0, 8.0]]
     assert [chunk.retried for chunk in scores] == [0, 2, 0]
-    assert reward.raw(VIDEOS[:1], ["a"], [{}], "cpu", 30.0)["fps"].tolist() == [30.0]
+    asked = dataclasses.replace(request(VIDEOS[:1]), fps=30.0)
+    assert reward.raw(asked, "cpu")["fps"].tolist() == [30.0]
 
 
 def test_a_default_of_the_reward_stays_where_no_rate_is_known() -> None:
@@ -115,7 +116,8 @@ def test_a_request_has_the_rate_where_it_is_known() -> None:
 def test_every_shipped_reward_takes_the_rate_or_has_a_reason(name: str) -> None:
     args = {"vlm": {"url": "http://127.0.0.1:1", "model": "m"}, "videoalign": {"path": "x"}}.get(name, {})
     kind, _ = find_reward(RewardEntry(name=name, args=args), "reward.name")
-    takes = "fps" in inspect.signature(score_of(kind) if score_of(kind) is not kind else kind.__call__).parameters
+    taken = inspect.signature(score_of(kind) if score_of(kind) is not kind else kind.__call__).parameters
+    takes = "fps" in taken or "request" in taken  # a client of a server gets the whole request
     assert takes != (name in FRAMES_ALONE)
     if isinstance(kind, type) and issubclass(kind, FrameReward):
         reward = object.__new__(kind)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import functools
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from sage_fast.config.schema import RewardConfig, SamplingConfig
-from sage_fast.rewards import CompositeReward, load_reward
+from sage_fast.rewards import CompositeReward, in_process, load_reward
 from sage_fast.rewards.failure_policy import MAX_TEXT, RewardFailure
 from sage_fast.rewards.http import MAX_JSON_VALUES, read_request, read_response
 from sage_fast.rewards.in_process import MAX_PARTS, InProcess, checked
@@ -40,6 +43,7 @@ PROMPTS = ["a", "b", "c", "d"]
 def notes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Forget what was noted; the test reads the notes from `caplog`."""
     monkeypatch.setattr(guard, "_noted", set())
+    monkeypatch.setattr(in_process, "_noted_training", set())
     caplog.set_level(logging.INFO)
     return []
 
@@ -418,3 +422,181 @@ def test_the_main_thread_is_the_rewards_too() -> None:
         return {"a": torch.ones(len(prompts))}
 
     assert InProcess("my:reward", reward).score(request(VIDEOS))["a"].tolist() == [1, 1, 1, 1]
+
+
+# -- what is no Exception, and what a worker may do -------------------------------------------------------------------
+
+
+class Panics(BaseException):
+    """As a panic of a library in Rust, and a cancelled task of asyncio, derive from no Exception."""
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+ERRORS = {"panic": Panics("index out of bounds"), "cancelled": asyncio.CancelledError("late"), "mute": Mute()}
+
+
+def raises(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+    raise ERRORS[prompts[0]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("what", ERRORS)
+def test_whatever_a_reward_raises_is_a_failure_of_the_call(what: str, workers: int) -> None:
+    settings = RewardConfig(name="tests.test_reward_kinds:raises", weights={"a": 1.0}, workers=workers, retries=0)
+    scores = CompositeReward.of(settings)(VIDEOS[:1], [what])
+    assert scores.dropped == 1
+    assert type(ERRORS[what]).__name__ in scores.notes[0]
+
+
+def test_ctrl_c_within_a_call_is_no_failure_of_it() -> None:
+    def reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        composite(reward)(VIDEOS, PROMPTS)
+
+
+class Settles:
+    """Needs a process group and a function of its own, from its first call to its last."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        nn.Linear.forward = lambda self, x: x + 1  # type: ignore[method-assign]
+        torch.set_default_dtype(torch.float64)
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        one = torch.ones(len(prompts))
+        dist.all_reduce(one)
+        return {"a": nn.Linear(1, 1)(one), "wide": one * (one.dtype == torch.float64)}
+
+
+def test_a_worker_belongs_to_its_reward() -> None:
+    """A library for inference sets up process groups and its own functions, which it needs at every call."""
+    settings = RewardConfig(name="tests.test_reward_kinds:Settles", weights={"a": 1.0}, workers=1, retries=0)
+    reward = CompositeReward.of(settings)
+    for _ in range(2):
+        scores = reward(VIDEOS, PROMPTS)
+        assert scores.notes == ()
+        assert scores.parts["a"].tolist() == [2.0] * 4
+        assert scores.parts["wide"].tolist() == [1.0] * 4
+
+
+class Created:
+    """Draws when it is created, as a random projection is."""
+
+    def __init__(self) -> None:
+        self.drawn = float(torch.rand(())), float(np.random.rand()), random.random()
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, list[float]]:
+        parts = dict(zip(("a", "numpy", "python"), self.drawn))
+        return {part: [value] * len(prompts) for part, value in parts.items()}
+
+
+def test_a_reward_that_draws_when_it_is_created_is_the_same_in_each_process() -> None:
+    found = []
+    for workers in (0, 1, 0):
+        settings = RewardConfig(name="tests.test_reward_kinds:Created", weights={"a": 1.0}, workers=workers)
+        random.random()
+        parts = CompositeReward.of(settings)(VIDEOS, PROMPTS).parts
+        found.append({part: values.tolist() for part, values in parts.items()})
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_clash_of_names_of_a_reward_that_is_only_logged_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {"a": torch.ones(len(prompts))}
+
+    def logged(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {"a": torch.zeros(len(prompts))}
+
+    for function in (first, logged):
+        monkeypatch.setattr(sys.modules[__name__], function.__name__, function, raising=False)
+    several = [{"name": f"{__name__}:first", "weights": {"a": 1.0}}, {"name": f"{__name__}:logged", "weights": {}}]
+    scores = CompositeReward.of(RewardConfig(several=several, retries=0))(VIDEOS, PROMPTS)
+    assert scores.rewards.tolist() == [1.0] * 4
+    assert "returns 'a', and so does reward.several[0]" in scores.notes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.int64, torch.int32])
+def test_whole_numbers_that_float32_cannot_tell_apart_stay_apart(dtype: torch.dtype) -> None:
+    values = torch.tensor([2**24, 2**24 + 1], dtype=dtype)
+    assert composite(lambda videos, prompts: {"a": values})(VIDEOS[:2], PROMPTS[:2]).rewards.tolist() == values.tolist()
+
+
+# -- networks that no attribute holds ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def cached() -> nn.Module:
+    return network()
+
+
+class OfClass:
+    held = network()
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {"a": self.held(videos.mean((1, 3, 4)))[:, 0]}
+
+
+class OfCache:
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {"a": cached()(videos.mean((1, 3, 4)))[:, 0]}
+
+
+class OfModule:
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {"a": IN_MODULE(videos.mean((1, 3, 4)))[:, 0]}
+
+
+class Compiled:
+    def __init__(self) -> None:
+        self.run = torch.compile(cached(), backend="eager")
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {"a": self.run(videos.mean((1, 3, 4)))[:, 0]}
+
+
+@pytest.mark.parametrize("kind", [OfClass, OfCache, OfModule, Compiled])
+def test_a_network_is_in_evaluation_mode_wherever_it_is(kind: type) -> None:
+    for held in (IN_MODULE, cached(), OfClass.held):
+        held.train()
+    reward = composite(kind())
+    together = reward(VIDEOS, PROMPTS).rewards
+    alone = torch.cat([reward(VIDEOS[i : i + 1], PROMPTS[i : i + 1]).rewards for i in range(4)])
+    torch.testing.assert_close(together, alone)
+
+
+def test_a_reward_may_choose_training_mode_in_the_call() -> None:
+    """Dropout on purpose, for an estimate of its own doubt."""
+    held = nn.Dropout(0.5)
+
+    def reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        held.train()
+        return {"a": held(torch.ones(len(prompts), 64)).mean(1)}
+
+    first, second = (composite(reward)(VIDEOS, PROMPTS, seed=seed).rewards for seed in (1, 2))
+    assert not torch.equal(first, second)
+    assert nn.Module.train.__name__ == "train"
+
+
+def starts_and_hangs(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+    started = subprocess.Popen(["sleep", "100000"], start_new_session=True)
+    Path(prompts[0]).write_text(str(started.pid), encoding="utf-8")
+    time.sleep(100000)
+    raise AssertionError
+
+
+def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+    """Also in a session of its own, which the signal to the worker's process group does not reach."""
+    settings = RewardConfig(name="tests.test_reward_kinds:starts_and_hangs", weights={"a": 1.0}, workers=1, retries=0)
+    reward = CompositeReward.of(settings)
+    told = tmp_path / "pid"
+    pending = reward.submit(VIDEOS[:1], [str(told)])
+    wait_until(lambda: told.is_file() and told.read_text(encoding="utf-8") != "")
+    reward.callers[0]._backends[0]._kill()  # as when its time is over
+    assert pending.result().dropped == 1
+    wait_until(lambda: not _runs(int(told.read_text(encoding="utf-8"))))

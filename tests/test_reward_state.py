@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -131,6 +132,26 @@ LINES = {
     "torch.nn.modules.linear.Linear.forward": "torch.nn.Linear.forward = lambda self, x: x",
     "torch.nn.modules.linear.Linear.__call__": "torch.nn.Linear.__call__ = lambda self, x: x",
     "torch.nn.modules.normalization.LayerNorm.extra": "torch.nn.LayerNorm.extra = lambda self: 1",
+    "os.environ of the launcher": "__import__('os').environ.update(RANK='3', LOCAL_RANK='3')",
+    "sys.setrecursionlimit": "__import__('sys').setrecursionlimit(3000)",
+    "socket.setdefaulttimeout": "__import__('socket').setdefaulttimeout(1)",
+    "numpy.seterr": "__import__('numpy').seterr(all='raise')",
+    "torch.backends.mha.set_fastpath_enabled": "torch.backends.mha.set_fastpath_enabled(False)",
+    "torch.set_flush_denormal": "torch.set_flush_denormal(True)",
+    "torch.autocast's blocks": "torch.autocast('cpu', enabled=False).__enter__()",
+    "signal.set_wakeup_fd": "import asyncio, signal; loop = asyncio.new_event_loop(); "
+    "loop.add_signal_handler(signal.SIGWINCH, print)",
+    "signal.alarm": "__import__('signal').alarm(1000)",
+    "signal.SIGALRM": "__import__('signal').signal(14, print)",
+    "attention back end of diffusers": (
+        "from diffusers.models import attention_dispatch as d; "
+        "d._AttentionBackendRegistry._active_backend = d.AttentionBackendName._NATIVE_MATH"
+    ),
+    "torch.optim.adamw.AdamW.zero_grad": "torch.optim.AdamW.zero_grad = print",
+    "torch.utils.checkpoint.checkpoint": "torch.utils.checkpoint.checkpoint = print",
+    "torch.distributed.all_reduce": "torch.distributed.all_reduce = print",
+    "torch.nn.utils.clip_grad_norm_": "torch.nn.utils.clip_grad_norm_ = print",
+    "torch._C._nn.gelu": "torch._C._nn.gelu = print",
     "FeedForward.forward": "__import__('diffusers.models.attention').models.attention.FeedForward.forward = print",
     "sage_fast.ops.transition_score.transition_score": (
         "__import__('sys').modules['sage_fast.ops.transition_score'].transition_score = print"
@@ -173,9 +194,44 @@ def test_a_call_that_is_overdue_puts_back_no_folder(here: Path) -> None:
 
 def test_what_cannot_be_put_back_ends_the_run() -> None:
     write(module="entered = torch.device('meta'); entered.__enter__()")
-    with pytest.raises(UserError, match=r"changes torch\.set_default_device for the whole process, which cannot be"):
+    with pytest.raises(UserError, match=r"changes torch\.set_default_device, torch's modes for the whole process"):
         load_reward(RewardConfig(name="bright:Bright"))
     sys.modules["bright"].entered.__exit__(None, None, None)
+
+
+def test_what_a_call_changes_for_good_ends_the_run_and_drops_nothing() -> None:
+    write(call="self.entered = torch.device('meta'); self.entered.__enter__()")
+    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}))
+    with pytest.raises(UserError, match=r"reward 'bright:Bright' changes torch\.set_default_device"):
+        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+    reward.callers[0]._backends[0].reward.entered.__exit__(None, None, None)  # type: ignore[attr-defined]
+
+
+HARMLESS = {
+    "import": "import transformers.models.vit.modeling_vit, diffusers.pipelines, torchvision, cv2, deepspeed, peft",
+    "compile": "torch.compile(torch.nn.Linear(2, 2), backend='eager')(torch.rand(1, 2))",
+    "train": "layer = torch.nn.Linear(2, 2); rule = torch.optim.AdamW(layer.parameters()); "
+    "torch.enable_grad()(lambda: layer(torch.rand(1, 2)).sum().backward())(); rule.step()",
+    "event loop": "import asyncio; asyncio.run(asyncio.sleep(0))",
+    "script": "torch.jit.script(torch.nn.Linear(2, 2).eval())(torch.rand(1, 2))",
+    "trace": "import torch.fx; torch.fx.symbolic_trace(torch.nn.Linear(2, 2))",
+    "path": "import sys; sys.path.insert(0, '/nowhere')",
+}
+
+
+@pytest.mark.parametrize("place", ["module", "constructor", "call"])
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_harms_no_run_is_not_noted(what: str, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    line = HARMLESS[what]
+    if what == "import":
+        line = "; ".join(
+            f"import {name}" for name in line[7:].split(", ") if importlib.util.find_spec(name.partition(".")[0])
+        )
+    write(**{place: line})
+    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, retries=0))
+    scores = reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+    assert scores.notes == ()
+    assert [record.getMessage() for record in caplog.records if "changes" in record.getMessage()] == []
 
 
 def test_a_failing_module_and_a_model_are_cleaned_up_after(caplog: pytest.LogCaptureFixture) -> None:

@@ -304,7 +304,10 @@ class CompositeReward:
                 why = {i: f"{who}: {error}" for i, error in outcome.errors.items()} | why
             # The check before the run may have seen other parts of this reward.
             if fault := self._fault_of_names(caller, outcome.parts, owners):
-                why = dict.fromkeys(range(len(prompts)), f"{who}: {fault}") | why
+                if caller.needed == set():
+                    notes.append(f"{who}: {fault}")
+                else:
+                    why = dict.fromkeys(range(len(prompts)), f"{who}: {fault}") | why
                 continue
             named = {caller.entry.named(part): values for part, values in outcome.parts.items()}
             owners |= dict.fromkeys(named, caller.key)

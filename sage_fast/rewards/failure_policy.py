@@ -65,10 +65,18 @@ def failure(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     shown = frames[-MAX_FRAMES:]
     where = f"{shown[-1].filename}:{shown[-1].lineno}: " if shown else ""  # none: a wrong number of arguments
-    message = names_for_values(f"{where}{type(error).__name__}: {error}"[:MAX_TEXT])
+    message = names_for_values(f"{where}{type(error).__name__}: {_text_of(error)}"[:MAX_TEXT])
     first, *rest = message.strip().splitlines()
     stack = "".join(traceback.format_list(shown)).splitlines()
     return "\n".join([first, *stack, *rest])[:MAX_TEXT]
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the text of an error, whose class is a reward's own and may fail to say it."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"its text cannot be told: {type(second).__name__}"
 
 
 def _is_ours(file: str) -> bool:

@@ -14,6 +14,7 @@ import logging
 import re
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,16 +27,22 @@ from sage_fast.rewards.failure_policy import RewardFailure, failure
 from sage_fast.rewards.interface import Backend, Request
 from sage_fast.rewards.load import score_of
 from sage_fast.util.console import wrapped
-from sage_fast.util.guard import guarded, seed_random_numbers
+from sage_fast.util.guard import NotPutBack, guarded, seed_random_numbers
 
 log = logging.getLogger(__name__)
 
 MAX_PARTS = 100
 """Largest number of parts of an answer; each becomes a metric, a column and a line of a chart."""
+NARROW = (torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""Dtypes whose numbers float32 tells apart."""
 SLOW_CALL_S = 120.0
 """Seconds after which a call that goes on is named, so that a run that waits for a reward says so."""
 PART = re.compile(r"(?! )[\w.+/%$ -]{1,100}(?<! )")
 """Name of a part, which becomes one of metrics, columns and lines of a chart. Spaces may stand within it."""
+
+
+_noted_training: set[str] = set()
+"""Names of rewards whose networks were said to be in training mode."""
 
 
 class InProcess(Backend):
@@ -68,7 +75,9 @@ class InProcess(Backend):
                 parts = call(self.name, self.reward, dataclasses.replace(request, videos=own))
                 self._note_writes(own, videos)
                 return parts
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, NotPutBack):
+            raise
+        except BaseException as error:  # also what derives from no Exception: cancelled tasks, panics of Rust
             raise RewardFailure(failure(error)) from error
 
     def _note_writes(self, own: Tensor, videos: Tensor) -> None:
@@ -100,8 +109,7 @@ def call(name: str, reward: Any, request: Request) -> dict[str, Tensor]:
     if "fps" in taken and (request.fps is not None or taken["fps"].default is inspect.Parameter.empty):
         known["fps"] = request.fps
     with torch.no_grad():
-        with guarded(f"reward {name!r}"), _named_if_slow(name, request):
-            _leave_training_mode(name, reward)
+        with guarded(f"reward {name!r}"), _named_if_slow(name, request), _evaluation_mode(name, reward):
             seed_random_numbers(request.seed)
             returned = score(request.videos, list(request.prompts), **known)
         return checked(returned, len(request))
@@ -124,14 +132,44 @@ def _named_if_slow(name: str, request: Request) -> Iterator[None]:
 # -- evaluation mode --------------------------------------------------------------------------------------------------
 
 
-def _leave_training_mode(name: str, reward: Any) -> None:
-    """Put the networks of a reward into evaluation mode: dropout and batch norm would score by chance or neighbours."""
-    trained = [network for network in _networks_of(reward) if any(module.training for module in network.modules())]
-    for network in trained:
-        network.eval()
-    if trained:
-        kinds = ", ".join(sorted({type(network).__name__ for network in trained}))
-        log.warning(wrapped(f"note: reward {name!r} has networks in training mode ({kinds}); they are set to eval"))
+@contextlib.contextmanager
+def _evaluation_mode(name: str, reward: Any) -> Iterator[None]:
+    """Put networks into evaluation mode before the block runs them: dropout and batch norm would score by chance.
+
+    Those that the reward holds are found before it; others, such as those of a cache, when they run. What the block
+    itself puts into training mode stays there.
+    """
+    kinds: set[str] = set()
+    chosen: set[int] = set()
+    train = nn.Module.train
+
+    def train_by_choice(network: nn.Module, mode: bool = True) -> nn.Module:
+        if mode:
+            chosen.add(id(network))
+        return train(network, mode)
+
+    def leave(network: nn.Module, inputs: object = None) -> None:
+        if network.training and id(network) not in chosen:
+            kinds.add(type(network).__name__)
+            network.eval()
+
+    for network in _networks_of(reward):
+        if any(module.training for module in network.modules()):
+            kinds.add(type(network).__name__)
+            network.eval()
+    # A compiled network is asked twice, which does no harm.
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+    hook = nn.modules.module.register_module_forward_pre_hook(leave)
+    nn.Module.train = train_by_choice  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.train = train  # type: ignore[method-assign]
+        hook.remove()
+        if kinds and name not in _noted_training:
+            _noted_training.add(name)
+            shown = ", ".join(sorted(kinds)[:5])
+            log.warning(wrapped(f"note: reward {name!r} has networks in training mode ({shown}); they are set to eval"))
 
 
 def _networks_of(reward: Any) -> list[nn.Module]:
@@ -204,5 +242,4 @@ def _numbers(part: str, value: Any, count: int) -> Tensor:
         raise RewardFailure(f"part {part!r}: expected shape [{count}], got {shape}")
     if values.is_complex():
         raise RewardFailure(f"part {part!r}: expected real numbers, got {values.dtype}")
-    wide = values.dtype in (torch.float64, torch.int64, torch.int32)
-    return values.double() if wide else values.float()
+    return values.float() if values.dtype in NARROW else values.double()

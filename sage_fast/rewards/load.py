@@ -22,9 +22,11 @@ from sage_fast.rewards.failure_policy import failure
 from sage_fast.rewards.interface import Metadata
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.guard import guarded
+from sage_fast.util.guard import guarded, seed_random_numbers
 from sage_fast.util.plugins import import_plugin, split_place
 
+CREATION_SEED = 0
+"""Seed while a reward is imported and created: the same in each process of a run, after a restart and on a resume."""
 EXPECTED = "expected a class with score(self, videos, prompts), or a function"
 
 
@@ -43,10 +45,13 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
     setting = f"{key} = {entry.name!r}"
     try:
         with guarded(f"reward {entry.name!r}"):
+            seed_random_numbers(CREATION_SEED)
             made = reward(**args)
     except UserError as error:
         raise UserError(f"{setting}: {names_for_values(str(error))}") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # as in a call
         raise UserError(f"{setting}: {reward.__name__}() failed: {failure(error)}") from error
     if not callable(score_of(made)):
         raise UserError(f"{setting}: {EXPECTED}")
@@ -71,10 +76,11 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
     place = place_of_reward(entry.name, setting)
     try:
         with guarded(f"reward {entry.name!r}"):
+            seed_random_numbers(CREATION_SEED)
             reward = import_plugin(place, setting)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # as in a call
         raise UserError(f"{setting}: {failure(error)}") from error
     if not callable(score_of(reward)):
         _, module, named = split_place(place)

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,9 +26,10 @@ from sage_fast.rewards.in_process import call
 from sage_fast.rewards.interface import Backend, Request
 from sage_fast.rewards.load import load_reward
 from sage_fast.util.errors import SIGNALS, UserError
+from sage_fast.util.guard import belongs_to_plugin
 from sage_fast.util.ranks import limit_threads
 from sage_fast.util.text import escape_on_screen
-from sage_fast.util.time_limit import TimeLimit
+from sage_fast.util.time_limit import LOOK_S, TimeLimit
 
 IDLE_EXIT_GRACE = 5.0
 """Seconds for an idle worker to exit by itself."""
@@ -121,10 +123,16 @@ class Worker(Backend):
         return self._channel.recv()
 
     def _kill(self) -> None:
-        """Kill the worker and its process group."""
+        """Kill the worker, its process group, and what it has started in groups of their own."""
+        started: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _end(self, seconds: float = 0.0) -> str:
         """Wait for the worker to exit, then kill it and its process group; return how it ended, in words."""
@@ -173,6 +181,7 @@ def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None
     for number in SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(channel)
+    belongs_to_plugin()
     limit_threads()
     reward = message = None
     while True:
@@ -218,13 +227,35 @@ def _end_with_parent(channel: Connection) -> None:
         return
     if os.fork():
         os._exit(0)
-    channel.close()
-    with contextlib.suppress(ProcessLookupError):  # one of them has ended already
-        ends = {os.pidfd_open(parent.pid or 0): "trainer", os.pidfd_open(worker): "worker"}
-        ready, _, _ = select.select(list(ends), [], [])
-        if "worker" in [ends[end] for end in ready]:
-            os._exit(0)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(worker).children(recursive=True):
-            process.kill()
-    os.killpg(worker, signal.SIGKILL)  # this process too
+    try:
+        channel.close()
+        _wait_for_first(parent.pid or 0, worker)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(worker).children(recursive=True):
+                process.kill()
+        os.killpg(worker, signal.SIGKILL)  # this process too
+    finally:
+        os._exit(0)  # it must not go on as a second worker
+
+
+def _wait_for_first(trainer: int, worker: int) -> None:
+    """Wait until one of two processes, by their ids, has ended."""
+    try:
+        ends = [os.pidfd_open(trainer), os.pidfd_open(worker)]
+    except ProcessLookupError:
+        return
+    except OSError:  # an old kernel, or a container that forbids the call
+        while all(map(_runs, (trainer, worker))):
+            time.sleep(LOOK_S)
+    else:
+        poll = select.poll()  # `select` refuses files above 1023
+        for end in ends:
+            poll.register(end, select.POLLIN)
+        poll.poll()
+
+
+def _runs(number: int) -> bool:
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
