@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
+from sage_fast.algorithm.advantages import EPS, SMALL_STD, balanced_rewards, group_advantages, small_groups
 from sage_fast.algorithm.iteration_plan import IterationPlan, Transition, plan_iteration
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import Observer
@@ -39,10 +40,13 @@ from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.samples import SampleRollouts
 from sage_fast.rollout.scoring import VideoScorer, gather_checked
 from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_device
-from sage_fast.util.console import Progress
+from sage_fast.util.console import Progress, wrapped
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.profiling import annotate
 from sage_fast.util.ranks import data_rank, data_size, data_sum, fail_together
+from sage_fast.util.seeding import derive_seed
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -112,6 +116,7 @@ class Trainer:
         self.pause, self.before_update = pause, before_update
         self.forwards: dict[str, int] = {}
         self.mid_iteration = False
+        self._noted_small_groups = False
         self._first_step = 0  # optimizer step at which this process started; not 0 after a resume
         self.graphs = graphs
         self.observer = Observer(self.device)
@@ -177,7 +182,9 @@ class Trainer:
                     rollouts = SampleRollouts(self.policy, plan, batch, self.replay.lengths, self.graphs, watch)
                 with Progress("rollout", rollouts.steps, pause=self.pause) as bar:
                     for finished, latents in rollouts.finished(bar):
-                        scorer.submit(latents, [sample.prompt for sample in finished])
+                        # Of the samples, not of the rank: a reward that draws scores the same on any number of ranks.
+                        drawn = derive_seed(next(iter(finished)).seed, "reward")
+                        scorer.submit(latents, [sample.prompt for sample in finished], drawn)
                 own = scorer.finish()
             with watch.waiting():
                 scores = gather_checked(self.reward, batch.numbers, own)
@@ -243,10 +250,31 @@ class Trainer:
         rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
         valid = rewards.isfinite()
         basis = balanced_rewards(scores.parts, weights, valid) if objective.balanced_rewards else rewards
-        advantages, equal = group_advantages(basis, valid, std=objective.advantage_std, clamp=objective.advantage_clamp)
+        advantages, equal = group_advantages(
+            basis,
+            valid,
+            std=objective.advantage_std,
+            clamp=objective.advantage_clamp,
+            dtype=scores.rewards.dtype,
+        )
+        if objective.advantage_std == "group":
+            self._note_small_groups(small_groups(basis, valid, equal))
         self.observer.record_rewards(scores, advantages, valid, equal)
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         return advantages.flatten()[batch.numbers].float().to(self.device), kept.flatten().tolist()
+
+    def _note_small_groups(self, count: int) -> None:
+        """Say once that the epsilon of Eq. 10 shrinks advantages: the update is smaller than the settings say."""
+        if not count or self._noted_small_groups:
+            return
+        self._noted_small_groups = True
+        log.warning(
+            wrapped(
+                f"warning: the rewards of {count} groups have a standard deviation below {SMALL_STD:g}, beside the "
+                f"{EPS:g} that Eq. 10 adds to it, so their advantages shrink; scale reward.weights up, or set "
+                "objective.advantage_std = batch, which gives such groups little weight on purpose"
+            )
+        )
 
     # -- update -------------------------------------------------------------------------------------------------------
 

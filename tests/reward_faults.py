@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import random
 import signal
 import sys
 import time
@@ -11,8 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from sage_fast.rewards.interface import Request
+
+
+def request(videos: Tensor, prompts: Sequence[str] | None = None, seed: int = 0) -> Request:
+    """Return what a backend gets, with prompts `a`, `b`, ... unless given."""
+    texts = [chr(97 + i) for i in range(len(videos))] if prompts is None else list(prompts)
+    return Request(videos=videos, prompts=texts, metadata=[{} for _ in texts], seed=seed)
 
 
 def fingerprints(videos: Tensor) -> Tensor:
@@ -135,3 +147,45 @@ def count_and_print(videos: Tensor, prompts: list[str], metadata: list[dict[str,
         raise ValueError("three in a batch")
     counts = torch.tensor([float(one.get("count", -1)) for one in metadata])
     return {"count": counts, "print": fingerprints(videos)}
+
+
+class Meddles(Fingerprint):
+    """Does to the process what `what` says, in each call."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        if self.what == "destroy" and dist.is_initialized():
+            dist.destroy_process_group()
+        if self.what == "abort" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+        if self.what == "fork":
+            os.fork()
+        if self.what == "launcher":
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        if self.what == "alarm":
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+        if self.what == "event loop":
+            loop = asyncio.new_event_loop()
+            loop.add_signal_handler(signal.SIGTERM, print)
+            loop.run_until_complete(asyncio.sleep(0))
+            loop.close()
+        if self.what == "autocast":
+            torch.autocast("cpu", torch.bfloat16).__enter__()
+        if self.what == "optimizer":
+            torch.optim.AdamW.zero_grad = lambda self, set_to_none=True: None  # type: ignore[method-assign]
+        return super().score(videos, prompts)
+
+
+class Draws:
+    """Adds what it draws to its scores: with torch, NumPy and Python, when it is created and in each call."""
+
+    def __init__(self) -> None:
+        self.drawn = float(torch.rand(())) + float(np.random.rand()) + random.random()
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        drawn = torch.rand(len(prompts)) + torch.from_numpy(np.random.rand(len(prompts))) + random.random()
+        return {"print": fingerprints(videos) + drawn + self.drawn}

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
 from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import SHIPPED, load_reward
-from sage_fast.rewards.clip import CLIPScoreReward, PickScoreReward
-from sage_fast.rewards.frame_reward import FrameReward
+from sage_fast.rewards.shipped.clip import CLIPScoreReward, PickScoreReward
+from sage_fast.rewards.shipped.frame_reward import FrameReward
 from sage_fast.util.errors import UserError
 from tests.tiny_rewards import write_clip
 

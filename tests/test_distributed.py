@@ -83,21 +83,20 @@ class HangsOnce(BrightnessReward):
 @pytest.mark.soak
 @pytest.mark.fault(
     "a reward hangs on one of two ranks under `torchrun --max-restarts`",
-    "ends after `reward.timeout_seconds`; torchrun restarts it, and it resumes",
+    "the others end after `timeout_minutes`; torchrun restarts all, and they resume",
 )
 @pytest.mark.fault("fewer evaluation videos than ranks", "evaluated as usual")
 def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(tmp_path: Path) -> None:
-    """Two ranks evaluate one video. The run stops in time and names the reward; restarted, it resumes."""
+    """Two ranks evaluate one video. The run stops in time; restarted, it resumes."""
     run, reward = tmp_path / "run", f"{__name__}:HangsOnce"
     train = ["-m", "sage_fast", "train", "configs/recipes/paper.yaml", "--output", str(run), "--resume", *FEW_STEPS]
     options = arguments(
         train__iterations=3, train__prompts_per_iteration=2, train__group_size=2, train__checkpoint_interval=1,
         eval__num_prompts=1, eval__seeds_per_prompt=1, eval__num_videos=1, reward__name=reward,
-        reward__timeout_seconds=4,
+        timeout_minutes=0.1,
     )  # fmt: skip
     done = torchrun("--max-restarts=1", *train, *options)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"reward '{reward}' gave no answer within reward.timeout_seconds = 4" in done.stderr
     assert f"no run in {run} yet: it begins" in done.stdout
     assert "resumed after 1 iterations" in done.stdout
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]

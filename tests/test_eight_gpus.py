@@ -10,7 +10,7 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.models.lora.adapter import LORA_FILE
-from sage_fast.rewards.videoalign import VideoAlignReward
+from sage_fast.rewards.shipped.videoalign import VideoAlignReward
 from sage_fast.util.files import read_metrics
 from tests.ranks import command_on_ranks
 from tests.test_docs import REPOSITORY, blocks, commands

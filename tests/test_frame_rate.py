@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import inspect
 import json
 import threading
@@ -20,12 +21,13 @@ from sage_fast.config.schema import RewardConfig, RewardEntry
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards import CompositeReward
-from sage_fast.rewards.backends import find_reward, score_of
-from sage_fast.rewards.frame_reward import FrameReward
 from sage_fast.rewards.http import format_request, read_request
+from sage_fast.rewards.load import find_reward, score_of
 from sage_fast.rewards.server import RewardServer
+from sage_fast.rewards.shipped.frame_reward import FrameReward
 from sage_fast.trainer import Trainer
 from sage_fast.util.videos import save_mp4
+from tests.reward_faults import request
 from tests.tiny import settings
 
 VIDEOS = torch.linspace(0, 1, 6)[:, None, None, None, None].expand(6, 5, 3, 16, 16).clone()
@@ -90,7 +92,8 @@ def test_each_call_is_told_the_rate_of_its_videos(reward: CompositeReward) -> No
     scores = [chunk.result() for chunk in pending]
     assert [chunk.parts["fps"].tolist() for chunk in scores] == [[12.5, 12.5], [24.0, 24.0], [8.0, 8.0]]
     assert [chunk.retried for chunk in scores] == [0, 2, 0]
-    assert reward.raw(VIDEOS[:1], ["a"], [{}], "cpu", 30.0)["fps"].tolist() == [30.0]
+    asked = dataclasses.replace(request(VIDEOS[:1]), fps=30.0)
+    assert reward.raw(asked, "cpu")["fps"].tolist() == [30.0]
 
 
 def test_a_default_of_the_reward_stays_where_no_rate_is_known() -> None:
@@ -100,10 +103,10 @@ def test_a_default_of_the_reward_stays_where_no_rate_is_known() -> None:
 
 
 def test_a_request_has_the_rate_where_it_is_known() -> None:
-    assert "fps" not in json.loads(format_request(VIDEOS[:1], ["a"], [{}], "id"))
-    body = json.loads(format_request(VIDEOS[:1], ["a"], [{}], "id", 23.976))
+    assert "fps" not in json.loads(format_request(request(VIDEOS[:1]), "id"))
+    body = json.loads(format_request(dataclasses.replace(request(VIDEOS[:1]), fps=23.976), "id"))
     assert body["fps"] == 23.976
-    assert read_request(json.dumps(body).encode())[4] == 23.976
+    assert read_request(json.dumps(body).encode())[1].fps == 23.976
     for wrong in (0, -1, "24", True, float("inf"), [24]):
         with pytest.raises(ValueError, match=r"fps = .*: expected frames per second above 0"):
             read_request(json.dumps(body | {"fps": wrong}).encode())
@@ -113,7 +116,8 @@ def test_a_request_has_the_rate_where_it_is_known() -> None:
 def test_every_shipped_reward_takes_the_rate_or_has_a_reason(name: str) -> None:
     args = {"vlm": {"url": "http://127.0.0.1:1", "model": "m"}, "videoalign": {"path": "x"}}.get(name, {})
     kind, _ = find_reward(RewardEntry(name=name, args=args), "reward.name")
-    takes = "fps" in inspect.signature(score_of(kind) if score_of(kind) is not kind else kind.__call__).parameters
+    taken = inspect.signature(score_of(kind) if score_of(kind) is not kind else kind.__call__).parameters
+    takes = "fps" in taken or "request" in taken  # a client of a server gets the whole request
     assert takes != (name in FRAMES_ALONE)
     if isinstance(kind, type) and issubclass(kind, FrameReward):
         reward = object.__new__(kind)

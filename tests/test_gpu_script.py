@@ -22,7 +22,7 @@ from sage_fast.benchmarks import limits, operators, rung
 from sage_fast import cli
 from sage_fast.config.command_line import split_settings
 from sage_fast.config.loader import load
-from sage_fast.rewards.backends import load_reward
+from sage_fast.rewards.load import load_reward
 from sage_fast.tools.operators import OPERATORS
 from sage_fast.util.files import read_metrics
 from scripts import gpu_predictions

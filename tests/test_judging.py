@@ -16,16 +16,14 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.eval.comparison import compare, format_table
-from sage_fast.eval.evaluation import Chunk, score_videos
 from sage_fast.eval.gains import hacking, hacking_in_run, table
 from sage_fast.eval.playback import for_browser, read_video
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.report import charts
 from sage_fast.rewards import Judge
-from sage_fast.rewards.composite import load_rewards
 from sage_fast.run.sources import labelled
-from sage_fast.util.errors import RewardError, UserError
+from sage_fast.util.errors import UserError
 from sage_fast.util.videos import save_mp4
 from tests.test_report import row, write_rows
 from tests.test_scores import evaluation, scores
@@ -198,17 +196,6 @@ def test_wrong_sources_are_named(
         arguments = [argument.replace(name, str(place)) for argument in arguments]
     assert main(["eval", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_reward_that_hangs_on_videos_of_another_program_is_named() -> None:
-    """There is no model then, whose gathered weights other ranks could wait for."""
-    hangs = {"reward__name": "tests.test_rewards:hangs", "reward__weights": {"red": 1}, "reward__timeout_seconds": 0.3}
-    config = settings(**hangs, sampling__batch_size=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
-    reward, _ = load_rewards(config, ["a", "b"], ["a", "b"], {})
-    with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
-        score_videos(
-            {"": reward}, ["a", "b"], [0, 1], lambda numbers: iter([Chunk(list(numbers), torch.rand(2, 5, 3, 8, 8))])
-        )
 
 
 def damage(name: str) -> Callable[[Path], object]:

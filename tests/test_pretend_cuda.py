@@ -197,7 +197,7 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
 def test_training_gives_the_metrics_of_the_cpu(
     overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(reward__timeout_seconds=0, **FEW | overrides)  # the mode is that of this thread
+    config = settings(**FEW | overrides)
     with monkeypatch.context() as as_on_a_gpu:  # how much is decoded at a time changes rounding
         as_on_a_gpu.setitem(decode.ENOUGH, "cpu", decode.ENOUGH["cuda"])
         _, expected, expected_evaluation, _ = train(config, tmp_path)
@@ -229,7 +229,7 @@ def test_training_gives_the_metrics_of_the_cpu(
 
 def recorded(count: int, room: float = math.inf) -> tuple[StepGraphs, list[str]]:
     """The graphs after several rollouts of one shape, and what they said."""
-    config = settings(reward__timeout_seconds=0, sampling__batch_size=2)
+    config = settings(sampling__batch_size=2)
     model = load_model(config.model, config.sampling, CUDA, seed=0)
     policy, graphs = model.policy, step_graphs(model.policy, model.spec.cost(config), room)
     assert graphs is not None

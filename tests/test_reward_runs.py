@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from sage_fast.testbed.world import heldout_prompts
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
 from tests.fork_server import ForkServer
-from tests.reward_faults import fingerprints
+from tests.reward_faults import fingerprints, request
 from tests.test_scores import gains
 from tests.tiny import arguments, settings
 from tests.waits import HANG
@@ -45,8 +45,8 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-def on_two_ranks(server: ForkServer, run: Path, *options: str) -> str:
-    """Train on two gloo ranks, started as torchrun would; return their log."""
+def on_two_ranks(server: ForkServer, run: Path, *options: str, ends: Sequence[int] = (0, 0)) -> str:
+    """Train on two gloo ranks, started as torchrun would; check how they end, and return their log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -54,7 +54,7 @@ def on_two_ranks(server: ForkServer, run: Path, *options: str) -> str:
     command = ["train", str(PAPER), "--output", str(run), *SMALL, *options]
     log = run.with_suffix(".log")
     ranks = [server.start(command, log, **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
-    assert [server.wait(rank) for rank in ranks] == [0, 0], log.read_text()
+    assert [server.wait(rank) for rank in ranks] == [*ends], log.read_text()
     return log.read_text()
 
 
@@ -97,6 +97,66 @@ def test_two_ranks_with_rewards_beside_them_that_fail(server: ForkServer, tmp_pa
         assert not Path("/proc", child.name[4:]).exists(), "they end with the run"
 
 
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The numbers of a run on two ranks whose reward does nothing else."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    on_two_ranks(server, run, "--reward.name", "tests.reward_faults:Meddles", "--reward.args", "{what: nothing}")
+    return numbers(run)
+
+
+@pytest.mark.parametrize(
+    ("what", "note"),
+    [
+        ("destroy", "torch.distributed.destroy_process_group"),
+        ("fork", ""),
+        ("launcher", "os.environ of the launcher"),
+        ("alarm", "signal.alarm"),
+        ("event loop", "signal.set_wakeup_fd"),
+        ("autocast", "torch.autocast's blocks"),
+        ("optimizer", "torch.optim.adamw.AdamW.zero_grad"),
+    ],
+)
+def test_two_ranks_are_what_they_were_whatever_a_reward_does(
+    server: ForkServer, undisturbed: list[dict[str, Any]], tmp_path: Path, what: str, note: str
+) -> None:
+    run = tmp_path / "run"
+    args = ("--reward.name", "tests.reward_faults:Meddles", "--reward.args", f"{{what: {what}}}")
+    log = " ".join(on_two_ranks(server, run, *args).split())
+    assert numbers(run) == undisturbed
+    assert note in log
+    assert len(list((run / "eval").glob("after.json"))) == 1
+
+
+def test_a_rank_without_its_process_group_ends(server: ForkServer, tmp_path: Path) -> None:
+    """It cannot be made again, and the ranks would each go on alone in one folder."""
+    args = ("--reward.name", "tests.reward_faults:Meddles", "--reward.args", "{what: abort}")
+    log = " ".join(on_two_ranks(server, tmp_path / "run", *args, ends=(1, 1)).split())
+    assert "destroyed a process group of the run, so this rank ends" in log
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_that_draws_is_the_same_after_a_resume_and_beside_evaluations(
+    server: ForkServer, tmp_path: Path, workers: int
+) -> None:
+    whole, parts, watched = (tmp_path / name for name in ("whole", "parts", "watched"))
+    own = ["--reward.name", "tests.reward_faults:Draws", "--reward.workers", str(workers)]
+
+    def train(run: Path, *options: str) -> None:
+        log = run.with_suffix(".log")
+        command = ["train", str(PAPER), "--output", str(run), *SMALL, *own, *options]
+        assert server.wait(server.start(command, log)) == 0, log.read_text()
+
+    train(whole)
+    train(watched, "--eval.interval", "1")
+    train(parts, "--train.iterations", "1")
+    train(parts, "--train.iterations", "2", "--resume")
+    assert numbers(parts) == numbers(whole) == numbers(watched)
+    after = [read_json(run / "eval" / "after.json")["reward"] for run in (whole, parts, watched)]
+    assert after[0] == after[1] == after[2]
+
+
 def test_more_than_the_share_stops_the_run_with_a_checkpoint(server: ForkServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = f"{{folder: {tmp_path / 'faults'}, plan: [{', '.join(f'{i} sys.exit' for i in range(8, 40))}]}}"
@@ -137,7 +197,7 @@ def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(mo
         load_setup(resolve(settings(eval__judge="tests.reward_faults:nothing")))
     for part in ("reward", "overall", "judge/x"):
         own = {"reward__name": "tests.reward_faults:Named", "reward__args": {"part": part}}
-        with pytest.raises(UserError, match=rf"^reward 'tests.reward_faults:Named': .*{part!r}.*prefix"):
+        with pytest.raises(UserError, match=rf"^reward.name = 'tests.reward_faults:Named': .*{part!r}.*prefix"):
             load_setup(resolve(settings(**own, reward__weights={part: 1})))
     assert not loaded
     with pytest.raises(pytest.fail.Exception, match="the model"):
@@ -188,10 +248,10 @@ def test_serve_reward_finds_rewards_of_a_package_and_of_the_current_folder(tmp_p
     line = server.stdout.readline()
     assert line.startswith(f"serves stranger, {here}/my_rewards:mine (bright, print) at http://127.0.0.1:"), line
     videos = torch.rand(2, 5, 3, 16, 16)
-    parts = HttpReward(line.split()[-1]).score(videos, ["a", "b"], [{}, {}], 60)
+    parts = HttpReward(line.split()[-1]).score(request(videos), 60)
     sent = videos.half().float()
-    torch.testing.assert_close(parts["print"], fingerprints(sent).float(), rtol=0, atol=0)
-    torch.testing.assert_close(parts["bright"], 3 * sent.mean((1, 2, 3, 4)))
+    assert torch.equal(parts["print"], fingerprints(sent)), "JSON holds every digit"
+    torch.testing.assert_close(parts["bright"].float(), 3 * sent.mean((1, 2, 3, 4)))
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=HANG) == 0
     assert server.stdout.read().splitlines()[-1] == "ended"

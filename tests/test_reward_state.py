@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -19,10 +20,10 @@ from sage_fast.config.schema import RewardConfig
 from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer
-from sage_fast.util import process_state
-from sage_fast.util.errors import RewardError, UserError
-from sage_fast.util.plugins import import_plugin, running
-from sage_fast.util.process_state import SETTINGS, restored
+from sage_fast.util import guard
+from sage_fast.util.errors import UserError
+from sage_fast.util.guard import SETTINGS, guarded
+from sage_fast.util.plugins import import_plugin
 from tests.tiny import settings
 
 REWARD = """
@@ -42,11 +43,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with no modules yet; the process's settings are checked at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setattr(process_state, "_noted", set())
-    before = {name: process_state._value(name) for name in SETTINGS}
+    monkeypatch.setattr(guard, "_noted", set())
+    before = {name: guard._value(name) for name in SETTINGS}
     yield tmp_path
     sys.modules.pop("bright", None)
-    assert {name: process_state._value(name) for name in SETTINGS} == before
+    assert {name: guard._value(name) for name in SETTINGS} == before
 
 
 def write(**lines: str) -> None:
@@ -54,9 +55,9 @@ def write(**lines: str) -> None:
     Path("bright.py").write_text(REWARD.format(**dict.fromkeys(("module", "constructor", "call"), "pass") | lines))
 
 
-def rows(timeout: float) -> list[dict[str, Any]]:
+def rows() -> list[dict[str, Any]]:
     config = settings(
-        reward__name="bright:Bright", reward__weights={"bright": 1.0}, reward__timeout_seconds=timeout,
+        reward__name="bright:Bright", reward__weights={"bright": 1.0},
         train__prompts_per_iteration=1, train__group_size=2, sampling__steps=2,
     )  # fmt: skip
     setup = load_setup(resolve(config))
@@ -67,10 +68,9 @@ def rows(timeout: float) -> list[dict[str, Any]]:
     return [weights, *({k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in done)]
 
 
-@pytest.mark.parametrize("timeout", [0.0, 300.0])
-def test_a_run_is_that_of_a_reward_without_the_lines(timeout: float) -> None:
+def test_a_run_is_that_of_a_reward_without_the_lines() -> None:
     write()
-    expected = rows(timeout)
+    expected = rows()
     write(
         module="torch.set_grad_enabled(False); torch.manual_seed(3); skip = lambda tensor, *_, **__: tensor\n"
         "torch.nn.init.kaiming_uniform_ = torch.nn.init.normal_ = torch.nn.init.zeros_ = torch.nn.init.uniform_ = skip",
@@ -78,7 +78,7 @@ def test_a_run_is_that_of_a_reward_without_the_lines(timeout: float) -> None:
         call="torch.use_deterministic_algorithms(True); torch.set_default_device('meta'); torch.manual_seed(1); "
         "torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 2)",
     )
-    assert rows(timeout) == expected
+    assert rows() == expected
 
 
 LINES = {
@@ -109,8 +109,8 @@ LINES = {
         "torch.nn.modules.module.register_module_parameter_registration_hook(lambda *_: 1 / 0)"
     ),
     "torch.nn.init.kaiming_uniform_": "torch.nn.init.kaiming_uniform_ = lambda tensor, *_, **__: tensor",
-    "torch.nn.Linear.reset_parameters": "torch.nn.Linear.reset_parameters = lambda self: None",
-    "torch.nn.LayerNorm.reset_parameters": "torch.nn.LayerNorm.reset_parameters = lambda self: None",
+    "Linear.reset_parameters": "torch.nn.Linear.reset_parameters = lambda self: None",
+    "LayerNorm.reset_parameters": "torch.nn.LayerNorm.reset_parameters = lambda self: None",
     "torch.nn.functional.scaled_dot_product_attention": (
         "torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, **_: v"
     ),
@@ -125,6 +125,37 @@ LINES = {
     "signal.SIGINT": "__import__('signal').signal(2, __import__('signal').SIG_DFL)",
     "signal.SIGPIPE": "__import__('signal').signal(13, __import__('signal').SIG_DFL)",
     "signal.SIGCHLD": "__import__('signal').signal(17, __import__('signal').SIG_IGN)",
+    "torch.nn.functional.gelu": "torch.nn.functional.gelu = lambda x, **_: x",
+    "torch.nn.functional.layer_norm": "torch.nn.functional.layer_norm = lambda x, *_, **__: x",
+    "torch.matmul": "torch.matmul = lambda a, b: a",
+    "Tensor.add": "torch.Tensor.add = lambda self, *_: self",
+    "torch.nn.modules.linear.Linear.forward": "torch.nn.Linear.forward = lambda self, x: x",
+    "torch.nn.modules.linear.Linear.__call__": "torch.nn.Linear.__call__ = lambda self, x: x",
+    "torch.nn.modules.normalization.LayerNorm.extra": "torch.nn.LayerNorm.extra = lambda self: 1",
+    "os.environ of the launcher": "__import__('os').environ.update(RANK='3', LOCAL_RANK='3')",
+    "sys.setrecursionlimit": "__import__('sys').setrecursionlimit(3000)",
+    "socket.setdefaulttimeout": "__import__('socket').setdefaulttimeout(1)",
+    "numpy.seterr": "__import__('numpy').seterr(all='raise')",
+    "torch.backends.mha.set_fastpath_enabled": "torch.backends.mha.set_fastpath_enabled(False)",
+    "torch.set_flush_denormal": "torch.set_flush_denormal(True)",
+    "torch.autocast's blocks": "torch.autocast('cpu', enabled=False).__enter__()",
+    "signal.set_wakeup_fd": "import asyncio, signal; loop = asyncio.new_event_loop(); "
+    "loop.add_signal_handler(signal.SIGWINCH, print)",
+    "signal.alarm": "__import__('signal').alarm(1000)",
+    "signal.SIGALRM": "__import__('signal').signal(14, print)",
+    "attention back end of diffusers": (
+        "from diffusers.models import attention_dispatch as d; "
+        "d._AttentionBackendRegistry._active_backend = d.AttentionBackendName._NATIVE_MATH"
+    ),
+    "torch.optim.adamw.AdamW.zero_grad": "torch.optim.AdamW.zero_grad = print",
+    "torch.utils.checkpoint.checkpoint": "torch.utils.checkpoint.checkpoint = print",
+    "torch.distributed.all_reduce": "torch.distributed.all_reduce = print",
+    "torch.nn.utils.clip_grad_norm_": "torch.nn.utils.clip_grad_norm_ = print",
+    "torch._C._nn.gelu": "torch._C._nn.gelu = print",
+    "FeedForward.forward": "__import__('diffusers.models.attention').models.attention.FeedForward.forward = print",
+    "sage_fast.ops.transition_score.transition_score": (
+        "__import__('sys').modules['sage_fast.ops.transition_score'].transition_score = print"
+    ),
 }
 
 
@@ -133,7 +164,7 @@ LINES = {
 def test_a_setting_is_put_back_and_named_once(setting: str, place: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     write(**{place: LINES[setting]})
-    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, timeout_seconds=0))
+    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}))
     for _ in range(2):
         reward(torch.rand(1, 2, 3, 8, 8), ["a"])
     if (setting, place) == ("torch.set_grad_enabled", "call"):
@@ -148,61 +179,66 @@ def test_a_call_that_is_overdue_puts_back_no_folder(here: Path) -> None:
     (here / "elsewhere").mkdir()
 
     def overdue() -> None:
-        with restored("reward 'slow'"):
+        with guarded("reward 'slow'"):
             os.chdir(here / "elsewhere")
 
     thread = threading.Thread(target=overdue)
     thread.start()
     thread.join()
     assert Path.cwd() == here / "elsewhere"
-    with restored("reward 'quick'"):
+    with guarded("reward 'quick'"):
         os.chdir(here)
     assert Path.cwd() == here / "elsewhere"
     os.chdir(here)
 
 
-@pytest.mark.parametrize("timeout", [0.0, 60.0])
-def test_a_call_with_a_time_limit_puts_back_the_folder_too(
-    timeout: float, here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(call="__import__('os').chdir('/')")
-    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, timeout_seconds=timeout))
-    for _ in range(2):
-        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
-        assert Path.cwd() == here
-    (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
-    assert note == "note: reward 'bright:Bright' changes os.chdir for the whole process; it was put back"
-
-
-ENDED = threading.Event()
-"""Ends a call that hangs."""
-
-
-def test_a_call_that_goes_elsewhere_and_hangs_leaves_the_run_its_folder(here: Path) -> None:
-    write(call="__import__('os').chdir('/'); __import__('sys').modules['tests.test_reward_state'].ENDED.wait()")
-    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, timeout_seconds=0.2))
-    others = set(threading.enumerate())
-    with pytest.raises(RewardError, match="gave no answer within"):
-        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
-    assert Path.cwd() == here
-    ENDED.set()
-    for thread in {*threading.enumerate()} - others:
-        thread.join()
-    assert Path.cwd() == here
-
-
 def test_what_cannot_be_put_back_ends_the_run() -> None:
     write(module="entered = torch.device('meta'); entered.__enter__()")
-    with pytest.raises(UserError, match=r"changes torch\.set_default_device for the whole process, which cannot be"):
+    with pytest.raises(UserError, match=r"changes torch\.set_default_device, torch's modes for the whole process"):
         load_reward(RewardConfig(name="bright:Bright"))
     sys.modules["bright"].entered.__exit__(None, None, None)
+
+
+def test_what_a_call_changes_for_good_ends_the_run_and_drops_nothing() -> None:
+    write(call="self.entered = torch.device('meta'); self.entered.__enter__()")
+    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}))
+    with pytest.raises(UserError, match=r"reward 'bright:Bright' changes torch\.set_default_device"):
+        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+    reward.callers[0]._backends[0].reward.entered.__exit__(None, None, None)  # type: ignore[attr-defined]
+
+
+HARMLESS = {
+    "import": "import transformers.models.vit.modeling_vit, diffusers.pipelines, torchvision, cv2, deepspeed, peft",
+    "compile": "torch.compile(torch.nn.Linear(2, 2), backend='eager')(torch.rand(1, 2))",
+    "train": "layer = torch.nn.Linear(2, 2); rule = torch.optim.AdamW(layer.parameters()); "
+    "torch.enable_grad()(lambda: layer(torch.rand(1, 2)).sum().backward())(); rule.step()",
+    "event loop": "import asyncio; asyncio.run(asyncio.sleep(0))",
+    "script": "torch.jit.script(torch.nn.Linear(2, 2).eval())(torch.rand(1, 2))",
+    "trace": "import torch.fx; torch.fx.symbolic_trace(torch.nn.Linear(2, 2))",
+    "path": "import sys; sys.path.insert(0, '/nowhere')",
+}
+
+
+@pytest.mark.parametrize("place", ["module", "constructor", "call"])
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_harms_no_run_is_not_noted(what: str, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    line = HARMLESS[what]
+    if what == "import":
+        line = "; ".join(
+            f"import {name}" for name in line[7:].split(", ") if importlib.util.find_spec(name.partition(".")[0])
+        )
+    write(**{place: line})
+    reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}, retries=0))
+    scores = reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+    assert scores.notes == ()
+    assert [record.getMessage() for record in caplog.records if "changes" in record.getMessage()] == []
 
 
 def test_a_failing_module_and_a_model_are_cleaned_up_after(caplog: pytest.LogCaptureFixture) -> None:
     Path("bright.py").write_text("import torch\ntorch.set_default_dtype(torch.float64)\n1 / 0\n")
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         load_reward(RewardConfig(name="bright:Bright"))
-    with running("model.path = 'bright:Model:x'"), pytest.raises(ZeroDivisionError):
+    with guarded("model.path = 'bright:Model:x'"), pytest.raises(ZeroDivisionError):
         import_plugin("bright:Model", "model.path")
     assert [record.getMessage()[:20] for record in caplog.records] == ["note: reward 'bright", "note: model.path = '"]
 
@@ -235,8 +271,7 @@ def one_pixel(videos: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write_into", [in_place, by_data, by_numpy, by_resize, by_freeing, one_pixel])
-@pytest.mark.parametrize("timeout", [0.0, 60.0])
-def test_each_reader_gets_what_was_decoded(write_into: Any, timeout: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_reader_gets_what_was_decoded(write_into: Any, caplog: pytest.LogCaptureFixture) -> None:
     def reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         mean = videos.mean((1, 2, 3, 4))
         write_into(videos)
@@ -244,7 +279,7 @@ def test_each_reader_gets_what_was_decoded(write_into: Any, timeout: float, capl
 
     videos = torch.rand(2, 3, 3, 8, 8)
     before = videos.clone()
-    composite = CompositeReward(reward, RewardConfig(name="writes", weights={"a": 1.0}, timeout_seconds=timeout))
+    composite = CompositeReward(reward, RewardConfig(name="writes", weights={"a": 1.0}))
     for _ in range(2):
         assert composite(videos, ["a", "b"]).rewards.tolist() == before.mean((1, 2, 3, 4)).tolist()
     assert torch.equal(videos, before)

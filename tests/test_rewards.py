@@ -1,22 +1,20 @@
 """Rewards by name: those of the current folder, and what a mistake in one looks like."""
 
-import os
+import logging
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from sage_fast.config.schema import RewardConfig
-from sage_fast.rewards import CompositeReward, Judge, load_reward
-from sage_fast.rewards.dry_run import dry_run_reward
-from sage_fast.rewards.failures import RewardFailure
-from sage_fast.rewards.inline import InProcess
+from sage_fast.rewards import CompositeReward, in_process, load_reward
+from sage_fast.rewards.in_process import InProcess
+from sage_fast.rewards.load import dry_run_reward
 from sage_fast.util.errors import RewardError, UserError
+from tests.reward_faults import request
 from tests.waits import HANG
 
 
@@ -60,15 +58,21 @@ def test_what_is_installed_wins(here: Path) -> None:
         ("from json import nothing\n", "my_rewards.py:1: ImportError: cannot import name 'nothing' from 'json'"),
         ("x = 1\n\nreward = y\n", "my_rewards.py:3: NameError: name 'y' is not defined"),
         (
-            "class reward:\n    def __init__(self):\n        open('w.pt')\n",
+            "class reward:\n    def __init__(self):\n        open('w.pt')\n    def score(self, videos, prompts): ...\n",
             r"reward\(\) failed: .*my_rewards.py:3: File",
         ),
         (
             "class reward:\n    def __init__(self):\n"
-            "        from sage_fast.util.errors import UserError\n        raise UserError('fps = 0: expected more')\n",
+            "        from sage_fast.util.errors import UserError\n        raise UserError('fps = 0: expected more')\n"
+            "    def score(self, videos, prompts): ...\n",
             r"^reward.name = 'my_rewards:reward': fps = 0: expected more$",
         ),
-        ("class reward:\n    def __init__(self, path): ...\n", r"required argument: 'path'; reward takes path"),
+        ("class reward:\n    score = 1\n", r"expected a class with score\(self, videos, prompts\), or a function"),
+        ("def reward(videos): ...\n", r"expected a function of \(videos, prompts\): too many positional arguments"),
+        (
+            "class reward:\n    def __init__(self, path): ...\n    def score(self, videos, prompts): ...\n",
+            r"required argument: 'path'; reward takes path",
+        ),
         ("reward = 3\n", "module my_rewards has no 'reward' that can be called"),
         ("def rewrd(videos, prompts): ...\n", "can be called; expected one of rewrd; did you mean 'rewrd'?"),
     ],
@@ -112,68 +116,26 @@ def test_whatever_a_reward_raises_is_a_reward_error() -> None:
     assert "sage_fast/rewards" not in str(error.value), "none of ours"
 
 
-RELEASED = threading.Event()
-
-
-def hangs(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-    """As a client that tries again and again until it is released; for one prompt it answers."""
-    for _ in range(20 * HANG if len(prompts) > 1 else 0):
-        try:
-            if RELEASED.wait(0.05):
-                break
-        except Exception:
-            continue
-    return {"red": torch.ones(1)}
-
-
-@pytest.fixture
-def hanging() -> Iterator[None]:
-    RELEASED.clear()
-    yield
-    RELEASED.set()
-
-
-@pytest.mark.usefixtures("hanging")
-@pytest.mark.parametrize("on_failure", ["stop", "drop"])
-@pytest.mark.fault("a reward hangs in one process", "ends after `reward.timeout_seconds`")
-def test_a_reward_that_hangs_is_named(on_failure: Any) -> None:
-    config = RewardConfig(name="my:reward", weights={"red": 1.0}, on_failure=on_failure, timeout_seconds=3)
-    composite, videos = CompositeReward(hangs, config), torch.zeros(2, 5, 3, 8, 8)
-    with pytest.raises(RewardError, match=r"reward 'my:reward' gave no answer within .* = 3 for 2 prompts"):
-        composite(videos, ["a", "b"])
-    assert composite(videos[:1], ["a"]).rewards.tolist() == [1.0]
-
-
-@pytest.mark.usefixtures("hanging")
-def test_a_judge_that_hangs_is_named() -> None:
-    judge = Judge("tests.test_rewards:hangs", RewardConfig(timeout_seconds=0.3))
-    with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
-        judge(torch.zeros(2, 5, 3, 8, 8), ["a", "b"])
-
-
 def where(videos: torch.Tensor, prompts: list[str]) -> dict[str, list[int]]:
     """The thread that calls, and whether gradients are on."""
-    if prompts == ["late"]:
-        raise TimeoutError("the server's")
     return {"thread": [threading.get_native_id()], "gradients": [torch.is_grad_enabled()]}
 
 
-@pytest.mark.parametrize("seconds", [0, 60])
-def test_a_call_with_a_time_limit_has_a_thread_of_its_own(seconds: float) -> None:
-    """No gradients on either, and the reward's own exceptions, TimeoutError too."""
-    backend, videos = InProcess("my:reward", where), torch.zeros(1, 5, 3, 8, 8)
-    found = backend.score(videos, ["a"], [{}], seconds)
-    here = torch.tensor([threading.get_native_id()], dtype=torch.float32)
-    assert bool(found["thread"] == here) == (seconds == 0)
-    assert found["gradients"] == 0
-    with pytest.raises(RewardFailure, match=r"test_rewards.py:\d+: TimeoutError: the server's"):
-        backend.score(videos, ["late"], [{}], seconds)
+def test_a_call_is_on_the_main_thread_without_gradients() -> None:
+    found = InProcess("my:reward", where).score(request(torch.zeros(1, 5, 3, 8, 8)))
+    assert found["thread"].tolist() == [threading.get_native_id()]
+    assert found["gradients"].tolist() == [0]
 
 
-def test_a_fork_has_a_thread_of_its_own() -> None:
-    backend, videos = InProcess("my:reward", where), torch.zeros(1, 5, 3, 8, 8)
-    backend.score(videos, ["a"], [{}], 60)
-    child = os.fork()
-    if child == 0:
-        os._exit(7 + int(backend.score(videos, ["a"], [{}], 60)["gradients"]))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+def test_a_call_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    named = threading.Event()
+    monkeypatch.setattr(in_process, "SLOW_CALL_S", 0.01)
+    monkeypatch.setattr(in_process.log, "info", lambda text: (caplog.records.append(text), named.set()))
+
+    def slow(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        assert named.wait(HANG)
+        return {"a": torch.ones(1)}
+
+    InProcess("my:slow", slow).score(request(torch.zeros(1, 5, 3, 8, 8)))
+    assert re.match(r"reward 'my:slow' has been scoring 1 videos since \d\d:\d\d:\d\d", str(caplog.records[0]))

@@ -22,7 +22,7 @@ from sage_fast.util.plugins import registered
 REPOSITORY = Path(__file__).parent.parent
 MODELS = ("models.hunyuan15.", "testbed")
 ENGINES = ("parallel.plain", "parallel.zero", "parallel.fsdp", "parallel.gradients")
-BACKENDS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
+BACKENDS = ("rewards.http", "rewards.server", "rewards.shipped.")
 REPORT = ("report.page", "report.charts", "report.html", "report.comparison")
 OTHERS = ("benchmarks.", "tools", "cli", "run.trackers", "commands")
 

@@ -16,9 +16,9 @@ from sage_fast.cli import main
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.config.secrets import from_environment, secret
 from sage_fast.rewards import CompositeReward, load_reward
-from sage_fast.rewards.dry_run import dry_run_reward
-from sage_fast.rewards.failures import RewardFailure
+from sage_fast.rewards.failure_policy import RewardFailure
 from sage_fast.rewards.http import HttpReward
+from sage_fast.rewards.load import dry_run_reward
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics

@@ -43,7 +43,7 @@ SLOW = """
 import asyncio, pathlib, sys, time
 import torch
 from sage_fast.rewards.http import _limited
-from sage_fast.rewards.inline import InProcess
+from sage_fast.rewards.worker import Worker
 from sage_fast.run.trackers import _Thread
 
 def slow(*_):
@@ -58,9 +58,13 @@ async def wait():
         for _ in range(10):
             await asyncio.sleep(0.2)
 
-video = torch.zeros(1, 2, 3, 8, 8)
-if sys.argv[1] == "in process":
-    InProcess("slow", slow).score(video, ["a"], [{}], 6)
+if sys.argv[1] == "worker":
+    killed = []
+    worker = Worker.__new__(Worker)  # without its process, whose start may take as long as the limit
+    worker._kill = lambda: killed.append(True)
+    with worker._ended_after(6, "late"):
+        slow()
+    assert not killed
 elif sys.argv[1] == "http":
     asyncio.run(wait())
 else:
@@ -71,7 +75,7 @@ else:
 @pytest.mark.fault("a run is suspended for longer than a reward may take (SIGSTOP, SIGCONT)", "it goes on")
 def test_waits_go_on_after_the_process_was_suspended() -> None:
     """Two seconds of work under a limit of six, with seven in which nothing runs."""
-    waits = ("in process", "http", "tracker")
+    waits = ("worker", "http", "tracker")
     processes = [
         subprocess.Popen([sys.executable, "-c", SLOW, what], cwd=REPOSITORY, stdout=subprocess.PIPE) for what in waits
     ]

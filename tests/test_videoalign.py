@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
-from sage_fast.rewards.frame_reward import levels, resize
-from sage_fast.rewards.videoalign import TEMPLATE, VideoAlignReward
+from sage_fast.rewards.shipped.frame_reward import levels, resize
+from sage_fast.rewards.shipped.videoalign import TEMPLATE, VideoAlignReward
 from sage_fast.util.errors import UserError
 from tests.tiny_rewards import (
     ALPHA,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -18,12 +19,12 @@ from PIL import Image
 
 from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward
-from sage_fast.rewards.backends import load_reward
-from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
-from sage_fast.rewards.failures import RewardFailure
-from sage_fast.rewards.vlm import TEMPLATES, VLMReward
-from sage_fast.run.resume import _kept
+from sage_fast.rewards.failure_policy import RewardFailure
+from sage_fast.rewards.load import dry_run_reward, load_reward, reward_bytes
+from sage_fast.rewards.shipped.vlm import TEMPLATES, VLMReward
+from sage_fast.run.resume import _compared
 from sage_fast.util.errors import UserError
+from tests.reward_faults import request
 
 GREY = torch.tensor([0.1, 0.3, 0.5, 0.8])
 VIDEOS = GREY[:, None, None, None, None].expand(4, 20, 3, 32, 48).clone()
@@ -175,7 +176,7 @@ LINES = ANSWER.format(3)
 def test_answers_that_are_no_scores(answer: str, why: str, vlm: VLM) -> None:
     vlm.plan["a cat"] = [(200, answer)]
     with pytest.raises(RewardFailure, match=why):
-        load_reward(config(vlm)).score(VIDEOS[:1], ["a cat"], [{}], 20)
+        load_reward(config(vlm)).score(request(VIDEOS[:1], ["a cat"]), 20)
 
 
 @pytest.mark.parametrize(("args", "why"), [
@@ -222,7 +223,8 @@ def test_the_server_may_move_and_takes_no_gpu_here(vlm: VLM) -> None:
     first, moved, other = (
         Config(reward=config(vlm, args=args)) for args in ({}, {"url": "http://there/v1"}, {"template": "general"})
     )
-    assert _kept(first, "reward.args") == _kept(moved, "reward.args") != _kept(other, "reward.args")
+    of_first, of_moved, of_other = (_compared(each, "reward.args") for each in (first, moved, other))
+    assert of_first == of_moved != of_other
     assert reward_bytes(first.reward) == 0
     assert dry_run_reward(first.reward) == []
 
@@ -245,7 +247,8 @@ def test_a_template_may_ask_for_the_duration(tmp_path: Path) -> None:
             return {"choices": [message]}
 
     reward = Echo("http://127.0.0.1:1", "m", template=str(file))
-    assert reward.score(VIDEOS[:1], ["a {seconds} cat"], [{}], 0, 8.0)["motion"].tolist() == [3.0]
+    of_one = request(VIDEOS[:1], ["a {seconds} cat"])
+    assert reward.score(dataclasses.replace(of_one, fps=8.0), 0)["motion"].tolist() == [3.0]
     assert asked == ["2.5 s of: a {seconds} cat"]
     with pytest.raises(RewardFailure, match=r"asks for .seconds., and the frame rate of the videos is not known"):
-        reward.score(VIDEOS[:1], ["a cat"], [{}], 0)
+        reward.score(of_one, 0)

@@ -19,7 +19,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
-from sage_fast.rewards.videoalign import TEMPLATE
+from sage_fast.rewards.shipped.videoalign import TEMPLATE
 
 # chat_template.json of Qwen/Qwen2-VL-2B-Instruct
 QWEN2_VL_CHAT_TEMPLATE = (

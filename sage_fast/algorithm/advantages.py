@@ -10,30 +10,42 @@ from torch import Tensor
 
 from sage_fast.config.schema import AdvantageStd
 
-ROUNDING = 8 * torch.finfo(torch.float32).eps
-"""Rewards of a group that differ by less than this share of their size are equal."""
+ROUNDING = 8
+"""Rewards of a group that differ by less than so many roundings of their size, in their dtype, are equal."""
+EPS = 1e-6
+"""Epsilon of Eq. 10."""
+SMALL_STD = 100 * EPS
+"""Standard deviation of rewards below which `EPS` takes a percent or more of the advantages."""
 
 
 def group_advantages(
-    rewards: Tensor, valid: Tensor, *, std: AdvantageStd = "group", clamp: float = 5.0, eps: float = 1e-6
+    rewards: Tensor,
+    valid: Tensor,
+    *,
+    std: AdvantageStd = "group",
+    clamp: float = 5.0,
+    eps: float = EPS,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return A_i = (R_i - group mean) / (std + eps), clamped (Eq. 10).
 
     Args:
-        rewards: float `[P, G]`, one row per group.
+        rewards: float32 or float64 `[P, G]`, one row per group.
         valid: bool `[P, G]`; False excludes a sample from all statistics and gives it advantage 0.
         std: population std of each `group`, or over the `batch` of all unequal groups about their means.
         clamp: bound on |A|.
         eps: epsilon of Eq. 10.
+        dtype: of the scores that `rewards` come from, whose rounding makes rewards equal; by default that of `rewards`.
 
     Returns:
         Advantages, float64 `[P, G]`, and bool `[P]`, True for groups whose valid rewards are equal up to rounding (or
         fewer than two).
     """
+    rounding = _rounding_of(dtype or rewards.dtype)
     rewards = rewards.double()  # rewards of a group may differ by a small part of their size
     count = valid.sum(1, keepdim=True)
     filled = torch.where(valid, rewards, 0.0)
-    equal = (count[:, 0] < 2) | (_spread(rewards, valid) <= ROUNDING * filled.abs().amax(1))
+    equal = (count[:, 0] < 2) | (_spread(rewards, valid) <= rounding * filled.abs().amax(1))
     mean = filled.sum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(valid & ~equal[:, None], rewards - mean, 0.0)
     squares, size = centred.square().sum(1, keepdim=True), count
@@ -41,6 +53,25 @@ def group_advantages(
         squares, size = squares.sum(), count[~equal].sum()
     advantages = torch.where(equal[:, None], 0.0, centred / ((squares / size.clamp(min=1)).sqrt() + eps))
     return advantages.clamp(-clamp, clamp), equal
+
+
+def small_groups(rewards: Tensor, valid: Tensor, equal: Tensor) -> int:
+    """Return the number of groups whose rewards differ, by so little that the epsilon of Eq. 10 shrinks advantages.
+
+    Args:
+        rewards, valid: as for `group_advantages`.
+        equal: bool `[P]`, as it returns.
+    """
+    values = torch.where(valid, rewards.double(), 0.0)
+    count = valid.sum(1).clamp(min=1)
+    mean = values.sum(1) / count
+    squares = torch.where(valid, values - mean[:, None], 0.0).square().sum(1)
+    return int(((squares / count).sqrt() < SMALL_STD).logical_and(~equal).sum())
+
+
+def _rounding_of(dtype: torch.dtype) -> float:
+    """Return the share of their size by which equal values of a dtype may differ."""
+    return ROUNDING * torch.finfo(dtype).eps
 
 
 def _spread(values: Tensor, valid: Tensor) -> Tensor:
@@ -55,7 +86,7 @@ def balanced_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float], 
     deviation over the batch: `group_advantages` with `std="batch"`, which leaves equal groups out of the deviation.
 
     Args:
-        parts: part -> float32 `[P G]`; a part without a weight is left out.
+        parts: part -> float32 or float64 `[P G]`; a part without a weight is left out.
         weights: weight of each part.
         valid: bool `[P, G]`, as for `group_advantages`.
     """
@@ -63,10 +94,12 @@ def balanced_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float], 
     rounding = total[:, 0]
     for name, flat in parts.items():
         if weight := weights.get(name, 0.0):
-            values = flat.view_as(valid).double()  # without an eps, which would keep parts from cancelling
-            normalised, equal = group_advantages(values, valid, clamp=math.inf, eps=0.0)
+            own = flat.view_as(valid)
+            values = own.double()
+            # Without an eps, which would keep parts from cancelling.
+            normalised, equal = group_advantages(own, valid, clamp=math.inf, eps=0.0)
             total = total + weight * normalised
             scale = _spread(normalised, valid) / _spread(values, valid)
             largest = torch.where(valid, values, 0.0).abs().amax(1)
-            rounding = rounding + torch.where(equal, 0.0, ROUNDING * abs(weight) * scale * largest)
+            rounding = rounding + torch.where(equal, 0.0, _rounding_of(own.dtype) * abs(weight) * scale * largest)
     return torch.where((_spread(total, valid) <= rounding)[:, None], 0.0, total)

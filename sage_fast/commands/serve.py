@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.host not in LOOPBACK and not token():
         raise UserError(f"--host {options.host}: expected {LOOPBACK[0]}, or a password in {TOKEN} for server and runs")
     device = str(initialize())
-    reward = CompositeReward.of(config.reward, device, metadata_of(prompts))
+    reward = CompositeReward.of(config.reward, device, metadata_of(prompts), least_workers=1)
     reward.check(config.sampling, [prompt.key for prompt in prompts], device)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

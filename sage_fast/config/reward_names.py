@@ -9,11 +9,11 @@ SHIPPED = {
     "testbed": "sage_fast.testbed.rewards:TestbedReward",
     "testbed-i2v": "sage_fast.testbed.rewards_i2v:TestbedImageReward",
     "testbed-judge": "sage_fast.testbed.judge:TestbedJudge",
-    "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
-    "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",
-    "pickscore": "sage_fast.rewards.clip:PickScoreReward",
-    "ocr": "sage_fast.rewards.ocr:OCRReward",
-    "vlm": "sage_fast.rewards.vlm:VLMReward",
+    "videoalign": "sage_fast.rewards.shipped.videoalign:VideoAlignReward",
+    "clipscore": "sage_fast.rewards.shipped.clip:CLIPScoreReward",
+    "pickscore": "sage_fast.rewards.shipped.clip:PickScoreReward",
+    "ocr": "sage_fast.rewards.shipped.ocr:OCRReward",
+    "vlm": "sage_fast.rewards.shipped.vlm:VLMReward",
 }
 """Short names of the rewards that come with the package."""
 

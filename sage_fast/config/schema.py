@@ -195,8 +195,8 @@ class RewardEntry(Section):
     workers take in turn. Passed to a class that takes `device`; the videos are already there."""
     workers: int = within(0, least=0)
     """Processes per rank that score in parallel with the rollout. A hang or a crash in one ends neither the run nor the
-    call. 0: score in the run's own process, between two rollouts. For a reward on a server, an address or `vlm`:
-    maximum number of concurrent calls, at least 1."""
+    call. 0: score in the run's own process, on its main thread, between two rollouts. For a reward on a server, an
+    address or `vlm`: maximum number of concurrent calls, at least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,10 +245,11 @@ class RewardConfig(RewardEntry):
     """Largest fraction of dropped samples in an iteration or an evaluation. Above it the run stops with a
     checkpoint."""
     timeout_seconds: float = within(300.0, least=0)
-    """Time limit for one call of a reward or of `eval.judge`, which scores up to sampling.batch_size videos, and for
-    starting its process. A worker process that exceeds it is killed and restarted. A call in the run's own process
-    cannot be killed, so the run stops. After twice this time, the videos of a batch that still have no score are
-    dropped. The other ranks wait meanwhile: keep it at or below a tenth of `timeout_minutes`. 0: no limit."""
+    """Time limit for one call of a reward in worker processes or on a server, which scores up to
+    sampling.batch_size videos, and for starting a worker. A worker that exceeds it is killed and restarted. After
+    twice this time, the videos of a batch that still have no score are dropped. The other ranks wait meanwhile: keep
+    it at or below a tenth of `timeout_minutes`. 0: no limit. A call in the run's own process (workers: 0) has none:
+    nothing can end it but the end of the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

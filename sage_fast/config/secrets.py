@@ -5,6 +5,7 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import os
@@ -58,18 +59,15 @@ def names_for_values(text: str) -> str:
     Letters may be of any case. At the end of a text, where an answer may be cut, `2 * SHORTEST` of them are enough.
     """
     for value in sorted((value for value in _given if len(value) >= SHORTEST), key=len, reverse=True):
-        cuts = [re.escape(value[:length]) + "$" for length in range(len(value) - 1, 2 * SHORTEST - 1, -1)]
-        text = re.sub("|".join([re.escape(value), *cuts]), f"${{{_given[value]}}}", text, flags=re.IGNORECASE)
+        text = _pattern(value).sub(f"${{{_given[value]}}}", text)
     return text
 
 
-def masked(answer: Any) -> Any:
-    """Apply `names_for_values` to every text of a JSON value from outside, names of fields included."""
-    if isinstance(answer, dict):
-        return {masked(name): masked(value) for name, value in answer.items()}
-    if isinstance(answer, list):
-        return [*map(masked, answer)]
-    return names_for_values(answer) if isinstance(answer, str) else answer
+@functools.cache
+def _pattern(value: str) -> re.Pattern[str]:
+    """Return the pattern of a value, or of its beginning at the end of a text."""
+    cuts = [re.escape(value[:length]) + "$" for length in range(len(value) - 1, 2 * SHORTEST - 1, -1)]
+    return re.compile("|".join([re.escape(value), *cuts]), flags=re.IGNORECASE)
 
 
 def bare_address(address: str) -> str:

@@ -21,7 +21,7 @@ from sage_fast.util.errors import RewardError
 from sage_fast.util.files import json_value
 from sage_fast.util.meters import JUDGE_PART
 from sage_fast.util.ranks import data_rank, data_size, fail_together, sequence_rank
-from sage_fast.util.seeding import sample_seeds
+from sage_fast.util.seeding import derive_seed, sample_seeds
 
 
 class Chunk(NamedTuple):
@@ -171,8 +171,9 @@ def score_videos(
             if failure is not None:
                 continue
             try:
+                drawn = derive_seed(seeds[share[indices[0]]], "reward")
                 for prefix, reward in [*rewards.items()][::-1]:
-                    pending[prefix].append(reward.submit(chunk, [keys[i] for i in indices], fps))
+                    pending[prefix].append(reward.submit(chunk, [keys[i] for i in indices], fps, drawn))
                 if save is not None and sequence_rank() == 0:
                     for i, video in zip(indices, chunk.cpu()):
                         save(share[i], keys[i], video)

@@ -7,7 +7,7 @@ from pathlib import Path
 from sage_fast.config.places import split_family
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError
-from sage_fast.util.plugins import import_plugin, running
+from sage_fast.util.plugins import import_plugin
 
 SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
@@ -26,8 +26,10 @@ def family(name: str) -> type[Spec]:
     Raises:
         UserError: there is no such family.
     """
+    from sage_fast.util.guard import guarded  # imports PyTorch, which a path without a family does not need
+
     setting = f"model.path = {name!r}"
-    with running(setting):
+    with guarded(setting):
         found = import_plugin(name, setting)
     if not (isinstance(found, type) and issubclass(found, Spec)):
         raise UserError(f"{setting}: expected a subclass of sage_fast.models.spec.Spec, found {found!r}")

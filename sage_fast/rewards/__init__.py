@@ -6,8 +6,8 @@ works too.
 """
 
 from sage_fast.config.reward_names import SHIPPED
-from sage_fast.rewards.backends import load_reward
 from sage_fast.rewards.composite import CompositeReward, Judge, load_rewards
 from sage_fast.rewards.interface import Reward, Scores, join_scores
+from sage_fast.rewards.load import load_reward
 
 __all__ = ["SHIPPED", "CompositeReward", "Judge", "Reward", "Scores", "join_scores", "load_reward", "load_rewards"]

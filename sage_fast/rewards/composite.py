@@ -2,28 +2,122 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from fractions import Fraction
+from multiprocessing.util import Finalize
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import Config, RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.rewards.backends import backend_class, check_prompts, connect
-from sage_fast.rewards.caller import RewardCaller
-from sage_fast.rewards.failure_policy import Outcome
-from sage_fast.rewards.failures import RewardFailure
-from sage_fast.rewards.interface import USUAL_FPS, Metadata, Pending, Reward, Scores
+from sage_fast.rewards.failure_policy import Outcome, RewardFailure, score_or_drop
+from sage_fast.rewards.in_process import InProcess
+from sage_fast.rewards.interface import USUAL_FPS, Backend, Metadata, Pending, Request, Reward, Scores
+from sage_fast.rewards.load import check_prompts, device_of, load_reward
+from sage_fast.rewards.worker import Worker
 from sage_fast.util.captions import split_key
 from sage_fast.util.errors import RewardError, UserError, first_line
+from sage_fast.util.futures import fulfil
+from sage_fast.util.launchers import launched
 from sage_fast.util.meters import JUDGE_PART, name_in_name
 from sage_fast.util.ranks import local_device
 
-TAKEN = ("reward", "overall", "file", "prompt", "image", "seed", "judge", "videos")
+RESERVED_NAMES = ("reward", "overall", "file", "prompt", "image", "seed", "judge", "videos")
 """Columns of tables, and names under `heldout/` in trackers, beside the parts of a reward."""
-SMALL = 2**22
+MAX_DUMMY_PIXELS = 2**22
 """Largest number of pixels of a made-up video that has the run's own size."""
+
+
+Jobs = queue.Queue[tuple[Future[Any], Callable[[Backend], Any]] | None]
+
+
+def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
+    """Create a reward's backends: in this process, in worker processes, or as clients of its server.
+
+    Args:
+        key: setting that holds the name, for messages.
+        device: device of this rank.
+
+    Raises:
+        UserError: as `load_reward`; in a worker process, its first call fails instead.
+    """
+    if entry.is_address or entry.name in CLIENTS:
+        return [load_reward(entry, key, device) for _ in range(max(1, entry.workers))]
+    rank = launched("LOCAL_RANK", 0)
+    if entry.workers:
+        numbers = range(rank * entry.workers, (rank + 1) * entry.workers)
+        return [Worker(entry, key, device_of(entry, device, number)) for number in numbers]
+    own = device_of(entry, device, rank)
+    return [InProcess(entry.name, load_reward(entry, key, own), own if entry.devices else None)]
+
+
+class RewardCaller:
+    """One reward of a composite: called directly in this process, else on one daemon thread per backend.
+
+    Args:
+        entry: settings of the reward.
+        key: setting that holds its name, for messages.
+        backends: its backends, which work in parallel.
+        config: retries and time limit.
+        needed: parts that must be finite; None: all.
+    """
+
+    def __init__(
+        self, entry: RewardEntry, key: str, backends: Sequence[Backend], config: RewardConfig, needed: set[str] | None
+    ) -> None:
+        self.entry = entry
+        self.key = key
+        self.needed = needed
+        self.in_background = backends[0].in_background
+        self._backends = backends
+        self._config = config
+        self._jobs: Jobs = queue.Queue(maxsize=len(backends))
+        if self.in_background:
+            for backend in backends:
+                threading.Thread(target=_work, args=(self._jobs, backend), daemon=True).start()
+            # At exit it comes before multiprocessing waits for the children; a fork does not run it.
+            self.close = Finalize(self, _close, (self._jobs, backends), exitpriority=0)
+
+    def score(self, request: Request) -> Future[Outcome]:
+        """Schedule the scoring of a batch by the failure policy; block while every thread has a job in the queue."""
+        needed, config = self.needed, self._config
+        return self._submit(request, lambda backend, own: score_or_drop(backend, own, needed, config))
+
+    def call(self, request: Request) -> Future[dict[str, Tensor]]:
+        """Schedule a single call, whose failure is raised; block as `score` does."""
+        seconds = self._config.timeout_seconds
+        return self._submit(request, lambda backend, own: backend.score(own, seconds))
+
+    def _submit(self, request: Request, function: Callable[[Backend, Request], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self.in_background:
+            own = dataclasses.replace(request, videos=request.videos.cpu())
+            self._jobs.put((future, lambda backend: function(backend, own)))
+        else:
+            future.set_result(function(self._backends[0], request))
+        return future
+
+
+def _work(jobs: Jobs, backend: Backend) -> None:
+    while (job := jobs.get()) is not None:
+        fulfil(*job, backend)
+        del job  # otherwise an idle thread would keep the last videos alive
+
+
+def _close(jobs: Jobs, backends: Sequence[Backend]) -> None:
+    """End the backends and threads."""
+    for backend in backends:
+        backend.close()
+        with contextlib.suppress(queue.Full):
+            jobs.put_nowait(None)
 
 
 class CompositeReward:
@@ -33,7 +127,14 @@ class CompositeReward:
         reward: one reward, called in this process; or callers, as created by `of`.
         config: weights, and what to do about failures.
         metadata: key of a prompt -> its metadata, for the rewards that take it; a prompt may have none.
+
+    Attributes:
+        parts: names of the parts that the check before a run found.
+        owners: part -> setting that holds the name of the reward that returns it.
     """
+
+    reserved: Collection[str] = RESERVED_NAMES
+    """Names that its parts must not have."""
 
     def __init__(
         self,
@@ -42,26 +143,35 @@ class CompositeReward:
         metadata: Mapping[str, Metadata] | None = None,
     ) -> None:
         if not isinstance(reward, Sequence):
-            inline = backend_class("inline")(config.name, reward)
-            reward = [RewardCaller(config, "reward.name", [inline], config, config.needed)]
+            backend = InProcess(config.name, reward)
+            reward = [RewardCaller(config, "reward.name", [backend], config, config.needed)]
         self.callers = list(reward)
         self.config, self.metadata = config, metadata or {}
         self.weights: Mapping[str, float] = config.part_weights
         self.parts: list[str] = []
+        self.owners: dict[str, str] = {}
 
     @classmethod
     def of(
-        cls, config: RewardConfig, device: str = "cpu", metadata: Mapping[str, Metadata] | None = None
+        cls,
+        config: RewardConfig,
+        device: str = "cpu",
+        metadata: Mapping[str, Metadata] | None = None,
+        *,
+        least_workers: int = 0,
     ) -> CompositeReward:
         """Create the rewards that the settings name.
+
+        Args:
+            least_workers: least number of worker processes of each; a server has 1, so that a call that hangs is ended.
 
         Raises:
             UserError: a reward cannot be created; includes its traceback.
         """
-        callers = [
-            RewardCaller(entry, key, connect(entry, key, device), config, entry.needed)
-            for key, entry in config.keyed_entries.items()
-        ]
+        callers = []
+        for key, named in config.keyed_entries.items():
+            entry = dataclasses.replace(named, workers=max(least_workers, named.workers))
+            callers.append(RewardCaller(entry, key, connect(entry, key, device), config, entry.needed))
         return cls(callers, config, metadata)
 
     @property
@@ -88,19 +198,17 @@ class CompositeReward:
         Raises:
             UserError: a reward fails, returns no finite score, does not return `[B]` for each part, or lacks a part
                 that has a weight; or two rewards return a part of the same name.
-            RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         videos = dummy_videos(sampling).to(device)
         keys = [prompts[i % len(prompts)] for i in range(len(videos))]
-        texts, metadata = self._told(keys)
-        found: dict[str, str] = {}
+        request = self._request(videos, keys, fps, seed=0)
+        owners: dict[str, str] = {}
         for caller in self.callers:
             entry, where = caller.entry, f"{caller.key} = {caller.entry.name!r}"
             check_prompts(entry, caller.key, {prompt: self.metadata.get(prompt, {}) for prompt in prompts})
             made_up = f"made-up videos {list(videos.shape)} of {keys[0]!r}"
             try:
-                with torch.random.fork_rng(devices=[]):
-                    parts = caller.call(videos, texts, metadata, fps).result()
+                parts = caller.call(request).result()
             except RewardFailure as error:
                 not_created = str(error).startswith(where)
                 raise UserError(str(error) if not_created else f"{where}: failed on {made_up}: {error}") from error
@@ -110,56 +218,73 @@ class CompositeReward:
             for part in sorted(parts if caller.needed is None else caller.needed):
                 if not parts[part].isfinite().any():
                     raise UserError(f"{where}: part {part!r} is {parts[part].tolist()} on {made_up}; expected numbers")
-            for name in map(entry.named, parts):
-                if name in found:
-                    raise UserError(f"{where}: returns {name!r}, and so does {found[name]!r}; give one a prefix")
-                found[name] = entry.name
-        self.parts = sorted(found)
+            if fault := self._fault_of_names(caller, parts, owners):
+                raise UserError(f"{where}: {fault}")
+            owners |= dict.fromkeys(map(entry.named, parts), caller.key)
+        self.owners = owners
+        self.parts = sorted(owners)
 
     # -- scores -------------------------------------------------------------------------------------------------------
 
-    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Pending:
+    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Pending:
         """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away.
 
         Args:
             prompts: keys; a reward gets the text of each.
             fps: frames per second of the videos; None: not known.
+            seed: of the random numbers that the rewards draw.
         """
-        texts, metadata = self._told(prompts)
+        request = self._request(videos, prompts, fps, seed)
+        # First those in the background, so that they score beside the others.
         order = sorted(range(len(self.callers)), key=lambda i: not self.callers[i].in_background)
-        futures = {i: self.callers[i].score(videos, texts, metadata, fps) for i in order}
+        futures = {i: self.callers[i].score(request) for i in order}
         return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, list(prompts)))
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Scores:
+    def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Scores:
         """Call `submit` and wait for the scores."""
-        return self.submit(videos, prompts, fps).result()
+        return self.submit(videos, prompts, fps, seed).result()
 
-    def raw(
-        self, videos: Tensor, prompts: list[str], metadata: list[Metadata], device: str, fps: float | None = None
-    ) -> dict[str, Tensor]:
-        """Call each reward once; return each part, float32 `[B]`.
+    def raw(self, request: Request, device: str) -> dict[str, Tensor]:
+        """Call each reward once; return each part, `[B]`.
 
         Args:
             device: device of this process.
-            fps: frames per second of the videos; None: not known.
 
         Raises:
             RewardFailure: a reward failed.
-            RewardError: an in-process reward timed out and its thread cannot be killed.
         """
-        here = videos.to(device)
-        futures = [
-            caller.call(videos if caller.in_background else here, prompts, metadata, fps) for caller in self.callers
-        ]
-        return {
-            caller.entry.named(part): values
-            for caller, future in zip(self.callers, futures)
-            for part, values in future.result().items()
-        }
+        here = dataclasses.replace(request, videos=request.videos.to(device))
+        futures = [caller.call(request if caller.in_background else here) for caller in self.callers]
+        owners = dict(self.owners)
+        joined: dict[str, Tensor] = {}
+        for caller, future in zip(self.callers, futures):
+            parts = future.result()
+            if fault := self._fault_of_names(caller, parts, owners):
+                raise RewardFailure(f"reward {caller.entry.name!r}: {fault}")
+            named = {caller.entry.named(part): values for part, values in parts.items()}
+            owners |= dict.fromkeys(named, caller.key)
+            joined |= named
+        return joined
 
-    def _told(self, keys: Sequence[str]) -> tuple[list[str], list[Metadata]]:
-        """Return the texts and the metadata that rewards get."""
-        return [split_key(key)[0] for key in keys], [self.metadata.get(key, {}) for key in keys]
+    def _fault_of_names(self, caller: RewardCaller, parts: Iterable[str], owners: Mapping[str, str]) -> str | None:
+        """Return what is wrong with the names of a reward's parts; None if nothing is.
+
+        Args:
+            owners: part -> setting of the reward that has returned it.
+        """
+        for name in map(caller.entry.named, parts):
+            if owners.get(name, caller.key) != caller.key:
+                other = owners[name].removesuffix(".name")
+                return f"returns {name!r}, and so does {other}; give one a prefix"
+            if name in self.reserved or (self.reserved and name.startswith(JUDGE_PART)):
+                return f"part {name!r} has a reserved name of tables; give it a reward.prefix, such as my_"
+        return None
+
+    def _request(self, videos: Tensor, keys: Sequence[str], fps: float | None, seed: int) -> Request:
+        """Return what rewards get: videos, texts and metadata."""
+        texts = [split_key(key)[0] for key in keys]
+        metadata = [self.metadata.get(key, {}) for key in keys]
+        return Request(videos=videos, prompts=texts, metadata=metadata, fps=fps, seed=seed)
 
     def _join(self, prompts: list[str], outcomes: list[Outcome]) -> Scores:
         """Join the rewards' results to the composite and all parts; all are NaN for a video without a score.
@@ -168,6 +293,7 @@ class CompositeReward:
             RewardError: a video has no score, and `on_failure = stop`.
         """
         why: dict[int, str] = {}
+        owners = dict(self.owners)
         parts: dict[str, Tensor] = {}
         notes: list[str] = []
         for caller, outcome in zip(self.callers, outcomes):
@@ -176,7 +302,16 @@ class CompositeReward:
                 notes.append(f"{who}: {outcome.note}")
             if caller.needed != set():  # an empty set: the reward is only logged
                 why = {i: f"{who}: {error}" for i, error in outcome.errors.items()} | why
-            parts |= {caller.entry.named(part): values for part, values in outcome.parts.items()}
+            # The check before the run may have seen other parts of this reward.
+            if fault := self._fault_of_names(caller, outcome.parts, owners):
+                if caller.needed == set():
+                    notes.append(f"{who}: {fault}")
+                else:
+                    why = dict.fromkeys(range(len(prompts)), f"{who}: {fault}") | why
+                continue
+            named = {caller.entry.named(part): values for part, values in outcome.parts.items()}
+            owners |= dict.fromkeys(named, caller.key)
+            parts |= named
         composite = torch.zeros(len(prompts))
         for part, weight in self.weights.items():
             if weight != 0:
@@ -228,6 +363,8 @@ class Judge(CompositeReward):
         UserError: as `load_reward`.
     """
 
+    reserved = ()
+
     def __init__(
         self,
         name: str,
@@ -248,7 +385,7 @@ def dummy_videos(sampling: SamplingConfig) -> Tensor:
     The number of frames is the run's; so is the size, unless that is large. B is 2 if the run scores batches, else 1.
     """
     frames, height, width = sampling.num_frames, sampling.height, sampling.width
-    if frames * height * width > SMALL:
+    if frames * height * width > MAX_DUMMY_PIXELS:
         factor = min(height, width) / 64
         height, width = (max(32, round(side / factor / 16) * 16) for side in (height, width))
     shape = min(2, sampling.batch_size), frames, 3, height, width
@@ -274,10 +411,6 @@ def load_rewards(
     device = str(local_device())
     reward, judge = CompositeReward.of(config.reward, device, metadata), None
     reward.check(config.sampling, [*prompts, *eval_prompts], device, fps)
-    for part in reward.parts:
-        if part in TAKEN or part.startswith(JUDGE_PART):
-            who = " and ".join(map(repr, reward.names))
-            raise UserError(f"reward {who}: part {part!r} has a name of tables; give it a reward.prefix, such as my_")
     _check_no_folders(reward)
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device, metadata=metadata)

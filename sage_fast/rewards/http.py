@@ -23,12 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from sage_fast.config.fields import is_unicode
-from sage_fast.config.secrets import bare_address, masked, names_for_values, secret
-from sage_fast.rewards.calls import checked
-from sage_fast.rewards.failure_policy import Backend
-from sage_fast.rewards.failures import RewardFailure
-from sage_fast.rewards.interface import Metadata
+from sage_fast.config.fields import is_finite, is_unicode
+from sage_fast.config.secrets import bare_address, names_for_values, secret
+from sage_fast.rewards.failure_policy import MAX_TEXT, RewardFailure
+from sage_fast.rewards.in_process import MAX_PARTS, checked
+from sage_fast.rewards.interface import Backend, Request
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import json_value
 from sage_fast.util.time_limit import TimeLimit
@@ -36,11 +35,18 @@ from sage_fast.util.time_limit import TimeLimit
 SCHEMA = "sage-fast-reward/1"
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
 """Environment variable with the password that a server expects and a run sends, so that no file holds it."""
-MAX_ANSWER_BYTES = 64 * 2**20
+MAX_ANSWER_BYTES = 2**20
+"""Largest answer: `MAX_PARTS` parts of hundreds of videos take less, and reading it takes no time."""
+MAX_JSON_VALUES = 100_000
+"""Largest number of commas and brackets of a request beside its videos: each may become a Python object."""
+MAX_TENSOR_HEADER_BYTES = 4096
+"""Largest header of the tensors of a request, which describes a single tensor."""
 SECONDS_TO_FIND = 20.0
 """How long a server that has never answered is tried, so that a wrong address fails early in a run."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds before a request is sent again: the first wait, and the cap on doubling."""
+_JITTER = random.Random()
+"""Numbers of its own: those of the process belong to the run."""
 DTYPES = {torch.float16: 1.0, torch.float32: 1.0, torch.uint8: 255.0}
 """Dtypes in which videos may travel -> their largest value. The client sends float16, finer than a video file."""
 
@@ -92,7 +98,7 @@ class Client(Backend):
                         last = str(error)
                     if not self._answered and time.monotonic() > begun + SECONDS_TO_FIND:
                         break
-                    await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # ranks fail together
+                    await asyncio.sleep(wait * _JITTER.uniform(0.5, 1.0))  # ranks fail together
                     wait = min(2 * wait, LONGEST_WAIT)
         except TimeoutError:
             pass
@@ -112,7 +118,7 @@ class Client(Backend):
                     if len(text) > MAX_ANSWER_BYTES:
                         raise NoAnswer(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
             if response.status_code == 200:
-                return masked(json.loads(text))
+                return json.loads(text, parse_constant=_no_number)
         except httpx.LocalProtocolError:  # its text quotes the header
             raise RewardFailure(f"{self.url}: the token is no text that HTTP can send") from None
         except httpx.HTTPError as error:
@@ -157,20 +163,19 @@ class HttpReward(Client):
     def __init__(self, url: str) -> None:
         super().__init__(url, "/score")
 
-    def score(
-        self,
-        videos: Tensor,
-        prompts: list[str],
-        metadata: list[Metadata],
-        seconds: float,
-        fps: float | None = None,
-    ) -> dict[str, Tensor]:
-        """Send one request; return each part, float32 `[B]`, NaN for null."""
+    def score(self, request: Request, seconds: float) -> dict[str, Tensor]:
+        """Send one request; return each part, float64 `[B]`, NaN for null."""
         name = uuid.uuid4().hex
-        answer = asyncio.run(self.post(format_request(videos, prompts, metadata, name, fps), seconds, token()))
-        parts = checked(read_response(answer, name, self.url), len(prompts))
+        body = format_request(request, name)
+        answer = asyncio.run(self.post(body, seconds, token()))
+        parts = checked(read_response(answer, name, self.url, len(request)), len(request))
         self._answered = True
         return parts
+
+
+def _no_number(text: str) -> float:
+    """Refuse NaN and Infinity, which are not JSON; a missing score is null."""
+    raise ValueError(f"{text} is no JSON")
 
 
 def token() -> str:
@@ -181,47 +186,65 @@ def token() -> str:
 # -- the format -------------------------------------------------------------------------------------------------------
 
 
-def format_request(
-    videos: Tensor, prompts: list[str], metadata: list[Metadata], name: str, fps: float | None = None
-) -> bytes:
+def format_request(request: Request, name: str) -> bytes:
     """Format a request; it has the key `metadata` if a prompt has any, and `fps` if it is known."""
-    known: dict[str, Any] = {"metadata": metadata} if any(metadata) else {}
-    if fps is not None:
-        known["fps"] = fps
-    head = json.dumps({"schema": SCHEMA, "id": name, "prompts": prompts} | known)
-    encoded = base64.b64encode(save({"videos": videos.detach().cpu().half().contiguous()}))
+    content: dict[str, Any] = {"schema": SCHEMA, "id": name, "prompts": request.prompts, "seed": request.seed}
+    if any(request.metadata):
+        content["metadata"] = request.metadata
+    if request.fps is not None:
+        content["fps"] = request.fps
+    head = json.dumps(content)
+    encoded = base64.b64encode(save({"videos": request.videos.detach().cpu().half().contiguous()}))
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
 
 
-def read_request(body: bytes) -> tuple[str, Tensor, list[str], list[Metadata], float | None]:
-    """Parse a request: id, videos float32 `[B, F, 3, H, W]` in [0, 1], B prompts, the metadata of each, and the frames
-    per second; None if it does not say.
+def read_request(body: bytes) -> tuple[str, Request]:
+    """Parse a request: its id, and videos float32 `[B, F, 3, H, W]` in [0, 1] with their prompts and metadata.
 
     Raises:
         ValueError: the request is malformed; says what is wrong.
     """
     try:
-        request = json.loads(body)
-        name, prompts = request["id"], request["prompts"]
-        metadata = request.get("metadata", [{}] * len(prompts))
-        videos = load(base64.b64decode(request["videos"], validate=True))["videos"]
+        # Base64 has none of these bytes, so what they count is the JSON beside the videos.
+        values = sum(map(body.count, (b",", b"[", b"{")))
+        if values > MAX_JSON_VALUES:
+            raise ValueError(f"more than {MAX_JSON_VALUES:,} values beside the videos")
+        content = json.loads(body)
+        name, prompts = content["id"], content["prompts"]
+        metadata = content.get("metadata", [{}] * len(prompts))
+        fps = content.get("fps")
+        seed = content.get("seed", 0)
         texts = isinstance(prompts, list) and all(isinstance(t, str) and is_unicode(t) for t in (name, *prompts))
-        if request["schema"] != SCHEMA or not texts or len(name) > 100:
+        if content["schema"] != SCHEMA or not texts or len(name) > 100:
             raise ValueError("another schema, an id or a prompt that is no text, or an id above 100 characters")
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise ValueError("a seed that is no whole number from 0 to 2^63 - 1")
+        if fps is not None and not (_is_number_or_null(fps) and fps > 0):
+            raise ValueError(f"fps = {str(fps)[:60]}: expected frames per second above 0")
+        videos = _videos_of(base64.b64decode(content["videos"], validate=True))
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel() or len(videos) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
         if len(metadata) != len(prompts) or not all(isinstance(of_one, dict) for of_one in metadata):
             raise ValueError(f"metadata that is no list of {len(prompts)} objects")
-        fps = request.get("fps")
-        is_rate = isinstance(fps, int | float) and not isinstance(fps, bool) and math.isfinite(fps) and fps > 0
-        if fps is not None and not is_rate:
-            raise ValueError(f"fps = {str(fps)[:60]}: expected frames per second above 0")
-        return name, videos.float() / DTYPES[videos.dtype], prompts, metadata, fps
-    except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
+        scaled = videos.float() / DTYPES[videos.dtype]
+        return name, Request(videos=scaled, prompts=prompts, metadata=metadata, fps=fps, seed=seed)
+    except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError, RecursionError) as error:
         raise ValueError(
             f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "
             f"(docs/how-to/reward-server.md): {type(error).__name__}: {error}"
         ) from error
+
+
+def _videos_of(content: bytes) -> Tensor:
+    """Read the tensor `videos` of a safetensors file.
+
+    Raises:
+        ValueError: its header describes more than a tensor.
+    """
+    header = int.from_bytes(content[:8], "little")
+    if header > MAX_TENSOR_HEADER_BYTES:
+        raise ValueError(f"a header of {header:,} bytes; one tensor needs at most {MAX_TENSOR_HEADER_BYTES:,}")
+    return load(content)["videos"]
 
 
 def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -230,32 +253,45 @@ def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"schema": SCHEMA, "id": name, "parts": values}
 
 
-def read_response(got: Any, name: str, url: str) -> dict[str, Tensor]:
-    """Return the parts in the response to request `name`.
+def read_response(got: Any, name: str, url: str, count: int) -> dict[str, list[float]]:
+    """Return the parts in the response to request `name`, NaN for null.
+
+    An answer is data: an object of this schema whose parts are lists of `count` JSON numbers or null.
 
     Raises:
-        RewardFailure: the response is malformed or answers another request.
+        RewardFailure: it is anything else, or answers another request.
     """
-    try:
-        if got["id"] != name:
-            raise RewardFailure(f"{url}: answers request {shown(got['id'])} instead of {name!r}")
-        return {
-            part: torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float32)
-            for part, values in got["parts"].items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {shown(got)}") from error
+    if not isinstance(got, dict) or got.get("schema") != SCHEMA or not isinstance(got.get("parts"), dict):
+        raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {shown(got)}")
+    if got.get("id") != name:
+        raise RewardFailure(f"{url}: answers request {shown(got.get('id'))} instead of {name!r}")
+    if len(got["parts"]) > MAX_PARTS:
+        raise RewardFailure(f"{url}: {len(got['parts']):,} parts; expected at most {MAX_PARTS}")
+    for part, values in got["parts"].items():
+        if not isinstance(values, list) or len(values) != count or not all(map(_is_number_or_null, values)):
+            raise RewardFailure(
+                f"{url}: part {shown(part)}: expected a list of {count} numbers or null, got {shown(values)}"
+            )
+    return {
+        part: [math.nan if value is None else float(value) for value in values] for part, values in got["parts"].items()
+    }
+
+
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and is_finite(value))
 
 
 def _error_of(body: bytearray) -> str:
     """Return the error in a response, or else its first bytes."""
     try:
-        error = (answer := masked(json.loads(body))).get("error", answer)
-        return printable(names_for_values(str(error["message"] if isinstance(error, dict) else error))[:4000])
+        answer = json.loads(body)
+        error = answer.get("error", answer)
+        text = str(error["message"] if isinstance(error, dict) else error)
+        return printable(names_for_values(text[:MAX_TEXT]))
     except (ValueError, AttributeError, KeyError, RecursionError):
         return shown(body.decode(errors="backslashreplace"))
 
 
 def shown(answer: object) -> str:
     """Return the beginning of an answer, whose secrets are masked before it is cut: one may be a number."""
-    return repr(names_for_values(str(answer))[:80])
+    return repr(names_for_values(str(answer)[:MAX_TEXT])[:80])

@@ -27,12 +27,73 @@ class Reward(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """The input of one call of a reward.
+
+    Attributes:
+        videos: float `[B, F, 3, H, W]` in [0, 1].
+        prompts: texts of the B prompts.
+        metadata: one mapping per prompt.
+        fps: frames per second of the videos; None: not known.
+        seed: of torch's, NumPy's and Python's random numbers during the call.
+    """
+
+    videos: Tensor
+    prompts: list[str]
+    metadata: list[Metadata]
+    fps: float | None = None
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def only(self, chosen: Sequence[int]) -> Request:
+        """Return the request for some of the videos; the whole one keeps its tensor."""
+        if len(chosen) == len(self):
+            return self
+        return dataclasses.replace(
+            self,
+            videos=self.videos[list(chosen)],
+            prompts=[self.prompts[i] for i in chosen],
+            metadata=[self.metadata[i] for i in chosen],
+            seed=self.seed + chosen[0],
+        )
+
+
+class Backend(Protocol):
+    """One reward in this process, in a worker process or on a server. It takes one call at a time.
+
+    Attributes:
+        in_background: whether the reward runs outside this process, during the rollout, and takes
+            CPU videos.
+    """
+
+    in_background: bool
+
+    def score(self, request: Request, seconds: float) -> dict[str, Tensor]:
+        """Score videos; return each part, float32 or float64 `[B]` on the CPU.
+
+        Args:
+            seconds: time limit of a reward outside this process; 0: none.
+
+        Raises:
+            RewardFailure: no scores; `SomeFailed`: none for some of the videos.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what runs outside this process; nothing by default."""
+        return
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
     """The scores of N videos.
 
     Attributes:
-        rewards: composite, float32 `[N]`; NaN for a video whose reward failed.
-        parts: name -> float32 `[N]`, sorted by name; NaN likewise.
+        rewards: composite `[N]`: float32, or float64 if a part with a weight is; NaN for a video
+            whose reward failed.
+        parts: name -> float32 or float64 `[N]`, sorted by name; NaN likewise.
         retried: number of videos without scores after the first call.
         notes: one line per failure.
     """
@@ -48,7 +109,9 @@ class Scores:
 
     def in_order(self, order: Tensor | list[int]) -> Scores:
         return dataclasses.replace(
-            self, rewards=self.rewards[order], parts={part: values[order] for part, values in self.parts.items()}
+            self,
+            rewards=self.rewards[order],
+            parts={part: values[order] for part, values in self.parts.items()},
         )
 
 
@@ -56,7 +119,7 @@ def join_scores(chunks: Sequence[Scores]) -> Scores:
     """Concatenate chunks. A part that a chunk lacks is NaN there."""
     names = sorted({name for chunk in chunks for name in chunk.parts})
     parts = {
-        name: torch.cat([chunk.parts.get(name, torch.full_like(chunk.rewards, torch.nan)) for chunk in chunks])
+        name: torch.cat([chunk.parts.get(name, torch.full(chunk.rewards.shape, torch.nan)) for chunk in chunks])
         for name in names
     }
     return Scores(
@@ -76,7 +139,8 @@ class Pending:
     """
 
     def __init__(self, futures: Sequence[Future[Any]], join: Callable[[list[Any]], Scores]) -> None:
-        self.futures, self.join = futures, join
+        self.futures = futures
+        self.join = join
 
     def done(self) -> bool:
         return all(future.done() for future in self.futures)
@@ -85,13 +149,13 @@ class Pending:
         """Wait for the scores.
 
         Raises:
-            RewardError: a reward failed and `on_failure = stop`, or an in-process reward timed out.
+            RewardError: a reward failed and `on_failure = stop`.
         """
         return self.join([future.result() for future in self.futures])
 
 
 class Scorer(Protocol):
-    """A reward as training and evaluation see it; `rewards.composite.CompositeReward` is one.
+    """A reward as training and evaluation see it, such as `rewards.composite.CompositeReward`.
 
     Attributes:
         weights: part -> its weight in the composite.
@@ -99,8 +163,13 @@ class Scorer(Protocol):
 
     weights: Mapping[str, float]
 
-    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Pending:
-        """Start to score `videos [B, F, 3, H, W]` of `fps` frames per second; None: not known."""
+    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Pending:
+        """Start to score `videos [B, F, 3, H, W]`.
+
+        Args:
+            fps: frames per second of the videos; None: not known.
+            seed: of the random numbers that a reward draws.
+        """
         ...
 
     def check_share(self, scores: Scores) -> None:

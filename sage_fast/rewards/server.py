@@ -12,7 +12,6 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,9 +24,10 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.failures import failure, fulfil
+from sage_fast.rewards.failure_policy import failure
 from sage_fast.rewards.http import SCHEMA, TOKEN, format_response, read_request, token
-from sage_fast.util.errors import RewardError, first_line
+from sage_fast.util.errors import first_line
+from sage_fast.util.futures import fulfil
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,11 @@ MAX_REQUEST_BYTES = 2**30
 MAX_WAITING = 8
 """Number of requests that may wait in memory while others are scored."""
 MAX_CONNECTIONS = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-"""Half of the open files that the process may have. Beyond it requests get status 503; of more than half as many
-connections without the head of a request, the oldest is closed."""
+"""Half of the open files that the process may have. Beyond it the oldest connection without a request is closed."""
 SECONDS_TO_BEGIN = 10.0
 """How long a connection may take for the head of its request."""
-FIRST_BYTES = 2**18
-"""How much of a body has to come before it takes one of the places for requests in memory."""
-MIN_BYTES_PER_S, SECONDS_OF_GRACE, SECONDS_IN_PLACE = 4e6, 5.0, 1.0
-"""Rate at which a body has to arrive, and how far it may fall behind, without a place in memory and with one, for which
-others wait; then it is refused and gives up its place."""
+SECONDS_TO_READ = 300.0
+"""How long a body may take, while it has one of the places in memory. Rates and queues are a proxy's work."""
 SECONDS_TO_DRAIN = 2.0
 """How long the rest of a refused request is read and discarded: closing with unread bytes would lose the answer."""
 SECONDS_TO_END = 5
@@ -103,11 +99,9 @@ class RewardServer(uvicorn.Server):
         self.run([self.socket])
 
     async def _score(self, request: Request) -> Response:
-        length = self._check(request)
-        stream, body = request.stream(), bytearray()
-        await _extend(body, stream, min(length, FIRST_BYTES), SECONDS_OF_GRACE)
-        async with self.places if length > FIRST_BYTES else contextlib.nullcontext():
-            await _extend(body, stream, length, SECONDS_IN_PLACE)
+        self._check(request)
+        async with self.places:
+            body = await _read(request)
             async with self.turns:
                 done: Future[tuple[int, dict[str, Any]]] = Future()
                 done.set_running_or_notify_cancel()
@@ -115,8 +109,8 @@ class RewardServer(uvicorn.Server):
                 threading.Thread(target=fulfil, args=(done, self._answer, body, _host(request)), daemon=True).start()
                 return _json(*await asyncio.wrap_future(done))
 
-    def _check(self, request: Request) -> int:
-        """Check the head of a request; return the length of its body."""
+    def _check(self, request: Request) -> None:
+        """Check the head of a request."""
         headers = request.headers
         host, length = headers.get("Host", ""), headers.get("Content-Length")
         if self.token:
@@ -132,23 +126,20 @@ class RewardServer(uvicorn.Server):
             raise HTTPException(411, "expected a Content-Length")
         if int(length) > self.largest:
             raise HTTPException(413, f"{length} bytes; at most {self.largest} are taken")
-        return int(length)
 
-    def _answer(self, body: bytearray, client: str) -> tuple[int, dict[str, Any]]:
+    def _answer(self, body: bytes, client: str) -> tuple[int, dict[str, Any]]:
         """Score a request; return the status and content of the answer."""
         try:
-            name, videos, prompts, metadata, fps = read_request(bytes(body))
+            name, scored = read_request(body)
         except ValueError as error:
             return 400, _refused(client, str(error))
         start = time.monotonic()
         try:
-            parts = self.reward.raw(videos, prompts, metadata, self.device, fps)
-        except RewardError as error:  # it timed out in this process and its thread cannot be killed
-            return 503, _refused(client, str(error))
+            parts = self.reward.raw(scored, self.device)
         except Exception as error:
-            log.info(f"failed on {len(prompts)} videos: {first_line(failure(error))}")
+            log.info(f"failed on {len(scored)} videos: {first_line(failure(error))}")
             return 422, {"schema": SCHEMA, "id": name, "error": failure(error)}
-        log.info(f"{len(prompts)} videos for {client}: {time.monotonic() - start:.2f} s")
+        log.info(f"{len(scored)} videos for {client}: {time.monotonic() - start:.2f} s")
         return 200, format_response(name, parts)
 
 
@@ -160,7 +151,7 @@ class _Protocol(H11Protocol):
         self.begun = self.loop.time()
         self.loop.call_later(SECONDS_TO_BEGIN, lambda: self.transport.abort() if self.waits else None)
         waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.waits]
-        if len(waiting) > MAX_CONNECTIONS // 2:
+        if len(self.connections) > MAX_CONNECTIONS and waiting:
             min(waiting, key=lambda each: each.begun).transport.abort()
 
     @property
@@ -168,31 +159,23 @@ class _Protocol(H11Protocol):
         return self.cycle is None and not self.transport.is_closing()
 
 
-async def _extend(body: bytearray, stream: AsyncIterator[bytes], length: int, grace: float) -> None:
-    """Read a body until it has `length` bytes.
-
-    Args:
-        grace: seconds that it may fall behind.
+async def _read(request: Request) -> bytes:
+    """Read the body of a request.
 
     Raises:
-        HTTPException: it arrives too slowly.
+        HTTPException: it takes longer than `SECONDS_TO_READ`.
     """
-    now = asyncio.get_running_loop().time
-    end = now() + grace - len(body) / MIN_BYTES_PER_S
     try:
-        async with asyncio.timeout_at(now() + grace) as limit:
-            async for piece in stream:
-                body += piece
-                if len(body) >= length:
-                    break
-                limit.reschedule(end + len(body) / MIN_BYTES_PER_S)
+        async with asyncio.timeout(SECONDS_TO_READ):
+            return await request.body()
     except TimeoutError as error:
-        why = f"its body fell {grace:g} s behind {MIN_BYTES_PER_S / 1e6:g} MB/s"
-        raise HTTPException(408, why) from error
+        raise HTTPException(408, f"its body did not arrive within {SECONDS_TO_READ:g} s") from error
 
 
 async def _refuse(request: Request, error: HTTPException | ClientDisconnect) -> Response:
-    status, why = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, "it has gone")
+    status, why = (
+        (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, "client disconnected")
+    )
     with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(SECONDS_TO_DRAIN):
             async for _ in request.stream():

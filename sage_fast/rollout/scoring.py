@@ -83,8 +83,11 @@ class VideoScorer:
         self._failure: RewardError | None = None
         self._scores: list[Pending | Scores] = []
 
-    def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
+    def submit(self, latents: Tensor, prompts: Sequence[str], seed: int = 0) -> None:
         """Decode a chunk, `latents [B, C, T, H, W]`, and score its videos.
+
+        Args:
+            seed: of the random numbers that a reward draws.
 
         Raises:
             RewardError: the reward failed, with `on_failure = stop` and without `collective`.
@@ -96,7 +99,7 @@ class VideoScorer:
             videos = self.decoder(latents)
         with self.watch("reward"):
             try:
-                self._scores.append(self.reward.submit(videos, list(prompts), self.fps))
+                self._scores.append(self.reward.submit(videos, list(prompts), self.fps, seed))
             except RewardError as error:
                 self._fail(error)
             self._collect(wait=False)

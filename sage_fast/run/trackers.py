@@ -25,10 +25,10 @@ from torch import Tensor
 
 from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.sheets import contact_sheet
-from sage_fast.rewards.failures import fulfil
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import HANGING, RunError, UserError, in_one_line, nearest
 from sage_fast.util.files import WRITE_ERRORS
+from sage_fast.util.futures import fulfil
 from sage_fast.util.launchers import without_group
 from sage_fast.util.time_limit import TimeLimit
 

@@ -31,8 +31,7 @@ from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import fit_training, training_room
 from sage_fast.parallel.stored_rollouts import stored_rollouts
-from sage_fast.rewards.backends import check_prompts
-from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
+from sage_fast.rewards.load import check_prompts, dry_run_reward, reward_bytes
 from sage_fast.run.folder import RunFolder
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.train import check_here

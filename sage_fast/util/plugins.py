@@ -11,11 +11,9 @@ import importlib.metadata
 import importlib.util
 import operator
 import os
-import pkgutil
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -203,11 +201,6 @@ def _load_package(package: str, folder: str) -> None:
     except BaseException:
         del sys.modules[package]
         raise
-
-
-def running(who: str) -> AbstractContextManager[None]:
-    """Return a context for the code of the plug-in `who`: `process_state.restored`, which imports PyTorch."""
-    return pkgutil.resolve_name("sage_fast.util.process_state:restored")(who)
 
 
 def _no_module(name: str, setting: str, folder: str) -> UserError:

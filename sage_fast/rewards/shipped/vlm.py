@@ -21,10 +21,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sage_fast.rewards.failures import RewardFailure, SomeFailed
-from sage_fast.rewards.frame_reward import levels
+from sage_fast.rewards.failure_policy import RewardFailure, SomeFailed
 from sage_fast.rewards.http import Client, shown
-from sage_fast.rewards.interface import Metadata
+from sage_fast.rewards.interface import Request
+from sage_fast.rewards.shipped.frame_reward import levels
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import read_text
 
@@ -70,22 +70,17 @@ class VLMReward(Client):
         self.num_frames, self.api_key = num_frames, api_key
         self.fields = {"model": model, "temperature": 0, "max_tokens": 4096} | dict(extra_body or {})
 
-    def score(
-        self,
-        videos: Tensor,
-        prompts: list[str],
-        metadata: list[Metadata],
-        seconds: float,
-        fps: float | None = None,
-    ) -> dict[str, Tensor]:
+    def score(self, request: Request, seconds: float) -> dict[str, Tensor]:
         """Send one request per video, all at once; return each part, float32 `[B]`.
 
         Raises:
             SomeFailed: there are no scores for some videos.
         """
 
+        pairs = list(zip(request.videos, request.prompts))
+
         async def ask_all() -> list[dict[str, float] | str]:
-            asked = [self._ask(video, prompt, seconds, fps) for video, prompt in zip(videos, prompts)]
+            asked = [self._ask(video, prompt, seconds, request.fps) for video, prompt in pairs]
             return await asyncio.gather(*asked)
 
         answers = asyncio.run(ask_all())

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from sage_fast.rewards.frame_reward import FrameReward, levels, resize
 from sage_fast.rewards.interface import USUAL_FPS
+from sage_fast.rewards.shipped.frame_reward import FrameReward, levels, resize
 from sage_fast.util.encoders import check_tokenizer, load_tokenizer, reading
 from sage_fast.util.errors import UserError, first_line, in_one_line, nearest
 from sage_fast.util.files import read_text

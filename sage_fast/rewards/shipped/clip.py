@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
-from sage_fast.rewards.frame_reward import TRIAL_SHAPE, FrameReward, levels
+from sage_fast.rewards.shipped.frame_reward import TRIAL_SHAPE, FrameReward, levels
 from sage_fast.util.console import wrapped
 from sage_fast.util.encoders import check_finite, check_tokenizer, load_tokenizer, reading
 from sage_fast.util.errors import UserError

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_fast.rewards.frame_reward import FrameReward, levels
 from sage_fast.rewards.interface import Metadata
+from sage_fast.rewards.shipped.frame_reward import FrameReward, levels
 from sage_fast.util.encoders import reading
 from sage_fast.util.errors import UserError
 
