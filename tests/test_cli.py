@@ -217,8 +217,10 @@ def test_an_output_that_is_a_link_to_nothing_is_refused(
     link = tmp_path / "run"
     link.symlink_to(tmp_path / "gone")
     assert main(["train", str(PAPER), "--output", str(link), *option]) == 2
-    assert f"output = '{link}': " in (error := capfd.readouterr().err)
-    assert option or "a link to nothing; expected a new or empty folder" in error
+    error = capfd.readouterr().err
+    assert str(link) in error
+    assert "a link to nothing" in error
+    assert option or "expected a new or empty folder" in error
     assert [*tmp_path.iterdir()] == [link]
 
 

@@ -181,7 +181,7 @@ def test_an_image_that_cannot_be_used_is_named_with_its_line(fault: str, there: 
             "'[image: b.png]' ends like the name of a prompt with an image; expected the image in the key \"image\" "
             "of a .jsonl file",
         ),
-        ({"prompt": "a", "image": "\0.png"}, "image '{there}/\\x00.png' cannot be read: embedded null byte"),
+        ({"prompt": "a", "image": "\0.png"}, "'\\x00.png': no path holds the character of number 0"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_line(row: dict[str, object], expected: str, there: Path) -> None:

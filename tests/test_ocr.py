@@ -24,7 +24,7 @@ from sage_fast.config.loader import dump
 from sage_fast.config.schema import RewardConfig, SamplingConfig
 from sage_fast.data.prompts import read_prompts
 from sage_fast.rewards import CompositeReward
-from sage_fast.rewards import ocr as ocr_module
+from sage_fast.rewards.shipped import ocr as ocr_module
 from sage_fast.rewards.shipped.ocr import OCRReward, quoted, similarity
 from sage_fast.run import read_metrics
 from sage_fast.util.errors import UserError

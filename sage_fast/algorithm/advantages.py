@@ -59,7 +59,8 @@ def small_groups(rewards: Tensor, valid: Tensor, equal: Tensor) -> int:
     """Return the number of groups whose rewards differ, by so little that the epsilon of Eq. 10 shrinks advantages.
 
     Args:
-        rewards, valid: as for `group_advantages`.
+        rewards: as for `group_advantages`.
+        valid: as for `group_advantages`.
         equal: bool `[P]`, as it returns.
     """
     values = torch.where(valid, rewards.double(), 0.0)
