@@ -245,6 +245,8 @@ def test_what_lies_beyond_is_as_if_it_had_never_been(
     """Stopped at once, the run has nothing beyond its iteration; carried on, it ends as it did."""
     moved(run / "checkpoints" / "iteration-000002")
     weights = files(run / "weights")
+    earlier = run / "weights.until-000002"  # of an earlier resume of this kind: it stays
+    earlier.mkdir()
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "iterate", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -258,7 +260,8 @@ def test_what_lies_beyond_is_as_if_it_had_never_been(
     assert sorted(path.name for path in (run / "videos").iterdir()) == ["before", "iteration-000001"]
     assert RunFolder(run).newest_weights() == (run / "checkpoints" / "iteration-000001", 1)
     assert tensorboard_steps(run, "heldout/reward") == [0, 1]
-    aside = files(run / "weights.until-000002")
+    assert not files(earlier)
+    aside = files(run / "weights.until-000002-2")
     assert {path.name: content for path, content in aside.items()} == {p.name: c for p, c in weights.items()}
     assert RunFolder(run).facts["checkpoint"] == 1
 

@@ -614,6 +614,27 @@ def test_many_clients_at_once_are_all_accepted(server: RewardServer) -> None:
         assert all(parts["print"].isfinite().all() for parts in scores)
 
 
+def test_a_server_that_ends_says_so_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_END", 1)
+    begun, gate = threading.Event(), threading.Event()
+
+    def waits(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        begun.set()
+        gate.wait(HANG)
+        return {"print": torch.zeros(len(prompts))}
+
+    with serving(CompositeReward(waits, config())) as server:  # type: ignore[arg-type]
+        connection = http.client.HTTPConnection(*server.socket.getsockname(), timeout=HANG)
+        body = reward_http.format_request(request(VIDEOS[:1]), "id")
+        connection.request("POST", "/score", body, {"Content-Type": "application/json"})
+        assert begun.wait(HANG)
+        server.should_exit = True
+        response = connection.getresponse()
+        assert response.status == 503
+        assert json.loads(response.read())["error"] == "the server ends"
+        gate.set()
+
+
 def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv(reward_http.TOKEN, "open sesame")

@@ -107,7 +107,10 @@ class RewardServer(uvicorn.Server):
                 done.set_running_or_notify_cancel()
                 # Not the threads of asyncio or Starlette: a server that ends would wait for a reward that hangs.
                 threading.Thread(target=fulfil, args=(done, self._answer, body, _host(request)), daemon=True).start()
-                return _json(*await asyncio.wrap_future(done))
+                try:
+                    return _json(*await asyncio.wrap_future(done))
+                except asyncio.CancelledError:  # the client asks again, perhaps the next server at this address
+                    return _json(503, _refused(_host(request), "the server ends"))
 
     def _check(self, request: Request) -> None:
         """Check the head of a request."""

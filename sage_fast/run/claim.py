@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -323,12 +324,22 @@ def forget_beyond(run: RunFolder, done: int) -> None:
             put_in_place(checkpoint, skipped)
             undone.append(f"{checkpoint.name}, which is {skipped.name} until the next checkpoint is written")
     if "weights" in run.remains and done < (trained := iteration_of_weights(run.weights)) < math.inf:
-        aside = run.path / f"weights.until-{int(trained):06d}"
+        aside = _unused(run.path / f"weights.until-{int(trained):06d}")
         put_in_place(run.weights, aside)
         undone.append(f"the final weights, which are now in {aside.name}")
     if undone:
         take_away(run.report_file)
         log.info(wrapped(f"note: the run continues after {done} iterations; undone: {', '.join(undone)}"))
+
+
+def _unused(path: Path) -> Path:
+    """Return a path at which nothing is: this one, or with -2, -3 and so on."""
+    found = path
+    for number in itertools.count(2):
+        if not os.path.lexists(found):
+            break
+        found = path.with_name(f"{path.name}-{number}")
+    return found
 
 
 def record_checkpoint(run: RunFolder, iteration: int) -> None:
