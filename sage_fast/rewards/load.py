@@ -84,7 +84,8 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
         raise UserError(f"{setting}: {failure(error)}") from error
     if not callable(score_of(reward)):
         _, module, named = split_place(place)
-        own = [k for k, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module]
+        defined = [k for k, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module]
+        own = [k for k in defined if not k.startswith("_")]
         hint = nearest(named, own) if own else "it defines nothing"
         raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {hint}")
     if isinstance(reward, type):
