@@ -182,7 +182,7 @@ class Trainer:
                     rollouts = SampleRollouts(self.policy, plan, batch, self.replay.lengths, self.graphs, watch)
                 with Progress("rollout", rollouts.steps, pause=self.pause) as bar:
                     for finished, latents in rollouts.finished(bar):
-                        # Of the samples, not of the rank: a reward that draws scores the same on any number of ranks.
+                        # The seed follows from the samples, not from the rank: a resume draws the same numbers.
                         drawn = derive_seed(next(iter(finished)).seed, "reward")
                         scorer.submit(latents, [sample.prompt for sample in finished], drawn)
                 own = scorer.finish()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import os
 import reprlib
 from collections.abc import Callable, Mapping
 
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     config, notes = resumed_settings(*given) if options.resume else (load(*given), [])
     _check_gpus(options)
     resume = options.resume and RunFolder(config.output).exists  # alike on all ranks: it begins once all have joined
-    is_alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
+    is_alone = launched("WORLD_SIZE", 1) == 1
     if options.dry_run or is_alone:  # else a rank would end before the others, which wait for it, can be told
         check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
         check_named(config.model, config.data, config.named_rewards)

@@ -108,7 +108,7 @@ class TensorBoard(Tracker):
 
     def _make(self, kind: Any) -> Any:
         _leave_errors_to_callers()
-        # Also for a run that begins again: one that was killed before its first checkpoint has left events too.
+        # A run that begins again purges too: killed before its first checkpoint, it has left events.
         return kind("tensorboard", logging_dir=self.run, purge_step=self.iteration + 1)
 
     def _store(self, settings: Values) -> None:  # its hyperparameter table would appear as a second run
