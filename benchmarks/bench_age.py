@@ -1,4 +1,5 @@
-"""`pytest benchmarks/`: README's timings are of the code as it is, and pages name their commits. It times nothing."""
+"""`pytest benchmarks/`: README's timings are of the code as it is, and pages name their commits. It
+times nothing."""
 
 import json
 import re
@@ -12,7 +13,13 @@ ROOT = Path(__file__).parent.parent
 OPERATORS = ("csrc", "kernels", "sage_fast/ops")
 MODEL = (*OPERATORS, "sage_fast/models", "sage_fast/rollout")
 PAPER = "configs/recipes/paper.yaml"
-ITERATION = (*MODEL, "sage_fast/trainer.py", "sage_fast/algorithm", "sage_fast/parallel/plain.py", PAPER)
+ITERATION = (
+    *MODEL,
+    "sage_fast/trainer.py",
+    "sage_fast/algorithm",
+    "sage_fast/parallel/plain.py",
+    PAPER,
+)
 TIMED = {"rows": OPERATORS, "ceiling_flops_per_second": MODEL, "phases": ITERATION}
 """Key in a benchmark's JSON -> the code it times; the last key that is there decides."""
 
@@ -21,11 +28,17 @@ README = ROOT / "README.md"
 
 
 def timings() -> list[tuple[Path, Path]]:
-    """Pages with files of timings that they link to: README, the results it links to, and operators.md."""
-    pages = {ROOT / found for found in re.findall(r"\((docs/results/[^)#]*\.md)", README.read_text(encoding="utf-8"))}
+    """Pages with files of timings that they link to: README, the results it links to, and
+    operators.md."""
+    pages = {
+        ROOT / found
+        for found in re.findall(r"\((docs/results/[^)#]*\.md)", README.read_text(encoding="utf-8"))
+    }
     found = set()
     for page in (README, ROOT / "docs/reference/operators.md", *pages):
-        for name in re.findall(r"benchmarks/results/([\w.-]*\.json)", page.read_text(encoding="utf-8")):
+        for name in re.findall(
+            r"benchmarks/results/([\w.-]*\.json)", page.read_text(encoding="utf-8")
+        ):
             result = json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
             if "commit" in result.get("environment", {}) and TIMED.keys() & result.keys():
                 found.add((page, ROOT / "benchmarks/results" / name))
@@ -45,7 +58,10 @@ def test_a_timing_is_of_the_code_as_it_is(page: Path, file: Path) -> None:
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     if made.returncode:
         pytest.skip(f"no history here that reaches {commit}: {made.stderr.strip()}")
-    old = f"{page.name}: {file.name} was measured at {commit[:7]}; since then these changed:\n{made.stdout}"
+    old = (
+        f"{page.name}: {file.name} was measured at {commit[:7]}; since then these "
+        f"changed:\n{made.stdout}"
+    )
     assert page != README or not made.stdout, old
     if made.stdout:
         warnings.warn(old, stacklevel=1)

@@ -1,4 +1,5 @@
-"""`pytest benchmarks/`: every operator, forward and backward, against eager PyTorch and torch.compile."""
+"""`pytest benchmarks/`: every operator, forward and backward, against eager PyTorch and
+torch.compile."""
 
 from typing import Any
 
@@ -12,11 +13,19 @@ from sage_fast.util.ranks import local_device
 
 DEVICE = local_device()
 CHOSEN = ("480p batch 1", "480p batch 4", "testbed batch 32", "8192 tokens")
-CASES = [(operator, size) for operator in OPERATORS for size in sizes_of(operator) if size in CHOSEN]
+CASES = [
+    (operator, size) for operator in OPERATORS for size in sizes_of(operator) if size in CHOSEN
+]
 
 
 @pytest.mark.parametrize(
-    "contender", [pytest.param("fused", id=implementation(DEVICE).replace(" ", "-")), "eager", "compiled", "copy"]
+    "contender",
+    [
+        pytest.param("fused", id=implementation(DEVICE).replace(" ", "-")),
+        "eager",
+        "compiled",
+        "copy",
+    ],
 )
 @pytest.mark.parametrize(("operator", "size"), CASES)
 def test_operator(benchmark: Any, operator: str, size: str, contender: str) -> None:

@@ -1,4 +1,5 @@
-"""`sage-fast bench`: time operators, rollout or whole iterations against stock code, and what kernels can reach."""
+"""`sage-fast bench`: time operators, rollout or whole iterations against stock code, and what
+kernels can reach."""
 
 from __future__ import annotations
 
@@ -33,19 +34,40 @@ def add_arguments(add: Callable[..., object]) -> None:
         help="what to time (default: operators)",
     )
     add("--config", type=TypedPath, metavar="FILE", help="YAML file, for `bench iteration`")
-    add("--json", type=TypedFile, metavar="FILE", help="write every number to FILE, again after every row")
+    add(
+        "--json",
+        type=TypedFile,
+        metavar="FILE",
+        help="write every number to FILE, again after every row",
+    )
     add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
-    add("--part", action="append", help="of `bench rollout`: forward, step, rollout, train or decode; of `bench "
+    add("--part", action="append",
+        help="of `bench rollout`: forward, step, rollout, train or decode; of `bench "
         "limits`: ceiling, attention or adapter_rows")  # fmt: skip
-    add("--path", action="append", help="for `bench rollout` or `iteration`: stock, tuned, eager, ...")
-    add("--budget", type=float, metavar="SECONDS", help="for `bench rollout`: skip rows that do not fit")
+    add(
+        "--path",
+        action="append",
+        help="for `bench rollout` or `iteration`: stock, tuned, eager, ...",
+    )
+    add(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="for `bench rollout`: skip rows that do not fit",
+    )
     add("--repetitions", type=int, default=15, help="timed calls of a row (default: 15)")
-    add("--dry-run", action="store_true", default=None, help="for `bench rollout`: print FLOPs, and run nothing")
+    add(
+        "--dry-run",
+        action="store_true",
+        default=None,
+        help="for `bench rollout`: print FLOPs, and run nothing",
+    )
     add("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
-    """Measure, print the table, and write the JSON after every row. Return the exit status: 1 if a path failed.
+    """Measure, print the table, and write the JSON after every row. Return the exit status: 1 if a
+    path failed.
 
     Raises:
         UserError: the benchmark does not accept an option, or does not know a name.
@@ -64,21 +86,32 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         if options.json is not None:
             write_json({"rows": [dataclasses.asdict(row) for row in rows]}, options.json)
         return 0
-    save: Save = save_nothing if options.json is None else functools.partial(write_json, path=options.json)
+    save: Save = (
+        save_nothing if options.json is None else functools.partial(write_json, path=options.json)
+    )
     if config is not None:
         from sage_fast.benchmarks import iteration
 
         paths = _known("path", options.path, iteration.PATHS)
-        print(iteration.format_iterations(iteration.run(config, options.config, options.repetitions, paths, save)))
+        print(
+            iteration.format_iterations(
+                iteration.run(config, options.config, options.repetitions, paths, save)
+            )
+        )
     elif options.what == "rollout":
         from sage_fast.benchmarks import rollout, rung
 
         sizes = _known("size", options.size, rung.SIZES)
-        parts, paths = _known("part", options.part, rung.PARTS), _known("path", options.path, rung.PATHS)
+        parts, paths = (
+            _known("part", options.part, rung.PARTS),
+            _known("path", options.path, rung.PATHS),
+        )
         if options.dry_run:
             print(rollout.arithmetic(sizes, parts))
             return 0
-        result = rollout.run(sizes, options.repetitions, parts=parts, paths=paths, budget=options.budget, save=save)
+        result = rollout.run(
+            sizes, options.repetitions, parts=parts, paths=paths, budget=options.budget, save=save
+        )
         print(rollout.format_rollout(result))
         return int(rollout.failures(result) > 0)
     elif options.what == "limits":
@@ -90,7 +123,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     else:
         from sage_fast.benchmarks import operators
 
-        result = operators.run(_known("size", options.size, operators.SIZES), options.repetitions, save)
+        result = operators.run(
+            _known("size", options.size, operators.SIZES), options.repetitions, save
+        )
         print(operators.format_result(result))
     return 0
 
@@ -100,7 +135,9 @@ def _check(options: argparse.Namespace) -> None:
         given = [name for name in ONLY if getattr(options, name) is not None]
         if given or options.what != "operators":
             wrong = f"--{given[0]}" if given else f"`bench {options.what}`"
-            raise UserError(f"--compile compiles every kernel and goes with --json alone, not with {wrong}")
+            raise UserError(
+                f"--compile compiles every kernel and goes with --json alone, not with {wrong}"
+            )
     if options.repetitions < 1:
         raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
     if options.what == "iteration" and not options.config:
@@ -108,7 +145,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, accepting in ONLY.items():
         if getattr(options, name) is not None and options.what not in accepting:
             raise UserError(
-                f"--{name.replace('_', '-')} goes with {' or '.join(f'`bench {what}`' for what in accepting)}"
+                f"--{name.replace('_', '-')} goes with "
+                f"{' or '.join(f'`bench {what}`' for what in accepting)}"
             )
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"--budget {options.budget:g}: expected seconds above 0")

@@ -1,7 +1,8 @@
-"""Time whole iterations of a configuration: diffusers' forward and decode against ours, under the same trainer.
+"""Time whole iterations of a configuration: diffusers' forward and decode against ours, under the
+same trainer.
 
-`sage-fast bench iteration --config FILE`. On a GPU it also shows the peak of allocated memory per phase, which includes
-both models if both paths run.
+`sage-fast bench iteration --config FILE`. On a GPU it also shows the peak of allocated memory per
+phase, which includes both models if both paths run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ PATHS = (*STOCK, "eager")
 
 
 def run(
-    config: Config, source: str, rounds: int, paths: Sequence[str] | None = None, save: Save = save_nothing
+    config: Config,
+    source: str,
+    rounds: int,
+    paths: Sequence[str] | None = None,
+    save: Save = save_nothing,
 ) -> dict[str, Any]:
     """Time iterations through the stock forward and decode and through ours, interleaved.
 
@@ -41,7 +46,8 @@ def run(
         config: validated settings.
         source: the configuration as given on the command line.
         rounds: timed iterations per path, after an untimed one.
-        paths: a subset of PATHS, `stock` and `eager` by default; each holds a model. A single path is not checked.
+        paths: a subset of PATHS, `stock` and `eager` by default; each holds a model. A single path
+            is not checked.
         save: called with the result after every round.
     """
     trainers = {name: _trainer(config, name) for name in paths or ("stock", "eager")}
@@ -79,7 +85,9 @@ def _trainer(config: Config, name: str) -> Trainer:
     with quiet():
         setup.encode()
     graphs = None if name in STOCK else setup.graphs  # the stock forward synchronises with the host
-    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=graphs)
+    trainer = Trainer(
+        setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=graphs
+    )
     if name in STOCK:
         engine: Any = trainer.engine
         engine.optimizers = [_stock_optimizer(optimizer) for optimizer in engine.optimizers]
@@ -87,7 +95,8 @@ def _trainer(config: Config, name: str) -> Trainer:
 
 
 def _stock_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return PyTorch's Muon in place of ours, with the same updates, and any other optimizer as it is."""
+    """Return PyTorch's Muon in place of ours, with the same updates, and any other optimizer as it
+    is."""
     if not isinstance(optimizer, Muon):
         return optimizer
     (group,) = optimizer.param_groups
@@ -95,14 +104,17 @@ def _stock_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return torch.optim.Muon(group["params"], adjust_lr_fn="match_rms_adamw", **settings)
 
 
-def _result(config: Config, device: torch.device, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def _result(
+    config: Config, device: torch.device, rows: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, Any]:
     """Return the medians by phase, without the first round."""
 
     def medians(prefix: str) -> dict[str, dict[str, Any]]:
         keys = [key for key in next(iter(rows.values()))[0] if key.startswith(prefix)]
         return {
             key.removeprefix(prefix): {
-                name: statistics.median(row[key] for row in history[1:]) for name, history in rows.items()
+                name: statistics.median(row[key] for row in history[1:])
+                for name, history in rows.items()
             }
             for key in keys
         }
@@ -119,14 +131,27 @@ def format_iterations(result: Mapping[str, Any]) -> str:
     """Format the table for a terminal."""
     names = list(result["phases"]["total"])
     head = "".join(f"{'ours' if name == 'eager' else name:>22}" for name in names)
-    lines = [head_line(result["environment"]), result.get("source", ""), "", f"{'phase':<12}{head}{'ratio':>8}"]
+    lines = [
+        head_line(result["environment"]),
+        result.get("source", ""),
+        "",
+        f"{'phase':<12}{head}{'ratio':>8}",
+    ]
     for phase, row in result["phases"].items():
         times = "".join(f"{1e3 * row[name]:>19.1f} ms" for name in names)
-        ratio = f"{row[names[0]] / row['eager']:>7.2f}x" if "eager" in names[1:] and row["eager"] > 0 else ""
+        ratio = (
+            f"{row[names[0]] / row['eager']:>7.2f}x"
+            if "eager" in names[1:] and row["eager"] > 0
+            else ""
+        )
         lines.append(f"{phase:<12}{times}{ratio}".rstrip())
     for phase, peaks in result["peak_bytes"].items():
         sizes = "".join(f"{peaks[name] / 2**30:>18.2f} GiB" for name in names)
         lines.append(f"{phase + ', peak':<12}{sizes}".rstrip())
-    lines += ["", f"medians of {result['rounds']} interleaved iterations; stock: diffusers' forward, with its masked"]
+    lines += [
+        "",
+        f"medians of {result['rounds']} interleaved iterations; stock: diffusers' forward, with "
+        "its masked",
+    ]
     lines += ["attention, and decode, under the same trainer; ratio: the first path to ours"]
     return "\n".join(lines)

@@ -1,9 +1,10 @@
 """Measure what kernels can reach for three seconds on end: `sage-fast bench limits`.
 
-- `ceiling`: a large matrix product, beside its best single call. A power limit sets the rate of seconds, and zeros need
-  less power than data.
+- `ceiling`: a large matrix product, beside its best single call. A power limit sets the rate of
+  seconds, and zeros need less power than data.
 - `attention`: every backend at 480p and 81 frames, forward and backward apart.
-- `adapter_rows`: the kernel behind the adapters over its tiles, against PyTorch's GELU with cuBLAS, and a copy.
+- `adapter_rows`: the kernel behind the adapters over its tiles, against PyTorch's GELU with cuBLAS,
+and a copy.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "480p 81 frames": {"attention": (1, 32_960, 16, 128), "adapter_rows": (1, 32_760, 8192)},
     "tiny": {"attention": (1, 64, 2, 32), "adapter_rows": (1, 24, 32)},
 }
-"""Size -> shape of a part's inputs: `[B, S, H, D]` with 200 text tokens, and `[B, S, d]` of the feed-forward."""
+"""Size -> shape of a part's inputs: `[B, S, H, D]` with 200 text tokens, and `[B, S, d]` of the
+feed-forward."""
 SECONDS = {"cuda": 3.0, "cpu": 0.2}
 """Length of a sustained measurement."""
 RANK = 64
@@ -58,23 +60,32 @@ TILES = tuple(
 CALLS = 10
 """Calls of `adapter_rows` that are timed together."""
 BACKWARD = 2.5
-"""FLOPs of attention's backward over those of its forward: fused kernels compute the scores again."""
+"""FLOPs of attention's backward over those of its forward: fused kernels compute the scores again.
+"""
 
 
-# -- back to back ------------------------------------------------------------------------------------------------------
+# -- back to back ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _watched(device: torch.device) -> Iterator[list[tuple[float, float]]]:
-    """Yield a list that holds, after the block, (MHz, W) of the GPU every 0.2 s; empty without nvidia-smi."""
+    """Yield a list that holds, after the block, (MHz, W) of the GPU every 0.2 s; empty without
+    nvidia-smi."""
     samples: list[tuple[float, float]] = []
     smi = shutil.which("nvidia-smi") if device.type == "cuda" else None
     if smi is None:
         yield samples
         return
-    query = [smi, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "--loop-ms=200"]
+    query = [
+        smi,
+        "--query-gpu=clocks.sm,power.draw",
+        "--format=csv,noheader,nounits",
+        "--loop-ms=200",
+    ]
     query.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
-    process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8")
+    process = subprocess.Popen(
+        query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
+    )
     try:
         yield samples
     finally:
@@ -85,17 +96,20 @@ def _watched(device: torch.device) -> Iterator[list[tuple[float, float]]]:
                 samples.append((clock, power))
 
 
-def sustain(function: Callable[[], Any], flops: float, device: torch.device) -> dict[str, float | None]:
+def sustain(
+    function: Callable[[], Any], flops: float, device: torch.device
+) -> dict[str, float | None]:
     """Call a function back to back for `SECONDS`.
 
     Returns:
-        FLOP/s, those of the best single call before, calls, seconds, and the medians of clock (MHz) and power (W);
-        None without nvidia-smi.
+        FLOP/s, those of the best single call before, calls, seconds, and the medians of clock (MHz)
+        and power (W); None without nvidia-smi.
     """
     timer = host_timer(function, device)
     timer()
     once = min(timer() for _ in range(3))
-    batch = max(1, int(0.1 / once))  # between two waits, so that the host never lets the device run dry for long
+    # between two waits, so that the host never lets the device run dry for long
+    batch = max(1, int(0.1 / once))
     many = host_timer(lambda: [function() for _ in range(batch)], device)
     calls, start = 0, time.perf_counter()
     with _watched(device) as samples:
@@ -104,14 +118,18 @@ def sustain(function: Callable[[], Any], flops: float, device: torch.device) -> 
             calls += batch
         seconds = time.perf_counter() - start
     steady = samples[len(samples) // 3 :]  # before, the clock may still rise
-    clock, power = (statistics.median(column) for column in zip(*steady)) if steady else (None, None)
+    clock, power = (
+        (statistics.median(column) for column in zip(*steady)) if steady else (None, None)
+    )
     return {
         "flops_per_second": flops * calls / seconds, "burst_flops_per_second": flops / once,
         "calls": calls, "seconds": seconds, "clock_mhz": clock, "power_watts": power,
     }  # fmt: skip
 
 
-def sustained_ceiling(device: torch.device, dtype: torch.dtype, data: str = "normal") -> dict[str, float | None]:
+def sustained_ceiling(
+    device: torch.device, dtype: torch.dtype, data: str = "normal"
+) -> dict[str, float | None]:
     """Measure a large square matrix product back to back, as `sustain` returns it."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (_data((size, size), device, dtype, data) for _ in range(2))
@@ -123,11 +141,12 @@ def _data(shape: Sequence[int], device: torch.device, dtype: torch.dtype, data: 
     return make(*shape, device=device, dtype=dtype)
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 def attention(shape: tuple[int, int, int, int], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield a row per backend, data and direction, or one with the problem of a backend that cannot be timed."""
+    """Yield a row per backend, data and direction, or one with the problem of a backend that cannot
+    be timed."""
     dtype = usual_dtype(device)
     batch, tokens, heads, width = shape
     flops = 4.0 * batch * tokens**2 * heads * width
@@ -138,22 +157,31 @@ def attention(shape: tuple[int, int, int, int], device: torch.device) -> Iterato
             continue
         for data in DATA:
             query, key, upstream = (_data(shape, device, dtype, data) for _ in range(3))
-            value = _data((batch, tokens, 3, heads, width), device, dtype, data)[:, :, 2]  # strided, as in the blocks
+            # strided, as in the blocks
+            value = _data((batch, tokens, 3, heads, width), device, dtype, data)[:, :, 2]
             inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
             with torch.no_grad():
                 forward = sustain(functools.partial(attend, query, key, value), flops, device)
             yield {"backend": name, "data": data, "direction": "forward", **forward}
             out = attend(query, key, value)
             run = functools.partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
-            yield {"backend": name, "data": data, "direction": "backward", **sustain(run, BACKWARD * flops, device)}
+            yield {
+                "backend": name,
+                "data": data,
+                "direction": "backward",
+                **sustain(run, BACKWARD * flops, device),
+            }
             del out, run
 
 
-# -- adapter_rows ------------------------------------------------------------------------------------------------------
+# -- adapter_rows ----------------------------------------------------------------------------------
 
 
-def adapter_rows(shape: tuple[int, int, int], device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row per kind of call: the bytes it moves, and the median seconds of a copy, of PyTorch and of each tile.
+def adapter_rows(
+    shape: tuple[int, int, int], device: torch.device, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per kind of call: the bytes it moves, and the median seconds of a copy, of
+    PyTorch and of each tile.
 
     A tile that is wrong or does not compile gets its problem.
     """
@@ -175,7 +203,12 @@ def adapter_rows(shape: tuple[int, int, int], device: torch.device, rounds: int)
         for name, arguments in forwards.items()
     }
     moved = 3 * x.nbytes + inner.nbytes + up.nbytes  # the gradient is overwritten with dx
-    kinds["backward of GELU"] = ("adapter_rows_backward", adapter_rows_backward_reference, rows, moved)
+    kinds["backward of GELU"] = (
+        "adapter_rows_backward",
+        adapter_rows_backward_reference,
+        rows,
+        moved,
+    )
     for kind, (name, reference, arguments, size) in kinds.items():
         half = torch.empty(size // 2, dtype=torch.uint8, device=device)
         contenders: dict[str, Callable[[], Any]] = {
@@ -190,7 +223,9 @@ def adapter_rows(shape: tuple[int, int, int], device: torch.device, rounds: int)
                 function = functools.partial(_with_tile, tile, name)
                 try:
                     found = _results(function, arguments)
-                except Exception as error:  # a compiler's, or lack of shared memory: the other tiles can still run
+                except (
+                    Exception
+                ) as error:  # a compiler's, or lack of shared memory: the other tiles can still run
                     problems[label] = in_one_line(error)
                     continue
                 off = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected))
@@ -198,12 +233,21 @@ def adapter_rows(shape: tuple[int, int, int], device: torch.device, rounds: int)
                     problems[label] = f"wrong: off by {off:.1e}"
                 else:
                     contenders[label] = functools.partial(function, *arguments)
-        timers = {label: host_timer(functools.partial(_repeat, call), device) for label, call in contenders.items()}
+        timers = {
+            label: host_timer(functools.partial(_repeat, call), device)
+            for label, call in contenders.items()
+        }
         for timer in timers.values():
             timer()
         times = interleaved(timers, rounds)
         seconds = {label: statistics.median(found) / CALLS for label, found in times.items()}
-        yield {"kind": kind, "bytes": size, "seconds": seconds, "rounds": rounds, "problems": problems}
+        yield {
+            "kind": kind,
+            "bytes": size,
+            "seconds": seconds,
+            "rounds": rounds,
+            "problems": problems,
+        }
 
 
 def _repeat(call: Callable[[], Any]) -> None:
@@ -227,17 +271,24 @@ def _results(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Ten
     return [tensor.float() for tensor in found]
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- all of it -------------------------------------------------------------------------------------
 
 
 def run(
-    size: str = "480p 81 frames", parts: Sequence[str] | None = None, rounds: int = 15, save: Save = save_nothing
+    size: str = "480p 81 frames",
+    parts: Sequence[str] | None = None,
+    rounds: int = 15,
+    save: Save = save_nothing,
 ) -> dict[str, Any]:
-    """Measure `parts`, all by default. Return what `sage-fast bench limits` writes as JSON, after every row too."""
+    """Measure `parts`, all by default.
+
+    Return what `sage-fast bench limits` writes as JSON, after every row too.
+    """
     device = local_device()
     dtype = usual_dtype(device)
     result: dict[str, Any] = {
-        "environment": environment(device, implementation(device)) | {"dtype": str(dtype).removeprefix("torch.")},
+        "environment": environment(device, implementation(device))
+        | {"dtype": str(dtype).removeprefix("torch.")},
         "size": size,
         "limits": {"burst_flops_per_second": matmul_ceiling(device, dtype)},
     }
@@ -254,13 +305,20 @@ def run(
     return result
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def format_sustained(row: Mapping[str, Any]) -> str:
     """Format one row of `sustain` for a matrix product."""
-    where = "" if row["clock_mhz"] is None else f", at {row['clock_mhz']:.0f} MHz and {row['power_watts']:.0f} W"
-    return f"the same back to back for {row['seconds']:.1f} s: {row['flops_per_second'] / 1e12:.3g} TFLOP/s{where}"
+    where = (
+        ""
+        if row["clock_mhz"] is None
+        else f", at {row['clock_mhz']:.0f} MHz and {row['power_watts']:.0f} W"
+    )
+    return (
+        f"the same back to back for {row['seconds']:.1f} s: {row['flops_per_second'] / 1e12:.3g} "
+        f"TFLOP/s{where}"
+    )
 
 
 def format_limits(result: Mapping[str, Any]) -> str:
@@ -271,14 +329,20 @@ def format_limits(result: Mapping[str, Any]) -> str:
         head_line(result["environment"]),
         f"burst of a {result['environment']['dtype']} matrix product: {burst / 1e12:.3g} TFLOP/s",
     ]
-    head = f"{'TFLOP/s':>10}{'one call':>10}{'of burst':>10}{'calls':>8}{'seconds':>9}{'MHz':>7}{'W':>6}"
+    head = (
+        f"{'TFLOP/s':>10}{'one call':>10}{'of burst':>10}"
+        f"{'calls':>8}{'seconds':>9}{'MHz':>7}{'W':>6}"
+    )
 
     def cells(row: Mapping[str, Any]) -> str:
         rate, once = row["flops_per_second"], row["burst_flops_per_second"]
-        watched = [f"{row[key]:.0f}" if row[key] is not None else "" for key in ("clock_mhz", "power_watts")]
+        watched = [
+            f"{row[key]:.0f}" if row[key] is not None else ""
+            for key in ("clock_mhz", "power_watts")
+        ]
         return (
-            f"{rate / 1e12:>10.3g}{once / 1e12:>10.3g}{rate / burst:>10.1%}{row['calls']:>8}{row['seconds']:>9.1f}"
-            f"{watched[0]:>7}{watched[1]:>6}"
+            f"{rate / 1e12:>10.3g}{once / 1e12:>10.3g}{rate / burst:>10.1%}"
+            f"{row['calls']:>8}{row['seconds']:>9.1f}{watched[0]:>7}{watched[1]:>6}"
         )
 
     if rows := limits.get("ceiling"):
@@ -295,17 +359,25 @@ def format_limits(result: Mapping[str, Any]) -> str:
                 lines.append(f"{label:<34}{cells(row)}".rstrip())
     if rows := limits.get("adapter_rows"):
         shape = " x ".join(map(str, SIZES[result["size"]]["adapter_rows"]))
-        lines += ["", f"{'adapter_rows ' + shape + ', rank ' + str(RANK):<46}{'time':>12}{'GB/s':>8}{'of a copy':>11}"]
+        lines += [
+            "",
+            f"{'adapter_rows ' + shape + ', rank ' + str(RANK):<46}"
+            f"{'time':>12}{'GB/s':>8}{'of a copy':>11}",
+        ]
         for row in rows:
             for label, seconds in row["seconds"].items():
                 share = row["seconds"]["copy"] / seconds
                 lines.append(
-                    f"{row['kind']:<18}{label:<28}{1e3 * seconds:>9.3f} ms{row['bytes'] / seconds / 1e9:>8.0f}"
+                    f"{row['kind']:<18}{label:<28}{1e3 * seconds:>9.3f} "
+                    f"ms{row['bytes'] / seconds / 1e9:>8.0f}"
                     f"{share:>11.0%}"
                 )
-            lines += [f"{row['kind']:<18}{label:<28}{why}" for label, why in row["problems"].items()]
+            lines += [
+                f"{row['kind']:<18}{label:<28}{why}" for label, why in row["problems"].items()
+            ]
         lines.append(
-            f"medians of {rows[0]['rounds']} interleaved rounds of {CALLS} calls; PyTorch: GELU or gate, then a matrix "
-            f"product of cuBLAS; the bar is {LEAST_SHARE['adapter_rows']:.0%} of a copy"
+            f"medians of {rows[0]['rounds']} interleaved rounds of {CALLS} calls; PyTorch: GELU or "
+            f"gate, then a matrix product of cuBLAS; the bar is {LEAST_SHARE['adapter_rows']:.0%} "
+            "of a copy"
         )
     return "\n".join(line.rstrip() for line in lines)

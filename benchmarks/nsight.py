@@ -26,7 +26,8 @@ TESTBED = "random:testbed"
 
 
 def large_inputs(operator: str, device: torch.device) -> list[Any]:
-    """Make the arguments of an operator in the usual dtype, so large that only memory should limit a copy."""
+    """Make the arguments of an operator in the usual dtype, so large that only memory should limit
+    a copy."""
     gpu = device.type == "cuda"
     batch = (96 if gpu else 2) if operator.startswith("transition") else (4 if gpu else 1)
     shape = (batch, *OPERATORS[operator].production[1:])
@@ -43,7 +44,10 @@ def shallow(path: str) -> Spec:
 def random_policy(spec: Spec, device: torch.device) -> Policy:
     """Make a policy with random weights in the usual dtype."""
     dtype = usual_dtype(device)
-    networks = {part: random_module(spec, part, dtype, device).requires_grad_(False) for part in spec.networks}
+    networks = {
+        part: random_module(spec, part, dtype, device).requires_grad_(False)
+        for part in spec.networks
+    }
     return spec.policy(networks, dtype=dtype, guidance_scale=1.0)
 
 
@@ -54,9 +58,13 @@ def conditions(spec: Spec, policy: Policy) -> dict[str, Condition]:
 
 
 def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int]:
-    """Return a forward of two blocks and its tokens: of the default model at 480p on a GPU, the testbed's on a CPU."""
+    """Return a forward of two blocks and its tokens: of the default model at 480p on a GPU, the
+    testbed's on a CPU."""
     if device.type == "cuda":
-        spec, sampling = shallow(default_family().randoms[0]), SamplingConfig(num_frames=17, batch_size=1)
+        spec, sampling = (
+            shallow(default_family().randoms[0]),
+            SamplingConfig(num_frames=17, batch_size=1),
+        )
     else:
         spec, sampling = shallow(TESTBED), SamplingConfig(num_frames=17, height=32, width=32)
     policy, count = random_policy(spec, device), sampling.batch_size
@@ -64,7 +72,9 @@ def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int
     x = torch.randn(count, *spec.latent_shape(sampling), device=device)
     tokens = spec.tokens(x.shape[1:]) + known[PROMPT].tokens
     if (shape := spec.attention_shape(sampling)) is not None:
-        policy.attention = ATTENTION[fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))]
+        policy.attention = ATTENTION[
+            fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))
+        ]
     with torch.no_grad():
         table = policy.conditioning_table(torch.tensor([0.7]), known)
         inputs = table.of([PROMPT] * count).at(torch.zeros(1, dtype=torch.int64, device=device))

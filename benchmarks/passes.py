@@ -1,10 +1,12 @@
-"""Passes of a transformer block over its tokens besides matmuls and attention: counted by dispatch, without a GPU.
+"""Passes of a transformer block over its tokens besides matmuls and attention: counted by dispatch,
+without a GPU.
 
 python -m sage_fast.benchmarks.passes            # print the table
-python -m sage_fast.benchmarks.passes PAGE.md    # write it between the marks of a page, as in rollout-engine.md
+python -m sage_fast.benchmarks.passes PAGE.md    # write it between the marks of a page, as in
+                                                 # rollout-engine.md
 
-A block of the published size runs on fake tensors of 480p and 81 frames. The unit is one read or write of its video
-tokens. These are counts of bytes, not times.
+A block of the published size runs on fake tensors of 480p and 81 frames. The unit is one read or
+write of its video tokens. These are counts of bytes, not times.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from sage_fast.models.lora.linear import padding_for
 from sage_fast.tools.harness import BURST_FLOPS
 
 TOKENS, TEXT, WIDTH = 21 * 30 * 52, 200, 2048
-"""Video and text tokens of a 480p video of 81 frames, and the width of the published transformer."""
+"""Video and text tokens of a 480p video of 81 frames, and the width of the published transformer.
+"""
 UNIT = TOKENS * WIDTH * torch.bfloat16.itemsize
 """Bytes of one read or write of the video tokens in bfloat16: 134 MB."""
 NARROW = padding_for(3 * ModelConfig().lora_rank, torch.bfloat16.itemsize)
@@ -46,8 +49,10 @@ MARKS = (
 )
 
 MOVE_NOTHING = {
-    "view", "_unsafe_view", "transpose", "t", "slice", "split_with_sizes", "split", "unsqueeze", "squeeze", "expand",
-    "unbind", "detach", "alias", "select", "permute", "as_strided", "new_empty", "empty", "empty_like", "new_zeros",
+    "view", "_unsafe_view", "transpose", "t", "slice", "split_with_sizes", "split", "unsqueeze",
+    "squeeze", "expand",
+    "unbind", "detach", "alias", "select", "permute", "as_strided", "new_empty", "empty",
+    "empty_like", "new_zeros",
     "new_ones",
 }  # fmt: skip
 MATMULS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "linear": (0, 1)}
@@ -56,13 +61,14 @@ MATMULS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "line
 class Traffic(TorchDispatchMode):
     """Bytes that operators read and write, by operator.
 
-    Attention and matmuls are not counted, except a matmul with a factor as narrow as an adapter, which does no more
-    work than a pass over its rows. An operator of ours reads its arguments and writes its results, once each.
+    Attention and matmuls are not counted, except a matmul with a factor as narrow as an adapter,
+    which does no more work than a pass over its rows. An operator of ours reads its arguments and
+    writes its results, once each.
 
     Attributes:
         bytes: name of an operator -> bytes.
-        strided: those of PyTorch's element-wise operators whose operands differ in shape or strides. A GPU runs them
-            in a kernel that moves one element a thread.
+        strided: those of PyTorch's element-wise operators whose operands differ in shape or
+            strides. A GPU runs them in a kernel that moves one element a thread.
         launches: calls that are counted in `bytes`.
     """
 
@@ -82,7 +88,8 @@ class Traffic(TorchDispatchMode):
             if min(*left.shape[-2:], *right.shape[-2:]) > NARROW:
                 return out
             name = f"narrow {name}"
-        # `out=` comes back as the result. An in-place operator reads and writes its tensor unless it replaces it.
+        # `out=` comes back as the result. An in-place operator reads and writes its tensor unless
+        # it replaces it.
         read = (args, {key: value for key, value in (kwargs or {}).items() if key != "out"})
         if name in ("copy_", "fill_", "zero_"):
             read = (args[1:], kwargs)
@@ -90,7 +97,8 @@ class Traffic(TorchDispatchMode):
         count = sum(t.nbytes for t in tensors)
         if name.startswith("norm_rotate"):  # it does not touch the values in the joint tensor
             count -= max(t.nbytes for t in args if isinstance(t, Tensor)) // 3
-        if name == "adapter_rows_backward":  # it writes over its gradient, and on a GPU computes `out` again
+        # it writes over its gradient, and on a GPU computes `out` again
+        if name == "adapter_rows_backward":
             count += args[0].nbytes - args[3].nbytes
         self.bytes[name] += count
         self.launches += 1
@@ -110,7 +118,9 @@ class Traffic(TorchDispatchMode):
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention as cuDNN lays out its result and gradients."""
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0].transpose(1, 2)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[
+        0
+    ].transpose(1, 2)
 
 
 def count_block(model: ModelConfig) -> tuple[Traffic, Traffic]:
@@ -120,7 +130,8 @@ def count_block(model: ModelConfig) -> tuple[Traffic, Traffic]:
         model: settings; all weights are trained in float32, under autocast.
     """
     adapter = model.trains_adapter
-    # Neither computes anything. Autocast ignores meta tensors, and fake ones do not let peft replace a layer.
+    # Neither computes anything. Autocast ignores meta tensors, and fake ones do not let peft
+    # replace a layer.
     with torch.device("meta") if adapter else FakeTensorMode():
         transformer = HunyuanVideo15Transformer3DModel(task_type="t2v", num_layers=2)
         head = transformer.config.attention_head_dim
@@ -144,24 +155,33 @@ def count_block(model: ModelConfig) -> tuple[Traffic, Traffic]:
     return there, back
 
 
-def share_of_limit(there: Traffic, back: Traffic, attention: Sequence[float], frozen: bool) -> tuple[float, float]:
-    """Return the time of a forward, and of a training transition, by arithmetic, in units of that at the ceiling.
+def share_of_limit(
+    there: Traffic, back: Traffic, attention: Sequence[float], frozen: bool
+) -> tuple[float, float]:
+    """Return the time of a forward, and of a training transition, by arithmetic, in units of that
+    at the ceiling.
 
-    A transition is a forward, its recomputation and the backward. Its matmuls run at `BURST_FLOPS`, its passes at
-    `BANDWIDTH`, and attention at `attention` FLOP/s forward and backward.
+    A transition is a forward, its recomputation and the backward. Its matmuls run at `BURST_FLOPS`,
+    its passes at `BANDWIDTH`, and attention at `attention` FLOP/s forward and backward.
     """
     tokens = TOKENS + TEXT
     linear, attended = 24.0 * WIDTH**2 * tokens, 4.0 * tokens**2 * WIDTH
     passes = [sum(traffic.bytes.values()) / BANDWIDTH for traffic in (there, back)]
     ahead = linear / BURST_FLOPS + attended / attention[0] + passes[0]
     behind = linear * (1 if frozen else 2) / BURST_FLOPS + 2.5 * attended / attention[1] + passes[1]
-    limit = (linear + attended) / BURST_FLOPS, (linear * (3 if frozen else 4) + 4.5 * attended) / BURST_FLOPS
+    limit = (
+        (linear + attended) / BURST_FLOPS,
+        (linear * (3 if frozen else 4) + 4.5 * attended) / BURST_FLOPS,
+    )
     return ahead / limit[0], (2 * ahead + behind) / limit[1]
 
 
 def table() -> str:
     """Count both tunings; return Markdown."""
-    lines = ["| a block, 480p, 81 frames | LoRA forward | LoRA backward | all weights forward | all weights backward |"]
+    lines = [
+        "| a block, 480p, 81 frames | LoRA forward | LoRA backward | all weights forward | all "
+        "weights backward |"
+    ]
     lines.append("|---" * 5 + "|")
     models = ModelConfig(tuning="lora"), ModelConfig(tuning="full")
     counts = [count_block(model) for model in models]
@@ -176,13 +196,19 @@ def table() -> str:
     for name in largest:
         row(f"`{name.replace('narrow ', '')}`" + " with an adapter's factor" * ("narrow" in name),
             [f"{t.bytes[name] / UNIT:.1f}" if t.bytes[name] else "" for t in every])  # fmt: skip
-    row("all others", [f"{sum(b for n, b in t.bytes.items() if n not in largest) / UNIT:.1f}" for t in every])
+    row(
+        "all others",
+        [f"{sum(b for n, b in t.bytes.items() if n not in largest) / UNIT:.1f}" for t in every],
+    )
     row("**passes**", [f"**{sum(t.bytes.values()) / UNIT:.1f}**" for t in every])
     row("of these with strided operands, one element a thread",
         [f"{sum(t.strided.values()) / UNIT:.1f}" for t in every])  # fmt: skip
     row("launches", [t.launches for t in every])
     for attention in ATTENTION:
-        shares = [share_of_limit(*pair, attention, model.trains_adapter) for model, pair in zip(models, counts)]
+        shares = [
+            share_of_limit(*pair, attention, model.trains_adapter)
+            for model, pair in zip(models, counts)
+        ]
         rates = "/".join(f"{rate / 1e12:.0f}" for rate in attention)
         row(f"of the limit, attention at {rates} TFLOP/s: forward, then transition",
             [f"{share:.2f}" for pair in shares for share in pair])  # fmt: skip

@@ -2,8 +2,9 @@
 
     <folder>/profile.json rank-000.json.gz ...
 
-With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: only one tool at
-a time can use CUPTI. FLOPs come from algorithm/flops.py; the ceiling is a matrix product measured on the device.
+With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and
+ncu: only one tool at a time can use CUPTI. FLOPs come from algorithm/flops.py; the ceiling is a
+matrix product measured on the device.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ KERNELS = 25
 
 
 def profile_iteration(
-    config: Config, source: str, settings: Mapping[str, str], *, folder: Path, warmup: int, window_only: bool
+    config: Config,
+    source: str,
+    settings: Mapping[str, str],
+    *,
+    folder: Path,
+    warmup: int,
+    window_only: bool,
 ) -> dict[str, Any]:
     """Warm up, then profile one iteration on every rank. The trained weights are discarded.
 
@@ -57,7 +64,8 @@ def profile_iteration(
         settings: the settings given with it.
         folder: folder for profile.json, each rank's trace and the prompt embeddings.
         warmup: iterations before the measured one.
-        window_only: whether to emit ranges for Nsight instead of running torch.profiler; writes no files.
+        window_only: whether to emit ranges for Nsight instead of running torch.profiler; writes no
+            files.
 
     Returns:
         The content of profile.json, of rank 0; on other ranks without the tables of the trace.
@@ -68,7 +76,9 @@ def profile_iteration(
     device = initialize(config.timeout_minutes)
     resolved = check_trainable(config)
     if not window_only and (folder / "profile.json").exists():
-        raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
+        raise UserError(
+            f"{str(folder)!r} already holds a profile; choose another folder with --folder"
+        )
     with ranges("nvtx" if window_only else "torch"):
         log.info("loading the model")
         setup = load_setup(resolved)
@@ -76,7 +86,12 @@ def profile_iteration(
         with quiet():
             setup.encode(folder / "embeddings")
         trainer = Trainer(
-            setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs
+            setup.resolved,
+            setup.model,
+            setup.reward,
+            setup.prompts,
+            setup.embeddings,
+            graphs=setup.graphs,
         )
         for index in progress(range(warmup), "warm-up", warmup, "iteration"):
             with quiet():
@@ -101,7 +116,9 @@ def profile_iteration(
         "image_tokens": expected.prompt_tokens - model.spec.text_tokens,
         "ceiling_flops_per_second": ceiling,
         "phases": phase_table(row, done, useful, ceiling),
-        "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
+        "peak_bytes": {
+            phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row
+        },
         "planned_bytes": sum(expected.memory.values()),
         "kernels": [],
         "trace": None if window_only else str(folder / TRACE.format(rank())),
@@ -120,7 +137,9 @@ def profile_iteration(
 def _window(trainer: Trainer, index: int) -> dict[str, Any]:
     """Run the measured iteration; on CUDA it is the capture range of nsys and ncu."""
     synchronize(trainer.device)
-    with torch.cuda.profiler.profile() if trainer.device.type == "cuda" else contextlib.nullcontext():
+    with (
+        torch.cuda.profiler.profile() if trainer.device.type == "cuda" else contextlib.nullcontext()
+    ):
         with quiet(), annotate("iteration", index):
             row = trainer.iteration(index)
         synchronize(trainer.device)
@@ -128,7 +147,8 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
 
 
 def flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return phase -> mean FLOPs of a rank in the latest iteration, and its model FLOPs, without a recomputation.
+    """Return phase -> mean FLOPs of a rank in the latest iteration, and its model FLOPs, without a
+    recomputation.
 
     A step that the rollout trained is training.
     """
@@ -138,11 +158,13 @@ def flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], d
         flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen)
         for mode in (model.checkpointing, None)
     ]
-    done, useful = ({phase: of[part] / world_size() for phase, part in PART_OF_PLAN.items()} for of in parts)
+    done, useful = (
+        {phase: of[part] / world_size() for phase, part in PART_OF_PLAN.items()} for of in parts
+    )
     return done, useful
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def phase_table(
@@ -150,7 +172,8 @@ def phase_table(
 ) -> dict[str, dict[str, float | None]]:
     """Return phase or `total` -> seconds, share, FLOPs, FLOP/s, MFU and HFU.
 
-    HFU = FLOPs / seconds / ceiling; MFU is the same of `model_flops`, which a recomputation does not add to.
+    HFU = FLOPs / seconds / ceiling; MFU is the same of `model_flops`, which a recomputation does
+    not add to.
     """
     shown = [phase for phase in (*PHASES, WAIT) if phase != WAIT or f"time/{WAIT}" in row]
     seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in shown}
@@ -173,12 +196,18 @@ def phase_table(
 
 
 def kernel_table(averages: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return name, calls and seconds of kernels and copies on the GPU, largest first, then the sum of the others."""
+    """Return name, calls and seconds of kernels and copies on the GPU, largest first, then the sum
+    of the others."""
     kernels = [e for e in averages if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     kernels.sort(key=lambda event: -event.self_device_time_total)
-    rows = [{"name": e.key, "calls": e.count, "seconds": e.self_device_time_total / 1e6} for e in kernels]
+    rows = [
+        {"name": e.key, "calls": e.count, "seconds": e.self_device_time_total / 1e6}
+        for e in kernels
+    ]
     rest = rows[KERNELS:]
-    others = {"name": "all others"} | {key: sum(row[key] for row in rest) for key in ("calls", "seconds")}
+    others = {"name": "all others"} | {
+        key: sum(row[key] for row in rest) for key in ("calls", "seconds")
+    }
     return [*rows[:KERNELS], others] if rest else rows
 
 
@@ -205,19 +234,34 @@ def format_profile(result: Mapping[str, Any]) -> str:
     if result["ranks"] > 1:
         lines.append(f"seconds of rank 0 of {result['ranks']} ranks, FLOPs as the mean of all")
     images = f" and {count} image tokens" if (count := result.get("image_tokens", 0)) else ""
-    lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens{images} a prompt")
-    lines.append("HFU: FLOPs over time and ceiling; MFU: those of the model, without what a backward recomputes")
+    lines.append(
+        f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens{images} "
+        "a prompt"
+    )
+    lines.append(
+        "HFU: FLOPs over time and ceiling; MFU: those of the model, without what a backward "
+        "recomputes"
+    )
     if peaks := result["peak_bytes"]:
         found = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
         planned = result["planned_bytes"]
-        share = f"; train is {peaks['train'] / planned:.0%} of the planned {format_bytes(planned)}" * ("train" in peaks)
+        share = (
+            f"; train is {peaks['train'] / planned:.0%} of the planned {format_bytes(planned)}"
+            * ("train" in peaks)
+        )
         lines.append(f"peak of allocated memory: {found}{share}")
     if kernels := result.get("kernels"):
         total = sum(row["seconds"] for row in kernels)
-        lines += ["", f"{'GPU seconds':>11}{'share':>8}{'calls':>9}  kernel; together {total:.4f} s, over all streams"]
+        lines += [
+            "",
+            f"{'GPU seconds':>11}{'share':>8}{'calls':>9}  kernel; together {total:.4f} s, over "
+            "all streams",
+        ]
         for row in kernels:
             share = row["seconds"] / total
-            lines.append(f"{row['seconds']:>11.4f}{share:>8.1%}{row['calls']:>9}  {row['name'][:90]}")
+            lines.append(
+                f"{row['seconds']:>11.4f}{share:>8.1%}{row['calls']:>9}  {row['name'][:90]}"
+            )
     if result["trace"] is not None:
         others = f" (of other ranks: {TRACE.format(1)} ...)" if result["ranks"] > 1 else ""
         lines += ["", f"trace, for ui.perfetto.dev: {result['trace']}{others}"]

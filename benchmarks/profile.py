@@ -1,4 +1,5 @@
-"""`sage-fast profile`: time one iteration by phase and by kernel, or measure the signal of its gradient."""
+"""`sage-fast profile`: time one iteration by phase and by kernel, or measure the signal of its
+gradient."""
 
 from __future__ import annotations
 
@@ -11,11 +12,23 @@ from sage_fast.util.paths import TypedFile, TypedPath
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", type=TypedPath, metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    add(
+        "config",
+        type=TypedPath,
+        metavar="CONFIG",
+        help="YAML file, or a run folder (its weights are used)",
+    )
     add("--folder", type=TypedFile, default="profile", help="where the files go (default: profile)")
     add("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
-    add("--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu")
-    add("--signal", type=int, metavar="K", help="signal and noise of the gradient, from K iterations without an update")
+    add(
+        "--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu"
+    )
+    add(
+        "--signal",
+        type=int,
+        metavar="K",
+        help="signal and noise of the gradient, from K iterations without an update",
+    )
     against = "with --signal: a second configuration, and the cosine of the two gradients"
     add("--against", type=TypedPath, metavar="OTHER", help=against)
 
@@ -37,7 +50,12 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     folder, window_only = options.folder, options.window_only
     with fail_fast(config.timeout_minutes):
         result = profile_iteration(
-            config, options.config, overrides, folder=folder, warmup=options.warmup, window_only=window_only
+            config,
+            options.config,
+            overrides,
+            folder=folder,
+            warmup=options.warmup,
+            window_only=window_only,
         )
     if rank() == 0:
         print(format_profile(result))

@@ -1,9 +1,11 @@
-"""Measure the rollout engine: forwards, steps, rollouts, training and decode against stock diffusers.
+"""Measure the rollout engine: forwards, steps, rollouts, training and decode against stock
+diffusers.
 
-`sage-fast bench rollout`. One model with random weights (nothing is downloaded); its stock forward and ours are timed
-interleaved in one process, and the table gives medians. A correctness gate runs first: a wrong result gets no time. On
-a GPU the ladder is the published 8.3 B architecture from 5 x 16 x 16 latents to 480p, 81 frames; on the CPU it is the
-testbed. Rows that do not fit the time budget are listed as not run.
+`sage-fast bench rollout`. One model with random weights (nothing is downloaded); its stock forward
+and ours are timed interleaved in one process, and the table gives medians. A correctness gate runs
+first: a wrong result gets no time. On a GPU the ladder is the published 8.3 B architecture from 5 x
+16 x 16 latents to 480p, 81 frames; on the CPU it is the testbed. Rows that do not fit the time
+budget are listed as not run.
 """
 
 from __future__ import annotations
@@ -52,14 +54,17 @@ def measure(
     left: float = math.inf,
     warm_ups: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the median seconds per path, the peak of allocated bytes on a GPU, the rounds, and the failures.
+    """Return the median seconds per path, the peak of allocated bytes on a GPU, the rounds, and the
+    failures.
 
     Args:
         contenders: path -> function without arguments.
         device: device they run on.
         rounds: maximum number of interleaved rounds.
-        left: seconds that the row may take. If they are too few, there are fewer rounds, but at least one.
-        warm_ups: path -> what warms it up; its contender by default. With warm-ups of its own there is one round.
+        left: seconds that the row may take. If they are too few, there are fewer rounds, but at
+            least one.
+        warm_ups: path -> what warms it up; its contender by default. With warm-ups of its own there
+            is one round.
     """
     stop = time.monotonic() + left
     peak: dict[str, int] = {}
@@ -87,17 +92,27 @@ def measure(
         except torch.OutOfMemoryError:
             failed[name] = OUT_OF_MEMORY
             continue
-        except Exception as error:  # from a compiler or a kernel: the other paths can still be measured
+        except (
+            Exception
+        ) as error:  # from a compiler or a kernel: the other paths can still be measured
             failed[name] = in_one_line(error)
             continue
         timers[name] = timer_of(name)
-    fitting = (stop - time.monotonic()) / sum(seconds for (seconds,) in steady.values()) if timers else 1.0
+    fitting = (
+        (stop - time.monotonic()) / sum(seconds for (seconds,) in steady.values())
+        if timers
+        else 1.0
+    )
     rounds = 1 if warm_ups else max(1, int(min(rounds, fitting)))
     try:
         seconds = interleaved(timers, rounds)
-    except Exception as error:  # GPU faults surface late and nothing runs after one: keep the warm-up times
+    except (
+        Exception
+    ) as error:  # GPU faults surface late and nothing runs after one: keep the warm-up times
         seconds, rounds = {} if warm_ups else steady, 1
-        failed["interleaved"] = "only the second warm-up is timed: " * (not warm_ups) + in_one_line(error)
+        failed["interleaved"] = "only the second warm-up is timed: " * (not warm_ups) + in_one_line(
+            error
+        )
     return {
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "peak_bytes": peak,
@@ -107,12 +122,19 @@ def measure(
 
 
 def estimate(
-    rows: Sequence[Mapping[str, Any]], size: str, part: str, flops: float, paths: Collection[str], calls: int
+    rows: Sequence[Mapping[str, Any]],
+    size: str,
+    part: str,
+    flops: float,
+    paths: Collection[str],
+    calls: int,
 ) -> float:
-    """Estimate the seconds of a row with `calls` calls of each path from the measured rows; 0 before the first.
+    """Estimate the seconds of a row with `calls` calls of each path from the measured rows; 0
+    before the first.
 
-    Each path runs at its FLOP/s in the most similar row: the same size, else the same part, else the latest. A path
-    missing there runs at the FLOP/s of the slowest. The largest overhead of any row is added.
+    Each path runs at its FLOP/s in the most similar row: the same size, else the same part, else
+    the latest. A path missing there runs at the FLOP/s of the slowest. The largest overhead of any
+    row is added.
     """
     timed = [row for row in rows if row["seconds"]]
     if not timed:
@@ -120,7 +142,10 @@ def estimate(
     like = max(reversed(timed), key=lambda row: (row["size"] == size, row["part"] == part))
     slowest = max(like["seconds"].values())
     work = flops / like["flops"] * sum(like["seconds"].get(path, slowest) for path in paths)
-    overhead = max(row["wall_seconds"] - (WARM_UPS + row["rounds"]) * sum(row["seconds"].values()) for row in timed)
+    overhead = max(
+        row["wall_seconds"] - (WARM_UPS + row["rounds"]) * sum(row["seconds"].values())
+        for row in timed
+    )
     return calls * work + max(overhead, 0.0)
 
 
@@ -135,7 +160,9 @@ def chosen_paths(parts: Sequence[str] | None, paths: Sequence[str] | None) -> di
         chosen[part] = [path for path in PARTS[part] if paths is None or path in paths]
         if parts is not None and not chosen[part]:
             asked = " or ".join(map(repr, paths or []))
-            raise UserError(f"--part {part!r} has no path {asked}; its paths are {', '.join(PARTS[part])}")
+            raise UserError(
+                f"--part {part!r} has no path {asked}; its paths are {', '.join(PARTS[part])}"
+            )
     return {part: found for part, found in chosen.items() if found}
 
 
@@ -154,7 +181,8 @@ def run(
         rounds: interleaved rounds per row.
         parts: a subset of PARTS; all by default.
         paths: a subset of PATHS; all by default.
-        budget: seconds for the whole benchmark; no limit by default. Rows that do not fit the remainder are not run.
+        budget: seconds for the whole benchmark; no limit by default. Rows that do not fit the
+            remainder are not run.
         save: called with the result after every row.
     """
     end = time.monotonic() + (math.inf if budget is None else budget)
@@ -165,7 +193,8 @@ def run(
     rows: list[dict[str, Any]] = []
     not_run: list[dict[str, Any]] = []
     result = {
-        "environment": environment(device, implementation(device)) | {"dtype": str(dtype).removeprefix("torch.")},
+        "environment": environment(device, implementation(device))
+        | {"dtype": str(dtype).removeprefix("torch.")},
         "ceiling_flops_per_second": matmul_ceiling(device, dtype),
         "sustained_ceiling": sustained_ceiling(device, dtype),
         "budget_seconds": budget,
@@ -179,10 +208,14 @@ def run(
             if built != size.testbed:
                 transformer = decoders = None  # free their memory for the next ones
                 transformer, built = random_transformer(size.testbed, device, dtype), size.testbed
-                decoders = random_decoders(size.testbed, device, dtype) if "decode" in work else None
+                decoders = (
+                    random_decoders(size.testbed, device, dtype) if "decode" in work else None
+                )
             assert transformer is not None
             rung = Rung(transformer, size, decoders)
-            problems: dict[str, dict[str, str]] = {}  # gate -> path -> problem, for gates that have run
+            problems: dict[
+                str, dict[str, str]
+            ] = {}  # gate -> path -> problem, for gates that have run
             for part, chosen in work.items():
                 gate = "decode" if part == "decode" else "forward"
                 flops, once = rung.flops(part), part == "rollout" and size.steps >= LONG
@@ -192,21 +225,32 @@ def run(
                 facts |= {"model_flops": rung.flops(part, model=True)}
                 facts |= {} if part == "decode" else {"attention": rung.attention}
                 if (left := _left(end)) <= expected:
-                    reason = f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s are left"
+                    reason = (
+                        f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s "
+                        "are left"
+                    )
                     not_run.append(facts | {"reason": reason, "expected_seconds": expected})
                 else:
                     with fresh_compilation():
                         start = time.monotonic()
                         if gate not in problems:
-                            problems[gate] = rung.check(gate, {path for found in work.values() for path in found})
-                        wrong = {path: why for path, why in problems[gate].items() if path in (*chosen, "stock")}
+                            problems[gate] = rung.check(
+                                gate, {path for found in work.values() for path in found}
+                            )
+                        wrong = {
+                            path: why
+                            for path, why in problems[gate].items()
+                            if path in (*chosen, "stock")
+                        }
                         right = [path for path in chosen if path not in wrong]
                         contenders = rung.contenders(part, right)
                         if contenders or wrong:
                             warm_ups = rung.contenders("step", right) if once else None
                             measured = measure(contenders, device, rounds, _left(end), warm_ups)
                             measured["failed"] |= wrong
-                            rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
+                            rows.append(
+                                facts | measured | {"wall_seconds": time.monotonic() - start}
+                            )
                         else:
                             not_run.append(facts | {"reason": f"no {' or '.join(chosen)} here"})
                 save(result)
@@ -224,14 +268,14 @@ def failures(result: Mapping[str, Any]) -> int:
     return sum(why != OUT_OF_MEMORY for row in result["rows"] for why in row["failed"].values())
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None = None) -> str:
     """Format what the rows cost by the plan's formulas, without running them."""
     lines = [
-        f"{'size':<18}{'part':<9}{'tokens':>9}{'forwards':>10}{'model FLOPs':>13}{'with recomputation':>20}"
-        f"{'at ' + format(BURST_FLOPS / 1e12, '.0f') + ' TFLOP/s':>16}"
+        f"{'size':<18}{'part':<9}{'tokens':>9}{'forwards':>10}{'model FLOPs':>13}"
+        f"{'with recomputation':>20}{'at ' + format(BURST_FLOPS / 1e12, '.0f') + ' TFLOP/s':>16}"
     ]
     for name in names or GPU_SIZES:
         size = SIZES[name]
@@ -240,18 +284,25 @@ def arithmetic(names: Sequence[str] | None = None, parts: Sequence[str] | None =
         tokens = size.batch * (math.prod(size.space) + size.text_tokens)
         for part in parts or PARTS:
             if part == "decode":
-                forwards, model = 0, size.batch * decode_flops(spec.vae.decoder, (config.out_channels, *size.space))
+                forwards, model = (
+                    0,
+                    size.batch * decode_flops(spec.vae.decoder, (config.out_channels, *size.space)),
+                )
                 done = model
             else:
                 forwards = size.passes * (size.steps if part == "rollout" else 1)
-                model, done = (part_flops(config, size, part, mode) for mode in (None, size.checkpointing(part)))
+                model, done = (
+                    part_flops(config, size, part, mode)
+                    for mode in (None, size.checkpointing(part))
+                )
             lines.append(
                 f"{name:<18}{part:<9}{tokens:>9,}{forwards or '':>10}{model:>13.3g}{done:>20.3g}"
                 f"{done / BURST_FLOPS:>14.3g} s"
             )
     lines += [
         "",
-        "arithmetic: every FLOP at the burst of a bf16 matrix product on one H200, without text encoding",
+        "arithmetic: every FLOP at the burst of a bf16 matrix product on one H200, without text "
+        "encoding",
     ]
     return "\n".join(lines)
 
@@ -261,11 +312,16 @@ def format_rollout(result: Mapping[str, Any]) -> str:
     env, ceiling = result["environment"], result["ceiling_flops_per_second"]
     lines = [
         head_line(env),
-        f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling / 1e12:.3g} TFLOP/s",
-        *([format_sustained(result["sustained_ceiling"])] if result.get("sustained_ceiling") else []),
+        f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling / 1e12:.3g} "
+        "TFLOP/s",
+        *(
+            [format_sustained(result["sustained_ceiling"])]
+            if result.get("sustained_ceiling")
+            else []
+        ),
         "",
-        f"{'size':<18}{'part':<9}{'path':<22}{'time':>12}{'calls':>7}{'to stock':>10}{'MFU':>8}{'HFU':>8}"
-        f"{'peak memory':>13}",
+        f"{'size':<18}{'part':<9}{'path':<22}{'time':>12}{'calls':>7}{'to stock':>10}"
+        f"{'MFU':>8}{'HFU':>8}{'peak memory':>13}",
     ]
     for row in result["rows"]:
         for name, seconds in row["seconds"].items():
@@ -273,17 +329,29 @@ def format_rollout(result: Mapping[str, Any]) -> str:
             model, done = (row[key] / seconds / ceiling for key in ("model_flops", "flops"))
             stock = f"{row['seconds']['stock'] / seconds:.2f}x" if "stock" in row["seconds"] else ""
             lines.append(
-                f"{row['size']:<18}{row['part']:<9}{name:<22}{1e3 * seconds:>9.2f} ms{row['rounds']:>7}"
+                f"{row['size']:<18}{row['part']:<9}{name:<22}{1e3 * seconds:>9.2f} "
+                f"ms{row['rounds']:>7}"
                 f"{stock:>10}{model:>8.1%}{done:>8.1%}{peak:>13}".rstrip()
             )
-        lines += [f"{row['size']:<18}{row['part']:<9}{name:<22}{why}" for name, why in row["failed"].items()]
+        lines += [
+            f"{row['size']:<18}{row['part']:<9}{name:<22}{why}"
+            for name, why in row["failed"].items()
+        ]
     lines += [
         "",
-        "calls: timed calls of each path, interleaved; the time is their median. stock: diffusers as it comes, with",
-        "masked attention. MFU, HFU: model FLOPs with the unpadded prompt, and those with what a backward recomputes,",
+        "calls: timed calls of each path, interleaved; the time is their median. stock: diffusers "
+        "as it comes, with",
+        "masked attention. MFU, HFU: model FLOPs with the unpadded prompt, and those with what a "
+        "backward recomputes,",
         "over time and ceiling",
     ]
-    lines += [f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]]
-    served = {row["size"]: row["attention"] for row in [*result["rows"], *result["not_run"]] if "attention" in row}
+    lines += [
+        f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]
+    ]
+    served = {
+        row["size"]: row["attention"]
+        for row in [*result["rows"], *result["not_run"]]
+        if "attention" in row
+    }
     lines += [f"attention of eager and graphed at {size}: {name}" for size, name in served.items()]
     return "\n".join(lines)

@@ -48,14 +48,16 @@ PARTS = {
     "train": FORWARDS,
     "decode": ("contiguous", "channels last", "stock"),
 }
-"""part -> the paths that it can take. The first two paths of decode are ours, named by memory layout. The stock one
-comes last: it cannot tile at 480p, and may fail in a way after which nothing runs."""
+"""part -> the paths that it can take. The first two paths of decode are ours, named by memory
+layout. The stock one comes last: it cannot tile at 480p, and may fail in a way after which nothing
+runs."""
 PATHS = tuple(dict.fromkeys(path for paths in PARTS.values() for path in paths))
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Latents `[batch, C, *space]`, the number of text tokens, and a rollout's steps and guidance (1: one pass)."""
+    """Latents `[batch, C, *space]`, the number of text tokens, and a rollout's steps and guidance
+    (1: one pass)."""
 
     batch: int
     space: tuple[int, int, int]
@@ -83,11 +85,13 @@ SIZES = {
     "480p 81 frames": Size(1, (21, 30, 52)),
     "480p 121 frames": Size(1, (31, 30, 52), steps=50, guidance=6.0),
 }
-"""The last one is that of HunyuanVideo 1.5's own defaults, which others time: a video is its `rollout` and `decode`."""
+"""The last one is that of HunyuanVideo 1.5's own defaults, which others time: a video is its
+`rollout` and `decode`."""
 GPU_SIZES = ("5x16x16", "9x30x52", "480p 81 frames")
 CPU_SIZES = ("testbed batch 1", "testbed batch 32")
 GATE_SPACE = (3, 8, 8)
-"""Largest latents (T, H, W) that the decoders' gate compares: a layout that is correct there is correct everywhere."""
+"""Largest latents (T, H, W) that the decoders' gate compares: a layout that is correct there is
+correct everywhere."""
 
 
 def spec_of(testbed: bool) -> HunyuanVideo15:
@@ -95,8 +99,11 @@ def spec_of(testbed: bool) -> HunyuanVideo15:
     return Testbed() if testbed else HunyuanVideo15()
 
 
-def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
-    """Return the transformer with random weights, allocated on the device, and a nonzero LoRA adapter."""
+def random_transformer(
+    testbed: bool, device: torch.device, dtype: torch.dtype
+) -> HunyuanVideo15Transformer3DModel:
+    """Return the transformer with random weights, allocated on the device, and a nonzero LoRA
+    adapter."""
     spec = spec_of(testbed)
     transformer = random_module(spec, "transformer", dtype, device)
     make_trainable(spec, transformer, ModelConfig(lora_rank=16 if testbed else 64, lora_alpha=16))
@@ -109,21 +116,29 @@ def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) 
 
 
 def with_own_adapter(transformer: Any, dtype: torch.dtype) -> Any:
-    """Return a transformer with the same frozen weights and an adapter of its own in `dtype`, for stock.
+    """Return a transformer with the same frozen weights and an adapter of its own in `dtype`, for
+    stock.
 
     Its best case: PEFT computes a float32 adapter in float32, and autocast normalises in float32.
     """
-    own = copy.deepcopy(transformer, {id(p): p for p in transformer.parameters() if not p.requires_grad})
+    own = copy.deepcopy(
+        transformer, {id(p): p for p in transformer.parameters() if not p.requires_grad}
+    )
     for p in own.parameters():
         if p.requires_grad:
             p.data = p.data.to(dtype)
     return own
 
 
-def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> dict[str, VideoDecoder]:
-    """Return path of `decode` -> decoder, all with the same random weights; each has its own copy (layouts differ)."""
+def random_decoders(
+    testbed: bool, device: torch.device, dtype: torch.dtype
+) -> dict[str, VideoDecoder]:
+    """Return path of `decode` -> decoder, all with the same random weights; each has its own copy
+    (layouts differ)."""
     vae = random_module(spec_of(testbed), "vae", dtype, device).requires_grad_(False)
-    contiguous, channels_last = (VideoDecoder(copy.deepcopy(vae), channels_last=last) for last in (False, True))
+    contiguous, channels_last = (
+        VideoDecoder(copy.deepcopy(vae), channels_last=last) for last in (False, True)
+    )
     channels_last.plans = contiguous.plans  # the same portions, however much memory is free by then
     stock = StockDecoder(vae, batches=testbed)
     return {"stock": stock, "contiguous": contiguous, "channels last": channels_last}
@@ -143,7 +158,9 @@ def part_flops(config: Any, size: Size, part: str, checkpointing: str | None) ->
     if part == "train":
         attention = passes * attention_flops(config, tokens, size.text_tokens)
         ends = passes * block_end_flops(config, tokens)
-        return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True, block_ends=ends)
+        return training_flops(
+            forward, attention, checkpointing=checkpointing, frozen_base=True, block_ends=ends
+        )
     return forward * (size.steps if part == "rollout" else 1)
 
 
@@ -168,9 +185,10 @@ class Rung:
         self.stock = with_own_adapter(transformer, dtype)
         options: dict[str, Any] = {"dtype": dtype, "guidance_scale": size.guidance}
         self.ours = HunyuanVideo15Policy(transformer, **options)
-        self.ours.forward.refresh()  # changes the strides of the weights, for which code is compiled later
-        # The paths of our forward share one policy. Two policies over one transformer would take the weights from each
-        # other, and lay out those of all blocks again, at every turn.
+        # changes the strides of the weights, for which code is compiled later
+        self.ours.forward.refresh()
+        # The paths of our forward share one policy. Two policies over one transformer would take
+        # the weights from each other, and lay out those of all blocks again, at every turn.
         self.policies: dict[str, HunyuanVideo15Policy] = {
             path: StockPolicy(self.stock, **how, **options) for path, how in STOCK.items()
         }
@@ -179,7 +197,9 @@ class Rung:
         self.device = device
         generator = torch.Generator().manual_seed(0)
         texts = torch.randn(2, size.text_tokens, config.text_embed_dim, generator=generator)
-        prompt, negative = (TextEmbedding(text=t, glyphs=torch.zeros(0, config.text_embed_2_dim)) for t in texts)
+        prompt, negative = (
+            TextEmbedding(text=t, glyphs=torch.zeros(0, config.text_embed_2_dim)) for t in texts
+        )
         self.embeddings = {"prompt": prompt, prompt.negative: negative}
         self.prompts = ["prompt"] * size.batch
         self.shape = (config.out_channels, *size.space)
@@ -192,7 +212,9 @@ class Rung:
         heads = (config.num_attention_heads, config.attention_head_dim)
         self.usable = usable(device, dtype)
         self.attention = fastest(measure_attention((size.batch, tokens, *heads), device, dtype))
-        self.graphs = StepGraphs(self.ours, CudaRecorder(), 2**40) if device.type == "cuda" else None
+        self.graphs = (
+            StepGraphs(self.ours, CudaRecorder(), 2**40) if device.type == "cuda" else None
+        )
         self.decoders = decoders or {}
 
     def schedule(self, policy: HunyuanVideo15Policy) -> Any:
@@ -205,20 +227,24 @@ class Rung:
             model: without what a backward recomputes.
         """
         if part == "decode":
-            return self.size.batch * decode_flops(spec_of(self.size.testbed).vae.decoder, self.shape)
+            return self.size.batch * decode_flops(
+                spec_of(self.size.testbed).vae.decoder, self.shape
+            )
         checkpointing = None if model else self.size.checkpointing(part)
         return part_flops(self.transformer.config, self.size, part, checkpointing)
 
-    # -- the gate -----------------------------------------------------------------------------------------------------
+    # -- the gate ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def check(self, gate: str, paths: Collection[str] = PATHS) -> dict[str, str]:
         """Compare results with stock; return path -> problem, for the paths that differ or fail.
 
-        If stock itself fails, that is one of the problems, and the first path that runs becomes the reference.
+        If stock itself fails, that is one of the problems, and the first path that runs becomes the
+        reference.
 
         Args:
-            gate: `decode` compares videos; `forward` compares velocities, and serves all other parts.
+            gate: `decode` compares videos; `forward` compares velocities, and serves all other
+                parts.
             paths: paths to compare.
         """
         run = self._video if gate == "decode" else self._velocity
@@ -230,7 +256,8 @@ class Rung:
         for path in dict.fromkeys(["stock", *present]):
             try:
                 found = run(path).float()
-            except Exception as error:  # from a compiler, a kernel or lack of memory: the other paths can still run
+            # from a compiler, a kernel or lack of memory: the other paths can still run
+            except Exception as error:
                 problems[path] = in_one_line(error)
                 continue
             expected = found if expected is None else expected
@@ -247,17 +274,24 @@ class Rung:
         return policy.guided_velocity(self.x, self.schedule(policy).at(self.step))
 
     def _video(self, path: str) -> Tensor:
-        return self.decoders[path](self.x[:, :, : GATE_SPACE[0], : GATE_SPACE[1], : GATE_SPACE[2]].contiguous())
+        return self.decoders[path](
+            self.x[:, :, : GATE_SPACE[0], : GATE_SPACE[1], : GATE_SPACE[2]].contiguous()
+        )
 
     def _present(self, possible: Collection[str], paths: Collection[str]) -> list[str]:
         """Return the paths of a part, `possible`, that are requested and can run here."""
-        absent = {"stock padded"} if self.size.testbed else set()  # pads by 1985 tokens: meaningful at real sizes only
+        # pads by 1985 tokens: meaningful at real sizes only
+        absent = {"stock padded"} if self.size.testbed else set()
         if self.device.type != "cuda":
             absent |= {"stock cudnn", "stock cudnn compiled"}
-        absent |= {path for path, name in ATTENTIONS.items() if name not in {*self.usable} - {self.attention}}
+        absent |= {
+            path
+            for path, name in ATTENTIONS.items()
+            if name not in {*self.usable} - {self.attention}
+        }
         return [path for path in possible if path in paths and path not in absent]
 
-    # -- contenders ---------------------------------------------------------------------------------------------------
+    # -- contenders --------------------------------------------------------------------------------
 
     def _set_attention(self, path: str) -> None:
         self.ours.attention = ATTENTION[ATTENTIONS.get(path, self.attention)]
@@ -290,14 +324,18 @@ class Rung:
 
         @torch.no_grad()
         def step() -> Any:
-            return denoise(policy, self.coefs, schedule.at(self.step), self.seeds, self.x, self.step)
+            return denoise(
+                policy, self.coefs, schedule.at(self.step), self.seeds, self.x, self.step
+            )
 
         def whole() -> Any:
             return self._rollout(policy)
 
         def train() -> Any:
             v = policy.guided_velocity(self.x, schedule.at(self.step))
-            return torch.autograd.grad(v.float().square().mean(), list(policy.parameters().values()))
+            return torch.autograd.grad(
+                v.float().square().mean(), list(policy.parameters().values())
+            )
 
         function = {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
 
@@ -321,4 +359,13 @@ class Rung:
 
     def _rollout(self, policy: HunyuanVideo15Policy, graphs: StepGraphs | None = None) -> Tensor:
         conditioning = policy.conditioning_table(self.table.sigmas[:-1], self.embeddings)
-        return rollout(policy, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x, graphs=graphs)
+        return rollout(
+            policy,
+            self.table,
+            self.coefs,
+            conditioning,
+            self.prompts,
+            self.seeds,
+            self.x,
+            graphs=graphs,
+        )

@@ -1,4 +1,5 @@
-"""Tables of docs/explanation/scaling.md, by the plan's formulas; `python -m benchmarks.scaling` writes them there."""
+"""Tables of docs/explanation/scaling.md, by the plan's formulas; `python -m benchmarks.scaling`
+writes them there."""
 
 from __future__ import annotations
 
@@ -29,14 +30,16 @@ REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "explanation" / "scaling.md"
 TEXT_TOKENS = HunyuanVideo15.text_tokens
 ARCHITECTURE = {
-    "num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "num_refiner_layers": 2, "mlp_ratio": 4.0,
-    "patch_size": 1, "patch_size_t": 1, "in_channels": 65, "out_channels": 32, "text_embed_dim": 3584,
+    "num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "patch_size": 1, "patch_size_t": 1, "in_channels": 65, "out_channels": 32,
+    "text_embed_dim": 3584,
 }  # fmt: skip
 """The published transformer; tests/test_scaling.py compares it with diffusers' own defaults."""
 WIDTH, BF16 = 16 * 128, 2
 
 
-# -- the cost of an iteration ------------------------------------------------------------------------------------------
+# -- the cost of an iteration ----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,22 +113,27 @@ def _autoencoder() -> torch.nn.Module:
 
 
 def exchange_bytes(joint: int, size: int, width: int = WIDTH, bytes_per_value: int = BF16) -> float:
-    """Bytes a rank sends in one block's forward: queries, keys, values and outputs of its tokens, to the others."""
+    """Bytes a rank sends in one block's forward: queries, keys, values and outputs of its tokens,
+    to the others."""
     return 4 * math.ceil(joint / size) * width * bytes_per_value * (size - 1) / size
 
 
 def count_gathers(policy: HunyuanVideo15Policy) -> dict[str, tuple[int, int]]:
-    """Count what ZeRO-3 gathers for one sample, by running the model: part -> all-gathers, elements.
+    """Count what ZeRO-3 gathers for one sample, by running the model: part -> all-gathers,
+    elements.
 
-    A unit is gathered for its forward, and again for its backward, with its recomputation. A rollout computes AdaLN
-    once for all its steps; the anchor and training compute it for each transition.
+    A unit is gathered for its forward, and again for its backward, with its recomputation. A
+    rollout computes AdaLN once for all its steps; the anchor and training compute it for each
+    transition.
 
     Args:
         policy: with unsharded weights of the activations' dtype, on any device (including meta).
     """
     calls: list[int] = []
     hooks = [
-        unit.register_forward_hook(lambda unit, *_: calls.append(sum(p.numel() for p in unit.parameters())))
+        unit.register_forward_hook(
+            lambda unit, *_: calls.append(sum(p.numel() for p in unit.parameters()))
+        )
         for run in policy.sharded_units()
         for unit in run
     ]
@@ -134,14 +142,16 @@ def count_gathers(policy: HunyuanVideo15Policy) -> dict[str, tuple[int, int]]:
         of_adaln = len(calls)
         context = torch.zeros(1, 1, modulation.shape[-1], dtype=policy.dtype)
         x = torch.zeros(1, policy.transformer.config.out_channels, 1, 1, 1, dtype=policy.dtype)
-        policy.forward(x, Inputs(modulation=modulation, final=final, context=context), policy.attention)
+        policy.forward(
+            x, Inputs(modulation=modulation, final=final, context=context), policy.attention
+        )
     for hook in hooks:
         hook.remove()
     parts = {"rollout": calls[of_adaln:], "anchor": calls, "training": 2 * calls}
     return {part: (len(units), sum(units)) for part, units in parts.items()}
 
 
-# -- the tables --------------------------------------------------------------------------------------------------------
+# -- the tables ------------------------------------------------------------------------------------
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -151,7 +161,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value / 3600:.1f} h" if value >= 7200 else f"{value / 60:.1f} min" if value >= 100 else f"{value:.2g} s"
+    return (
+        f"{value / 3600:.1f} h"
+        if value >= 7200
+        else f"{value / 60:.1f} min"
+        if value >= 100
+        else f"{value:.2g} s"
+    )
 
 
 def sizes() -> str:
@@ -159,20 +175,25 @@ def sizes() -> str:
     rows = []
     for work in (
         Work(frames=17), Work(frames=49), Work(), Work(frames=121), Work(frames=241),
-        Work(height=352, width=624), Work(height=720, width=1280), Work(frames=121, height=720, width=1280),
+        Work(height=352, width=624), Work(height=720, width=1280), Work(frames=121, height=720,
+            width=1280),
     ):  # fmt: skip
         kept = [
-            activation_bytes("attention", ARCHITECTURE, math.ceil(work.joint / size), BF16, rank=64) for size in (1, 8)
+            activation_bytes("attention", ARCHITECTURE, math.ceil(work.joint / size), BF16, rank=64)
+            for size in (1, 8)
         ]
         share = attention_flops(ARCHITECTURE, work.tokens, TEXT_TOKENS) / work.forward
         rows.append(
-            [f"{work.frames} x {work.height} x {work.width}", f"{work.tokens:,}", f"{work.forward:.2e}", f"{share:.0%}",
+            [f"{work.frames} x {work.height} x {work.width}", f"{work.tokens:,}",
+             f"{work.forward:.2e}", f"{share:.0%}",
              *map(_seconds, seconds_on_a_gpu(work.parts)),
              _seconds(work.decode / BURST_FLOPS),
              *(f"{size / 2**30:.1f} GiB" for size in kept)]
         )  # fmt: skip
-    head = ["frames x height x width", "tokens", "FLOPs per forward", "attention share", "time per sample",
-            "at the H200's rates", "time per decode", "activations", "activations, 8 GPUs a sample"]  # fmt: skip
+    head = ["frames x height x width", "tokens", "FLOPs per forward", "attention share",
+        "time per sample",
+            "at the H200's rates", "time per decode", "activations",
+            "activations, 8 GPUs a sample"]  # fmt: skip
     return _table(head, rows)
 
 
@@ -180,7 +201,8 @@ TABLES = {"sizes": sizes}
 
 
 def written(page: str) -> str:
-    """Return the page with every table, between `<!-- table: NAME -->` and `<!-- end -->`, regenerated."""
+    """Return the page with every table, between `<!-- table: NAME -->` and `<!-- end -->`,
+    regenerated."""
     pattern = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
     return pattern.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
 

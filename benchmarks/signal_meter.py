@@ -1,16 +1,18 @@
-"""Measure what an iteration's gradient says: its signal and noise at fixed weights, before a run is paid for.
+"""Measure what an iteration's gradient says: its signal and noise at fixed weights, before a run is
+paid for.
 
     <folder>/signal.json
 
-K iterations run without an update. Their gradients g_k = s + n_k are those of the optimizer steps, summed over an
-iteration, averaged over ranks and not clipped. Iterations draw their own prompts and seeds, so products of two of them
-have the mean |s|^2 without the noise:
+K iterations run without an update. Their gradients g_k = s + n_k are those of the optimizer steps,
+summed over an iteration, averaged over ranks and not clipped. Iterations draw their own prompts and
+seeds, so products of two of them have the mean |s|^2 without the noise:
 
     signal |s|^2 = mean of g_k . g_l, k != l        noise E|n|^2 = mean of g_k . g_k - signal
     cosine of two configurations = mean of a_k . b_l, k != l / sqrt(signal of a x signal of b)
 
-Errors are those of a jackknife over iterations, up to 1.4 times too large where the signal is within the noise of its
-estimate. Prompts do not repeat within an epoch, which takes a little off the signal.
+Errors are those of a jackknife over iterations, up to 1.4 times too large where the signal is
+within the noise of its estimate. Prompts do not repeat within an epoch, which takes a little off
+the signal.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class Collector(PlainEngine):
         self.clear()
 
     def clear(self) -> None:
-        self.gradient = torch.zeros(sum(p.numel() for p in self.parameters)) if rank() == 0 else None
+        self.gradient = (
+            torch.zeros(sum(p.numel() for p in self.parameters)) if rank() == 0 else None
+        )
 
     def step(self) -> float:
         self._reduce_gradients()
@@ -84,7 +88,9 @@ class Collector(PlainEngine):
         if not math.isfinite(norm):
             raise NonFiniteError(f"gradient norm is {norm}")
         if self.gradient is not None:
-            for p, total in zip(self.parameters, self.gradient.split([p.numel() for p in self.parameters])):
+            for p, total in zip(
+                self.parameters, self.gradient.split([p.numel() for p in self.parameters])
+            ):
                 if p.grad is not None:
                     total += p.grad.flatten().float().cpu()
         for p in self.parameters:
@@ -103,7 +109,8 @@ def collect(trainer: Trainer, count: int, warmup: int) -> tuple[list[Tensor], Te
     """Run iterations 0 to `count` - 1 without an update; the warm-up repeats the first.
 
     Returns:
-        Each iteration's gradient, on rank 0, and `[2, count]`: PFLOPs and device seconds, all ranks together.
+        Each iteration's gradient, on rank 0, and `[2, count]`: PFLOPs and device seconds, all ranks
+        together.
     """
     config = trainer.config
     engine = trainer.engine = Collector(trainer.policy, config.train)
@@ -116,19 +123,29 @@ def collect(trainer: Trainer, count: int, warmup: int) -> tuple[list[Tensor], Te
             row: dict[str, Any] = trainer.iteration(index)
         done, _ = flops_of_phases(trainer, config.train.samples)
         gradients[index] = engine.gradient
-        costs[index] = [world_size() * cost for cost in (sum(done.values()) / 1e15, row["time/total"])]
+        costs[index] = [
+            world_size() * cost for cost in (sum(done.values()) / 1e15, row["time/total"])
+        ]
     whole = [gradient for gradient in gradients.values() if gradient is not None]
     return whole, torch.tensor(list(costs.values()), dtype=torch.float64).T
 
 
 def load_trainer(resolved: Resolved, folder: Path) -> Trainer:
-    """Load the model, and the prompts' embeddings into `folder`; return a trainer that belongs to no run."""
+    """Load the model, and the prompts' embeddings into `folder`; return a trainer that belongs to
+    no run."""
     log.info("loading the model")
     setup = load_setup(resolved)
     folder.mkdir(parents=True, exist_ok=True)
     with quiet():
         setup.encode(folder / "embeddings")
-    return Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+    return Trainer(
+        setup.resolved,
+        setup.model,
+        setup.reward,
+        setup.prompts,
+        setup.embeddings,
+        graphs=setup.graphs,
+    )
 
 
 def products(gradients: Sequence[Tensor]) -> Tensor:
@@ -141,7 +158,8 @@ def products(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def estimate(gram: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the `ROWS` of each of C configurations, flattened, and with two their cosine; then the standard errors.
+    """Return the `ROWS` of each of C configurations, flattened, and with two their cosine; then the
+    standard errors.
 
     Args:
         gram: products of gradients, float64 `[C, K, C, K]`.
@@ -149,7 +167,9 @@ def estimate(gram: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
     """
     count = gram.shape[1]
     others = [[k for k in range(count) if k != left] for left in range(count)]
-    parts = torch.stack([_statistics(gram[:, kept][..., kept], costs[..., kept]) for kept in others])
+    parts = torch.stack(
+        [_statistics(gram[:, kept][..., kept], costs[..., kept]) for kept in others]
+    )
     errors = ((count - 1) / count * (parts - parts.mean(0)).square().sum(0)).sqrt()
     return _statistics(gram, costs), errors
 
@@ -163,7 +183,11 @@ def _statistics(gram: Tensor, costs: Tensor) -> Tensor:
     noise = by_pair[..., same].mean(-1).diagonal() - signal
     ratio, (pflops, seconds) = signal / noise, costs.mean(-1)
     rows = torch.stack([signal, noise, ratio, ratio / pflops, ratio / seconds, pflops, seconds])
-    cosine = between[:1, 1] / signal.where(signal > 0, torch.nan).prod().sqrt() if len(gram) > 1 else rows.new_empty(0)
+    cosine = (
+        between[:1, 1] / signal.where(signal > 0, torch.nan).prod().sqrt()
+        if len(gram) > 1
+        else rows.new_empty(0)
+    )
     return torch.cat([rows.flatten(), cosine])
 
 
@@ -174,17 +198,27 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         UserError: as `measure_signal`, or an option is impossible.
     """
     if options.signal is not None and (options.signal < 3 or options.window_only):
-        raise UserError(f"--signal {options.signal}: expected 3 or more iterations, without --window-only")
-    if options.against is not None and (options.signal is None or options.against == options.config):
-        raise UserError(f"--against {options.against}: expected another configuration than CONFIG, and --signal K")
+        raise UserError(
+            f"--signal {options.signal}: expected 3 or more iterations, without --window-only"
+        )
+    if options.against is not None and (
+        options.signal is None or options.against == options.config
+    ):
+        raise UserError(
+            f"--against {options.against}: expected another configuration than CONFIG, and "
+            "--signal K"
+        )
     sources = [options.config] + [options.against] * (options.against is not None)
-    ungated = {**overrides, "train.parity_gate": "false"}  # no update follows that rounding could spoil
+    # no update follows that rounding could spoil
+    ungated = {**overrides, "train.parity_gate": "false"}
     configs = [load_source("profile", source, ungated) for source in sources]
     timeout = configs[0].timeout_minutes
     with fail_fast(timeout):
         initialize(timeout)
         measured = {source: check_trainable(config) for source, config in zip(sources, configs)}
-        result = measure_signal(measured, overrides, folder=options.folder, count=options.signal, warmup=options.warmup)
+        result = measure_signal(
+            measured, overrides, folder=options.folder, count=options.signal, warmup=options.warmup
+        )
     if rank() == 0:
         print(format_signal(result))
 
@@ -197,27 +231,43 @@ def check(measured: Sequence[Resolved], count: int) -> None:
     """
     hours, size, trained = 0.0, 0.0, set()
     for config in (resolved.config for resolved in measured):
-        sharded = f"gradients are taken where every rank has all of them; the nearest choice is {next(iter(ENGINES))!r}"
+        sharded = (
+            "gradients are taken where every rank has all of them; the nearest choice is "
+            f"{next(iter(ENGINES))!r}"
+        )
         config.train.require(not ENGINES[config.train.engine].shards, "engine", sharded)
         expected = plan(config, find_spec(config.model.path, fetch=True), ranks=world_size())
-        longest = {part: work * expected.busiest[part] for part, work in expected.flops.items() if part != "forward"}
+        longest = {
+            part: work * expected.busiest[part]
+            for part, work in expected.flops.items()
+            if part != "forward"
+        }
         hours += count * world_size() * seconds_on_a_gpu(longest)[1] / 3600
         size += 4.0 * count * expected.trainable
-        trained.add(f"{config.model.path}, {config.model.weights}, {expected.trainable:,}, {config.seed}")
+        trained.add(
+            f"{config.model.path}, {config.model.weights}, {expected.trainable:,}, {config.seed}"
+        )
     if len(trained) > 1:
         raise UserError(
-            "--against: gradients are compared at the same weights; model.path, model.weights, the number of trained "
+            "--against: gradients are compared at the same weights; model.path, model.weights, the "
+            "number of trained "
             "weights and the seed have to agree: " + " and ".join(sorted(trained))
         )
     what = f"{count} iterations without an update" + " of each configuration" * (len(measured) > 1)
     price = (
-        f"about {hours:.2g} GPU-hours at the rates measured on an H200, {format_bytes(size)} of gradients on the host"
+        f"about {hours:.2g} GPU-hours at the rates measured on an H200, {format_bytes(size)} of "
+        "gradients on the host"
     )
     log.info(wrapped(f"{what}: {price}"))
 
 
 def measure_signal(
-    measured: Mapping[str, Resolved], settings: Mapping[str, str], *, folder: Path, count: int, warmup: int
+    measured: Mapping[str, Resolved],
+    settings: Mapping[str, str],
+    *,
+    folder: Path,
+    count: int,
+    warmup: int,
 ) -> dict[str, Any]:
     """Measure one configuration, or two with their cosine. The ranks have joined.
 
@@ -235,7 +285,9 @@ def measure_signal(
         UserError: as `check`, or the folder already holds a signal.
     """
     if (folder / "signal.json").exists():
-        raise UserError(f"{str(folder)!r} already holds a signal; choose another folder with --folder")
+        raise UserError(
+            f"{str(folder)!r} already holds a signal; choose another folder with --folder"
+        )
     check(list(measured.values()), count)
     gradients, costs = [], []
     for resolved in measured.values():
@@ -248,10 +300,13 @@ def measure_signal(
     if rank() != 0:
         return {}
     gram = products(gradients).view(len(measured), count, len(measured), count)
-    values, errors = ([json_value(x) for x in found.tolist()] for found in estimate(gram, torch.stack(costs, 1)))
+    values, errors = (
+        [json_value(x) for x in found.tolist()] for found in estimate(gram, torch.stack(costs, 1))
+    )
     cells = [{"value": value, "error": error} for value, error in zip(values, errors)]
     result = {
-        "environment": environment(device, implementation(device)) | {"dtype": str(dtype).removeprefix("torch.")},
+        "environment": environment(device, implementation(device))
+        | {"dtype": str(dtype).removeprefix("torch.")},
         "ranks": world_size(),
         "settings": dict(settings),
         "iterations": count,
@@ -272,14 +327,21 @@ def format_signal(result: Mapping[str, Any]) -> str:
 
     def cell(found: Mapping[str, float | None]) -> str:
         value, error = (
-            "undefined" if x is None else format(x, form) for x, form in zip(found.values(), (".3g", ".2g"))
+            "undefined" if x is None else format(x, form)
+            for x, form in zip(found.values(), (".3g", ".2g"))
         )
         return f"{value} ± {error}"
 
     columns = result["signal"]
-    lines = [head_line(result["environment"]), f"{result['iterations']} iterations without an update", ""]
+    lines = [
+        head_line(result["environment"]),
+        f"{result['iterations']} iterations without an update",
+        "",
+    ]
     lines.append(f"{'':<33}" + "".join(f"{label:>26}" for label in columns))
-    lines += [f"{row:<33}" + "".join(f"{cell(of[row]):>26}" for of in columns.values()) for row in ROWS]
+    lines += [
+        f"{row:<33}" + "".join(f"{cell(of[row]):>26}" for of in columns.values()) for row in ROWS
+    ]
     if result["cosine"] is not None:
         lines.append(f"{'cosine of the two gradients':<33}{cell(result['cosine']):>26}")
     return "\n".join([*lines, "± is one standard error; the seconds are without the optimizer's"])

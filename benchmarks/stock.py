@@ -1,6 +1,7 @@
 """diffusers' own forward and decode behind our interfaces: the baseline of benchmarks and tests.
 
-It runs in our process, so cuBLAS sums its matmuls in float32 too (`local_device`), where PyTorch's default need not.
+It runs in our process, so cuBLAS sums its matmuls in float32 too (`local_device`), where PyTorch's
+default need not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.testbed.tiny_model import allow_batches
 
 PADDED_TEXT, PADDED_GLYPHS = 1000, 256
-"""Token counts to which the published pipeline pads a prompt; without an image, that has masked tokens too."""
+"""Token counts to which the published pipeline pads a prompt; without an image, that has masked
+tokens too."""
 
 STOCK: dict[str, dict[str, bool]] = {
     "stock": {},
@@ -35,15 +37,17 @@ STOCK: dict[str, dict[str, bool]] = {
     "tuned": {"cudnn": True, "unmasked": True},
     "tuned compiled": {"cudnn": True, "unmasked": True, "compiled": True},
 }
-"""Path -> how it runs diffusers' forward (`StockPolicy`). `stock` is diffusers as it comes, with masked attention;
-`tuned` is without the mask, by cuDNN's attention on a GPU."""
+"""Path -> how it runs diffusers' forward (`StockPolicy`). `stock` is diffusers as it comes, with
+masked attention; `tuned` is without the mask, by cuDNN's attention on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextBatch:
-    """A batch of prompts: `text [B, L, D]`, `glyphs [B, L2, D2]`, and bool masks `[B, L]`, `[B, L2]`.
+    """A batch of prompts: `text [B, L, D]`, `glyphs [B, L2, D2]`, and bool masks `[B, L]`, `[B,
+    L2]`.
 
-    A mask is None if all lengths are equal. With images: `images [B, N, D3]` and `frames [B, C, 1, H, W]`.
+    A mask is None if all lengths are equal. With images: `images [B, N, D3]` and `frames [B, C, 1,
+    H, W]`.
     """
 
     text: Tensor
@@ -55,7 +59,8 @@ class TextBatch:
 
 
 def pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Stack `[L, ...]` tensors, zero-padded, with a bool mask `[B, max L]`; the mask is None for equal lengths."""
+    """Stack `[L, ...]` tensors, zero-padded, with a bool mask `[B, max L]`; the mask is None for
+    equal lengths."""
     lengths = [len(row) for row in rows]
     if min(lengths) == max(lengths):
         return torch.stack(list(rows)), None
@@ -64,16 +69,25 @@ def pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return padded, mask.to(padded.device)
 
 
-def collate(embeddings: Sequence[TextEmbedding], device: torch.device, dtype: torch.dtype) -> TextBatch:
+def collate(
+    embeddings: Sequence[TextEmbedding], device: torch.device, dtype: torch.dtype
+) -> TextBatch:
     """Stack prompts, padded to the longest of them, on `device` in `dtype`."""
     text, text_mask = pad([embedding.text.to(device, dtype) for embedding in embeddings])
     glyphs, glyphs_mask = pad([embedding.glyphs.to(device, dtype) for embedding in embeddings])
     images, frames = (
-        torch.stack(found).to(device, dtype) if (found := [t for t in tensors if t is not None]) else None
+        torch.stack(found).to(device, dtype)
+        if (found := [t for t in tensors if t is not None])
+        else None
         for tensors in ([e.image for e in embeddings], [e.frame for e in embeddings])
     )
     return TextBatch(
-        text=text, text_mask=text_mask, glyphs=glyphs, glyphs_mask=glyphs_mask, images=images, frames=frames
+        text=text,
+        text_mask=text_mask,
+        glyphs=glyphs,
+        glyphs_mask=glyphs_mask,
+        images=images,
+        frames=frames,
     )
 
 
@@ -97,7 +111,9 @@ class StockSchedule:
     def at(self, steps: Tensor) -> StockConditioning:
         sigma = self.sigmas[steps].expand(len(self.text.text))
         end = None if self.ends is None else self.ends[steps].expand(len(self.text.text))
-        return StockConditioning(sigma, self.text, self.negative.at(steps) if self.negative else None, end)
+        return StockConditioning(
+            sigma, self.text, self.negative.at(steps) if self.negative else None, end
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +124,13 @@ class StockTable:
 
     def of(self, keys: Sequence[Any]) -> StockSchedule:
         texts = [self.embeddings[key] for key in keys]
-        negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else []
+        negatives = (
+            [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else []
+        )
         ends = self.policy.step_ends(self.sigmas)
-        negative = StockSchedule(self.sigmas, ends, self.policy.batch(negatives)) if negatives else None
+        negative = (
+            StockSchedule(self.sigmas, ends, self.policy.batch(negatives)) if negatives else None
+        )
         return StockSchedule(self.sigmas, ends, self.policy.batch(texts), negative)
 
     def at(self, keys: Sequence[Any], steps: Tensor) -> StockConditioning:
@@ -123,20 +143,33 @@ class UnmaskedProcessor:
     _attention_backend: Any = None
 
     def __call__(
-        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, image_rotary_emb: Any, **_: Any
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        image_rotary_emb: Any,
+        **_: Any,
     ) -> tuple[Tensor, Tensor]:
         def split(projection: Any, tokens: Tensor) -> Tensor:
             return projection(tokens).unflatten(2, (attn.heads, -1))
 
         query, key = (
-            apply_rotary_emb(norm(split(projection, hidden_states)), image_rotary_emb, sequence_dim=1)
+            apply_rotary_emb(
+                norm(split(projection, hidden_states)), image_rotary_emb, sequence_dim=1
+            )
             for projection, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k))
         )
         text_query, text_key = (
             norm(split(projection, encoder_hidden_states))
-            for projection, norm in ((attn.add_q_proj, attn.norm_added_q), (attn.add_k_proj, attn.norm_added_k))
+            for projection, norm in (
+                (attn.add_q_proj, attn.norm_added_q),
+                (attn.add_k_proj, attn.norm_added_k),
+            )
         )
-        value, text_value = split(attn.to_v, hidden_states), split(attn.add_v_proj, encoder_hidden_states)
+        value, text_value = (
+            split(attn.to_v, hidden_states),
+            split(attn.add_v_proj, encoder_hidden_states),
+        )
         streams = (query, text_query), (key, text_key), (value, text_value)
         joint = [torch.cat(pair, dim=1) for pair in streams]
         out = dispatch_attention_fn(*joint, backend=self._attention_backend).flatten(2)
@@ -147,14 +180,16 @@ class UnmaskedProcessor:
 class StockPolicy(HunyuanVideo15Policy):
     """The policy through diffusers' own forward.
 
-    Several may share a transformer: each sets its attention and its blocks before a forward, and a recomputation
-    during the backward finds them so.
+    Several may share a transformer: each sets its attention and its blocks before a forward, and a
+    recomputation during the backward finds them so.
 
     Args:
         padded: pad the text as the published pipeline does.
         cudnn: attend by diffusers' backend `_native_cudnn`, on a GPU.
-        unmasked: attend without a mask where texts have one length and no padding, so that it hides nothing.
-        compiled: compile the blocks by `torch.compile`, as `compile_repeated_blocks` of diffusers does.
+        unmasked: attend without a mask where texts have one length and no padding, so that it hides
+            nothing.
+        compiled: compile the blocks by `torch.compile`, as `compile_repeated_blocks` of diffusers
+            does.
     """
 
     def __init__(
@@ -173,12 +208,16 @@ class StockPolicy(HunyuanVideo15Policy):
         transformer.time_embed.timestep_embedder.register_forward_pre_hook(_match_weight_dtype)
         for module in transformer.modules():
             if isinstance(module, BaseTunerLayer):
-                module.cast_input_dtype_enabled = False  # else an adapter's dtype decides, not autocast
+                module.cast_input_dtype_enabled = (
+                    False  # else an adapter's dtype decides, not autocast
+                )
         self.autocasts = any(p.dtype != self.dtype for p in transformer.parameters())
         self.masked: Any = HunyuanVideo15AttnProcessor2_0()
         self.unmasked: Any = UnmaskedProcessor() if unmasked and not padded else self.masked
         if cudnn and self.device.type == "cuda":
-            self.masked._attention_backend = self.unmasked._attention_backend = AttentionBackendName._NATIVE_CUDNN
+            self.masked._attention_backend = self.unmasked._attention_backend = (
+                AttentionBackendName._NATIVE_CUDNN
+            )
         self.calls = [
             torch.compile(block._call_impl, dynamic=False) if compiled else None
             for block in transformer.transformer_blocks
@@ -203,29 +242,38 @@ class StockPolicy(HunyuanVideo15Policy):
         negatives: Sequence[TextEmbedding] | None = None,
         end: Tensor | None = None,
     ) -> Any:
-        negative = None if negatives is None else StockConditioning(sigma, self.batch(negatives), end=end)
+        negative = (
+            None if negatives is None else StockConditioning(sigma, self.batch(negatives), end=end)
+        )
         return StockConditioning(sigma, self.batch(texts), negative, end)
 
     def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> Any:
         return StockTable(self, sigmas.to(self.device, torch.float32), embeddings)
 
-    def stock_forward(self, x: Tensor, timestep: Tensor, text: TextBatch, end: Tensor | None = None) -> Tensor:
+    def stock_forward(
+        self, x: Tensor, timestep: Tensor, text: TextBatch, end: Tensor | None = None
+    ) -> Tensor:
         config, batch, channels = self.transformer.config, len(x), x.shape[1]
         tokens, mask = _padded(text.text, text.text_mask, PADDED_TEXT if self.padded else 0)
-        glyphs, glyphs_mask = _padded(text.glyphs, text.glyphs_mask, PADDED_GLYPHS if self.padded else 0)
+        glyphs, glyphs_mask = _padded(
+            text.glyphs, text.glyphs_mask, PADDED_GLYPHS if self.padded else 0
+        )
         condition = x.new_zeros(batch, config.in_channels - channels, *x.shape[2:])
         images = x.new_zeros(batch, IMAGE_TOKENS if self.padded else 0, config.image_embed_dim)
         if text.images is not None and text.frames is not None:
             images, condition[:, :channels, :1] = text.images, text.frames
             condition[:, channels:, :1].fill_(1)
         return self.transformer(
-            torch.cat([x, condition], dim=1), timestep, tokens, mask, encoder_hidden_states_2=glyphs,
-            encoder_attention_mask_2=glyphs_mask, image_embeds=images, timestep_r=end, return_dict=False,
+            torch.cat([x, condition], dim=1), timestep, tokens, mask,
+            encoder_hidden_states_2=glyphs,
+            encoder_attention_mask_2=glyphs_mask, image_embeds=images, timestep_r=end,
+            return_dict=False,
         )[0]  # fmt: skip
 
 
 class StockDecoder(VideoDecoder):
-    """diffusers' own decode. With `batches`, it patches the autoencoder, and decodes `BATCH` videos at once.
+    """diffusers' own decode. With `batches`, it patches the autoencoder, and decodes `BATCH` videos
+    at once.
 
     Otherwise it decodes one video at a time.
     """
@@ -243,7 +291,9 @@ class StockDecoder(VideoDecoder):
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
         latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
-        batches = [self.vae.decode(batch, return_dict=False)[0] for batch in latents.split(self.BATCH)]
+        batches = [
+            self.vae.decode(batch, return_dict=False)[0] for batch in latents.split(self.BATCH)
+        ]
         return (torch.cat(batches).float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
 
 

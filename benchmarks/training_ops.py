@@ -1,8 +1,10 @@
-"""Operators of the demo's updates, without the optimizer: diffusers' forward against ours, by torch.profiler.
+"""Operators of the demo's updates, without the optimizer: diffusers' forward against ours, by
+torch.profiler.
 
 python -m benchmarks.training_ops [FILE]    print the table, and write it as JSON
 
-The paths run one after the other: compare calls, and shares within a path, not the seconds of two paths.
+The paths run one after the other: compare calls, and shares within a path, not the seconds of two
+paths.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def updates(path: str, count: int = 4) -> dict[str, dict[str, float]]:
         trainer.iteration(index)
     table: dict[str, dict[str, float]] = {group: {"calls": 0.0, "seconds": 0.0} for group in GROUPS}
     for event in (event for averages in found for event in averages):
-        group = next(name for name, beginnings in GROUPS.items() if event.key.startswith(beginnings))
+        group = next(
+            name for name, beginnings in GROUPS.items() if event.key.startswith(beginnings)
+        )
         table[group]["calls"] += event.count / len(found)
         table[group]["seconds"] += event.self_cpu_time_total / 1e6 / len(found)
     return table
@@ -57,12 +61,20 @@ def updates(path: str, count: int = 4) -> dict[str, dict[str, float]]:
 if __name__ == "__main__":
     device = torch.device("cpu")
     rows = {path: updates(path) for path in ("stock", "eager")}
-    result = {"environment": environment(device, implementation(device)), "source": CONFIG, "updates": 4, "paths": rows}
+    result = {
+        "environment": environment(device, implementation(device)),
+        "source": CONFIG,
+        "updates": 4,
+        "paths": rows,
+    }
     for file in sys.argv[1:]:
         Path(file).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     totals: dict[str, float] = defaultdict(float)
     for path, table in rows.items():
         totals[path] = sum(row["seconds"] for row in table.values())
     for group in GROUPS:
-        cells = [f"{rows[p][group]['calls']:.0f} | {rows[p][group]['seconds'] / totals[p]:.0%}" for p in rows]
+        cells = [
+            f"{rows[p][group]['calls']:.0f} | {rows[p][group]['seconds'] / totals[p]:.0%}"
+            for p in rows
+        ]
         print(f"| {group} | {' | '.join(cells)} |")

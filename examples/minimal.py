@@ -1,10 +1,11 @@
-"""SAGE-GRPO in one file, top to bottom: roll out, score, compare, update. For readers of nanochat's chat_rl.py.
+"""SAGE-GRPO in one file, top to bottom: roll out, score, compare, update. For readers of nanochat's
+chat_rl.py.
 
     python examples/minimal.py --iterations 10
 
-The model is the testbed's: HunyuanVideo 1.5's own classes, tiny, on the CPU. `sage_fast.trainer` is the same loop with
-an anchor and its KL, several ranks, guidance, CUDA graphs, metrics and checkpoints. It learns slowly: see
-docs/tutorials/first-run.md for settings that learn in minutes.
+The model is the testbed's: HunyuanVideo 1.5's own classes, tiny, on the CPU. `sage_fast.trainer` is
+the same loop with an anchor and its KL, several ranks, guidance, CUDA graphs, metrics and
+checkpoints. It learns slowly: see docs/tutorials/first-run.md for settings that learn in minutes.
 """
 
 import argparse
@@ -39,18 +40,23 @@ class Transition:
 
 def main(iterations: int) -> list[float]:
     """Train a LoRA adapter; return the mean reward of each iteration."""
-    # 1. The model and the reward. The policy maps latents and conditions to velocities. The reward gives each video
+    # 1. The model and the reward. The policy maps latents and conditions to velocities. The reward
+    # gives each video
     #    one score for each of its named parts; `Scores.rewards` is their weighted sum.
     sizes = {"sampling.num_frames": 17, "sampling.height": 32, "sampling.width": 32}
-    setup = load_setup(resolve(build(sizes | {"model.dtype": "float32", "sampling.guidance_scale": 1.0})))
+    setup = load_setup(
+        resolve(build(sizes | {"model.dtype": "float32", "sampling.guidance_scale": 1.0}))
+    )
     setup.encode()  # prompt -> embedding
     policy = setup.model.policy
     optimizer = torch.optim.AdamW(policy.parameters().values(), lr=RATE, weight_decay=0.0)
 
-    # 2. The sampler: each step is x_next = a x + b v + c noise, a row of numbers (Eq. 5 for "sage").
+    # 2. The sampler: each step is x_next = a x + b v + c noise, a row of numbers (Eq. 5 for
+    # "sage").
     table = transition_table(sigma_schedule(STEPS, SHIFT), "sage", ETA)
     coefs = table.coefficients().to(policy.device)
-    equalizer = table.equalizer().to(policy.device, torch.float32)  # S_t of Eq. 9: every step learns at the same rate
+    # S_t of Eq. 9: every step learns at the same rate
+    equalizer = table.equalizer().to(policy.device, torch.float32)
 
     stored: list[Transition] = []
 
@@ -61,14 +67,19 @@ def main(iterations: int) -> list[float]:
 
     history = []
     for iteration in range(iterations):
-        # 3. Rollout: a group of videos for each prompt, that differ in their noise alone. Everything is a function of
+        # 3. Rollout: a group of videos for each prompt, that differ in their noise alone.
+        # Everything is a function of
         #    the seeds. Decoded and scored at once: there are few.
-        chosen = [setup.prompts[(iteration * PROMPTS + i) % len(setup.prompts)] for i in range(PROMPTS)]
+        chosen = [
+            setup.prompts[(iteration * PROMPTS + i) % len(setup.prompts)] for i in range(PROMPTS)
+        ]
         prompts = [prompt for prompt in chosen for _ in range(GROUP)]
         seeds = torch.arange(len(prompts)) + iteration * len(prompts)
         stored.clear()
         conditioning = policy.conditioning_table(table.sigmas[:-1], setup.embeddings)
-        noise = initial_latents(seeds, setup.model.spec.latent_shape(setup.config.sampling), policy.device)
+        noise = initial_latents(
+            seeds, setup.model.spec.latent_shape(setup.config.sampling), policy.device
+        )
         latents = rollout(policy, table, coefs, conditioning, prompts, seeds, noise, record=record)
         with torch.no_grad():
             videos = setup.model.decoder(latents)  # float32 [B, F, 3, H, W] in [0, 1]
@@ -93,15 +104,22 @@ def main(iterations: int) -> list[float]:
 
 
 def policy_loss(
-    setup: Setup, prompts: list[str], stored: Transition, coefs: Tensor, equalizer: Tensor, advantages: Tensor
+    setup: Setup,
+    prompts: list[str],
+    stored: Transition,
+    coefs: Tensor,
+    equalizer: Tensor,
+    advantages: Tensor,
 ) -> Tensor:
-    """Return -mean(S_t min(ratio A, clip(ratio) A)) of one step's transitions, differentiable in the policy.
+    """Return -mean(S_t min(ratio A, clip(ratio) A)) of one step's transitions, differentiable in
+    the policy.
 
-    The ratio compares the present policy's log-prob of the stored step with that of the rollout's policy; before the
-    first update it is 1.
+    The ratio compares the present policy's log-prob of the stored step with that of the rollout's
+    policy; before the first update it is 1.
     """
     policy, sigmas = setup.model.policy, sigma_schedule(STEPS, SHIFT)[:-1]
-    inputs = policy.conditioning_table(sigmas, setup.embeddings).at(prompts, stored.step)  # with the present weights
+    # with the present weights
+    inputs = policy.conditioning_table(sigmas, setup.embeddings).at(prompts, stored.step)
     velocity, _ = policy.velocities(stored.x, inputs)  # the second one is for guidance
     log_prob, *_ = transition_score(stored.x, stored.x_next, velocity, coefs, stored.step[0])
     ratio = (log_prob - stored.log_prob).exp()
@@ -110,6 +128,8 @@ def policy_loss(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=10)
     main(parser.parse_args().iterations)

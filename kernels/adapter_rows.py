@@ -1,10 +1,11 @@
 """Rows beside their product with an adapter's A, as they are, through GELU or a gate, on the GPU.
 
-x `[B, S, d]` with contiguous rows; A `[r, d]`; result `[B, S, d + r]`. The forward reads x once and writes the result
-once: a program holds ROWS rows and walks over their columns, while their product with A grows in registers. The
-backward reads the gradient and x once and writes dx once, in place: a program holds BLOCK columns and walks over rows,
-while both adapters' gradients for these columns grow in registers. A second stage adds the programs' sums, without
-atomics. `sage_fast.ops.adapter_rows` is the specification.
+x `[B, S, d]` with contiguous rows; A `[r, d]`; result `[B, S, d + r]`. The forward reads x once and
+writes the result once: a program holds ROWS rows and walks over their columns, while their product
+with A grows in registers. The backward reads the gradient and x once and writes dx once, in place:
+a program holds BLOCK columns and walks over rows, while both adapters' gradients for these columns
+grow in registers. A second stage adds the programs' sums, without atomics.
+`sage_fast.ops.adapter_rows` is the specification.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import LAUNCH_OPTIONS, MAX_PROGRAMS, WIDE_OPTIONS, contiguous_rows, power_of_2
+from sage_fast.kernels.common import (
+    LAUNCH_OPTIONS,
+    MAX_PROGRAMS,
+    WIDE_OPTIONS,
+    contiguous_rows,
+    power_of_2,
+)
 from torch import Tensor
 
 from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
@@ -32,22 +39,23 @@ MEASURED = {
     "gated": {"ROWS": 128, "BLOCK": 64, **WIDE_OPTIONS},
     "backward": {"ROWS": 64, "BLOCK": 64, **LAUNCH_OPTIONS},
 }
-"""Use -> Hopper's tile: the fastest of seven at rank 64 in 16 bits on an H200 (`2026-11-27-h200-adapter-rows.json` in
-benchmarks/results)."""
+"""Use -> Hopper's tile: the fastest of seven at rank 64 in 16 bits on an H200
+(`2026-11-27-h200-adapter-rows.json` in benchmarks/results)."""
 
 
 def options(itemsize: int, rank: int, use: str, arch: int = 90) -> dict[str, Any]:
-    """Rows and columns of a tile, and warps. No rank spills on sm_80, sm_90 or sm_100, by Triton 3.6 and 3.9.
+    """Rows and columns of a tile, and warps. No rank spills on sm_80, sm_90 or sm_100, by Triton
+    3.6 and 3.9.
 
-    float32 has no tensor cores here, and its products need more registers. In 16 bits a program reads all of A from the
-    L2 cache: from 64 rows on no more than it reads of x.
+    float32 has no tensor cores here, and its products need more registers. In 16 bits a program
+    reads all of A from the L2 cache: from 64 rows on no more than it reads of x.
 
     Args:
         itemsize: bytes of a value of x.
         rank: rows of A; of the backward, the padded rank of the larger adapter.
         use: `plain`, `gelu`, `gated`, or `backward`, which holds two sums.
-        arch: compute capability times 10. From 100 on, products with GELU stay below the 64 rows of its matrix
-            instructions, in whose loop Triton 3.6 cannot pipeline the assembly of GELU.
+        arch: compute capability times 10. From 100 on, products with GELU stay below the 64 rows of
+            its matrix instructions, in whose loop Triton 3.6 cannot pipeline the assembly of GELU.
     """
     blackwell = arch >= 100
     if itemsize == 4:
@@ -79,12 +87,14 @@ def rank_block(rank: int) -> int:
 
 @triton.jit
 def _gelu(x):
-    """Return GELU (tanh) of x, and its derivative, in fp32: with s = sigmoid(2 u), x s and s + x s (1 - s) 2 u'.
+    """Return GELU (tanh) of x, and its derivative, in fp32: with s = sigmoid(2 u), x s and s + x s
+    (1 - s) 2 u'.
 
-    Triton may evaluate an operation once for each layout that its result is needed in: here those of the store and of
-    the matrix products. It does not repeat assembly that is not pure, so in 16 bits, where errors of 2^-22 vanish, GELU
-    costs two special-function instructions an element. There e = exp(-2 u), s = 1 / (1 + e), and e s s is 0 where e is
-    infinite. In float32, e = exp(-|2 u|) neither overflows nor leaves 1 - s to a cancellation.
+    Triton may evaluate an operation once for each layout that its result is needed in: here those
+    of the store and of the matrix products. It does not repeat assembly that is not pure, so in 16
+    bits, where errors of 2^-22 vanish, GELU costs two special-function instructions an element.
+    There e = exp(-2 u), s = 1 / (1 + e), and e s s is 0 where e is infinite. In float32, e =
+    exp(-|2 u|) neither overflows nor leaves 1 - s to a cancellation.
     """
     wide = x.to(tl.float32)
     square = wide * wide
@@ -118,8 +128,8 @@ def _gelu(x):
 def _add_product(total, excess, a, b):
     """Return total + a b, and by how much it is too large.
 
-    In float32 one chain of additions errs several times as much as PyTorch's matmul, so it is compensated (Kahan). In
-    16 bits the factors' rounding hides that, and the tensor cores add.
+    In float32 one chain of additions errs several times as much as PyTorch's matmul, so it is
+    compensated (Kahan). In 16 bits the factors' rounding hides that, and the tensor cores add.
     """
     if a.dtype == tl.float32:
         term = tl.dot(a, b, input_precision="ieee") - excess
@@ -174,7 +184,11 @@ def _adapter_rows_fwd_kernel(
         factor_ptrs = down_ptr + r[:, None] * rank_stride + column[None, :] * column_stride
         factor = tl.load(factor_ptrs, mask=factor_mask, other=0.0)
         inner, excess = _add_product(inner, excess, x, tl.trans(factor))
-    tl.store(out_rows + width + r[None, :], inner.to(out_ptr.dtype.element_ty), mask=inside & (r < rank)[None, :])
+    tl.store(
+        out_rows + width + r[None, :],
+        inner.to(out_ptr.dtype.element_ty),
+        mask=inside & (r < rank)[None, :],
+    )
 
 
 @triton.jit
@@ -196,10 +210,11 @@ def _adapter_rows_bwd_kernel(
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """Write dx over the gradient of BLOCK columns and `tiles` row tiles, and partial sums for both adapters.
+    """Write dx over the gradient of BLOCK columns and `tiles` row tiles, and partial sums for both
+    adapters.
 
-    The sums are `[splits, d, r]`. Grid `(column tiles, splits)`: programs that run at the same time share the rows of
-    both products.
+    The sums are `[splits, d, r]`. Grid `(column tiles, splits)`: programs that run at the same time
+    share the rows of both products.
     """
     split = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -213,7 +228,9 @@ def _adapter_rows_bwd_kernel(
         at = row * width + column[None, :]
         grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0)
-        inner = tl.load(inner_ptr + row * inner_stride + r, mask=(row < rows) & (r < rank), other=0.0)
+        inner = tl.load(
+            inner_ptr + row * inner_stride + r, mask=(row < rows) & (r < rank), other=0.0
+        )
         up = tl.load(up_ptr + row * up_stride + r, mask=(row < rows) & (r < up_rank), other=0.0)
         hidden, slope = _gelu(x)
         dx = (grad * slope).to(x.dtype)
@@ -221,12 +238,23 @@ def _adapter_rows_bwd_kernel(
         d_down, down_excess = _add_product(d_down, down_excess, tl.trans(hidden.to(x.dtype)), inner)
         d_up, up_excess = _add_product(d_up, up_excess, tl.trans(dx), up)
     column = column[:, None]
-    tl.store(d_down_ptr + split * width * rank + column * rank + r, d_down, mask=(column < width) & (r < rank))
-    tl.store(d_up_ptr + split * width * up_rank + column * up_rank + r, d_up, mask=(column < width) & (r < up_rank))
+    tl.store(
+        d_down_ptr + split * width * rank + column * rank + r,
+        d_down,
+        mask=(column < width) & (r < rank),
+    )
+    tl.store(
+        d_up_ptr + split * width * up_rank + column * up_rank + r,
+        d_up,
+        mask=(column < width) & (r < up_rank),
+    )
 
 
 def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
-    """Launch the forward; arguments as `sage_fast::adapter_rows`. Copies an x whose rows are not contiguous."""
+    """Launch the forward; arguments as `sage_fast::adapter_rows`.
+
+    Copies an x whose rows are not contiguous.
+    """
     if len(down) > MAX_RANK:
         return adapter_rows_reference(x, down, gelu, gate)
     x, gate = contiguous_rows(x), None if gate is None else contiguous_rows(gate)
@@ -257,23 +285,37 @@ def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None
 
 
 def _whole_vectors(rows: Tensor) -> Tensor:
-    """Pad rows to a multiple of 16 values: 16-bit loads of other rows wait in registers, which spill."""
+    """Pad rows to a multiple of 16 values: 16-bit loads of other rows wait in registers, which
+    spill."""
     rank = rows.shape[1]
     return F.pad(rows, (0, -rank % 16)) if rank % 16 else contiguous_rows(rows)
 
 
-def adapter_rows_backward(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch the backward; arguments as `sage_fast::adapter_rows_backward`. Computes `out` again from x."""
+def adapter_rows_backward(
+    grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Launch the backward; arguments as `sage_fast::adapter_rows_backward`.
+
+    Computes `out` again from x.
+    """
     assert grad.is_contiguous()
     if max(inner.shape[1], up.shape[1]) > MAX_RANK:
         return adapter_rows_backward_reference(grad, inner, x, out, up)
-    ranks, x, inner, up = (inner.shape[1], up.shape[1]), x.contiguous(), _whole_vectors(inner), _whole_vectors(up)
+    ranks, x, inner, up = (
+        (inner.shape[1], up.shape[1]),
+        x.contiguous(),
+        _whole_vectors(inner),
+        _whole_vectors(up),
+    )
     (rows, width), rank, up_rank = x.shape, inner.shape[1], up.shape[1]
     sizes = options(x.itemsize, max(rank, up_rank), "backward", architecture(x))
     columns, row_tiles = -(-width // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
     tiles = max(-(-row_tiles // max(MAX_PROGRAMS // max(columns, 1), 1)), 1)
     splits = -(-row_tiles // tiles)
-    sums = [torch.empty(splits, width, count, dtype=torch.float32, device=x.device) for count in (rank, up_rank)]
+    sums = [
+        torch.empty(splits, width, count, dtype=torch.float32, device=x.device)
+        for count in (rank, up_rank)
+    ]
     if x.numel() > 0:
         with torch.cuda.device_of(x):
             _adapter_rows_bwd_kernel[(columns, splits)](

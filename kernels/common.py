@@ -1,18 +1,22 @@
-"""Code shared by the kernels: launch options; for the transitions, rows, noise in registers and the second reduction.
+"""Code shared by the kernels: launch options; for the transitions, rows, noise in registers and the
+second reduction.
 
-Tiles. A sample is `numel` contiguous elements, cut into tiles of BLOCK elements held as `[BLOCK // VEC, VEC]`. A thread
-owns VEC neighbours and a warp 32 VEC. So every access of an aligned sample is one vector instruction over contiguous
-memory, and a Philox call (4 normals) stays within its thread. VEC is 4 if any tensor is fp32 and 8 if all are 16-bit:
-16 bytes per thread for the widest tensor. A larger VEC would leave gaps between the threads of an fp32 access, or need
-shared memory to close them.
+Tiles. A sample is `numel` contiguous elements, cut into tiles of BLOCK elements held as `[BLOCK //
+VEC, VEC]`. A thread owns VEC neighbours and a warp 32 VEC. So every access of an aligned sample is
+one vector instruction over contiguous memory, and a Philox call (4 normals) stays within its
+thread. VEC is 4 if any tensor is fp32 and 8 if all are 16-bit: 16 bytes per thread for the widest
+tensor. A larger VEC would leave gaps between the threads of an fp32 access, or need shared memory
+to close them.
 
-Alignment. Triton specialises on pointers and `numel` that are multiples of 16; ALIGNED repeats the latter for the
-masks. If `numel` is not a multiple, samples start anywhere and the same source compiles to scalar accesses.
+Alignment. Triton specialises on pointers and `numel` that are multiples of 16; ALIGNED repeats the
+latter for the masks. If `numel` is not a multiple, samples start anywhere and the same source
+compiles to scalar accesses.
 
-Reductions. Up to MAX_PROGRAMS programs share a sample. Each writes one partial sum, and `_reduce_kernel` adds them in a
-fixed order, without atomics: two runs agree bit for bit. Nothing depends on the batch size, so a sample's result is the
-same in every batch. Multiply-adds are explicit `tl.fma`, and the compiler may not contract others (LAUNCH_OPTIONS), so
-step and score round a residual alike.
+Reductions. Up to MAX_PROGRAMS programs share a sample. Each writes one partial sum, and
+`_reduce_kernel` adds them in a fixed order, without atomics: two runs agree bit for bit. Nothing
+depends on the batch size, so a sample's result is the same in every batch. Multiply-adds are
+explicit `tl.fma`, and the compiler may not contract others (LAUNCH_OPTIONS), so step and score
+round a residual alike.
 """
 
 from __future__ import annotations
@@ -25,26 +29,29 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Elements per tile: 8 per thread. 2048 spills registers around the Philox rounds of unaligned samples."""
+"""Elements per tile: 8 per thread. 2048 spills registers around the Philox rounds of unaligned
+samples."""
 
 MAX_PROGRAMS = 512
 """Maximum number of programs per sample.
 
-A program loops over its tiles, which spreads its fixed cost: for the step, 115 instructions against 50 per element.
-TILES is a constant, so a single tile costs no loop. The 480p latent (1,048,320 elements) has 2 tiles per program. At
-batch 1 that is 3.9 programs for each of 132 SMs, or 3 MB in flight: what 4.3 TB/s needs at a latency of 700 ns."""
+A program loops over its tiles, which spreads its fixed cost: for the step, 115 instructions against
+50 per element. TILES is a constant, so a single tile costs no loop. The 480p latent (1,048,320
+elements) has 2 tiles per program. At batch 1 that is 3.9 programs for each of 132 SMs, or 3 MB in
+flight: what 4.3 TB/s needs at a latency of 700 ns."""
 
 LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 WIDE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Options of kernels that hold several rows at once: half as many values per thread. With four warps, fp32 rows of 2048
-values and their gradients spill on sm_100."""
+"""Options of kernels that hold several rows at once: half as many values per thread. With four
+warps, fp32 rows of 2048 values and their gradients spill on sm_100."""
 
 
 def _mend_the_interpreter() -> None:
     """Make Triton's interpreter compute bf16 as compiled kernels do, and loop with NumPy 2.4.
 
-    3.6 to 3.9 truncate fp32 to bf16 instead of rounding it to nearest even, and multiply the bits of bf16 matrices as
-    integers. 3.6 converts a loop's bound by `int`, which NumPy 2.4 refuses for the array of one element that it is.
+    3.6 to 3.9 truncate fp32 to bf16 instead of rounding it to nearest even, and multiply the bits
+    of bf16 matrices as integers. 3.6 converts a loop's bound by `int`, which NumPy 2.4 refuses for
+    the array of one element that it is.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -64,7 +71,9 @@ def _mend_the_interpreter() -> None:
     def widened(handle):
         if handle.dtype.scalar != tl.bfloat16:
             return handle
-        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return interpreter.TensorHandle(
+            (handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32
+        )
 
     patch = interpreter._patch_lang_tensor
 
@@ -73,7 +82,9 @@ def _mend_the_interpreter() -> None:
         tensor.__index__ = lambda self: self.handle.data.item()
 
     interpreter._patch_lang_tensor = patch_with_index
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
+        self, widened(a), widened(b), *rest
+    )
 
 
 if triton.knobs.runtime.interpret:
@@ -82,7 +93,10 @@ if triton.knobs.runtime.interpret:
 
 @triton.jit
 def _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE: tl.constexpr):
-    """Load (a, b, c, w, k, m) of this sample's step, and the step. A step outside the table gives nan, never a read."""
+    """Load (a, b, c, w, k, m) of this sample's step, and the step.
+
+    A step outside the table gives nan, never a read.
+    """
     step = tl.load(step_ptr + sample * STEP_STRIDE)
     inside = (step >= 0) & (step < steps)
     row_ptr = coefs_ptr + step * 6
@@ -105,8 +119,8 @@ def _tile(BLOCK: tl.constexpr, VEC: tl.constexpr):
 def _inside(inner, left, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Return the mask of the first `left` (int64) positions.
 
-    32-bit comparisons take half the registers. If numel is a multiple of 16, so is `left`; the minimum hides that from
-    the compiler.
+    32-bit comparisons take half the registers. If numel is a multiple of 16, so is `left`; the
+    minimum hides that from the compiler.
     """
     left = tl.minimum(left, BLOCK).to(tl.int32)
     if ALIGNED:
@@ -138,7 +152,8 @@ def _mean(a, b, x, v):
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Run ten rounds of Philox4x32, like tl.philox but with one 64-bit product for two 32-bit ones: half as many."""
+    """Run ten rounds of Philox4x32, like tl.philox but with one 64-bit product for two 32-bit ones:
+    half as many."""
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
         p1 = c2.to(tl.uint64) * 0xCD9E8D57
@@ -161,8 +176,9 @@ def _uniform(word):
 def _minus_2_log(u):
     """Return -2 ln u for u in [2^-25, 1], to 1.1 units in the last place and never negative.
 
-    tl.log spends a third of its instructions on arguments that cannot occur here. With u = 2^e (1 + f) and
-    2/3 <= 1 + f < 4/3, -2 ln u = -2 e ln 2 - 2 f + f^2 p(f), with p minimax (relative error 2.6e-8).
+    tl.log spends a third of its instructions on arguments that cannot occur here. With u = 2^e (1 +
+    f) and 2/3 <= 1 + f < 4/3, -2 ln u = -2 e ln 2 - 2 f + f^2 p(f), with p minimax (relative error
+    2.6e-8).
     """
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F2AAAAB) & -0x800000  # e 2^23
@@ -182,9 +198,10 @@ def _minus_2_log(u):
 def _box_muller(u_radius, u_angle):
     """Return sqrt(-2 ln u_radius) times cos(2 pi u_angle) and sin(2 pi u_angle).
 
-    tl.cos and tl.sin reduce angles of any size. t = u - 1/2 is exact. With the zeros factored out and minimax p and q,
-    cos(2 pi u) = (t^2 - 1/16) q(t^2) and sin(2 pi u) = t (t^2 - 1/4) p(t^2). At radius 1 the error over all 2^24 angles
-    is at most 2.6e-7, against 3.8e-7 for the exact cosine of 2 pi u rounded to fp32.
+    tl.cos and tl.sin reduce angles of any size. t = u - 1/2 is exact. With the zeros factored out
+    and minimax p and q, cos(2 pi u) = (t^2 - 1/16) q(t^2) and sin(2 pi u) = t (t^2 - 1/4) p(t^2).
+    At radius 1 the error over all 2^24 angles is at most 2.6e-7, against 3.8e-7 for the exact
+    cosine of 2 pi u rounded to fp32.
     """
     t = u_angle - 0.5
     z = t * t
@@ -207,7 +224,9 @@ def _normal4(seed, step, block_lo, block_hi):
     """Return the normals `[N, 4]` of Philox blocks block_lo `[N]`, in stream 0."""
     zero = tl.zeros_like(block_lo)
     hi, step = zero + block_hi, zero + step.to(tl.uint32)
-    w0, w1, w2, w3 = _philox(block_lo, hi, step, zero, seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
+    w0, w1, w2, w3 = _philox(
+        block_lo, hi, step, zero, seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    )
     z0, z1 = _box_muller(_uniform(w0), _uniform(w1))
     z2, z3 = _box_muller(_uniform(w2), _uniform(w3))
     return tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), [block_lo.shape[0], 4])
@@ -217,8 +236,8 @@ def _normal4(seed, step, block_lo, block_hi):
 def _noise(seed, step, first, BLOCK: tl.constexpr, VEC: tl.constexpr):
     """Return the noise `[BLOCK // VEC, VEC]` of elements first .. first + BLOCK - 1 of a sample.
 
-    sage_fast/ops/philox.py is the specification. `first` (int64) is a multiple of BLOCK, so the low word of the counter
-    never carries within a tile.
+    sage_fast/ops/philox.py is the specification. `first` (int64) is a multiple of BLOCK, so the low
+    word of the counter never carries within a tile.
     """
     lo = ((first >> 2) & 0xFFFFFFFF).to(tl.uint32)
     hi = (first >> 34).to(tl.uint32)
@@ -250,7 +269,8 @@ def _reduce_kernel(
     STEP_STRIDE: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """Reduce partial sums `[B, OUTPUTS, programs]` to logp, and to both KLs and errors if OUTPUTS is 5."""
+    """Reduce partial sums `[B, OUTPUTS, programs]` to logp, and to both KLs and errors if OUTPUTS
+    is 5."""
     sample = tl.program_id(0).to(tl.int64)
     _, _, _, w, k, m, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
     column = tl.arange(0, PARTIALS)
@@ -263,14 +283,19 @@ def _reduce_kernel(
         tl.store(kl_anchor_ptr + sample, m * anchor)
         old = tl.sum(tl.load(row_ptr + 2 * programs + column, mask=mask, other=0.0)) * inverse_numel
         tl.store(kl_old_ptr + sample, m * old)
-        plus = tl.sum(tl.load(row_ptr + 3 * programs + column, mask=mask, other=0.0)) * inverse_numel
+        plus = (
+            tl.sum(tl.load(row_ptr + 3 * programs + column, mask=mask, other=0.0)) * inverse_numel
+        )
         tl.store(error_plus_ptr + sample, plus)
-        minus = tl.sum(tl.load(row_ptr + 4 * programs + column, mask=mask, other=0.0)) * inverse_numel
+        minus = (
+            tl.sum(tl.load(row_ptr + 4 * programs + column, mask=mask, other=0.0)) * inverse_numel
+        )
         tl.store(error_minus_ptr + sample, minus)
 
 
 def split(numel: int) -> tuple[int, int]:
-    """Return (programs, tiles per program) of a sample: the fewest tiles that MAX_PROGRAMS allows, then programs."""
+    """Return (programs, tiles per program) of a sample: the fewest tiles that MAX_PROGRAMS allows,
+    then programs."""
     tiles = -(-numel // BLOCK)
     share = max(1, -(-tiles // MAX_PROGRAMS))
     return -(-tiles // share), share
@@ -287,9 +312,12 @@ def contiguous(*tensors: Tensor | None) -> list[Any]:
 
 
 def reduce(partial: Tensor, coefs: Tensor, step: Tensor, numel: int) -> list[Tensor]:
-    """Launch the second reduction stage: partial sums `[B, outputs, programs]` to `outputs` results `[B]`."""
+    """Launch the second reduction stage: partial sums `[B, outputs, programs]` to `outputs` results
+    `[B]`."""
     batch, outputs, count = partial.shape
-    results = [torch.empty(batch, dtype=torch.float32, device=partial.device) for _ in range(outputs)]
+    results = [
+        torch.empty(batch, dtype=torch.float32, device=partial.device) for _ in range(outputs)
+    ]
     _reduce_kernel[(batch,)](
         partial,
         coefs,
@@ -318,12 +346,14 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, int]:
-    """Return (programs, rows per program) of a sample for the kernels that go over rows; the last program may be short.
+    """Return (programs, rows per program) of a sample for the kernels that go over rows; the last
+    program may be short.
 
-    With partial `sums`, the batch has at most 3/4 MAX_PROGRAMS programs, or one per sample: a GPU of 132
-    multiprocessors, each with registers for three, runs them at once. Otherwise a program has one row, or a few if
-    there are many times more rows than a GPU holds programs, which reads scale and shift less often. The kernels are
-    compiled for the rows per program: a loop of unknown length takes them a quarter more registers.
+    With partial `sums`, the batch has at most 3/4 MAX_PROGRAMS programs, or one per sample: a GPU
+    of 132 multiprocessors, each with registers for three, runs them at once. Otherwise a program
+    has one row, or a few if there are many times more rows than a GPU holds programs, which reads
+    scale and shift less often. The kernels are compiled for the rows per program: a loop of unknown
+    length takes them a quarter more registers.
     """
     limit = max(3 * MAX_PROGRAMS // 4 // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
     per_program = max(-(-rows // limit), 1)

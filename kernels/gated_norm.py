@@ -1,9 +1,10 @@
 """Gated residual with LayerNorm and AdaLN on the GPU, one row of d values in registers at a time.
 
-x, y `[B, S, d]`; gate, scale, shift `[B, d]` with any stride between rows, 0 included. The second result has padding
-columns on the right of each row. The forward reads x and y once, and writes the sum and the result once. The backward
-(kernels/norm_modulate.py) reads both gradients and the sum, and y if the modulation is trained; it writes dx and dy.
-`sage_fast.ops.gated_norm` is the specification.
+x, y `[B, S, d]`; gate, scale, shift `[B, d]` with any stride between rows, 0 included. The second
+result has padding columns on the right of each row. The forward reads x and y once, and writes the
+sum and the result once. The backward (kernels/norm_modulate.py) reads both gradients and the sum,
+and y if the modulation is trained; it writes dx and dy. `sage_fast.ops.gated_norm` is the
+specification.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ def _gated_norm_fwd_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute the sum and its normalised rows. Grid `(B, programs)`: program p has rows p ROWS .. (p + 1) ROWS - 1."""
+    """Compute the sum and its normalised rows.
+
+    Grid `(B, programs)`: program p has rows p ROWS .. (p + 1) ROWS - 1.
+    """
     sample = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     column = tl.arange(0, WIDTH)
     mask = column < width
     gate = tl.load(gate_ptr + sample * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
-    gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(tl.float32)
-    offset = tl.load(shift_ptr + sample * shift_stride + column, mask=mask, other=0.0).to(tl.float32)
+    gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    offset = tl.load(shift_ptr + sample * shift_stride + column, mask=mask, other=0.0).to(
+        tl.float32
+    )
     for turn in range(ROWS):
         row = first + turn
         inside = column < tl.where(row < rows, width, 0)
@@ -59,7 +67,10 @@ def _gated_norm_fwd_kernel(
 def gated_norm(
     x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward; arguments as `sage_fast::gated_norm`. Copies inputs that are not contiguous."""
+    """Launch the forward; arguments as `sage_fast::gated_norm`.
+
+    Copies inputs that are not contiguous.
+    """
     x, y = x.contiguous(), y.contiguous()
     gate, scale, shift = map(contiguous_rows, (gate, scale, shift))
     batch, rows, width = x.shape
@@ -91,9 +102,17 @@ def gated_norm(
 
 
 def gated_norm_backward(
-    grad_sum: Tensor, grad: Tensor, total: Tensor, gate: Tensor, scale: Tensor, y: Tensor | None, eps: float
+    grad_sum: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    y: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward; arguments as `sage_fast::gated_norm_backward`."""
-    dx, dy, (dscale, dshift, dgate) = launch_backward(grad, total, scale, eps, y is not None, grad_sum, gate, y)
+    dx, dy, (dscale, dshift, dgate) = launch_backward(
+        grad, total, scale, eps, y is not None, grad_sum, gate, y
+    )
     assert dy is not None
     return dx, dy, dgate, dscale, dshift

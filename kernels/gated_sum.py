@@ -1,9 +1,9 @@
 """Gated residual on the GPU, one row of d values at a time.
 
-x, y, grad and results `[B, S, d]`; gate `[B, d]` with any stride between rows, 0 included. The forward reads x and y
-once and writes the sum once. The backward reads the gradient, and y if the gate is trained, and writes dy; the sums for
-the gate stay in registers over a program's rows, and a second stage adds them, without atomics.
-`sage_fast.ops.gated_sum` is the specification.
+x, y, grad and results `[B, S, d]`; gate `[B, d]` with any stride between rows, 0 included. The
+forward reads x and y once and writes the sum once. The backward reads the gradient, and y if the
+gate is trained, and writes dy; the sums for the gate stay in registers over a program's rows, and a
+second stage adds them, without atomics. `sage_fast.ops.gated_sum` is the specification.
 """
 
 from __future__ import annotations
@@ -17,9 +17,20 @@ from torch import Tensor
 
 @triton.jit
 def _gated_sum_fwd_kernel(
-    x_ptr, y_ptr, gate_ptr, sum_ptr, rows, width, gate_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    x_ptr,
+    y_ptr,
+    gate_ptr,
+    sum_ptr,
+    rows,
+    width,
+    gate_stride,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Compute rows of the sum. Grid `(B, programs)`: program p has rows p ROWS .. (p + 1) ROWS - 1."""
+    """Compute rows of the sum.
+
+    Grid `(B, programs)`: program p has rows p ROWS .. (p + 1) ROWS - 1.
+    """
     sample = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     mask = column < width
@@ -47,7 +58,8 @@ def _gated_sum_bwd_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute dy and, with MODULATION, this program's sum for the gate: partial `[B, programs, width]`."""
+    """Compute dy and, with MODULATION, this program's sum for the gate: partial `[B, programs,
+    width]`."""
     sample = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     mask = column < width
@@ -60,14 +72,19 @@ def _gated_sum_bwd_kernel(
         grad = tl.load(grad_ptr + index, mask=inside, other=0.0).to(tl.float32)
         tl.store(dy_ptr + index, (gate * grad).to(dy_ptr.dtype.element_ty), mask=inside)
         if MODULATION:
-            dgate = tl.fma(grad, tl.load(y_ptr + index, mask=inside, other=0.0).to(tl.float32), dgate)
+            dgate = tl.fma(
+                grad, tl.load(y_ptr + index, mask=inside, other=0.0).to(tl.float32), dgate
+            )
     if MODULATION:
         out = partial_ptr + (sample * tl.num_programs(1) + tl.program_id(1)) * width + column
         tl.store(out, dgate, mask=mask)
 
 
 def gated_sum(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    """Launch the forward; arguments as `sage_fast::gated_sum`. Copies inputs that are not contiguous."""
+    """Launch the forward; arguments as `sage_fast::gated_sum`.
+
+    Copies inputs that are not contiguous.
+    """
     x, y, gate = x.contiguous(), y.contiguous(), contiguous_rows(gate)
     batch, rows, width = x.shape
     total = torch.empty_like(x)
@@ -95,7 +112,9 @@ def gated_sum_backward(grad: Tensor, gate: Tensor, y: Tensor | None) -> tuple[Te
     batch, rows, width = grad.shape
     dy = torch.empty_like(grad)
     programs, per_program = rows_of_programs(rows, batch, sums=y is not None)
-    partial = torch.empty(0 if y is None else batch, programs, width, dtype=torch.float32, device=grad.device)
+    partial = torch.empty(
+        0 if y is None else batch, programs, width, dtype=torch.float32, device=grad.device
+    )
     if grad.numel() > 0:
         with torch.cuda.device_of(grad):
             _gated_sum_bwd_kernel[(batch, programs)](

@@ -1,11 +1,11 @@
 """LayerNorm and AdaLN's scale and shift on the GPU, one row of d values in registers at a time.
 
-x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results and gradients `[B, S, d]`. The
-result and its gradient have padding columns on the right of each row and padding rows below each sample. The forward
-reads x once and writes the result once. The backward reads the gradient, x and the residual's gradient, and writes dx.
-The sums for scale and shift, if wanted, stay in registers over a program's rows; a second stage adds them, without
-atomics.
-`gated_norm` uses the same backward kernel. `sage_fast.ops.norm_modulate` is the specification.
+x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results and gradients
+`[B, S, d]`. The result and its gradient have padding columns on the right of each row and padding
+rows below each sample. The forward reads x once and writes the result once. The backward reads the
+gradient, x and the residual's gradient, and writes dx. The sums for scale and shift, if wanted,
+stay in registers over a program's rows; a second stage adds them, without atomics. `gated_norm`
+uses the same backward kernel. `sage_fast.ops.norm_modulate` is the specification.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, contiguous_rows, power_of_2, rows_of_programs
+from sage_fast.kernels.common import (
+    LAUNCH_OPTIONS,
+    WIDE_OPTIONS,
+    contiguous_rows,
+    power_of_2,
+    rows_of_programs,
+)
 from torch import Tensor
 
 
@@ -42,17 +48,26 @@ def _norm_modulate_fwd_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute normalised rows. Grid `(B, programs)`: program p has rows p ROWS .. (p + 1) ROWS - 1."""
+    """Compute normalised rows.
+
+    Grid `(B, programs)`: program p has rows p ROWS .. (p + 1) ROWS - 1.
+    """
     sample = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     column = tl.arange(0, WIDTH)
     mask = column < width
-    gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(tl.float32)
-    offset = tl.load(shift_ptr + sample * shift_stride + column, mask=mask, other=0.0).to(tl.float32)
+    gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    offset = tl.load(shift_ptr + sample * shift_stride + column, mask=mask, other=0.0).to(
+        tl.float32
+    )
     for turn in range(ROWS):
         row = first + turn
         inside = column < tl.where(row < rows, width, 0)
-        x = tl.load(x_ptr + (sample * rows + row) * width + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + (sample * rows + row) * width + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         normed, _ = _normed(x, mask, width, eps)
         out_ptrs = out_ptr + (sample * out_rows + row) * out_width + column
         tl.store(out_ptrs, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
@@ -82,7 +97,8 @@ def _norm_modulate_bwd_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute dx, plus the residual's gradient with RESIDUAL, and dy = gate dx with GATED. Grid `(B, programs)`.
+    """Compute dx, plus the residual's gradient with RESIDUAL, and dy = gate dx with GATED. Grid
+    `(B, programs)`.
 
     With MODULATION, also store this program's sums for scale, shift and, with GATED, gate: partial
     `[B, programs, 2 or 3, width]`.
@@ -91,12 +107,16 @@ def _norm_modulate_bwd_kernel(
     program = tl.program_id(1)
     column = tl.arange(0, WIDTH)
     mask = column < width
-    gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(tl.float32)
+    gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(
+        tl.float32
+    )
     dscale = tl.zeros([WIDTH], tl.float32)
     dshift = tl.zeros([WIDTH], tl.float32)
     dgate = tl.zeros([WIDTH], tl.float32)
     if GATED:
-        gate = tl.load(gate_ptr + sample * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + sample * gate_stride + column, mask=mask, other=0.0).to(
+            tl.float32
+        )
     for turn in range(ROWS):
         row = program * ROWS + turn
         inside = column < tl.where(row < rows, width, 0)
@@ -129,8 +149,13 @@ def _norm_modulate_bwd_kernel(
             tl.store(out + 2 * width, dgate, mask=mask)
 
 
-def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0, pad_rows: int = 0) -> Tensor:
-    """Launch the forward; arguments as `sage_fast::norm_modulate`. Copies an x that is not contiguous."""
+def norm_modulate(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0, pad_rows: int = 0
+) -> Tensor:
+    """Launch the forward; arguments as `sage_fast::norm_modulate`.
+
+    Copies an x that is not contiguous.
+    """
     x, scale, shift = x.contiguous(), contiguous_rows(scale), contiguous_rows(shift)
     batch, rows, width = x.shape
     out = x.new_empty(batch, rows + pad_rows, width + pad)
@@ -160,7 +185,12 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int 
 
 
 def norm_modulate_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool, residual: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    eps: float,
+    modulation: bool,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward; arguments as `sage_fast::norm_modulate_backward`."""
     dx, _, (dscale, dshift) = launch_backward(grad, x, scale, eps, modulation, residual)
@@ -189,7 +219,9 @@ def launch_backward(
     dy = torch.empty_like(x) if gate is not None else None
     programs, per_program = rows_of_programs(rows, batch, sums=modulation)
     count = 2 if gate is None else 3
-    partial = torch.empty(batch if modulation else 0, programs, count, width, dtype=torch.float32, device=x.device)
+    partial = torch.empty(
+        batch if modulation else 0, programs, count, width, dtype=torch.float32, device=x.device
+    )
     if x.numel() > 0:
         with torch.cuda.device_of(x):
             _norm_modulate_bwd_kernel[(batch, programs)](

@@ -1,9 +1,10 @@
 """RMSNorm of every head of queries and keys, and rotary embedding of the video tokens, on the GPU.
 
-joint `[B, N + L, 3, H, D]` and the results are contiguous. The incoming gradients `[B, N + L, H, D]` may have any
-strides but the last. A program holds all heads of a token, `[H, D]`, in registers: first queries, then keys. A thread
-owns both channels of a pair, so a rotation stays within it. Each element is read and written once. The forward does not
-touch the values; the backward copies their gradient into d_joint. `sage_fast.ops.norm_rotate` is the specification.
+joint `[B, N + L, 3, H, D]` and the results are contiguous. The incoming gradients `[B, N + L, H,
+D]` may have any strides but the last. A program holds all heads of a token, `[H, D]`, in registers:
+first queries, then keys. A thread owns both channels of a pair, so a rotation stays within it. Each
+element is read and written once. The forward does not touch the values; the backward copies their
+gradient into d_joint. `sage_fast.ops.norm_rotate` is the specification.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _rstd(x, width, eps):
 def _rotated(y, rotary_ptr, token, width, sign, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """Rotate pairs: (a, b) -> (a cos - b sin, a sin + b cos); `sign` -1 rotates back."""
     column = tl.arange(0, WIDTH)
-    table = tl.load(rotary_ptr + token * width + column, mask=column < width, other=0.0)  # pairs: 16 bytes a thread
+    # pairs: 16 bytes a thread
+    table = tl.load(rotary_ptr + token * width + column, mask=column < width, other=0.0)
     cos, sin = tl.split(tl.reshape(table, [WIDTH // 2, 2]))
     cos, sin = cos[None, :], sign * sin[None, :]
     a, b = tl.split(tl.reshape(y, [HEADS, WIDTH // 2, 2]))
@@ -88,7 +90,9 @@ def _norm_rotate_fwd_kernel(
             _store_heads(out_ptr, index * heads * width, y, heads, width, HEADS, WIDTH)
         else:
             weight = _weight(text_query_ptr if part == 0 else text_key_ptr, width, WIDTH)
-            _store_heads(out_ptr, index * heads * width, normed * weight[None, :], heads, width, HEADS, WIDTH)
+            _store_heads(
+                out_ptr, index * heads * width, normed * weight[None, :], heads, width, HEADS, WIDTH
+            )
 
 
 @triton.jit
@@ -114,10 +118,11 @@ def _norm_rotate_bwd_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute the gradient of the queries (PART 0) or keys (PART 1) of TOKENS tokens. Grid `(B, programs)`.
+    """Compute the gradient of the queries (PART 0) or keys (PART 1) of TOKENS tokens. Grid `(B,
+    programs)`.
 
-    One part per launch needs fewer registers. With WEIGHTS, also store this program's sums for both weights: partial
-    `[B, programs, 2, D]`.
+    One part per launch needs fewer registers. With WEIGHTS, also store this program's sums for both
+    weights: partial `[B, programs, 2, D]`.
     """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
@@ -177,7 +182,10 @@ def norm_rotate(
     with torch.cuda.device_of(joint):
         _norm_rotate_fwd_kernel[(tokens, batch)](
             joint,
-            *(weight.contiguous() for weight in (video_query, text_query, video_key, text_key, rotary)),
+            *(
+                weight.contiguous()
+                for weight in (video_query, text_query, video_key, text_key, rotary)
+            ),
             query,
             key,
             len(rotary),

@@ -1,7 +1,7 @@
 """RMSNorm over channels and SiLU on the GPU, some pixels of a row at a time.
 
-x and out `[B, C, T, H, W]` with any strides. x is read once and out written once, 16 bytes a thread where the channels
-lie next to each other. `sage_fast.ops.norm_silu` is the specification.
+x and out `[B, C, T, H, W]` with any strides. x is read once and out written once, 16 bytes a thread
+where the channels lie next to each other. `sage_fast.ops.norm_silu` is the specification.
 """
 
 from __future__ import annotations
@@ -42,12 +42,19 @@ def _norm_silu_fwd_kernel(
     """Compute PIXELS pixels of a row of a frame. Grid `(pixel tiles, H, B T)`."""
     pixel = (tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)).to(tl.int64)[:, None]
     row = tl.program_id(1).to(tl.int64)
-    sample, frame = (tl.program_id(2) // frames).to(tl.int64), (tl.program_id(2) % frames).to(tl.int64)
+    sample, frame = (
+        (tl.program_id(2) // frames).to(tl.int64),
+        (tl.program_id(2) % frames).to(tl.int64),
+    )
     channel = tl.arange(0, CHANNELS).to(tl.int64)[None, :]
     mask = (pixel < width) & (channel < channels)
     x_ptr += sample * x_batch_stride + frame * x_frame_stride + row * x_row_stride
-    x = tl.load(x_ptr + pixel * x_pixel_stride + channel * x_channel_stride, mask=mask, other=0.0).to(tl.float32)
-    gamma = tl.load(gamma_ptr + channel * gamma_stride, mask=channel < channels, other=0.0).to(tl.float32)
+    x = tl.load(
+        x_ptr + pixel * x_pixel_stride + channel * x_channel_stride, mask=mask, other=0.0
+    ).to(tl.float32)
+    gamma = tl.load(gamma_ptr + channel * gamma_stride, mask=channel < channels, other=0.0).to(
+        tl.float32
+    )
     length = tl.sqrt(tl.sum(x * x, axis=1))[:, None]
     length = tl.maximum(length, 1e-12, propagate_nan=tl.PropagateNan.ALL)
     y = x * (scale / length) * gamma

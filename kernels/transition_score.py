@@ -1,4 +1,5 @@
-"""Score a stored transition on the GPU: log-prob, both KLs and both errors in one pass, the gradients in another.
+"""Score a stored transition on the GPU: log-prob, both KLs and both errors in one pass, the
+gradients in another.
 
     v           = v_uncond + g (v_cond - v_uncond)   with guidance, else v
     logp        = w mean((x_next - a x - b v)^2) + k
@@ -6,13 +7,15 @@
     kl_old      = m mean((v - v_old)^2)
     error_plus  = mean |x_next - a x - b v + (1-beta) b (v - v_old)|
     error_minus = mean |x_next - a x - b v + (1+beta) b (v - v_old)|
-    dv          = 2/D [ -g_logp w b (x_next - a x - b v) + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
+    dv          = 2/D [ -g_logp w b (x_next - a x - b v)
+                        + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
     dv_cond     = g dv, dv_uncond = (1 - g) dv       with guidance
 
-x, x_next, v, v_uncond, v_anchor, v_old `[B, ...]` flattened to `[B, numel]`, numel = D; coefs `[T, 6]`; step `[]` or
-`[B]`; results and their gradients `[B]`. Bytes per element with fp32 x and x_next and bf16 velocities, with v_anchor
-and without v_old: forward 12, backward 14. With guidance, whose v_anchor is fp32: forward 16, backward 20. The
-gradients are the only tensors of latent size that are written. `sage_fast.ops.transition_score` is the specification.
+x, x_next, v, v_uncond, v_anchor, v_old `[B, ...]` flattened to `[B, numel]`, numel = D; coefs `[T,
+6]`; step `[]` or `[B]`; results and their gradients `[B]`. Bytes per element with fp32 x and x_next
+and bf16 velocities, with v_anchor and without v_old: forward 12, backward 14. With guidance, whose
+v_anchor is fp32: forward 16, backward 20. The gradients are the only tensors of latent size that
+are written. `sage_fast.ops.transition_score` is the specification.
 """
 
 from __future__ import annotations
@@ -63,22 +66,29 @@ def _transition_score_fwd_kernel(
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Store three sums of squares and two of magnitudes over this program's tiles. Grid `(B, programs)`."""
+    """Store three sums of squares and two of magnitudes over this program's tiles.
+
+    Grid `(B, programs)`.
+    """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     a, b, _, _, _, _, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
     inner = _tile(BLOCK, VEC)
     total = tl.zeros([BLOCK // VEC, VEC], tl.float32)
-    total_anchor = tl.zeros([BLOCK // VEC], tl.float32)  # per thread, as the next three: more sums spill
+    # per thread, as the next three: more sums spill
+    total_anchor = tl.zeros([BLOCK // VEC], tl.float32)
     total_old = tl.zeros([BLOCK // VEC], tl.float32)
     total_plus = tl.zeros([BLOCK // VEC], tl.float32)
     total_minus = tl.zeros([BLOCK // VEC], tl.float32)
     for turn in range(TILES):
         first = (program + turn * programs) * BLOCK
         start = sample * numel + first
-        mask = _inside(inner, numel - first, ALIGNED, BLOCK)  # masked elements load as 0 and add 0 to each sum
+        # masked elements load as 0 and add 0 to each sum
+        mask = _inside(inner, numel - first, ALIGNED, BLOCK)
         v = _velocity(v_ptr, v_uncond_ptr, guidance, start, inner, mask, HAS_GUIDANCE)
-        residual = _load(x_next_ptr, start, inner, mask) - _mean(a, b, _load(x_ptr, start, inner, mask), v)
+        residual = _load(x_next_ptr, start, inner, mask) - _mean(
+            a, b, _load(x_ptr, start, inner, mask), v
+        )
         total = tl.fma(residual, residual, total)
         if HAS_OLD:
             difference = v - _load(v_old_ptr, start, inner, mask)
@@ -144,7 +154,9 @@ def _transition_score_bwd_kernel(
         start = sample * numel + first
         mask = _inside(inner, numel - first, ALIGNED, BLOCK)
         v = _velocity(v_ptr, v_uncond_ptr, guidance, start, inner, mask, HAS_GUIDANCE)
-        dv = logp_weight * (_load(x_next_ptr, start, inner, mask) - _mean(a, b, _load(x_ptr, start, inner, mask), v))
+        dv = logp_weight * (
+            _load(x_next_ptr, start, inner, mask) - _mean(a, b, _load(x_ptr, start, inner, mask), v)
+        )
         if HAS_ANCHOR:
             dv = tl.fma(anchor_weight, v - _load(v_anchor_ptr, start, inner, mask), dv)
         if HAS_OLD:
@@ -168,7 +180,8 @@ def transition_score(
     step: Tensor,
     beta: float | None,
 ) -> tuple[Tensor, ...]:
-    """Launch the forward; arguments as `sage_fast::transition_score`. Copies inputs that are not contiguous.
+    """Launch the forward; arguments as `sage_fast::transition_score`. Copies inputs that are not
+    contiguous.
 
     A step outside the table cannot be reported without synchronising; its sample comes back as nan.
     """
@@ -229,7 +242,10 @@ def transition_score_backward(
     x, x_next, v, v_uncond, v_anchor, v_old = contiguous(x, x_next, v, v_uncond, v_anchor, v_old)
     coefs, step = contiguous(coefs, step)
     batch, numel = len(x), x[:1].numel()
-    dv, dv_uncond = torch.empty_like(v), v.new_empty(0) if v_uncond is None else torch.empty_like(v_uncond)
+    dv, dv_uncond = (
+        torch.empty_like(v),
+        v.new_empty(0) if v_uncond is None else torch.empty_like(v_uncond),
+    )
     if batch == 0 or numel == 0:
         return dv, dv_uncond
     count, tiles = split(numel)

@@ -4,10 +4,11 @@
     x_next  = a x + b v + c noise                    rounded to the dtype of x
     logp    = w mean((x_next - a x - b v)^2) + k     of the stored, rounded x_next
 
-x, v, v_uncond, x_next `[B, ...]` flattened to `[B, numel]`; coefs `[T, 6]`; step `[]` or `[B]`; seed `[B]`; logp `[B]`.
-Bytes per element with fp32 x and bf16 v: 10 (12 with guidance), and 4 per 2 tiles of partial sums. The noise never
-leaves the registers. The kernel reads table, step and seed from device memory and the launch does not synchronise, so
-one captured CUDA graph serves every step. `sage_fast.ops.transition_step` is the specification.
+x, v, v_uncond, x_next `[B, ...]` flattened to `[B, numel]`; coefs `[T, 6]`; step `[]` or `[B]`;
+seed `[B]`; logp `[B]`. Bytes per element with fp32 x and bf16 v: 10 (12 with guidance), and 4 per 2
+tiles of partial sums. The noise never leaves the registers. The kernel reads table, step and seed
+from device memory and the launch does not synchronise, so one captured CUDA graph serves every
+step. `sage_fast.ops.transition_step` is the specification.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def _transition_step_fwd_kernel(
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Compute x_next and the sum of squared residuals of this program's tiles. Grid `(B, programs)`."""
+    """Compute x_next and the sum of squared residuals of this program's tiles.
+
+    Grid `(B, programs)`.
+    """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     a, b, c, _, _, _, step = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
@@ -68,7 +72,9 @@ def _transition_step_fwd_kernel(
         x = _load(x_ptr, start, inner, mask)
         v = _velocity(v_ptr, v_uncond_ptr, guidance, start, inner, mask, HAS_GUIDANCE)
         mean = _mean(a, b, x, v)
-        x_next = tl.fma(c, _noise(seed, step, first, BLOCK, VEC), mean).to(x_next_ptr.dtype.element_ty)
+        x_next = tl.fma(c, _noise(seed, step, first, BLOCK, VEC), mean).to(
+            x_next_ptr.dtype.element_ty
+        )
         tl.store(x_next_ptr + start + inner, x_next, mask=mask)
         residual = tl.where(mask, x_next.to(tl.float32) - mean, 0.0)
         total = tl.fma(residual, residual, total)
@@ -84,7 +90,8 @@ def transition_step(
     step: Tensor,
     seed: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the step; arguments as `sage_fast::transition_step`. Copies inputs that are not contiguous.
+    """Launch the step; arguments as `sage_fast::transition_step`. Copies inputs that are not
+    contiguous.
 
     A step outside the table cannot be reported without synchronising; its sample comes back as nan.
     """

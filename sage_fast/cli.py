@@ -1,5 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The `sage-fast` command line. `COMMANDS` holds every command; a command's module is imported when it is asked for."""
+"""The `sage-fast` command line.
+
+`COMMANDS` holds every command; a command's module is imported when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from sage_fast import __version__
-from sage_fast.util.errors import HANGING, RunError, Stopped, UserError, drop_output, nearest, print_error, reason
+from sage_fast.util.errors import (
+    HANGING,
+    RunError,
+    Stopped,
+    UserError,
+    drop_output,
+    nearest,
+    print_error,
+    reason,
+)
 from sage_fast.util.launchers import check_launch, leave_group, note_idle_tasks, without_local_rank
 from sage_fast.util.paths import expand_options
 from sage_fast.util.profiling import ranges, tools_of_environment
@@ -43,12 +55,14 @@ class Command(NamedTuple):
 
     Attributes:
         help: one line that starts with a verb.
-        settings: the command's positional arguments in its usage line, if every setting is an option of it too. `run`
-            gets the given ones as `overrides`, dotted key -> value as typed.
-        ranks: whether its processes may be ranks that work together. Any other command is one process, whatever a
-            shell's environment holds of a launcher.
-        module: has `add_arguments(add_argument)` and `run(options, overrides)`, which returns the exit status; None is
-            0. Importing it takes no time: `run` imports what is heavy. By default the one in `commands` of its name.
+        settings: the command's positional arguments in its usage line, if every setting is an
+            option of it too. `run` gets the given ones as `overrides`, dotted key -> value as
+            typed.
+        ranks: whether its processes may be ranks that work together. Any other command is one
+            process, whatever a shell's environment holds of a launcher.
+        module: has `add_arguments(add_argument)` and `run(options, overrides)`, which returns the
+            exit status; None is 0. Importing it takes no time: `run` imports what is heavy. By
+            default the one in `commands` of its name.
     """
 
     help: str
@@ -60,24 +74,40 @@ class Command(NamedTuple):
 COMMANDS = {
     "init": Command("write a configuration, a reward and prompts to start from into a folder"),
     "train": Command(
-        "train a policy; leaves a run folder with weights, metrics, videos and a report", "CONFIG", ranks=True
+        "train a policy; leaves a run folder with weights, metrics, videos and a report",
+        "CONFIG",
+        ranks=True,
     ),
     "embed": Command(
-        "encode all prompts into data.embedding_cache, as training would do at its start", "CONFIG", ranks=True
+        "encode all prompts into data.embedding_cache, as training would do at its start",
+        "CONFIG",
+        ranks=True,
     ),
     "sample": Command("generate videos with the ODE sampler", "CONFIG", ranks=True),
-    "eval": Command("score runs, checkpoints or videos on the held-out prompts", "SOURCE [SOURCE ...]", ranks=True),
+    "eval": Command(
+        "score runs, checkpoints or videos on the held-out prompts",
+        "SOURCE [SOURCE ...]",
+        ranks=True,
+    ),
     "compare": Command("compare runs, finished or not, on one page"),
     "serve-reward": Command("score videos for other runs, over HTTP", "CONFIG", "commands.serve"),
     "report": Command("write the report.html of a run, finished or still running"),
     "export": Command("write the weights of a run for other programs, with a model card"),
-    "bench": Command("time operators, rollouts or iterations against stock code", module="benchmarks.command"),
-    "profile": Command("time an iteration, or measure its signal", "CONFIG", "benchmarks.profile", ranks=True),
+    "bench": Command(
+        "time operators, rollouts or iterations against stock code", module="benchmarks.command"
+    ),
+    "profile": Command(
+        "time an iteration, or measure its signal", "CONFIG", "benchmarks.profile", ranks=True
+    ),
     "doctor": Command("check what is installed, whether it works and gives the right numbers"),
 }
 """Commands by name, in the order the help lists them."""
 
-ELSEWHERE = {"resume": "sage-fast train RUN --resume", "grid": "python -m studies.grid", "push": "export and hf upload"}
+ELSEWHERE = {
+    "resume": "sage-fast train RUN --resume",
+    "grid": "python -m studies.grid",
+    "push": "export and hf upload",
+}
 """Words that may be taken for commands -> what there is instead."""
 
 
@@ -105,30 +135,40 @@ def _parser(commands: Collection[str], *, list_settings: bool = False) -> argpar
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=command.help, description=command.help, allow_abbrev=False,
-            formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=8),  # settings have long names
+            # settings have long names
+            formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=8),
         )  # fmt: skip
         if name not in commands:
             continue
         if command.settings:
-            subparser.usage = f"sage-fast {name} {command.settings} [OPTION ...] [--SETTING VALUE ...]"
-            subparser.epilog = "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
+            subparser.usage = (
+                f"sage-fast {name} {command.settings} [OPTION ...] [--SETTING VALUE ...]"
+            )
+            subparser.epilog = (
+                "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
+            )
         if command.settings and list_settings:
             from sage_fast.config.command_line import add_settings
 
-            subparser.epilog = "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in YAML."
+            subparser.epilog = (
+                "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in YAML."
+            )
             add_settings(subparser)
         load(name).add_arguments(subparser.add_argument)
     return parser
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Parse a command line; return its options and, for a command that takes settings, the given ones.
+    """Parse a command line; return its options and, for a command that takes settings, the given
+    ones.
 
     Raises:
         UserError: no such command, or an unknown option.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        raise UserError(f"no such command; {ELSEWHERE.get(arguments[0]) or nearest(arguments[0], COMMANDS)}")
+        raise UserError(
+            f"no such command; {ELSEWHERE.get(arguments[0]) or nearest(arguments[0], COMMANDS)}"
+        )
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     from sage_fast.config.command_line import split_settings
@@ -136,19 +176,28 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
 
     takes_settings = any(COMMANDS[name].settings for name in named)
     words, overrides = split_settings(arguments) if takes_settings else (list(arguments), {})
-    options, rest = _parser(named, list_settings=help_asked and named == ["train"]).parse_known_args(words)
+    options, rest = _parser(
+        named, list_settings=help_asked and named == ["train"]
+    ).parse_known_args(words)
     if rest:
         word = rest[0].partition("=")[0]
         close = similar(word.removeprefix("--")) if takes_settings and word.startswith("--") else []
-        hint = f"did you mean --{' or --'.join(close)}?" if close else f"see sage-fast {options.command} --help"
-        raise UserError(f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}")
+        hint = (
+            f"did you mean --{' or --'.join(close)}?"
+            if close
+            else f"see sage-fast {options.command} --help"
+        )
+        raise UserError(
+            f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}"
+        )
     expand_options(options)
     return options, overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a user error, 1 for a failed run."""
-    for name in ("stdin", "stdout", "stderr"):  # None if closed, as by `>&-`: files would take their descriptors
+    # None if closed, as by `>&-`: files would take their descriptors
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     if arguments is None:
@@ -159,16 +208,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return (status := guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words)))
     finally:
         if arguments is None:  # the process is the command's own
-            signal.signal(signal.SIGXCPU, signal.SIG_IGN)  # comes each second: the status is to be the command's
+            # comes each second: the status is to be the command's
+            signal.signal(signal.SIGXCPU, signal.SIG_IGN)
             threading.Thread(target=_end, args=(status,), daemon=True).start()
         if status != 1 and any(thread.name == HANGING for thread in threading.enumerate()):
-            os._exit(status)  # the package that hangs may have an exit hook, as wandb has, which would hang too
+            # the package that hangs may have an exit hook, as wandb has, which would hang too
+            os._exit(status)
 
 
 def _end(status: int) -> None:
-    """End the process if threads that Python waits for, such as a reward's, still run after `THREAD_GRACE`."""
+    """End the process if threads that Python waits for, such as a reward's, still run after
+    `THREAD_GRACE`."""
     threading.Event().wait(THREAD_GRACE)
-    if names := [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
+    if names := [
+        t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
+    ]:
         print_error(f"note: threads that still run end with the process: {', '.join(names)}")
         atexit._run_exitfuncs()
         os._exit(status)
@@ -177,8 +231,8 @@ def _end(status: int) -> None:
 def guarded(name: str, command: Callable[[], int]) -> int:
     """Run a command and return its exit status.
 
-    `UserError`, `RunError` and `OSError` are printed as one line after `name`. Any other exception is a bug, here or in
-    a plug-in, and keeps its traceback.
+    `UserError`, `RunError` and `OSError` are printed as one line after `name`. Any other exception
+    is a bug, here or in a plug-in, and keeps its traceback.
     """
     escape_on_screen()
     try:
@@ -205,7 +259,9 @@ def _run(arguments: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
-        argcomplete.autocomplete(_parser(COMMANDS, list_settings=True), always_complete_options=False)
+        argcomplete.autocomplete(
+            _parser(COMMANDS, list_settings=True), always_complete_options=False
+        )
     options, overrides = parse(arguments)
     from sage_fast.util.console import leave_logs, log_to_screen
 

@@ -16,8 +16,19 @@ from sage_fast.algorithm.trainable import check_same_settings
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.reward_names import place_of_reward
 from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
-from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, notes_on_prompts, shared_prompts
-from sage_fast.data.prompts import Prompt, captions_of, configured_prompts, metadata_of, negatives_of
+from sage_fast.data.prompt_checks import (
+    check_captions,
+    check_prompt_sets,
+    notes_on_prompts,
+    shared_prompts,
+)
+from sage_fast.data.prompts import (
+    Prompt,
+    captions_of,
+    configured_prompts,
+    metadata_of,
+    negatives_of,
+)
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.policy import Policy
 from sage_fast.parallel.fit import choose_checkpointing
@@ -31,7 +42,8 @@ from sage_fast.util.ranks import join_sequence_group, local_device, rank, world_
 
 
 def resolve(config: Config) -> Resolved:
-    """Join the ranks of a command that does not train, and resolve its settings; `check_trainable` does for a run.
+    """Join the ranks of a command that does not train, and resolve its settings; `check_trainable`
+    does for a run.
 
     Raises:
         UserError: as `Resolved` or `check_same_settings`, or the ranks cannot share samples as
@@ -46,7 +58,8 @@ def resolve(config: Config) -> Resolved:
 def contents_of(
     prompts: Mapping[str, Sequence[Prompt]], weights: str | None, rewards: Mapping[str, RewardEntry]
 ) -> dict[str, str]:
-    """Return setting -> what its files and code hold, with a digest: a resume and `compare` tell what has changed.
+    """Return setting -> what its files and code hold, with a digest: a resume and `compare` tell
+    what has changed.
 
     Args:
         prompts: setting -> its prompts.
@@ -63,16 +76,19 @@ def contents_of(
     for key, entry in rewards.items():
         if not entry.is_address:
             file = file_of(place_of_reward(entry.name, key), key)
-            named = [arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)]
+            named = [
+                arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)
+            ]
             found[key] = f"code ({fingerprint(b'', *sorted(_code(file) if file else ()), *named)})"
     return found
 
 
 def contents_of_networks(policy: Policy) -> str:
-    """Return a digest of the weights that a checkpoint holds, in words, as `contents_of` does for files.
+    """Return a digest of the weights that a checkpoint holds, in words, as `contents_of` does for
+    files.
 
-    A sum of the bits of each tensor, as integers, reads a model on a GPU in milliseconds. It is the same on every
-    device, and tells another checkpoint from the same one at another place.
+    A sum of the bits of each tensor, as integers, reads a model on a GPU in milliseconds. It is the
+    same on every device, and tells another checkpoint from the same one at another place.
 
     Args:
         policy: before an engine shards it. An adapter's weights are not the checkpoint's.
@@ -84,16 +100,32 @@ def contents_of_networks(policy: Policy) -> str:
             if ".lora_" not in name:
                 bits = tensor.detach().contiguous().view(integers[tensor.element_size()])
                 plain = name.replace(".base_layer", "")
-                sums.append((part, plain, list(tensor.shape), str(tensor.dtype), int(bits.sum(dtype=torch.int64))))
+                sums.append(
+                    (
+                        part,
+                        plain,
+                        list(tensor.shape),
+                        str(tensor.dtype),
+                        int(bits.sum(dtype=torch.int64)),
+                    )
+                )
     return f"weights ({fingerprint(repr(sorted(sums)).encode())})"
 
 
 def _code(file: Path) -> set[Path]:
-    """Return a Python file and the files beside it that it names, directly or through one of them."""
+    """Return a Python file and the files beside it that it names, directly or through one of
+    them."""
     found, new = {file}, {file}
     while new:
-        words = {word for each in new if each.is_file() for word in re.findall(rb"\w+", each.read_bytes())}
-        new = {path for word in words if (path := file.with_name(f"{word.decode()}.py")).is_file()} - found
+        words = {
+            word
+            for each in new
+            if each.is_file()
+            for word in re.findall(rb"\w+", each.read_bytes())
+        }
+        new = {
+            path for word in words if (path := file.with_name(f"{word.decode()}.py")).is_file()
+        } - found
         found |= new
     return found
 
@@ -125,37 +157,48 @@ def load_setup(
         train_prompts, eval_prompts = configured_prompts(config.data)
         check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)
     else:
-        given = (p if isinstance(p, Prompt) else Prompt(text=p, where=f"prompt {p!r}") for p in prompts)
+        given = (
+            p if isinstance(p, Prompt) else Prompt(text=p, where=f"prompt {p!r}") for p in prompts
+        )
         train_prompts = eval_prompts = [*given]
     negatives = negatives_of([*train_prompts, *eval_prompts])
     check_captions([*train_prompts, *eval_prompts], spec)
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
-        keys, eval_keys = ([prompt.key for prompt in group] for group in (train_prompts, eval_prompts))
+        keys, eval_keys = (
+            [prompt.key for prompt in group] for group in (train_prompts, eval_prompts)
+        )
         metadata = metadata_of([*train_prompts, *eval_prompts])
         reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = resolved.objective.surrogate
-    # A limit on the rollout's own steps would act on a rounding difference between rollout and training.
+    # A limit on the rollout's own steps would act on a rounding difference between rollout and
+    # training.
     limits = row.uses_ratio or row.uses_kl
-    model = load_model(settings, config.sampling, local_device(), config.seed, needs_agreement=limits, spec=spec)
+    model = load_model(
+        settings, config.sampling, local_device(), config.seed, needs_agreement=limits, spec=spec
+    )
     recomputation, left = choose_checkpointing(resolved, model)
     model.set_checkpointing(recomputation)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
-        model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
+        model.notes.append(
+            "negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off"
+        )
     model.notes += notes_on_prompts(train_prompts, eval_prompts)
     if prompts is None and (note := shared_prompts(train_prompts, eval_prompts)):
         model.notes.append(note)
     if prompts is None and any(prompt.seed is not None for prompt in train_prompts):
         model.notes.append(
-            f"the seeds in {config.data.prompts} are for evaluation and samples; training draws new noise each time"
+            f"the seeds in {config.data.prompts} are for evaluation and samples; training draws "
+            "new noise each time"
         )
     sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
     contents = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
         contents = contents_of(sets, config.model.weights, config.named_rewards)
-        if config.model.trains_adapter or config.model.weights is None:  # else the networks are `model.weights`
+        # else the networks are `model.weights`
+        if config.model.trains_adapter or config.model.weights is None:
             contents["model.path"] = contents_of_networks(model.policy)
     return Setup(
         resolved=resolved,
@@ -168,5 +211,7 @@ def load_setup(
         captions=captions_of([*train_prompts, *eval_prompts]),
         negatives=negatives,
         contents=contents,
-        eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
+        eval_seeds={
+            i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None
+        },
     )

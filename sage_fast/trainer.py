@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.advantages import EPS, SMALL_STD, balanced_rewards, group_advantages, small_groups
+from sage_fast.algorithm.advantages import (
+    EPS,
+    SMALL_STD,
+    balanced_rewards,
+    group_advantages,
+    small_groups,
+)
 from sage_fast.algorithm.iteration_plan import IterationPlan, Transition, plan_iteration
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import Observer
@@ -57,10 +63,13 @@ class Trainer:
         model: policy and decoder.
         reward: composite reward.
         prompts: training prompts.
-        embeddings: key -> condition, for every training prompt, including the negative and the empty one.
+        embeddings: key -> condition, for every training prompt, including the negative and the
+            empty one.
         graphs: CUDA graphs to replay rollout steps from.
-        pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
-        before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
+        pause: called between the steps of a rollout, on each rank independently; may raise
+            `Stopped`.
+        before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on
+            all of them.
 
     Attributes:
         config: the settings.
@@ -69,11 +78,14 @@ class Trainer:
         anchor: weights of the anchor; None if the KL strategy has none.
         anchor_is_current: whether the anchor's weights are the present ones.
         constants: of the scored transitions, float32 `[T]` on the device.
-        rounding: KL that rounding makes between velocities of equal weights, float32 `[T]` on the device: measured by
-            the parity gate, and before that the KL of velocities that differ by a unit of the policy's dtype.
-        forwards: part -> forwards in the latest iteration, as `IterationPlan.forwards` returns them.
+        rounding: KL that rounding makes between velocities of equal weights, float32 `[T]` on the
+            device: measured by the parity gate, and before that the KL of velocities that differ by
+            a unit of the policy's dtype.
+        forwards: part -> forwards in the latest iteration, as `IterationPlan.forwards` returns
+            them.
         observer: what the latest iteration recorded.
-        mid_iteration: whether this iteration has begun to change the state, so that it must not be checkpointed.
+        mid_iteration: whether this iteration has begun to change the state, so that it must not be
+            checkpointed.
     """
 
     def __init__(
@@ -97,8 +109,11 @@ class Trainer:
         self.prompt_order = PromptOrder(prompts, config.train.prompts_per_iteration)
         self.embeddings = embeddings
         self.device = self.policy.device
-        # A rollout policy follows the weights at one pace; an average for export alone has to forget the start.
-        self.engine = make_engine(self.policy, config.train, ema_warms_up=not config.sampling.averaged_weights)
+        # A rollout policy follows the weights at one pace; an average for export alone has to
+        # forget the start.
+        self.engine = make_engine(
+            self.policy, config.train, ema_warms_up=not config.sampling.averaged_weights
+        )
         self.replay = Replay(self.policy, objective, config.sampling.batch_size, embeddings)
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if objective.strategy.anchor is not None else None
@@ -121,16 +136,17 @@ class Trainer:
         self.graphs = graphs
         self.observer = Observer(self.device)
 
-    # -- one iteration ------------------------------------------------------------------------------------------------
+    # -- one iteration -----------------------------------------------------------------------------
 
     def iteration(self, index: int) -> dict[str, object]:
         """Run one round of the algorithm; return its metrics.
 
         Raises:
-            RewardError: a reward failed, and `reward.on_failure = stop` or more than `reward.max_dropped` samples
-                failed.
+            RewardError: a reward failed, and `reward.on_failure = stop` or more than
+                `reward.max_dropped` samples failed.
             NonFiniteError: a loss or gradient is not finite.
-            ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
+            ParityError: in the first iteration of a process, the ratio cannot be told from
+                rounding.
         """
         self.observer = Observer(self.device)
         plan = self.plan(index)
@@ -144,10 +160,16 @@ class Trainer:
         with self.observer.watch("train"), Progress("train", own, "transition") as bar:
             for number, update in enumerate(updates):
                 planned = index * self.config.train.optimizer_steps + number
-                self.engine.learning_rate = learning_rate(self.config.train, self.engine.steps, planned)
+                self.engine.learning_rate = learning_rate(
+                    self.config.train, self.engine.steps, planned
+                )
                 self.update(batch, update, bar)
         self.refresh_anchor()
-        state = {"iteration": index, "optimizer_step": self.engine.steps, "kl/lambda": self.kl.value}
+        state = {
+            "iteration": index,
+            "optimizer_step": self.engine.steps,
+            "kl/lambda": self.kl.value,
+        }
         state["learning_rate"] = self.engine.learning_rate
         return self.observer.row(state, self.config.sampling.steps)
 
@@ -168,21 +190,27 @@ class Trainer:
         video = self.model.spec.tokens(self.latent_shape)
         return sum(video + text for text in self.replay.lengths[prompt])
 
-    # -- rollout ------------------------------------------------------------------------------------------------------
+    # -- rollout -----------------------------------------------------------------------------------
 
     def rollout(self, plan: IterationPlan) -> tuple[Batch, Scores]:
-        """Generate and score the samples; return this rank's, with what training needs, and all scores."""
+        """Generate and score the samples; return this rank's, with what training needs, and all
+        scores."""
         watch, collective = self.observer.watch, self.policy.collective_forwards
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=collective, fps=self.model.spec.fps)
+        scorer = VideoScorer(
+            self.model.decoder, self.reward, watch, collective=collective, fps=self.model.spec.fps
+        )
         averaged = self.config.sampling.averaged_weights
         with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
             with fail_together(collective):
                 with watch("rollout"):
                     batch = self._batch(plan)
-                    rollouts = SampleRollouts(self.policy, plan, batch, self.replay.lengths, self.graphs, watch)
+                    rollouts = SampleRollouts(
+                        self.policy, plan, batch, self.replay.lengths, self.graphs, watch
+                    )
                 with Progress("rollout", rollouts.steps, pause=self.pause) as bar:
                     for finished, latents in rollouts.finished(bar):
-                        # The seed follows from the samples, not from the rank: a resume draws the same numbers.
+                        # The seed follows from the samples, not from the rank: a resume draws the
+                        # same numbers.
                         drawn = derive_seed(next(iter(finished)).seed, "reward")
                         scorer.submit(latents, [sample.prompt for sample in finished], drawn)
                 own = scorer.finish()
@@ -204,7 +232,9 @@ class Trainer:
                     measures_kl=not self._rounding_is_measured,
                 )
                 if not self._rounding_is_measured:
-                    self.rounding = torch.maximum(self.rounding, found.kl.to(self.device, torch.float32))
+                    self.rounding = torch.maximum(
+                        self.rounding, found.kl.to(self.device, torch.float32)
+                    )
                     self._rounding_is_measured = True
                 for name, value in found.metrics.items():
                     self.observer.metrics.set(name, value)
@@ -229,7 +259,9 @@ class Trainer:
         shared_key = self.prompts[0]  # which every rank has, whatever its samples
         keys = {shared_key, *(sample.prompt for sample in own)}
         needed = keys | {self.embeddings[key].negative for key in keys}
-        embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
+        embeddings = {
+            key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed
+        }
         conditioning = self.policy.conditioning_table(self.resolved.table.sigmas[:-1], embeddings)
         return Batch(
             numbers=numbers,
@@ -242,14 +274,21 @@ class Trainer:
             anchor_velocities={},
         )
 
-    # -- advantages ---------------------------------------------------------------------------------------------------
+    # -- advantages --------------------------------------------------------------------------------
 
     def advantages(self, batch: Batch, scores: Scores) -> tuple[Tensor, list[bool]]:
-        """Compare the samples of each group; return the advantages of `batch`, `[N]`, and whether each is trained."""
+        """Compare the samples of each group; return the advantages of `batch`, `[N]`, and whether
+        each is trained."""
         objective, weights = self.config.objective, self.config.reward.part_weights
-        rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
+        rewards = scores.rewards.view(
+            self.config.train.prompts_per_iteration, self.config.train.group_size
+        )
         valid = rewards.isfinite()
-        basis = balanced_rewards(scores.parts, weights, valid) if objective.balanced_rewards else rewards
+        basis = (
+            balanced_rewards(scores.parts, weights, valid)
+            if objective.balanced_rewards
+            else rewards
+        )
         advantages, equal = group_advantages(
             basis,
             valid,
@@ -264,28 +303,34 @@ class Trainer:
         return advantages.flatten()[batch.numbers].float().to(self.device), kept.flatten().tolist()
 
     def _note_small_groups(self, count: int) -> None:
-        """Say once that the epsilon of Eq. 10 shrinks advantages: the update is smaller than the settings say."""
+        """Say once that the epsilon of Eq. 10 shrinks advantages: the update is smaller than the
+        settings say."""
         if not count or self._noted_small_groups:
             return
         self._noted_small_groups = True
         log.warning(
             wrapped(
-                f"warning: the rewards of {count} groups have a standard deviation below {SMALL_STD:g}, beside the "
-                f"{EPS:g} that Eq. 10 adds to it, so their advantages shrink; scale reward.weights up, or set "
-                "objective.advantage_std = batch, which gives such groups little weight on purpose"
+                f"warning: the rewards of {count} groups have a standard deviation below "
+                f"{SMALL_STD:g}, beside the {EPS:g} that Eq. 10 adds to it, so their advantages "
+                "shrink; scale reward.weights up, or set objective.advantage_std = batch, which "
+                "gives such groups little weight on purpose"
             )
         )
 
-    # -- update -------------------------------------------------------------------------------------------------------
+    # -- update ------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, update: Sequence[Transition], bar: Progress) -> None:
-        """Make one optimizer step on the transitions `update` of all ranks' samples, accumulated over micro-batches."""
+        """Make one optimizer step on the transitions `update` of all ranks' samples, accumulated
+        over micro-batches."""
         self.before_update()
         if not update:
             self.observer.metrics.count("update/skipped", 1)
             return
         total, sums = len(update), torch.zeros(5, device=self.device)
-        own = sorted(batch.own(update), key=lambda transition: self.replay.lengths[batch.samples[transition[0]].prompt])
+        own = sorted(
+            batch.own(update),
+            key=lambda transition: self.replay.lengths[batch.samples[transition[0]].prompt],
+        )
 
         def idle() -> None:
             self.engine.backward(batch.idle.loss(), total)
@@ -297,13 +342,21 @@ class Trainer:
             with annotate("backward"):
                 self.engine.backward(loss.total.sum(), total)
             self.observer.record_losses(loss, norms.policy, [t for _, t in micro])
-            values = (loss.total.detach(), loss.kl, norms.policy.square(), norms.anchor, norms.velocity)
+            values = (
+                loss.total.detach(),
+                loss.kl,
+                norms.policy.square(),
+                norms.anchor,
+                norms.velocity,
+            )
             sums += torch.stack([value.sum() for value in values])
             bar.update(len(micro))
         with self.observer.watch.waiting():
             value, observed, *squares = (data_sum(sums) / total).tolist()
         if not math.isfinite(value):
-            raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
+            raise NonFiniteError(
+                f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated"
+            )
         was, self.mid_iteration = self.mid_iteration, True
         try:
             with self.observer.watch("optimizer"):
@@ -313,7 +366,9 @@ class Trainer:
             raise
         self.anchor_is_current = False
         self.observer.metrics.add("grad_norm", torch.tensor([norm]))
-        self.observer.metrics.add("kl/gradient_share", torch.tensor([gradient_share(self.kl.value, *squares)]))
+        self.observer.metrics.add(
+            "kl/gradient_share", torch.tensor([gradient_share(self.kl.value, *squares)])
+        )
         self.kl.update(observed)
 
     def _loss(self, batch: Batch, micro: Sequence[Transition]) -> tuple[Loss, GradientNorms]:
@@ -325,15 +380,18 @@ class Trainer:
         numel, rounding = math.prod(self.latent_shape), self.rounding[places]
         return loss, gradient_norms(self.objective, loss, scores, steps.row, numel, rounding)
 
-    # -- anchor -------------------------------------------------------------------------------------------------------
+    # -- anchor ------------------------------------------------------------------------------------
 
     @property
     def reuses_velocities(self) -> bool:
         """Whether the rollout's velocities can stand in for the anchor's in the next iteration."""
         return self.anchor_is_current and self.objective.reuses_velocities
 
-    def anchor_velocities(self, batch: Batch, transitions: Sequence[Transition]) -> dict[Transition, Tensor]:
-        """Return transition -> the anchor's velocity: one forward each; none while `reuses_velocities`."""
+    def anchor_velocities(
+        self, batch: Batch, transitions: Sequence[Transition]
+    ) -> dict[Transition, Tensor]:
+        """Return transition -> the anchor's velocity: one forward each; none while
+        `reuses_velocities`."""
         with self.observer.watch("anchor"):
             if self.anchor is None:
                 return {}
@@ -342,17 +400,19 @@ class Trainer:
             return self.replay.anchor_velocities(batch, transitions, self.anchor)
 
     def refresh_anchor(self) -> None:
-        """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
+        """Move the anchor to the present policy every `anchor_interval` optimizer steps, between
+        iterations."""
         elapsed = self.engine.steps - self.anchor_step
         if self.objective.strategy.moves and elapsed >= self.config.kl.anchor_interval:
             self.anchor = self.policy.snapshot()
             self.anchor_is_current = True
             self.anchor_step = self.engine.steps
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
-        """Return the JSON counters that a resume needs in addition to the engine's state and `anchor`."""
+        """Return the JSON counters that a resume needs in addition to the engine's state and
+        `anchor`."""
         return {
             "kl": self.kl.state_dict(),
             "anchor_step": self.anchor_step,
@@ -364,8 +424,8 @@ class Trainer:
     def load_state_dict(self, state: dict, anchor: State | None) -> None:
         """Restore `state_dict` and `anchor`; restore the engine first.
 
-        A `fixed` anchor is the weights at the start of the run, as this trainer was built with. It stays if there is
-        no saved anchor, or if that one has moved since the start.
+        A `fixed` anchor is the weights at the start of the run, as this trainer was built with. It
+        stays if there is no saved anchor, or if that one has moved since the start.
 
         Args:
             state: `state_dict`, in a checkpoint with the `iteration` to continue with.
@@ -377,13 +437,15 @@ class Trainer:
         anchor_moves = self.objective.strategy.moves
         if anchor_moves and anchor is None:
             raise UserError(
-                f"kl.strategy = {self.config.kl.strategy!r} needs an anchor, and the checkpoint holds none; resume "
-                "with the strategy that the run had, or start another run with --model.weights"
+                f"kl.strategy = {self.config.kl.strategy!r} needs an anchor, and the checkpoint "
+                "holds none; resume with the strategy that the run had, or start another run with "
+                "--model.weights"
             )
         self._first_step = self.engine.steps
         self.kl.load_state_dict(state["kl"])
         self.prompt_order.load_state_dict(state["prompts"], state.get("iteration", 0))
-        if len(state["rounding"]) == len(self.rounding):  # else the steps have changed, and it is measured again
+        # else the steps have changed, and it is measured again
+        if len(state["rounding"]) == len(self.rounding):
             self.rounding = torch.tensor(state["rounding"], device=self.device)
             self._rounding_is_measured = True
 

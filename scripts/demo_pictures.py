@@ -1,11 +1,14 @@
-"""Draw README's pictures again from a finished run of the demo: python -m scripts.demo_pictures runs/demo
+"""Draw README's pictures again from a finished run of the demo: python -m scripts.demo_pictures
+runs/demo
 
-demo.png: the held-out prompts with the largest, the median and the smallest gain, before and after training and as a
-correct clip; the means of the reward's parts; the held-out reward by iteration. demo.webp: the same clips, moving.
-report.png: the top of the run's report, by Chromium. All go into docs/images, or into the folder that is named second.
+demo.png: the held-out prompts with the largest, the median and the smallest gain, before and after
+training and as a correct clip; the means of the reward's parts; the held-out reward by iteration.
+demo.webp: the same clips, moving. report.png: the top of the run's report, by Chromium. All go into
+docs/images, or into the folder that is named second.
 
-A correct clip is drawn as its prompt says and passes through the autoencoder. The clips before and after are sampled
-again, with the seeds of the run's evaluations; their rewards must be those that the run has logged.
+A correct clip is drawn as its prompt says and passes through the autoencoder. The clips before and
+after are sampled again, with the seeds of the run's evaluations; their rewards must be those that
+the run has logged.
 """
 
 from __future__ import annotations
@@ -73,17 +76,28 @@ def sampled(setup: Setup, logged: dict[str, Any]) -> Clips:
 
 
 def chosen(prompts: list[str], gains: Tensor) -> dict[str, int]:
-    """Return heading -> number of the first clip of the prompts with the largest, the median and the smallest gain."""
-    means = {prompt: float(gains[[other == prompt for other in prompts]].mean()) for prompt in prompts}
+    """Return heading -> number of the first clip of the prompts with the largest, the median and
+    the smallest gain."""
+    means = {
+        prompt: float(gains[[other == prompt for other in prompts]].mean()) for prompt in prompts
+    }
     ordered = sorted(means, key=lambda prompt: -means[prompt])
     shown = {"best": ordered[0], "median": ordered[len(ordered) // 2], "worst": ordered[-1]}
     lines = {name: prompt.replace(" moves ", "\nmoves ") for name, prompt in shown.items()}
-    return {f"{name}: {means[shown[name]]:+.2f}\n{text}": prompts.index(shown[name]) for name, text in lines.items()}
+    return {
+        f"{name}: {means[shown[name]]:+.2f}\n{text}": prompts.index(shown[name])
+        for name, text in lines.items()
+    }
 
 
-def draw_clips(figure: Any, rows: dict[str, Clips], columns: dict[str, int], frames: Sequence[int]) -> None:
-    """Draw a row for each set of clips and a column for each chosen prompt, with these frames of every clip."""
-    for (heading, number), block in zip(columns.items(), figure.subfigures(1, len(columns), wspace=0.06)):
+def draw_clips(
+    figure: Any, rows: dict[str, Clips], columns: dict[str, int], frames: Sequence[int]
+) -> None:
+    """Draw a row for each set of clips and a column for each chosen prompt, with these frames of
+    every clip."""
+    for (heading, number), block in zip(
+        columns.items(), figure.subfigures(1, len(columns), wspace=0.06)
+    ):
         block.suptitle(heading, fontsize=10.5)
         for label, line in zip(rows, block.subplots(len(rows), len(frames), squeeze=False)):
             clip = pixels(rows[label].videos[number])
@@ -91,7 +105,9 @@ def draw_clips(figure: Any, rows: dict[str, Clips], columns: dict[str, int], fra
                 axes.imshow(clip[frame], interpolation="nearest")
                 axes.set(xticks=[], yticks=[])
                 axes.spines[:].set_visible(False)
-            line[len(frames) // 2].set_xlabel(f"{label}: {float(rows[label].rewards[number]):.2f}", fontsize=10)
+            line[len(frames) // 2].set_xlabel(
+                f"{label}: {float(rows[label].rewards[number]):.2f}", fontsize=10
+            )
 
 
 def draw_parts(axes: Any, rows: dict[str, Clips]) -> None:
@@ -100,7 +116,9 @@ def draw_parts(axes: Any, rows: dict[str, Clips]) -> None:
         places = [part + 0.27 * (i - 1) for part in range(len(clips.parts))]
         axes.barh(places, [*clips.parts.values()], 0.25, color=COLORS[label], label=label)
     axes.set_yticks(range(len(clips.parts)), [*clips.parts])
-    axes.set(xlim=(0, 1), ylim=(len(clips.parts) - 0.5, -0.5), title="Parts of the reward (at most 1)")
+    axes.set(
+        xlim=(0, 1), ylim=(len(clips.parts) - 0.5, -0.5), title="Parts of the reward (at most 1)"
+    )
     axes.grid(axis="y", visible=False)
 
 
@@ -122,13 +140,18 @@ def report_picture(page: Path) -> Image.Image | None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])  # for root
-        shown = chromium.new_page(viewport={"width": REPORT_WIDTH, "height": 900}, device_scale_factor=1.25)
+        # for root
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        shown = chromium.new_page(
+            viewport={"width": REPORT_WIDTH, "height": 900}, device_scale_factor=1.25
+        )
         shown.goto(page.absolute().as_uri())
         box = shown.locator(".checks").bounding_box()
         assert box is not None
         height = box["y"] + box["height"] + 16
-        content = shown.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": REPORT_WIDTH, "height": height})
+        content = shown.screenshot(
+            full_page=True, clip={"x": 0, "y": 0, "width": REPORT_WIDTH, "height": height}
+        )
         chromium.close()
     return Image.open(io.BytesIO(content)).convert("RGB")
 
@@ -136,7 +159,9 @@ def report_picture(page: Path) -> Image.Image | None:
 def main(run: Path, folder: Path = FOLDER) -> None:
     trained, files = read_run(run), RunFolder(run)
     logged = {name: files.evaluation(name) or {} for name in ("before", "after")}
-    begun, ended = (load_setup(resolve(config)) for config in (files.settings(), load_run(str(run), {})[0]))
+    begun, ended = (
+        load_setup(resolve(config)) for config in (files.settings(), load_run(str(run), {})[0])
+    )
     prompts = logged["after"]["prompts"]
     rows = {"before": sampled(begun, logged["before"]), "after": sampled(ended, logged["after"])}
     _, decoded = correct_clips(ended.model.decoder, prompts, ended.config.sampling.num_frames)
@@ -150,20 +175,32 @@ def main(run: Path, folder: Path = FOLDER) -> None:
         bars, course = bottom.subplots(1, 2, width_ratios=[1.25, 1])
         draw_parts(bars, rows)
         draw_course(course, trained, rows, most)
-        bottom.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(rows))
+        bottom.legend(
+            *bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(rows)
+        )
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "demo.png").write_bytes(picture(still, (6.2, 6), "png", "demo"))
     drawn = (partial(draw_clips, rows=rows, columns=columns, frames=[i]) for i in range(last + 1))
     moving = [Image.open(io.BytesIO(picture(draw, (5, 6.2), "png", "demo"))) for draw in drawn]
     times = [*[FRAME_MS] * last, LAST_FRAME_MS]
-    moving[0].save(folder / "demo.webp", save_all=True, append_images=moving[1:], duration=times, loop=0, quality=75)
+    moving[0].save(
+        folder / "demo.webp",
+        save_all=True,
+        append_images=moving[1:],
+        duration=times,
+        loop=0,
+        quality=75,
+    )
     if (report := report_picture(write_report(run))) is None:
         print("no Chromium: report.png is not drawn")
     else:
         report.save(folder / "report.png", optimize=True)
     before, after, truth = (float(clips.rewards.mean()) for clips in rows.values())
-    print(f"*The reward, at most {most:g}, rises from {before:.3f} to {after:.3f}; correct clips get {truth:.2f}.*")
+    print(
+        f"*The reward, at most {most:g}, rises from {before:.3f} to {after:.3f}; correct clips get "
+        f"{truth:.2f}.*"
+    )
     for label, clips in rows.items():
         print(
             f"{label}: reward {float(clips.rewards.mean()):.3f} of {most:g}, "

@@ -1,7 +1,8 @@
-"""Write the tables of docs/results/gpu.md from the results that they name: `python -m scripts.gpu_page`.
+"""Write the tables of docs/results/gpu.md from the results that they name: `python -m
+scripts.gpu_page`.
 
-A table stands between `<!-- table: FILE -->` and `<!-- end -->`, as the command that measured FILE prints it.
-tests/test_docs.py fails while they differ.
+A table stands between `<!-- table: FILE -->` and `<!-- end -->`, as the command that measured FILE
+prints it. tests/test_docs.py fails while they differ.
 """
 
 import json
@@ -31,9 +32,13 @@ def written(page: str) -> str:
     def table(found: re.Match[str]) -> str:
         result = json.loads((REPOSITORY / found[2]).read_text(encoding="utf-8"))
         form = next(form for key, form in FORMS.items() if key in result)
-        text, *_ = re.split("\n\n(?:trace,|GPU seconds )", form(result))  # the rest is for who measured it
+        # the rest is for who measured it
+        text, *_ = re.split("\n\n(?:trace,|GPU seconds )", form(result))
         commit, *changed = result["environment"]["commit"].partition("+changes")
-        measured = f"commit {commit[:7]}{' with changes' * any(changed)}, {result['environment']['date'][:10]}"
+        measured = (
+            f"commit {commit[:7]}{' with changes' * any(changed)}, "
+            f"{result['environment']['date'][:10]}"
+        )
         return f"{found[1]}```text\n{text}\n{measured}\n```\n{found[3]}"
 
     return TABLE.sub(table, page)

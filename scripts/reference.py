@@ -1,4 +1,5 @@
-"""Write docs/reference/settings.md, docs/reference/cli.md and the tables of docs/how-to/stop-and-resume.md.
+"""Write docs/reference/settings.md, docs/reference/cli.md and the tables of
+docs/how-to/stop-and-resume.md.
 
 `python -m scripts.reference` does it.
 
@@ -22,24 +23,27 @@ RESUME_END = "<!-- end of resume -->"
 SETTINGS = """# Settings
 
 What every setting does. A YAML file holds the settings by section; a command takes any of them as
-`--section.name VALUE`. [choose-settings.md](../how-to/choose-settings.md) says which values to choose. `python -m
-scripts.reference` writes this page from `sage_fast/config/schema.py`.
+`--section.name VALUE`. [choose-settings.md](../how-to/choose-settings.md) says which values to
+choose. `python -m scripts.reference` writes this page from `sage_fast/config/schema.py`.
 
-A configuration is plain YAML, and a mapping must not repeat a key. Numbers are read as people write them: `1e-4` and
-`010`, which is 10, are numbers; `1:30` is refused, since YAML's versions disagree about it.
+A configuration is plain YAML, and a mapping must not repeat a key. Numbers are read as people write
+them: `1e-4` and `010`, which is 10, are numbers; `1:30` is refused, since YAML's versions disagree
+about it.
 
-A relative path, or a module, in a settings file means the folder of that file, also if it is the `base` of another. On
-the command line it means the current folder. `output` stays where the command starts. `~`, `$NAME` and `${NAME}` are
-expanded in every path of a setting or an option, and an unset variable is an error. Elsewhere nothing is substituted,
-except `${NAME}` in `reward.args`, which a reward gets as a secret. A text in `reward.args` is a path if it names a file
-or folder beside the settings, or begins with `~/`. A run's own config.yaml holds whole paths. An absolute path of
-something that is there is taken as it is, with any `$` and `~` in it.
+A relative path, or a module, in a settings file means the folder of that file, also if it is the
+`base` of another. On the command line it means the current folder. `output` stays where the command
+starts. `~`, `$NAME` and `${NAME}` are expanded in every path of a setting or an option, and an
+unset variable is an error. Elsewhere nothing is substituted, except `${NAME}` in `reward.args`,
+which a reward gets as a secret. A text in `reward.args` is a path if it names a file or folder
+beside the settings, or begins with `~/`. A run's own config.yaml holds whole paths. An absolute
+path of something that is there is taken as it is, with any `$` and `~` in it.
 """
 COMMAND_LINE = """# Commands
 
 What every command does and takes. One with `--SETTING VALUE` in its usage takes every setting of
-[settings.md](settings.md). The exit status is 0, 2 for a user's mistake, 1 for a failed run, 130 after Ctrl-C. Every
-command takes `--help`. `python -m scripts.reference` writes this page from the help texts.
+[settings.md](settings.md). The exit status is 0, 2 for a user's mistake, 1 for a failed run, 130
+after Ctrl-C. Every command takes `--help`. `python -m scripts.reference` writes this page from the
+help texts.
 """
 
 
@@ -49,7 +53,12 @@ def settings_page() -> str:
     for name, section in sections(Config).items():
         meaning = meanings(section)
         rows = [
-            (f"`{setting.name}`", _values(setting), f"`{_yaml(setting.default)}`", meaning[setting.field])
+            (
+                f"`{setting.name}`",
+                _values(setting),
+                f"`{_yaml(setting.default)}`",
+                meaning[setting.field],
+            )
             for setting in own_settings(section)
         ]
         text += f"\n## {name or 'run'}\n\n{_one_line(meaning[''])}\n\n"
@@ -65,7 +74,10 @@ def commands_page() -> str:
         usage = [name, *(_words(action) for action in actions if not action.option_strings)]
         usage += ["[OPTION ...]", *["[--SETTING VALUE ...]"] * bool(command.settings)]
         rows = [(f"`{_words(action)}`", _meaning(action)) for action in actions]
-        text += f"\n## {name}\n\n{command.help[0].upper() + command.help[1:]}.\n\n`sage-fast {' '.join(usage)}`\n\n"
+        text += (
+            f"\n## {name}\n\n{command.help[0].upper() + command.help[1:]}.\n\n`sage-fast "
+            f"{' '.join(usage)}`\n\n"
+        )
         text += _table(("argument", "meaning"), rows)
     return text
 
@@ -117,8 +129,12 @@ def _one_line(text: str) -> str:
 
 
 def resume_page() -> str:
-    """Return the page about resumes, with the tables of what a resume takes over as the code has them."""
-    settings_rows = [(", ".join(f"`{name}`" for name in rule.settings), KINDS[rule.kind], rule.why) for rule in RULES]
+    """Return the page about resumes, with the tables of what a resume takes over as the code has
+    them."""
+    settings_rows = [
+        (", ".join(f"`{name}`" for name in rule.settings), KINDS[rule.kind], rule.why)
+        for rule in RULES
+    ]
     checkpoint_rows = [(f"`{name}`", does) for name, does in CHECKPOINT.items()]
     text = _table(("setting", "another value on a resume", "why, or how"), settings_rows)
     text += "\n" + _table(("in a checkpoint", "on a resume"), checkpoint_rows)

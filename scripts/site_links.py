@@ -1,8 +1,8 @@
 """mkdocs hook: make links that are written for GitHub work in the site.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md are pages too. Other files outside docs/ that a page links
-to (configurations, measurements) are copied into the site. A link to a missing file is left unchanged, and `--strict`
-reports it.
+README.md, CONTRIBUTING.md and CHANGELOG.md are pages too. Other files outside docs/ that a page
+links to (configurations, measurements) are copied into the site. A link to a missing file is left
+unchanged, and `--strict` reports it.
 """
 
 import re
@@ -15,7 +15,11 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
 REPOSITORY = Path(__file__).parent.parent
-OUTSIDE = {"readme.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+OUTSIDE = {
+    "readme.md": "README.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
 """Page of the site -> its file, for files outside docs/."""
 WORKER = "javascripts/search_from_disk.js"
 LINK = re.compile(r'(?P<before>\]\(|\b(?:src|href)=")(?P<path>[\w./-]+)')
@@ -42,7 +46,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for link in LINK.finditer((REPOSITORY / source(page)).read_text(encoding="utf-8")):
             file = target(page, link["path"])
             if (REPOSITORY / file).is_file() and in_site(file) not in files.src_uris:
-                files.append(File.generated(config, in_site(file), abs_src_path=str(REPOSITORY / file)))
+                files.append(
+                    File.generated(config, in_site(file), abs_src_path=str(REPOSITORY / file))
+                )
     return files
 
 
@@ -57,8 +63,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Take the theme's stand-in for workers from the site, where the theme would load one from the network."""
-    return output.replace("https://unpkg.com/iframe-worker/shim", get_relative_url(WORKER, page.url))
+    """Take the theme's stand-in for workers from the site, where the theme would load one from the
+    network."""
+    return output.replace(
+        "https://unpkg.com/iframe-worker/shim", get_relative_url(WORKER, page.url)
+    )
 
 
 def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:

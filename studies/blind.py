@@ -1,4 +1,5 @@
-"""The blind pairwise study of the paper's section 4.4: a page for voting, a separate key, and the vote count."""
+"""The blind pairwise study of the paper's section 4.4: a page for voting, a separate key, and the
+vote count."""
 
 from __future__ import annotations
 
@@ -34,17 +35,21 @@ CHOICES = {"left": 1.0, "same": 0.5, "right": 0.0}
 """Answer -> its value for the video on the left."""
 
 MIN_VOTERS = 5
-"""Fewest voters for an interval that speaks of others: with fewer, the spread between voters is hardly known."""
+"""Fewest voters for an interval that speaks of others: with fewer, the spread between voters is
+hardly known."""
 
 TEMPLATE = Path(__file__).parent / "blind.html.j2"
 PAGE, KEY = "blind.html", "blind-key.json"
 
 
-def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path) -> tuple[Path, Path]:
-    """Write a voting page and its key: `count` pairs of videos for the first source against each other source.
+def blind_study(
+    sources: Mapping[str, Path], count: int, seed: int, folder: Path
+) -> tuple[Path, Path]:
+    """Write a voting page and its key: `count` pairs of videos for the first source against each
+    other source.
 
-    Pairs are drawn at random regardless of their scores, one per prompt before any second one. The order is random, and
-    each source is on the left in half of its pairs.
+    Pairs are drawn at random regardless of their scores, one per prompt before any second one. The
+    order is random, and each source is on the left in half of its pairs.
 
     Args:
         sources: label -> run folder or folder of videos.
@@ -53,15 +58,17 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
         folder: created if missing.
 
     Returns:
-        The page, which does not name the sources, and the key, which says which source is on which side.
+        The page, which does not name the sources, and the key, which says which source is on which
+        side.
 
     Raises:
-        UserError: there are fewer than two sources, a source has no videos, there are fewer than `count` pairs, a
-            video cannot be read, or the folder holds the key of another study.
+        UserError: there are fewer than two sources, a source has no videos, there are fewer than
+            `count` pairs, a video cannot be read, or the folder holds the key of another study.
     """
     if (folder / KEY).exists():
         raise UserError(
-            f"{folder / KEY} is the key of a study, without which its votes cannot be counted: choose another --folder"
+            f"{folder / KEY} is the key of a study, without which its votes cannot be counted: "
+            "choose another --folder"
         )
     if count < 1:
         raise UserError(f"--pairs {count}: expected at least 1")
@@ -78,11 +85,14 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
         pairs = _drawn(first, other, generator)
         if len(pairs) < count:
             raise UserError(
-                f"--pairs {count}: {first.label} and {other.label} have {len(pairs)} videos of the same prompts; "
-                "`sage-fast eval --folder` makes more"
+                f"--pairs {count}: {first.label} and {other.label} have {len(pairs)} videos of the "
+                "same prompts; `sage-fast eval --folder` makes more"
             )
         sides = generator.permutation([i % 2 for i in range(count)])
-        questions += [(key, *((other, first) if swapped else (first, other))) for key, swapped in zip(pairs, sides)]
+        questions += [
+            (key, *((other, first) if swapped else (first, other)))
+            for key, swapped in zip(pairs, sides)
+        ]
     questions = [questions[i] for i in generator.permutation(len(questions))]
     secret = {
         "seed": seed,
@@ -102,7 +112,11 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
         criteria=CRITERIA,
         videos=[data_address(file) for file in files],
         questions=[
-            {"prompt": key[0], "left": files.index(left.shown[key]), "right": files.index(right.shown[key])}
+            {
+                "prompt": key[0],
+                "left": files.index(left.shown[key]),
+                "right": files.index(right.shown[key]),
+            }
             for key, left, right in questions
         ],
     )
@@ -128,7 +142,7 @@ def _drawn(first: VideoSet, other: VideoSet, generator: np.random.Generator) -> 
     return [key for _, key in sorted(zip(turns, pairs), key=lambda pair: pair[0])]
 
 
-# -- the votes --------------------------------------------------------------------------------------------------------
+# -- the votes -------------------------------------------------------------------------------------
 
 
 class Vote(NamedTuple):
@@ -170,12 +184,16 @@ def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
     """Return the win rates of each pair of sources on each criterion, and the number of voters.
 
     Raises:
-        UserError: a file is no key, holds no votes or votes for another page, or two files are from the same voter.
+        UserError: a file is no key, holds no votes or votes for another page, or two files are from
+            the same voter.
     """
     secret = _read(key)
     study = secret.pop("study", None)
     if study != _name_of(secret):
-        raise UserError(f"{key}: no key of a blind page, or changed; expected {KEY}, as it was written with the page")
+        raise UserError(
+            f"{key}: no key of a blind page, or changed; expected {KEY}, as it was written with "
+            "the page"
+        )
     first, *others = secret["sources"]
     found: dict[tuple[str, str], list[Vote]] = {
         (other, criterion): [] for other in others for criterion in secret["criteria"]
@@ -184,7 +202,9 @@ def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
     for file in files:
         voter, answers = _read_votes(file, study, secret)
         if voter in voters:
-            raise UserError(f"{file}: voter {voter!r} has voted in {voters[voter]} already; keep one of the two")
+            raise UserError(
+                f"{file}: voter {voter!r} has voted in {voters[voter]} already; keep one of the two"
+            )
         voters[voter] = file
         for number, chosen in answers.items():
             question = secret["questions"][int(number)]
@@ -193,7 +213,11 @@ def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
                 value = CHOICES[choice] if left else 1 - CHOICES[choice]
                 other = question["right" if left else "left"]
                 found[other, criterion].append(Vote(question["prompt"], voter, value))
-    rates = [_rate(first, other, criterion, votes) for (other, criterion), votes in found.items() if votes]
+    rates = [
+        _rate(first, other, criterion, votes)
+        for (other, criterion), votes in found.items()
+        if votes
+    ]
     return rates, len(voters)
 
 
@@ -211,18 +235,24 @@ def _rate(first: str, other: str, criterion: str, votes: Sequence[Vote]) -> WinR
     )
 
 
-def _read_votes(file: Path, study: str, secret: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, str]]]:
+def _read_votes(
+    file: Path, study: str, secret: Mapping[str, Any]
+) -> tuple[str, dict[str, dict[str, str]]]:
     """Return the voter, and question -> criterion -> choice."""
     content = _read(file)
     answers, voter = content.get("votes"), content.get("voter")
     if not isinstance(answers, dict) or not isinstance(voter, str):
         raise UserError(f"{file}: no votes; expected a file that the blind page saved")
     if content.get("study") != study:
-        raise UserError(f"{file}: votes of study {content.get('study')!r}; the key is that of {study!r}")
+        raise UserError(
+            f"{file}: votes of study {content.get('study')!r}; the key is that of {study!r}"
+        )
     numbers = [str(i) for i in range(len(secret["questions"]))]
     for number, chosen in answers.items():
         sound = number in numbers and isinstance(chosen, dict)
-        if not sound or not all(c in secret["criteria"] and v in list(CHOICES) for c, v in chosen.items()):
+        if not sound or not all(
+            c in secret["criteria"] and v in list(CHOICES) for c, v in chosen.items()
+        ):
             raise UserError(f"{file}: question {number!r}: {chosen!r} is no vote of this page")
     if not answers:
         raise UserError(f"{file}: holds no vote")
@@ -238,15 +268,16 @@ def _read(file: Path) -> dict[str, Any]:
 def share_interval(votes: Sequence[Vote]) -> Interval | None:
     """Wilson interval of the mean of votes.
 
-    Votes on one prompt agree more than votes on different prompts, and so do the votes of one voter, so they count for
-    less. The effective number of votes is n divided by the design effect: the variance clustered by prompt and by voter
-    over the binomial variance, at least 1. The degrees of freedom are those of the fewer of both (Korn and Graubard,
-    "Confidence intervals for proportions with small expected number of positive counts estimated from survey data",
-    1998). If all votes are equal, each prompt or each voter counts as one vote, whichever are fewer.
+    Votes on one prompt agree more than votes on different prompts, and so do the votes of one
+    voter, so they count for less. The effective number of votes is n divided by the design effect:
+    the variance clustered by prompt and by voter over the binomial variance, at least 1. The
+    degrees of freedom are those of the fewer of both (Korn and Graubard, "Confidence intervals for
+    proportions with small expected number of positive counts estimated from survey data", 1998). If
+    all votes are equal, each prompt or each voter counts as one vote, whichever are fewer.
 
-    With fewer than `MIN_VOTERS` voters nothing can be said of others: the interval is over prompts alone, for these
-    voters. With one vote per prompt that is the plain Wilson interval. None if a prompt has several votes and there are
-    fewer than `MIN_PROMPTS` prompts.
+    With fewer than `MIN_VOTERS` voters nothing can be said of others: the interval is over prompts
+    alone, for these voters. With one vote per prompt that is the plain Wilson interval. None if a
+    prompt has several votes and there are fewer than `MIN_PROMPTS` prompts.
     """
     values = [vote.value for vote in votes]
     prompts, voters = [vote.prompt for vote in votes], [vote.voter for vote in votes]
@@ -257,14 +288,20 @@ def share_interval(votes: Sequence[Vote]) -> Interval | None:
     if n > clusters or over_voters:
         if clusters < MIN_PROMPTS:
             return None
-        variance = two_way_variance(values, prompts, voters) if over_voters else clustered_variance(values, prompts)
+        variance = (
+            two_way_variance(values, prompts, voters)
+            if over_voters
+            else clustered_variance(values, prompts)
+        )
         fewest = min(clusters, len(set(voters))) if over_voters else clusters
         binomial = share * (1 - share) / n
         effective = n / max(1.0, variance / binomial) if binomial else float(fewest)
         quantile = t_quantile(fewest)
     z2 = float(quantile) ** 2
     middle = (share + z2 / (2 * effective)) / (1 + z2 / effective)
-    half = math.sqrt(share * (1 - share) * z2 / effective + (z2 / (2 * effective)) ** 2) / (1 + z2 / effective)
+    half = math.sqrt(share * (1 - share) * z2 / effective + (z2 / (2 * effective)) ** 2) / (
+        1 + z2 / effective
+    )
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -273,13 +310,24 @@ def format_win_rates(rates: Sequence[WinRate], voters: int) -> str:
     for other in dict.fromkeys(rate.other for rate in rates):
         chosen = [rate for rate in rates if rate.other == other]
         lines.append(f"{chosen[0].first} vs. {other}")
-        lines.append(f"  {'':<20}{'preferred':>9}  {'95 % interval':<18}{'won':>6}{'same':>6}{'lost':>6}")
+        lines.append(
+            f"  {'':<20}{'preferred':>9}  {'95 % interval':<18}{'won':>6}{'same':>6}{'lost':>6}"
+        )
         for rate in chosen:
-            interval = "-" if rate.interval is None else " to ".join(f"{100 * x:.1f} %" for x in rate.interval)
+            interval = (
+                "-"
+                if rate.interval is None
+                else " to ".join(f"{100 * x:.1f} %" for x in rate.interval)
+            )
             counts = f"{rate.wins:>6}{rate.same:>6}{rate.losses:>6}"
-            lines.append(f"  {rate.criterion:<20}{100 * rate.share:>7.1f} %  {interval:<18}{counts}")
+            lines.append(
+                f"  {rate.criterion:<20}{100 * rate.share:>7.1f} %  {interval:<18}{counts}"
+            )
     over = "over prompts and voters" if voters >= MIN_VOTERS else "over prompts, for these voters"
-    lines.append(f"{voters} voter{'s' * (voters != 1)}; no preference counts half; intervals by Wilson, {over}")
+    lines.append(
+        f"{voters} voter{'s' * (voters != 1)}; no preference counts half; intervals by Wilson, "
+        f"{over}"
+    )
     return "\n".join(lines)
 
 
@@ -294,13 +342,25 @@ def _study(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make a study or count its votes; return the exit status as `sage-fast` does."""
-    parser = argparse.ArgumentParser(prog="python -m studies.blind", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.blind", description=__doc__, allow_abbrev=False
+    )
     actions = parser.add_subparsers(dest="action", required=True)
-    make = actions.add_parser("make", help="write a page that asks which video of a pair is better, and its key")
-    make.add_argument("run", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it")
-    make.add_argument("--pairs", type=int, required=True, help="pairs of the first run and each other run")
-    make.add_argument("--seed", type=int, default=0, help="of the pairs, their order and their sides")
-    make.add_argument("--folder", type=TypedFile, default=Path("blind"), help="where both go (default: blind)")
+    make = actions.add_parser(
+        "make", help="write a page that asks which video of a pair is better, and its key"
+    )
+    make.add_argument(
+        "run", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it"
+    )
+    make.add_argument(
+        "--pairs", type=int, required=True, help="pairs of the first run and each other run"
+    )
+    make.add_argument(
+        "--seed", type=int, default=0, help="of the pairs, their order and their sides"
+    )
+    make.add_argument(
+        "--folder", type=TypedFile, default=Path("blind"), help="where both go (default: blind)"
+    )
     count = actions.add_parser("count", help="print win rates with intervals")
     count.add_argument("key", type=TypedFile, help=f"the {KEY} written with the page")
     count.add_argument("votes", type=TypedFile, nargs="+", help="a file for each voter")

@@ -14,7 +14,8 @@ from sage_fast.eval.scores import clustered_variance, t_quantile
 
 
 def widening(count: int, comparisons: int) -> float:
-    """Factor on the half-width of an interval over `count` clusters: Bonferroni's correction for `comparisons`."""
+    """Factor on the half-width of an interval over `count` clusters: Bonferroni's correction for
+    `comparisons`."""
     return t_quantile(count, comparisons) / t_quantile(count)
 
 
@@ -26,7 +27,8 @@ class Difference:
         value: first minus second.
         low, high: 95 % interval.
         p: two-sided p-value of no difference, uncorrected.
-        corrected: p-value after Holm's correction for multiple differences; equals `p` until `holm` sets it.
+        corrected: p-value after Holm's correction for multiple differences; equals `p` until `holm`
+            sets it.
     """
 
     value: float
@@ -44,7 +46,8 @@ class Difference:
         return self.value, self.low, self.high
 
     def widened(self, count: int, comparisons: int) -> Difference:
-        """Return it with its interval, over `count` seeds, corrected by Bonferroni's method for `comparisons`."""
+        """Return it with its interval, over `count` seeds, corrected by Bonferroni's method for
+        `comparisons`."""
         half = widening(count, comparisons) * (self.high - self.value)
         return dataclasses.replace(self, low=self.value - half, high=self.value + half)
 
@@ -54,8 +57,9 @@ def two_way_variance(
 ) -> float:
     """Variance of the mean of values that share two kinds of clusters, such as seeds and prompts.
 
-    It is the variance clustered by the first, plus that by the second, minus that by both, but at least either of the
-    first two (Cameron, Gelbach and Miller, "Robust inference with multiway clustering", 2011).
+    It is the variance clustered by the first, plus that by the second, minus that by both, but at
+    least either of the first two (Cameron, Gelbach and Miller, "Robust inference with multiway
+    clustering", 2011).
 
     Args:
         values: a value each.
@@ -66,11 +70,13 @@ def two_way_variance(
     return max(by_first + by_second - by_both, by_first, by_second)
 
 
-def difference_of_runs(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> Difference:
+def difference_of_runs(
+    first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]
+) -> Difference:
     """Compare runs with the same seeds and held-out prompts, hence the same evaluation noise.
 
-    Both prompts and seeds are random samples, so errors are clustered by both, as `two_way_variance` does. Student's t
-    has seeds - 1 degrees of freedom.
+    Both prompts and seeds are random samples, so errors are clustered by both, as
+    `two_way_variance` does. Student's t has seeds - 1 degrees of freedom.
 
     Args:
         first, second: prompt -> score, for each seed.
@@ -81,9 +87,15 @@ def difference_of_runs(first: Sequence[Mapping[str, float]], second: Sequence[Ma
         for prompt, score in ours.items()
     }
     values = np.array(list(cells.values()))
-    error = math.sqrt(two_way_variance(values, [seed for seed, _ in cells], [prompt for _, prompt in cells]))
+    error = math.sqrt(
+        two_way_variance(values, [seed for seed, _ in cells], [prompt for _, prompt in cells])
+    )
     value, half = float(values.mean()), t_quantile(len(first)) * error
-    p = 2 * float(special.stdtr(len(first) - 1, -abs(value) / error)) if error > 0 else float(value == 0)
+    p = (
+        2 * float(special.stdtr(len(first) - 1, -abs(value) / error))
+        if error > 0
+        else float(value == 0)
+    )
     return Difference(value=value, low=value - half, high=value + half, p=p, corrected=p)
 
 
@@ -98,7 +110,9 @@ def holm(differences: Mapping[str, Difference]) -> dict[str, Difference]:
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of independent values and the half-width of its interval by Student's t."""
-    return fmean(values), t_quantile(len(values)) * math.sqrt(clustered_variance(values, range(len(values))))
+    return fmean(values), t_quantile(len(values)) * math.sqrt(
+        clustered_variance(values, range(len(values)))
+    )
 
 
 def means_by_prompt(prompts: Sequence[str], values: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Render a figure by matplotlib: as a file on white, or in the colours of the page that holds it."""
+"""Render a figure by matplotlib: as a file on white, or in the colours of the page that holds
+it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,14 @@ from sage_fast.report.charts import STYLE, themed_svg
 Draw = Callable[[Figure], None]
 
 _ON_WHITE: Any = {
-    key: "#22252a" if "color" in key.lower() and "grid" not in key else value for key, value in STYLE.items()
-} | {"grid.color": "#b9bcc0", "axes.edgecolor": "#8a8f98", "xtick.color": "#8a8f98", "ytick.color": "#8a8f98"}
+    key: "#22252a" if "color" in key.lower() and "grid" not in key else value
+    for key, value in STYLE.items()
+} | {
+    "grid.color": "#b9bcc0",
+    "axes.edgecolor": "#8a8f98",
+    "xtick.color": "#8a8f98",
+    "ytick.color": "#8a8f98",
+}
 
 
 def picture(draw: Draw, size: tuple[float, float], kind: str, name: str) -> bytes:

@@ -13,8 +13,11 @@ from studies.finding import LEVEL
 from studies.runs import TrainedRun, mean_interval
 
 
-def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str = "reward", ylabel: str = "") -> None:
-    """Draw the held-out score by iteration, one line per label: mean over the seeds, and a band of its standard error.
+def draw_courses(
+    axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str = "reward", ylabel: str = ""
+) -> None:
+    """Draw the held-out score by iteration, one line per label: mean over the seeds, and a band of
+    its standard error.
 
     Args:
         runs: label -> runs of all seeds.
@@ -31,7 +34,8 @@ def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str
 
 
 def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: str) -> None:
-    """Draw one row per difference with its 95 % interval; coloured if significant after the correction."""
+    """Draw one row per difference with its 95 % interval; coloured if significant after the
+    correction."""
     for row, d in enumerate(differences.values()):
         sure = d.corrected < LEVEL
         axes.plot([d.low, d.high], [row, row], color=COLORS[0] if sure else GREY, linewidth=2)
@@ -41,7 +45,9 @@ def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: 
     axes.set_xlabel(xlabel)
 
 
-def draw_intervals(axes: Axes, intervals: Mapping[str, tuple[float, float, float]], xlabel: str) -> None:
+def draw_intervals(
+    axes: Axes, intervals: Mapping[str, tuple[float, float, float]], xlabel: str
+) -> None:
     """Draw one row per (value, low, high), and a line at 0."""
     for row, (value, low, high) in enumerate(intervals.values()):
         axes.plot([low, high], [row, row], color=GREY, linewidth=2)
@@ -58,7 +64,9 @@ def label_rows(axes: Axes, names: Collection[str]) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def draw_scores(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str, xlabel: str) -> None:
+def draw_scores(
+    axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str, xlabel: str
+) -> None:
     """Draw one row per label: mean over the seeds, its 95 % interval, and the single seeds."""
     for row, seeds in enumerate(runs.values()):
         mean, half = mean_interval(seeds, part)

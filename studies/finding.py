@@ -12,7 +12,8 @@ from studies.differences import Difference, holm
 from studies.runs import TrainedRun
 
 MARGIN = 0.1
-"""Smallest difference that matters, as a share of what the compared runs gain over the base model."""
+"""Smallest difference that matters, as a share of what the compared runs gain over the base model.
+"""
 LEVEL = 0.05
 """Significance level of corrected p-values."""
 
@@ -70,7 +71,8 @@ class Claim:
         name: name on the command line and of its files.
         title: heading.
         kind: whether the paper claims it, we ask it about the paper, or it goes beyond the paper.
-        source: where the paper, or which other paper, speaks of it; what it says there if that is something else.
+        source: where the paper, or which other paper, speaks of it; what it says there if that is
+            something else.
         says: the claim in one sentence.
         find: decides the claim.
         variants: variants of the protocol whose runs it needs.
@@ -91,14 +93,17 @@ class Claim:
     @property
     def label(self) -> str:
         """Kind and source in a few words."""
-        return {"paper": "Paper", "ours": "Ours", "beyond": "Beyond the paper"}[self.kind] + f", {self.source}" * bool(
-            self.source
-        )
+        return {"paper": "Paper", "ours": "Ours", "beyond": "Beyond the paper"}[
+            self.kind
+        ] + f", {self.source}" * bool(self.source)
 
 
 def corrected(findings: Mapping[Claim, Finding]) -> dict[Claim, Finding]:
-    """Correct the p of pooled differences for the number of claims by Holm's method, and the verdicts with them."""
-    tested = holm({claim.name: finding.tested for claim, finding in findings.items() if finding.tested})
+    """Correct the p of pooled differences for the number of claims by Holm's method, and the
+    verdicts with them."""
+    tested = holm(
+        {claim.name: finding.tested for claim, finding in findings.items() if finding.tested}
+    )
     found = dict(findings)
     for claim, finding in findings.items():
         if difference := tested.get(claim.name):

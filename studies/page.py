@@ -36,7 +36,8 @@ def write_study(
     *,
     title: str,
 ) -> Path:
-    """Decide claims, write the figures and data of each into `results/`, then the pages; return the page's path.
+    """Decide claims, write the figures and data of each into `results/`, then the pages; return the
+    page's path.
 
     Args:
         claims: in the order of the page.
@@ -68,7 +69,10 @@ def write_study(
         for claim, finding in findings.items()
     ]
     kinds = by_kind(findings)
-    write_atomic(folder / PAGE, render(TEMPLATE, kinds=kinds, drawn=drawn, facts=facts, protocol=protocol, about=about))
+    write_atomic(
+        folder / PAGE,
+        render(TEMPLATE, kinds=kinds, drawn=drawn, facts=facts, protocol=protocol, about=about),
+    )
     write_atomic(folder / MARKDOWN, markdown(findings, facts, protocol, about, title))
     return folder / PAGE
 
@@ -86,19 +90,30 @@ def data(finding: Finding) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in finding.rows)
+    writer.writerows(
+        {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+        for row in finding.rows
+    )
     return text.getvalue()
 
 
 def markdown(
-    findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str], about: str, title: str
+    findings: Mapping[Claim, Finding],
+    facts: Mapping[str, str],
+    protocol: Sequence[str],
+    about: str,
+    title: str,
 ) -> str:
-    """Return the page of the documentation, to stand beside the figures and data that it links to."""
+    """Return the page of the documentation, to stand beside the figures and data that it links
+    to."""
     lines = [f"# {title}", "", about, ""]
     for heading, counted, chosen in by_kind(findings):
         lines += [f"## {heading}", "", f"{counted}.", ""]
         lines += _table([("claim", "source", "verdict")])
-        lines += [f"| [{c.says}](#{_anchor(c.title)}) | {c.source or '-'} | {f.verdict} |" for c, f in chosen.items()]
+        lines += [
+            f"| [{c.says}](#{_anchor(c.title)}) | {c.source or '-'} | {f.verdict} |"
+            for c, f in chosen.items()
+        ]
         lines += [""]
     for claim, finding in findings.items():
         lines += [f"## {claim.title}", "", f"![{claim.name}]({claim.name}.svg)", ""]
@@ -113,24 +128,36 @@ def markdown(
 
 
 def by_kind(findings: Mapping[Claim, Finding]) -> list[tuple[str, str, dict[Claim, Finding]]]:
-    """Return heading, a line that counts the verdicts, and findings of each kind of claim that there is."""
+    """Return heading, a line that counts the verdicts, and findings of each kind of claim that
+    there is."""
     found = []
     for kind, heading in KINDS.items():
         chosen = {claim: finding for claim, finding in findings.items() if claim.kind == kind}
         verdicts = Counter(finding.verdict for finding in chosen.values())
-        counted = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("not held", "not decidable"))
+        counted = ", ".join(
+            f"{verdicts[verdict]} {verdict}" for verdict in ("not held", "not decidable")
+        )
         if chosen:
-            found.append((heading, f"{verdicts['held']} of {len(chosen)} held, {counted} at this size", chosen))
+            found.append(
+                (
+                    heading,
+                    f"{verdicts['held']} of {len(chosen)} held, {counted} at this size",
+                    chosen,
+                )
+            )
     return found
 
 
 def _tables(finding: Finding) -> list[list[list[str]]]:
-    """Return the tables of a finding; the interval of a cell `value [low, high]` has a column of its own."""
+    """Return the tables of a finding; the interval of a cell `value [low, high]` has a column of
+    its own."""
     found = []
     for heading, *rows in filter(None, (finding.compared, finding.table)):
         wide = [any(_WITH_INTERVAL.fullmatch(row[i]) for row in rows) for i in range(len(heading))]
         split = [[_WITH_INTERVAL.fullmatch(cell) for cell in row] for row in rows]
-        table = [[name for i, cell in enumerate(heading) for name in (cell, "interval")[: 1 + wide[i]]]]
+        table = [
+            [name for i, cell in enumerate(heading) for name in (cell, "interval")[: 1 + wide[i]]]
+        ]
         for row, parts in zip(rows, split):
             pairs = [(part[1], part[2]) if part else (cell, "") for cell, part in zip(row, parts)]
             table.append([cell for i, pair in enumerate(pairs) for cell in pair[: 1 + wide[i]]])

@@ -12,12 +12,16 @@ from sage_fast.util.errors import SIGNALS, Stopped
 
 
 def run_many(
-    jobs: Iterable[tuple[str, Sequence[str]]], ended: Callable[[str, int], object], *, workers: int = 1
+    jobs: Iterable[tuple[str, Sequence[str]]],
+    ended: Callable[[str, int], object],
+    *,
+    workers: int = 1,
 ) -> None:
     """Run commands as subprocesses, up to `workers` at a time.
 
-    A signal is forwarded to the running processes, and no more are started. Each process has its own session: in the
-    terminal's process group it would receive the signal twice. If `ended` raises, the processes are terminated.
+    A signal is forwarded to the running processes, and no more are started. Each process has its
+    own session: in the terminal's process group it would receive the signal twice. If `ended`
+    raises, the processes are terminated.
 
     Args:
         jobs: (name, command) pairs; each is drawn just before its process starts.
@@ -35,7 +39,8 @@ def run_many(
         for child in running.values():
             child.send_signal(number)
 
-    taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    # nohup ignores SIGHUP
+    taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in taken}
     try:
         while True:

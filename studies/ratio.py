@@ -1,7 +1,9 @@
-"""Measure how much each `objective.ratio` is clipped, in bfloat16 and float32: `python -m studies.ratio FILE`.
+"""Measure how much each `objective.ratio` is clipped, in bfloat16 and float32: `python -m
+studies.ratio FILE`.
 
-Runs the testbed of configs/recipes/paper.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5.
-Each iteration makes two updates on the same rollouts; only the second can be clipped.
+Runs the testbed of configs/recipes/paper.yaml with the published clip range, eta and learning rate:
+1e-4, 0.5, 1e-5. Each iteration makes two updates on the same rollouts; only the second can be
+clipped.
 """
 
 import dataclasses
@@ -36,7 +38,14 @@ def trainer(config: Config) -> Trainer:
     setup = load_setup(resolve(config))
     with tempfile.TemporaryDirectory() as folder:
         setup.encode(Path(folder))
-    return Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+    return Trainer(
+        setup.resolved,
+        setup.model,
+        setup.reward,
+        setup.prompts,
+        setup.embeddings,
+        graphs=setup.graphs,
+    )
 
 
 def gate(config: Config) -> dict[str, Any]:
@@ -52,7 +61,9 @@ def measure(dtype: str, ratio: str, seed: int) -> dict[str, Any]:
     overrides = SETTINGS | {"model.dtype": dtype, "objective.ratio": ratio, "seed": str(seed)}
     config = load(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml", overrides)
     found = gate(config)
-    run = trainer(dataclasses.replace(config, train=dataclasses.replace(config.train, parity_gate=False)))
+    run = trainer(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, parity_gate=False))
+    )
     rows: list[dict[str, Any]] = [run.iteration(index) for index in range(ITERATIONS)]
     return {
         "dtype": dtype, "ratio": ratio, "seed": seed, **found,
@@ -74,8 +85,9 @@ def main(file: Path) -> None:
                 rows.append(row := measure(dtype, ratio, seed))
                 start = "stops" if row["stops"] else f"{row['rounding']:.1e}"
                 print(
-                    f"{dtype:<9} {ratio:<11} seed {seed}  rounding {start}  clipped {row['ratio/clip_fraction']:.4f}  "
-                    f"KL {row['kl/anchor']:.1e}  share of the KL {row['kl/gradient_share']:.1e}",
+                    f"{dtype:<9} {ratio:<11} seed {seed}  rounding {start}  clipped "
+                    f"{row['ratio/clip_fraction']:.4f}  KL {row['kl/anchor']:.1e}  share of the "
+                    f"KL {row['kl/gradient_share']:.1e}",
                     flush=True,
                 )
     write_json(about | {"rows": rows}, file)

@@ -1,4 +1,5 @@
-"""The training runs of a study: a file each, made in parallel processes; what is missing is made, the rest is kept."""
+"""The training runs of a study: a file each, made in parallel processes; what is missing is made,
+the rest is kept."""
 
 from __future__ import annotations
 
@@ -50,17 +51,23 @@ class TrainedRun:
     environment: Mapping[str, Any]
 
     def score(self, part: str = "reward") -> dict[str, float]:
-        """Return prompt -> mean score over its videos and the evaluations of the last third of the run.
+        """Return prompt -> mean score over its videos and the evaluations of the last third of the
+        run.
 
         While the policy still moves, a single evaluation is largely luck.
 
         Args:
-            part: `reward` (all parts with weight 1, whatever the run was trained on), `vq`, `judge/alignment`, ...
+            part: `reward` (all parts with weight 1, whatever the run was trained on), `vq`,
+                `judge/alignment`, ...
         """
         last = self.evaluations[-1]["iteration"]
-        late = [evaluation for evaluation in self.evaluations if evaluation["iteration"] > 2 * last / 3]
+        late = [
+            evaluation for evaluation in self.evaluations if evaluation["iteration"] > 2 * last / 3
+        ]
         prompts = [prompt for evaluation in late for prompt in evaluation["prompts"]]
-        return means_by_prompt(prompts, [value for evaluation in late for value in scores_of(evaluation, part)])
+        return means_by_prompt(
+            prompts, [value for evaluation in late for value in scores_of(evaluation, part)]
+        )
 
     def before(self, part: str = "reward") -> dict[str, float]:
         """Return prompt -> mean score over its videos before training."""
@@ -75,26 +82,39 @@ class TrainedRun:
         return {e["iteration"]: statistics.fmean(scores_of(e, part)) for e in self.evaluations}
 
 
-def difference(first: Sequence[TrainedRun], second: Sequence[TrainedRun], part: str = "reward") -> Difference:
+def difference(
+    first: Sequence[TrainedRun], second: Sequence[TrainedRun], part: str = "reward"
+) -> Difference:
     """Return the difference paired over seeds and held-out prompts, which both must share."""
-    return difference_of_runs([run.score(part) for run in first], [run.score(part) for run in second])
+    return difference_of_runs(
+        [run.score(part) for run in first], [run.score(part) for run in second]
+    )
 
 
 def mean_interval(runs: Sequence[TrainedRun], part: str = "reward") -> tuple[float, float]:
-    """Return the mean held-out score over the seeds, and the half-width of its 95 % interval over the seeds."""
+    """Return the mean held-out score over the seeds, and the half-width of its 95 % interval over
+    the seeds."""
     return mean_and_half([run.mean(part) for run in runs])
 
 
 def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
-    """Return the score of each video. In the composite each part has weight 1: runs with other weights are comparable.
+    """Return the score of each video. In the composite each part has weight 1: runs with other
+    weights are comparable.
 
     Raises:
         RunError: a video has no score because its reward failed.
     """
-    names = [part] if part != "reward" else [name for name in evaluation["parts"] if not name.startswith(JUDGE_PART)]
+    names = (
+        [part]
+        if part != "reward"
+        else [name for name in evaluation["parts"] if not name.startswith(JUDGE_PART)]
+    )
     columns = [evaluation["parts"][name] for name in names]
     if any(None in column for column in columns):
-        raise RunError(f"a held-out video of iteration {evaluation['iteration']} has no {part} that is a number")
+        raise RunError(
+            f"a held-out video of iteration {evaluation['iteration']} has no {part} that is a "
+            "number"
+        )
     return [sum(values) for values in zip(*columns)]
 
 
@@ -115,25 +135,37 @@ def full_size(config: Config) -> Config:
     Model and engine are those of the shipped configuration for a LoRA or all weights.
     """
     large = shipped(LARGE[config.model.tuning])
-    size = {name: getattr(large.sampling, name) for name in ("num_frames", "height", "width", "shift", "batch_size")}
+    size = {
+        name: getattr(large.sampling, name)
+        for name in ("num_frames", "height", "width", "shift", "batch_size")
+    }
     return dataclasses.replace(
         config,
         model=large.model,
         sampling=dataclasses.replace(config.sampling, **size),
-        train=dataclasses.replace(config.train, batch_size=large.train.batch_size, engine=large.train.engine),
+        train=dataclasses.replace(
+            config.train, batch_size=large.train.batch_size, engine=large.train.engine
+        ),
     )
 
 
 def planned_flops(config: Config, spec: Spec | None = None, ranks: int = 1) -> dict[str, float]:
-    """Return part -> FLOPs of an iteration on `ranks` GPUs together, for the published sizes or those of `spec`."""
+    """Return part -> FLOPs of an iteration on `ranks` GPUs together, for the published sizes or
+    those of `spec`."""
     from sage_fast.tools.plan import plan
 
-    return {part: count for part, count in plan(config, spec, ranks=ranks).flops.items() if part != "forward"}
+    return {
+        part: count
+        for part, count in plan(config, spec, ranks=ranks).flops.items()
+        if part != "forward"
+    }
 
 
 def exaflops(config: Config) -> dict[str, float]:
     """Return part -> exaFLOPs (1e18) of an iteration of `full_size` on `RANKS` GPUs together."""
-    return {part: count / 1e18 for part, count in planned_flops(full_size(config), ranks=RANKS).items()}
+    return {
+        part: count / 1e18 for part, count in planned_flops(full_size(config), ranks=RANKS).items()
+    }
 
 
 def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, str]:
@@ -155,15 +187,20 @@ def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, s
         found["Runs"] = f"{len(runs)} variants, seeds {seeds}, {iterations} iterations each"
         found["Runs made"] = f"by commit {commits}, {dates[0]} to {dates[-1]}"
     found["Devices"] = ", ".join(sorted({e["device"] for e in environments}))
-    found["Versions"] = ", ".join(sorted({f"{name} {e[name]}" for e in environments for name in PACKAGES if name in e}))
+    found["Versions"] = ", ".join(
+        sorted({f"{name} {e[name]}" for e in environments for name in PACKAGES if name in e})
+    )
     return found
 
 
-def train_runs(study: str, runs: Mapping[str, Config], folder: Path, *, quick: bool, workers: int) -> list[TrainedRun]:
+def train_runs(
+    study: str, runs: Mapping[str, Config], folder: Path, *, quick: bool, workers: int
+) -> list[TrainedRun]:
     """Train the runs that `folder` lacks, then read all.
 
-    Each run is a file, written atomically. An interruption loses only the runs in progress; the same call continues. A
-    file with other settings (after a change of the protocol) or without a run is replaced, with a message.
+    Each run is a file, written atomically. An interruption loses only the runs in progress; the
+    same call continues. A file with other settings (after a change of the protocol) or without a
+    run is replaced, with a message.
 
     Args:
         study: module whose `settings_of(run, quick)` gives the settings of a run.
@@ -182,7 +219,13 @@ def train_runs(study: str, runs: Mapping[str, Config], folder: Path, *, quick: b
         workers = min(workers, len(missing))
         log.info(f"{len(runs)} runs, {len(missing)} of them to be made, {workers} at once")
         # Set by `env`: the number of threads is fixed when torch is imported.
-        command = ["env", f"OMP_NUM_THREADS={max(available_cpus() // workers, 1)}", *WORKER, study, str(folder)]
+        command = [
+            "env",
+            f"OMP_NUM_THREADS={max(available_cpus() // workers, 1)}",
+            *WORKER,
+            study,
+            str(folder),
+        ]
         command += ["--quick"] * quick + ["--quiet"] * (not shows())
         jobs = [(f"process {i + 1}", [*command, *missing[i::workers]]) for i in range(workers)]
         run_many(jobs, _ended, workers=workers)
@@ -198,9 +241,12 @@ def _file(folder: Path, name: str) -> Path:
 
 def _ended(name: str, status: int) -> None:
     if status:
-        why = "; killed, as by the system when memory runs out: fewer --workers take less" * (status < 0)
+        why = "; killed, as by the system when memory runs out: fewer --workers take less" * (
+            status < 0
+        )
         raise RunError(
-            f"{name} ended with status {status}{why}; runs that are whole are kept, and the same command goes on"
+            f"{name} ended with status {status}{why}; runs that are whole are kept, and the same "
+            "command goes on"
         )
 
 
@@ -226,13 +272,17 @@ def _make(options: argparse.Namespace) -> int:
             return 1
         score = train_one(settings_of(name, options.quick), _file(options.folder, name))
         left = (time.monotonic() - begun) / done * (count - done) / 60
-        log.info(f"{name}: {score:.3f}; {done} of {count} runs of this process, about {left:.0f} minutes left")
+        log.info(
+            f"{name}: {score:.3f}; {done} of {count} runs of this process, about {left:.0f} "
+            "minutes left"
+        )
     return 0
 
 
 @quiet()
 def train_one(config: Config, file: Path) -> float:
-    """Train and evaluate as `sage-fast train` does, but without a run folder; return the last held-out score."""
+    """Train and evaluate as `sage-fast train` does, but without a run folder; return the last
+    held-out score."""
     import torch
 
     from sage_fast.eval.evaluation import evaluate
@@ -240,10 +290,18 @@ def train_one(config: Config, file: Path) -> float:
     from sage_fast.trainer import Trainer
     from sage_fast.util.environment import environment
 
-    facts = environment(torch.device("cpu"), implementation(torch.device("cpu")))  # of the start, as is the commit
+    # of the start, as is the commit
+    facts = environment(torch.device("cpu"), implementation(torch.device("cpu")))
     setup = load_setup(resolve(config))
     setup.encode()
-    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+    trainer = Trainer(
+        setup.resolved,
+        setup.model,
+        setup.reward,
+        setup.prompts,
+        setup.embeddings,
+        graphs=setup.graphs,
+    )
     evaluations = [evaluate(setup, iteration=0)[0]]
     rows = []
     for index in range(config.train.iterations):
@@ -252,7 +310,10 @@ def train_one(config: Config, file: Path) -> float:
             with trainer.engine.averaged_weights():
                 evaluations.append(evaluate(setup, iteration=index + 1)[0])
     scores = [statistics.fmean(scores_of(evaluation, "reward")) for evaluation in evaluations]
-    write_json({"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows}, file)
+    write_json(
+        {"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows},
+        file,
+    )
     return scores[-1]
 
 
@@ -273,7 +334,8 @@ LEFT = {
     "train.timestep_permutation",
     "train.trained_samples",
 }
-"""Settings of older runs that are no choice any more, with one value in all runs of a protocol as it is."""
+"""Settings of older runs that are no choice any more, with one value in all runs of a protocol as
+it is."""
 
 
 def _is_of(file: Path, config: Config) -> bool:
@@ -292,10 +354,13 @@ def _is_of(file: Path, config: Config) -> bool:
         settings = str(tree["settings"])
         for older, now in OLDER.items():
             settings = settings.replace(older, now)
-        given = {key: value for key, value in leaves(parse_yaml(settings)).items() if key not in LEFT}
+        given = {
+            key: value for key, value in leaves(parse_yaml(settings)).items() if key not in LEFT
+        }
         strategy = KL_STRATEGIES[given["kl.strategy"]]
         if strategy.anchor is None and not strategy.velocity:
-            given.pop("kl.feedback", None)  # without a KL it did nothing, and an older one may not be offered any more
+            # without a KL it did nothing, and an older one may not be offered any more
+            given.pop("kl.feedback", None)
         if _trained(build(given)) != _trained(config):
             raise UserError(f"{file}: a run with other settings")
     except ValueError as error:
@@ -305,17 +370,25 @@ def _is_of(file: Path, config: Config) -> bool:
 
 
 def _trained(config: Config) -> Config:
-    """Return the settings with one output folder for all, and with the layers that get an adapter spelled out."""
+    """Return the settings with one output folder for all, and with the layers that get an adapter
+    spelled out."""
     from sage_fast.models.load import find_spec
 
     model = config.model
     targets = model.lora_targets or find_spec(model.path).lora_targets
-    return dataclasses.replace(config, output=Config.output, model=dataclasses.replace(model, lora_targets=targets))
+    return dataclasses.replace(
+        config, output=Config.output, model=dataclasses.replace(model, lora_targets=targets)
+    )
 
 
 def _read(file: Path, seed: int) -> TrainedRun:
     tree = read_json(file)
-    return TrainedRun(seed=seed, evaluations=tree["evaluations"], rows=tree["rows"], environment=tree["environment"])
+    return TrainedRun(
+        seed=seed,
+        evaluations=tree["evaluations"],
+        rows=tree["rows"],
+        environment=tree["environment"],
+    )
 
 
 if __name__ == "__main__":

@@ -23,17 +23,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, so each 
 
 import torch
 
-# Without a GPU the Triton kernels run in Triton's interpreter. Triton decides when it is first imported, which
-# diffusers or torch.compile may do in any test module, so it cannot be decided in tests/ops.
+# Without a GPU the Triton kernels run in Triton's interpreter. Triton decides when it is first
+# imported, which diffusers or torch.compile may do in any test module, so it cannot be decided in
+# tests/ops.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as every process of ours starts
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
+    False  # as every process of ours starts
+)
 gc.disable()  # while test modules are imported: a fifth faster
 
 
 def _end_quietly() -> None:
-    """Drop what is printed as the interpreter ends: 26 lines of Triton's bindings about leaks, below the failures."""
+    """Drop what is printed as the interpreter ends: 26 lines of Triton's bindings about leaks,
+    below the failures."""
     if "triton" in sys.modules:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -41,16 +45,21 @@ def _end_quietly() -> None:
 atexit.register(_end_quietly)
 
 # nohup and a shell's & leave signals ignored, which tests send and which a run then leaves ignored.
-for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+for number, handler in (
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGINT, signal.default_int_handler),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Hide the GPU from a test that is not marked `gpu`, and leave charts out of pages unless it is marked `charts`.
+    """Hide the GPU from a test that is not marked `gpu`, and leave charts out of pages unless it is
+    marked `charts`.
 
-    Its fixtures see the same, and the processes that it starts have no GPU. Charts take longer than a tiny run.
+    Its fixtures see the same, and the processes that it starts have no GPU. Charts take longer than
+    a tiny run.
     """
     with pytest.MonkeyPatch.context() as patch:
         page = sys.modules.get("sage_fast.report.page")  # not imported for tests of other things
@@ -62,9 +71,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-LONGEST = ("survive", "gpu_script", "engine_deepspeed", "ranks", "sequence", "distributed", "new_user", "resume",
+LONGEST = ("survive", "gpu_script", "engine_deepspeed", "ranks", "sequence", "distributed",
+    "new_user", "resume",
            "operators", "bench", "cli", "fuzz")  # fmt: skip
-"""Files that take longest, which `make test` begins with: else one core is idle while the other ends the last."""
+"""Files that take longest, which `make test` begins with: else one core is idle while the other
+ends the last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,7 +104,9 @@ _TRIED: Counter[str] = Counter()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.when == "call" and report.passed:
         for mark in item.iter_markers("fault"):
@@ -115,12 +128,14 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _nobodys_rewards() -> Iterator[None]:
-    """A command that runs in this process may import modules of a test's folder, which are not the next test's."""
+    """A command that runs in this process may import modules of a test's folder, which are not the
+    next test's."""
     path = list(sys.path)
     yield
     sys.path[:] = path
     temporary = f"{tempfile.gettempdir()}/pytest-of-"
-    checkout = str(Path(__file__).parents[1])  # itself in such a folder where a test runs the tests of a copy
+    # itself in such a folder where a test runs the tests of a copy
+    checkout = str(Path(__file__).parents[1])
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         if file.startswith(temporary) and not file.startswith(checkout):
@@ -129,7 +144,8 @@ def _nobodys_rewards() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _unshown() -> Iterator[None]:
-    """A command that runs in this process shows messages; the next test begins as a script does, without them."""
+    """A command that runs in this process shows messages; the next test begins as a script does,
+    without them."""
     yield
     console.PACKAGE.handlers.clear()
     console.PACKAGE.setLevel(logging.NOTSET)
@@ -141,7 +157,9 @@ def study_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the runs of a study in this process, one after the other."""
     from studies import runs
 
-    def here(jobs: Iterable[tuple[str, list[str]]], ended: Callable[[str, int], object], workers: int) -> None:
+    def here(
+        jobs: Iterable[tuple[str, list[str]]], ended: Callable[[str, int], object], workers: int
+    ) -> None:
         for name, command in jobs:
             ended(name, runs.main(command[command.index("studies.runs") + 1 :]))
 
@@ -157,7 +175,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(shared: Path) -> Path:
-    """The wheel of this checkout; it reuses the object files in build/objects, but never an old build/lib."""
+    """The wheel of this checkout; it reuses the object files in build/objects, but never an old
+    build/lib."""
     with FileLock(shared / "wheel.lock"):
         found = next((shared / "wheel").glob("sage_fast-*.whl"), None)
         return found or _build_wheel(shared / "wheel")
@@ -167,9 +186,11 @@ def _build_wheel(folder: Path) -> Path:
     folder.mkdir()
     (folder / "distutils.cfg").write_text(f"[build]\nbuild_lib={folder / 'lib'}\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", ".", "--no-deps", "--no-build-isolation",
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", ".", "--no-deps",
+         "--no-build-isolation",
          "--wheel-dir", folder],
-        cwd=Path(__file__).parent.parent, env=os.environ | {"DIST_EXTRA_CONFIG": str(folder / "distutils.cfg")},
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"DIST_EXTRA_CONFIG": str(folder / "distutils.cfg")},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -188,7 +209,8 @@ def site(shared: Path) -> Path:
 def _build_site(folder: Path) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=Path(__file__).parent.parent, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+        cwd=Path(__file__).parent.parent, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True,
     )  # fmt: skip
     lines = (done.stdout + done.stderr).splitlines()
     assert done.returncode == 0, lines

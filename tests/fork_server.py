@@ -1,8 +1,10 @@
-"""A process that has imported everything once, and forks a `sage-fast` command for each line that it reads.
+"""A process that has imported everything once, and forks a `sage-fast` command for each line that
+it reads.
 
-Each line on standard input is JSON. {"arguments": [...], "log": file, "environment": {...}, "fault": null or the
-arguments of `Fault`} starts a child; the reply is its process id. {"wait": process id} waits for a child; the reply is
-its exit status, negative for a signal. Reports are written without their charts, which take longer than the runs.
+Each line on standard input is JSON. {"arguments": [...], "log": file, "environment": {...},
+"fault": null or the arguments of `Fault`} starts a child; the reply is its process id. {"wait":
+process id} waits for a child; the reply is its exit status, negative for a signal. Reports are
+written without their charts, which take longer than the runs.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ class Fault:
     """What goes wrong in a child.
 
     Args:
-        name: part of the name of the file or folder that is written, saved (by safetensors) or renamed.
-        at: `write` and `save` leave half of the file behind; `rename` strikes before the rename and `renamed` after it;
-            `loss` makes the loss of a micro-batch NaN.
+        name: part of the name of the file or folder that is written, saved (by safetensors) or
+            renamed.
+        at: `write` and `save` leave half of the file behind; `rename` strikes before the rename and
+            `renamed` after it; `loss` makes the loss of a micro-batch NaN.
         nth: strike at the nth match, counted from 1.
         do: `kill` is kill -9, `full` the error of a full disk.
     """
@@ -45,9 +48,14 @@ class ForkServer:
     """The client's side; use it in a `with` block."""
 
     def __init__(self, command: Sequence[str] = ()) -> None:
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         self.process = subprocess.Popen(
-            [*command, sys.executable, "-m", "tests.fork_server"], cwd=REPOSITORY, env=environment, text=True,
+            [*command, sys.executable, "-m", "tests.fork_server"], cwd=REPOSITORY, env=environment,
+            text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
@@ -59,9 +67,15 @@ class ForkServer:
         self.process.stdin.close()
         self.process.wait(timeout=120)
 
-    def start(self, arguments: Sequence[str], log: Path, fault: Fault | None = None, **environment: str) -> int:
+    def start(
+        self, arguments: Sequence[str], log: Path, fault: Fault | None = None, **environment: str
+    ) -> int:
         """Start a command that writes its output to `log`; return its process id."""
-        wanted = {"arguments": list(arguments), "log": str(log), "fault": None if fault is None else asdict(fault)}
+        wanted = {
+            "arguments": list(arguments),
+            "log": str(log),
+            "fault": None if fault is None else asdict(fault),
+        }
         return self._ask(wanted | {"environment": environment})
 
     def wait(self, process: int) -> int:
@@ -75,7 +89,7 @@ class ForkServer:
         return int(self.process.stdout.readline())
 
 
-# -- the server -------------------------------------------------------------------------------------------------------
+# -- the server ------------------------------------------------------------------------------------
 
 
 def serve() -> None:
@@ -111,7 +125,8 @@ def _become(question: dict[str, Any], main: Callable[[list[str]], int]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
+    # background jobs of a shell ignore SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ |= question["environment"]
     if question["fault"] is not None:
         prepare(Fault(**question["fault"]))
@@ -196,7 +211,9 @@ def prepare(fault: Fault) -> None:
 
         def not_finite(self: Trainer, *arguments: Any) -> Any:
             loss, *norms = loss_of(self, *arguments)
-            return replace(loss, total=loss.total * float("nan")) if happens("loss") else loss, *norms
+            return replace(loss, total=loss.total * float("nan")) if happens(
+                "loss"
+            ) else loss, *norms
 
         Trainer._loss = not_finite
     else:

@@ -1,9 +1,10 @@
-"""Proof of a refactoring: train many tiny configurations and print, for each, a hash of all metrics and of the weights.
+"""Proof of a refactoring: train many tiny configurations and print, for each, a hash of all metrics
+and of the weights.
 
     OMP_NUM_THREADS=1 python -m tests.golden_matrix [CASE...] > after.txt
 
-Run it in the tree before and in the tree after, on one machine, and diff the outputs: an empty diff means equal to the
-bit. Times and memory are left out.
+Run it in the tree before and in the tree after, on one machine, and diff the outputs: an empty diff
+means equal to the bit. Times and memory are left out.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ DEMO, PAPER = CONFIGS / "demo.yaml", CONFIGS / "recipes" / "paper.yaml"
 TWO_UPDATES = {"train__optimizer_steps": 2}
 TINY: dict[str, dict[str, Any]] = {
     "plain": {},
-    **{f"sampler-{name}": {"sampling__sampler": name} for name in ("flow", "dance", "cps", "precise")},
+    **{f"sampler-{name}": {"sampling__sampler": name} for name in ("flow", "dance", "cps",
+        "precise")},
     **{
-        f"kl-{strategy}-{term}": {"kl__strategy": strategy, "kl__velocity_term": term, **TWO_UPDATES}
+        f"kl-{strategy}-{term}": {"kl__strategy": strategy, "kl__velocity_term": term,
+            **TWO_UPDATES}
         for strategy, term in itertools.product(
             ("none", "fixed", "stepwise", "moving", "dual"), ("rollout", "closed_form")
         )
@@ -49,7 +52,8 @@ TINY: dict[str, dict[str, Any]] = {
     "clipped": {"objective__clip_range": 1e-6, "train__parity_gate": False, **TWO_UPDATES},
     "log_prob": {"objective__surrogate": "log_prob"},
     "reduction-unscaled": {
-        "objective__log_prob": "unscaled", "objective__ratio": "centred", "objective__clip_range": 1e3, **TWO_UPDATES,
+        "objective__log_prob": "unscaled", "objective__ratio": "centred",
+        "objective__clip_range": 1e3, **TWO_UPDATES,
     },
     "window": {"sampling__sde_window": 2},
     "windows": {"sampling__sde_window": 2, "sampling__window_per_prompt": True},
@@ -66,7 +70,8 @@ TINY: dict[str, dict[str, Any]] = {
     "checkpointed": {"model__gradient_checkpointing": "attention"},
     "kl_mask": {"objective__surrogate": "kl_mask", **TWO_UPDATES},
     **{
-        name: {"objective__surrogate": name, "sampling__sampler": "ode", "kl__strategy": "none", **TWO_UPDATES}
+        name: {"objective__surrogate": name, "sampling__sampler": "ode", "kl__strategy": "none",
+            **TWO_UPDATES}
         for name in ("nft", "awm")
     },
     "balanced": {"objective__balanced_rewards": True},
@@ -83,24 +88,34 @@ LOADED: dict[str, tuple[Path, dict[str, Any]]] = {
     "demo": (DEMO, {"train.optimizer_steps": 2}),
     "demo-nft": (CONFIGS / "demo-nft.yaml", {"train.optimizer_steps": 2}),
     "paper": (PAPER, {}),
-    "paper-bfloat16": (PAPER, {"model.dtype": "bfloat16", "sampling.batch_size": 1, "train.batch_size": 1}),
-    "paper-bfloat16-full": (PAPER, {"model.dtype": "bfloat16", "model.tuning": "full", "train.parity_gate": False}),
+    "paper-bfloat16": (
+        PAPER,
+        {"model.dtype": "bfloat16", "sampling.batch_size": 1, "train.batch_size": 1},
+    ),
+    "paper-bfloat16-full": (
+        PAPER,
+        {"model.dtype": "bfloat16", "model.tuning": "full", "train.parity_gate": False},
+    ),
 }
-"""Case -> file, and settings over it: the testbed's weights, its reward and judge, and an evaluation."""
+"""Case -> file, and settings over it: the testbed's weights, its reward and judge, and an
+evaluation."""
 FEW = {
-    "sampling.steps": 3, "train.prompts_per_iteration": 2, "train.group_size": 3, "train.optimizer_steps": 1,
+    "sampling.steps": 3, "train.prompts_per_iteration": 2, "train.group_size": 3,
+    "train.optimizer_steps": 1,
     "eval.steps": 2, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
 }  # fmt: skip
 
 RANKS: dict[str, dict[str, Any]] = {
     "plain": {}, "zero2": {"train.engine": "zero2"}, "zero3": {"train.engine": "zero3"},
-    "zero3-full": {"train.engine": "zero3", "model.tuning": "full"}, "sequence": {"model.sequence_parallel": 2},
+    "zero3-full": {"train.engine": "zero3", "model.tuning": "full"},
+    "sequence": {"model.sequence_parallel": 2},
     "zero3-windows": {
         "train.engine": "zero3", "sampling.sampler": "precise", "sampling.sde_window": 2,
         "sampling.window_per_prompt": "true", "kl.anchor_interval": 1,
     },
     "zero3-averaged": {
-        "train.engine": "zero3", "model.tuning": "full", "sampling.averaged_weights": "true", "train.ema_decay": 0.5,
+        "train.engine": "zero3", "model.tuning": "full", "sampling.averaged_weights": "true",
+        "train.ema_decay": 0.5,
         "train.optimizer_steps": 2,
     },
 }  # fmt: skip
@@ -109,8 +124,12 @@ RANKS: dict[str, dict[str, Any]] = {
 
 def digest(rows: list[dict[str, Any]], trainer: Trainer) -> str:
     """Two hashes: of the metrics, and of the trained weights with their average and the anchor."""
-    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
-    trained = {name: trainer.policy.states.whole(p) for name, p in trainer.policy.parameters().items()}
+    kept = [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows
+    ]
+    trained = {
+        name: trainer.policy.states.whole(p) for name, p in trainer.policy.parameters().items()
+    }
     weights = hashlib.sha256()
     for state in (trained, trainer.engine.ema or {}, trainer.anchor or {}):
         for _, tensor in sorted(state.items()):
@@ -126,7 +145,9 @@ def tiny(overrides: dict[str, Any]) -> str:
 
 def loaded(file: Path, overrides: dict[str, Any]) -> str:
     """As the command loads it: one iteration and an evaluation."""
-    setup = load_setup(resolve(load(file, {key: str(value) for key, value in (FEW | overrides).items()})))
+    setup = load_setup(
+        resolve(load(file, {key: str(value) for key, value in (FEW | overrides).items()}))
+    )
     setup.encode()
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     return digest([trainer.iteration(0), evaluate(setup, iteration=1)[0]], trainer)

@@ -3,14 +3,15 @@
     with PretendCuda() as device:
         x = torch.ones(3, device="cuda")
 
-Within the block, code for a GPU runs unchanged, and what would fail on a GPU fails here: an operator whose tensors are
-on both devices raises, and so does a copy between host and device, or a wait for the device, during a graph capture.
-Outside a capture, copies and waits are recorded in `device.events`, with their ranges and their line in sage_fast. A
-captured graph is the list of its operators: a replay runs them again on the same memory, without Python. Numbers come
-from the CPU's operators, so they can be compared bit for bit.
+Within the block, code for a GPU runs unchanged, and what would fail on a GPU fails here: an
+operator whose tensors are on both devices raises, and so does a copy between host and device, or a
+wait for the device, during a graph capture. Outside a capture, copies and waits are recorded in
+`device.events`, with their ranges and their line in sage_fast. A captured graph is the list of its
+operators: a replay runs them again on the same memory, without Python. Numbers come from the CPU's
+operators, so they can be compared bit for bit.
 
-It cannot see races between streams, memory that is freed too early, or kernels (tests/ops runs Triton's). Within the
-block, every backward pass counts as one on the device.
+It cannot see races between streams, memory that is freed too early, or kernels (tests/ops runs
+Triton's). Within the block, every backward pass counts as one on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ PACKAGE = str(Path(sage_fast.__file__).parent)
 aten = torch.ops.aten
 
 WAITS = {
-    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.unique_dim, aten._unique2,
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.unique_dim,
+    aten._unique2,
     aten.unique_consecutive, aten.bincount,
 }  # fmt: skip
 """Operators whose result, or its shape, the host has to read."""
@@ -52,7 +54,8 @@ class Event:
     """A copy by the host, or a wait for the device.
 
     Attributes:
-        kind: `copy to device`, `copy to host` or `wait`; after `asynchronous` the host does not wait for the copy.
+        kind: `copy to device`, `copy to host` or `wait`; after `asynchronous` the host does not
+            wait for the copy.
         what: the operator or function.
         ranges: names of `sage_fast.util.profiling` around it, the outermost first.
         place: innermost line of sage_fast, such as `trainer.py:120`.
@@ -72,8 +75,9 @@ class Event:
 class CudaTensor(Tensor):
     """A tensor that says `cuda:0`; its numbers are in `host`, a CPU tensor.
 
-    C++ believes that it is on the CPU: without CUDA, autograd has no queue for another device. The attributes and
-    methods that ask C++ for the device before any operator is dispatched are therefore overridden here.
+    C++ believes that it is on the CPU: without CUDA, autograd has no queue for another device. The
+    attributes and methods that ask C++ for the device before any operator is dispatched are
+    therefore overridden here.
     """
 
     host: Tensor
@@ -81,7 +85,11 @@ class CudaTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> CudaTensor:
-        layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "dtype": host.dtype}
+        layout = {
+            "strides": host.stride(),
+            "storage_offset": host.storage_offset(),
+            "dtype": host.dtype,
+        }
         tensor = Tensor._make_wrapper_subclass(cls, host.shape, **layout)
         tensor.host = host
         return tensor
@@ -112,11 +120,19 @@ class CudaTensor(Tensor):
     def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type == "cpu":
-            assert not (self.requires_grad and torch.is_grad_enabled()), "a copy to the host that keeps its gradient"
+            assert not (self.requires_grad and torch.is_grad_enabled()), (
+                "a copy to the host that keeps its gradient"
+            )
             _active().note("copy to host", "to")  # into new memory, which is not pinned
             return self.host.to(dtype or self.dtype, copy=True)
-        unchanged = dtype in (None, self.dtype) and (layout is None or self.is_contiguous(memory_format=layout))
-        return self if unchanged and not copy else aten._to_copy(self, dtype=dtype, memory_format=layout)
+        unchanged = dtype in (None, self.dtype) and (
+            layout is None or self.is_contiguous(memory_format=layout)
+        )
+        return (
+            self
+            if unchanged and not copy
+            else aten._to_copy(self, dtype=dtype, memory_format=layout)
+        )
 
     def cpu(self, **kwargs: Any) -> Tensor:
         return self.to(HOST)
@@ -132,7 +148,11 @@ class CudaTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = self.detach().clone()
-        return torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied
+        return (
+            torch.nn.Parameter(copied, self.requires_grad)
+            if isinstance(self, torch.nn.Parameter)
+            else copied
+        )
 
     def __repr__(self) -> str:
         return f"{self.host!r} on {CUDA}"
@@ -157,7 +177,10 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """A stream or an event. Everything is done when its call returns, so there is nothing to order."""
+    """A stream or an event.
+
+    Everything is done when its call returns, so there is nothing to order.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -190,7 +213,8 @@ class Call:
 
     @property
     def makes_memory(self) -> bool:
-        """Whether the results are new memory, neither views of arguments nor arguments written in place."""
+        """Whether the results are new memory, neither views of arguments nor arguments written in
+        place."""
         return all(result.alias_info is None for result in self.func._schema.returns)
 
 
@@ -212,8 +236,8 @@ class Graph:
 class PretendCuda(TorchDispatchMode):
     """The device, for a `with` block; on exit all patches are undone.
 
-    Memory is modelled only for what graphs keep: an allocation stays in the cache until `empty_cache`, and one made
-    during a capture stays until its graph is gone.
+    Memory is modelled only for what graphs keep: an allocation stays in the cache until
+    `empty_cache`, and one made during a capture stays until its graph is gone.
 
     Args:
         memory: bytes of the device.
@@ -234,7 +258,7 @@ class PretendCuda(TorchDispatchMode):
         self._pinned: list[Tensor] = []
         self._patches = contextlib.ExitStack()
 
-    # -- the block ----------------------------------------------------------------------------------------------------
+    # -- the block ---------------------------------------------------------------------------------
 
     def __enter__(self) -> PretendCuda:
         _ensure_guard()
@@ -246,14 +270,18 @@ class PretendCuda(TorchDispatchMode):
             # Ranges say in which phase of an iteration an event happened.
             stack.enter_context(mock.patch.dict(profiling._OPENERS, pretend=lambda: self._range))
             stack.enter_context(profiling.ranges("pretend"))
-            # `torch.tensor(..., device="cuda")` fills host memory, and its copy to the device is dispatched.
+            # `torch.tensor(..., device="cuda")` fills host memory, and its copy to the device is
+            # dispatched.
             stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
             torch._C._set_only_lift_cpu_tensors(True)
             # Only CUDA has a matmul that writes another dtype than it reads.
             library = torch.library.Library("aten", "IMPL")
-            library.impl("mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CPU")
+            library.impl(
+                "mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CPU"
+            )
             stack.callback(library._destroy)
-            # A conversion makes new parameters: new memory under the old ones would keep the CPU's class.
+            # A conversion makes new parameters: new memory under the old ones would keep the CPU's
+            # class.
             stack.callback(
                 torch.__future__.set_overwrite_module_params_on_conversion,
                 torch.__future__.get_overwrite_module_params_on_conversion(),
@@ -282,7 +310,11 @@ class PretendCuda(TorchDispatchMode):
             "get_device_name": lambda device=None: "pretend CUDA",
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_properties": lambda device=None: SimpleNamespace(
-                total_memory=self.memory, L2_cache_size=50 * 2**20, major=9, minor=0, multi_processor_count=132
+                total_memory=self.memory,
+                L2_cache_size=50 * 2**20,
+                major=9,
+                minor=0,
+                multi_processor_count=132,
             ),
             "mem_get_info": lambda device=None: (self.memory, self.memory),
             "memory_reserved": lambda device=None: self._cached + self._kept,
@@ -302,7 +334,7 @@ class PretendCuda(TorchDispatchMode):
             "is_current_stream_capturing": lambda: self._capture is not None,
         }
 
-    # -- what is written down -----------------------------------------------------------------------------------------
+    # -- what is written down ----------------------------------------------------------------------
 
     def note(self, kind: str, what: str) -> None:
         """Record an event.
@@ -312,12 +344,19 @@ class PretendCuda(TorchDispatchMode):
         """
         event = Event(kind, what, tuple(self._ranges), _place())
         if self._capture is not None:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {kind} ({what}) at {event.place}")
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: {kind} ({what}) at "
+                f"{event.place}"
+            )
         self.events.append(event)
 
     def within(self, name: str) -> list[Event]:
         """Events in ranges whose name begins with `name`."""
-        return [event for event in self.events if any(range_.startswith(name) for range_ in event.ranges)]
+        return [
+            event
+            for event in self.events
+            if any(range_.startswith(name) for range_ in event.ranges)
+        ]
 
     @contextlib.contextmanager
     def _range(self, name: str) -> Iterator[None]:
@@ -327,12 +366,14 @@ class PretendCuda(TorchDispatchMode):
         finally:
             self._ranges.pop()
 
-    # -- operators ----------------------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
-        on_device = any(isinstance(tensor, CudaTensor) for tensor in tensors) or _is_made_on_device(kwargs, tensors)
+        on_device = any(isinstance(tensor, CudaTensor) for tensor in tensors) or _is_made_on_device(
+            kwargs, tensors
+        )
         pinned = kwargs.pop("pin_memory", False)
         if func.overloadpacket is aten._pin_memory:
             func, pinned, args, kwargs = aten.clone.default, True, args[:1], {}
@@ -345,7 +386,11 @@ class PretendCuda(TorchDispatchMode):
         self._check(func, args, kwargs, tensors)
         if "device" in kwargs:
             kwargs["device"] = HOST
-        call = Call(func, _each(_host_of, args), {name: _each(_host_of, value) for name, value in kwargs.items()})
+        call = Call(
+            func,
+            _each(_host_of, args),
+            {name: _each(_host_of, value) for name, value in kwargs.items()},
+        )
         out = call()
         if self._capture is not None:
             self._capture.calls.append((call, out))
@@ -355,20 +400,28 @@ class PretendCuda(TorchDispatchMode):
         written = _written(func, args, kwargs)
         return _each(CudaTensor, out) if written is None else written
 
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _check(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
         """Raise for what a GPU would refuse; record what its host would wait for."""
         name, packet = str(func), func.overloadpacket
         others = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
         generator = kwargs.get("generator")
         if generator is not None and generator._cdata not in Generator.on_device:
-            raise RuntimeError(f"{name}: expected a 'cuda' device type for generator but found 'cpu' at {_place()}")
+            raise RuntimeError(
+                f"{name}: expected a 'cuda' device type for generator but found 'cpu' at {_place()}"
+            )
         if packet in (aten.copy_, aten._to_copy):
             if others:
                 kind = (
-                    "copy to device" if isinstance(args[0], CudaTensor) or packet is aten._to_copy else "copy to host"
+                    "copy to device"
+                    if isinstance(args[0], CudaTensor) or packet is aten._to_copy
+                    else "copy to host"
                 )
                 non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
-                self.note("asynchronous " * (non_blocking and self._is_pinned(others[0])) + kind, name)
+                self.note(
+                    "asynchronous " * (non_blocking and self._is_pinned(others[0])) + kind, name
+                )
             return
         if "device" in kwargs and packet._qualified_op_name.endswith("_like"):
             return  # only reads the shape
@@ -393,7 +446,7 @@ class PretendCuda(TorchDispatchMode):
         at = tensor.untyped_storage().data_ptr()
         return any(pinned.untyped_storage().data_ptr() == at for pinned in self._pinned)
 
-    # -- memory and graphs --------------------------------------------------------------------------------------------
+    # -- memory and graphs -------------------------------------------------------------------------
 
     def _count(self, size: int) -> None:
         if self._capture is None:
@@ -410,7 +463,11 @@ class PretendCuda(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _graph(
-        self, graph: Graph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
+        self,
+        graph: Graph,
+        pool: object = None,
+        stream: Stream | None = None,
+        capture_error_mode: str = "global",
     ) -> Iterator[None]:
         """Do as `torch.cuda.graph` does: wait for the device, empty the cache, then capture."""
         torch.cuda.synchronize()
@@ -426,7 +483,10 @@ class PretendCuda(TorchDispatchMode):
 
 @functools.cache
 def _ensure_guard() -> None:
-    """Give C++ a guard for the missing device. It cannot be removed, and only PretendCuda uses it."""
+    """Give C++ a guard for the missing device.
+
+    It cannot be removed, and only PretendCuda uses it.
+    """
     if torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
         return
@@ -451,25 +511,31 @@ class _autocast(torch.autocast):
 
 @contextlib.contextmanager
 def cudnn_attention() -> Iterator[list[tuple[tuple[Tensor, ...], bool]]]:
-    """Let cuDNN's attention operator run on the CPU; yield its calls: `(query, key, value)`, with statistics or not.
+    """Let cuDNN's attention operator run on the CPU; yield its calls: `(query, key, value)`, with
+    statistics or not.
 
     Without statistics it rounds differently, as cuDNN's plan for inference may.
     """
     calls: list[tuple[tuple[Tensor, ...], bool]] = []
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, bias: None, statistics: bool, *options: Any) -> Any:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, bias: None, statistics: bool, *options: Any
+    ) -> Any:
         assert bias is None
         assert options in ((), (0.0, False))
         calls.append(((query, key, value), statistics))
         scores = query @ key.mT * query.shape[-1] ** -0.5
-        out = torch.empty_like(query).copy_(scores.softmax(-1) @ value)  # in query's layout, as on a GPU
+        # in query's layout, as on a GPU
+        out = torch.empty_like(query).copy_(scores.softmax(-1) @ value)
         if not statistics:
             out *= 1 + 2 * torch.finfo(out.dtype).eps
         none = torch.zeros((), dtype=torch.long)
         rows = query.shape[2], key.shape[2]
         return out, scores.logsumexp(-1, keepdim=True), None, None, *rows, none, none, None
 
-    def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *_: Any) -> Any:
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *_: Any
+    ) -> Any:
         scale = query.shape[-1] ** -0.5
         weights = (query @ key.mT * scale - sums).exp()
         scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
@@ -485,7 +551,8 @@ def cudnn_attention() -> Iterator[list[tuple[tuple[Tensor, ...], bool]]]:
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """List the tensors among the arguments or results of an operator, including those in nested lists."""
+    """List the tensors among the arguments or results of an operator, including those in nested
+    lists."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -499,7 +566,11 @@ def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply `function` to every tensor in `value`."""
     if isinstance(value, Tensor):
         return function(value)
-    return type(value)([_each(function, item) for item in value]) if isinstance(value, list | tuple) else value
+    return (
+        type(value)([_each(function, item) for item in value])
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def _host_of(tensor: Tensor) -> Tensor:
@@ -509,8 +580,8 @@ def _host_of(tensor: Tensor) -> Tensor:
 def _is_made_on_device(kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
     """Whether a result of host tensors, or of none, belongs on the device.
 
-    It does if the call asks for the device, or if autograd's C++ makes it, such as the zeros of a gradient that nothing
-    has reached: C++ takes the device from its own side of a tensor.
+    It does if the call asks for the device, or if autograd's C++ makes it, such as the zeros of a
+    gradient that nothing has reached: C++ takes the device from its own side of a tensor.
     """
     device = kwargs.get("device")
     if device is None:
@@ -519,14 +590,17 @@ def _is_made_on_device(kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Result of an in-place operator, which is the arguments that it writes to; None for other operators."""
+    """Result of an in-place operator, which is the arguments that it writes to; None for other
+    operators."""
     arguments = itertools.zip_longest(func._schema.arguments, args)
     written = tuple(
         kwargs.get(argument.name, value)
         for argument, value in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    assert not (written and torch.Tag.inplace_view in func.tags), f"{func} changes the shape of a tensor in place"
+    assert not (written and torch.Tag.inplace_view in func.tags), (
+        f"{func} changes the shape of a tensor in place"
+    )
     return written[0] if len(written) == 1 else written or None
 
 
@@ -539,7 +613,8 @@ def _called_by_autograd() -> bool:
 
 
 _DISPATCH = (__name__, "torch._compile", "torch._dynamo.eval_frame")
-"""Modules whose functions stand between an operator's caller and `PretendCuda.__torch_dispatch__`."""
+"""Modules whose functions stand between an operator's caller and `PretendCuda.__torch_dispatch__`.
+"""
 
 
 def _place() -> str:

@@ -1,4 +1,5 @@
-"""Rewards that fail in every way, for `tests/test_reward_workers.py`: each score is a fingerprint of its own video."""
+"""Rewards that fail in every way, for `tests/test_reward_workers.py`: each score is a fingerprint
+of its own video."""
 
 from __future__ import annotations
 
@@ -34,15 +35,20 @@ def fingerprints(videos: Tensor) -> Tensor:
 
 
 class Fingerprint:
-    """Fails as `how` says on the prompt `poison`, and as `plan` says at calls that are counted from 1 over all lives of
-    the process of a rank: "3 kill".
+    """Fails as `how` says on the prompt `poison`, and as `plan` says at calls that are counted from
+    1 over all lives of the process of a rank: "3 kill".
 
     Args:
         folder: of the count, and of a file pid-<number> for each process; it has one for each rank.
     """
 
     def __init__(
-        self, how: str = "", folder: str | None = None, plan: Sequence[str] = (), poison: str = "", device: str = "cpu"
+        self,
+        how: str = "",
+        folder: str | None = None,
+        plan: Sequence[str] = (),
+        poison: str = "",
+        device: str = "cpu",
     ) -> None:
         self.how, self.poison, self.device = how, poison, device
         self.plan = {int(number): what for number, what in map(str.split, plan)}
@@ -54,7 +60,9 @@ class Fingerprint:
     def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         value = fingerprints(videos)
         planned = self.plan.get(self._count(), "")
-        wrong = [planned == "nan" or (self.how == "nan" and prompt == self.poison) for prompt in prompts]
+        wrong = [
+            planned == "nan" or (self.how == "nan" and prompt == self.poison) for prompt in prompts
+        ]
         value[torch.tensor(wrong)] = torch.nan
         if planned not in ("", "nan"):
             fail(planned)
@@ -128,7 +136,9 @@ class Returns:
 
 
 def gradients(videos: Tensor, prompts: list[str]) -> dict[str, list[float]]:
-    return {"on": [float((videos * torch.ones(1, requires_grad=True)).requires_grad)] * len(prompts)}
+    return {
+        "on": [float((videos * torch.ones(1, requires_grad=True)).requires_grad)] * len(prompts)
+    }
 
 
 class Named:
@@ -141,8 +151,13 @@ class Named:
         return {self.part: fingerprints(videos)}
 
 
-def count_and_print(videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The metadata's `count`, or -1, and the prints, so that a mix-up shows. Fails on a batch with count 3."""
+def count_and_print(
+    videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]
+) -> dict[str, Tensor]:
+    """The metadata's `count`, or -1, and the prints, so that a mix-up shows.
+
+    Fails on a batch with count 3.
+    """
     if len(prompts) > 1 and any(one.get("count") == 3 for one in metadata):
         raise ValueError("three in a batch")
     counts = torch.tensor([float(one.get("count", -1)) for one in metadata])
@@ -181,11 +196,16 @@ class Meddles(Fingerprint):
 
 
 class Draws:
-    """Adds what it draws to its scores: with torch, NumPy and Python, when it is created and in each call."""
+    """Adds what it draws to its scores: with torch, NumPy and Python, when it is created and in
+    each call."""
 
     def __init__(self) -> None:
         self.drawn = float(torch.rand(())) + float(np.random.rand()) + random.random()
 
     def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        drawn = torch.rand(len(prompts)) + torch.from_numpy(np.random.rand(len(prompts))) + random.random()
+        drawn = (
+            torch.rand(len(prompts))
+            + torch.from_numpy(np.random.rand(len(prompts)))
+            + random.random()
+        )
         return {"print": fingerprints(videos) + drawn + self.drawn}

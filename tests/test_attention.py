@@ -28,7 +28,13 @@ from sage_fast import cli
 from sage_fast import loading as setup
 from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.loading import load_setup, resolve
-from sage_fast.models.attention.backends import ATTENTION, Attention, Backend, check_attention, usable
+from sage_fast.models.attention.backends import (
+    ATTENTION,
+    Attention,
+    Backend,
+    check_attention,
+    usable,
+)
 from sage_fast.models.attention.flash4 import _package
 from sage_fast.models.attention.trial import LARGEST_ERROR, measure_attention, try_attention
 from sage_fast.models.checkpointing import CheckpointPlan, set_checkpointing
@@ -52,7 +58,8 @@ def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", usable(DEVICE, DTYPE))
 def test_backends_compute_attention(backend: str) -> None:
-    """Compare values and gradients, at a length and width that kernels compiled for the model take too."""
+    """Compare values and gradients, at a length and width that kernels compiled for the model take
+    too."""
     shape = (2, 177, 4, 128)
     inputs = [torch.randn(shape, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
     upstream = torch.randn(shape, device=DEVICE, dtype=DTYPE)
@@ -61,16 +68,20 @@ def test_backends_compute_attention(backend: str) -> None:
     tolerance = 1e-5 if torch.float32 == DTYPE else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     for mine, reference in zip(
-        torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream.double())
+        torch.autograd.grad(out, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream.double()),
     ):
         assert (mine - reference).norm() <= tolerance * reference.norm()
 
 
-def test_what_is_missing_is_an_error_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_an_error_that_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check_attention("auto", torch.device("cpu"), torch.float32)
     check_attention("sdpa", torch.device("cpu"), torch.float32)
     with pytest.raises(
-        ValueError, match="'flash' needs a CUDA device, and this is the cpu; expected one of auto, sdpa"
+        ValueError,
+        match="'flash' needs a CUDA device, and this is the cpu; expected one of auto, sdpa",
     ):
         check_attention("flash", torch.device("cpu"), torch.bfloat16)
     # A GPU machine without the packages gives these errors; nothing below touches a GPU.
@@ -78,14 +89,22 @@ def test_what_is_missing_is_an_error_that_says_how_to_get_it(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     gpu = torch.device("cuda")
-    with pytest.raises(ValueError, match=r"'flash' is not installed: pip install 'sage-fast\[flash-attn\]'"):
+    with pytest.raises(
+        ValueError, match=r"'flash' is not installed: pip install 'sage-fast\[flash-attn\]'"
+    ):
         check_attention("flash", gpu, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"'xformers' is not installed: pip install 'sage-fast\[xformers\]'"):
+    with pytest.raises(
+        ValueError, match=r"'xformers' is not installed: pip install 'sage-fast\[xformers\]'"
+    ):
         check_attention("xformers", gpu, torch.bfloat16)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=name)
+    )
     with pytest.raises(ValueError, match=r"'flash' needs model.dtype = bfloat16"):
         check_attention("flash", gpu, torch.float32)
-    with pytest.raises(ValueError, match=r"'flash3' does not run on NVIDIA A100; expected one of auto, sdpa"):
+    with pytest.raises(
+        ValueError, match=r"'flash3' does not run on NVIDIA A100; expected one of auto, sdpa"
+    ):
         check_attention("flash3", gpu, torch.bfloat16)
     assert "flash" in usable(gpu, torch.bfloat16)
     assert "flash3" not in usable(gpu, torch.bfloat16)
@@ -93,9 +112,18 @@ def test_what_is_missing_is_an_error_that_says_how_to_get_it(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("cuda", "allowed"),
-    [("12.8", False), ("12.9", True), ("12.10", True), ("13.0", True), ("9.2", False), (None, False)],
+    [
+        ("12.8", False),
+        ("12.9", True),
+        ("12.10", True),
+        ("13.0", True),
+        ("9.2", False),
+        (None, False),
+    ],
 )
-def test_cudnn_is_used_where_pytorch_uses_it(cuda: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_used_where_pytorch_uses_it(
+    cuda: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch turns it off below CUDA 12.9."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
@@ -108,7 +136,8 @@ def test_cudnn_is_used_where_pytorch_uses_it(cuda: str | None, allowed: bool, mo
         check_attention("cudnn", gpu, torch.bfloat16)
     else:
         with pytest.raises(
-            UserError, match=rf"'cudnn' needs a PyTorch for CUDA 12.9 or newer, .* this is for {cuda}; "
+            UserError,
+            match=rf"'cudnn' needs a PyTorch for CUDA 12.9 or newer, .* this is for {cuda}; ",
         ):
             check_attention("cudnn", gpu, torch.bfloat16)
 
@@ -119,7 +148,9 @@ class Flash4:
     def __init__(self) -> None:
         self.forwards = self.backwards = 0
 
-    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+    def flash_attn_func(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
+    ) -> tuple[Tensor, Tensor]:
         assert (return_lse, torch.is_grad_enabled()) == (True, False)
         self.forwards += 1
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
@@ -127,7 +158,15 @@ class Flash4:
         return out.contiguous(), scores.logsumexp(-1).float()
 
     def _flash_attn_bwd(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradient: Tensor, lse: Tensor, *, deterministic: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        gradient: Tensor,
+        lse: Tensor,
+        *,
+        deterministic: bool,
     ) -> tuple[Tensor, ...]:
         self.deterministic = deterministic
         self.backwards += 1
@@ -145,25 +184,33 @@ def flash4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Flash4:
     package = Flash4()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sage_fast.models.attention.flash4._called", set())
-    monkeypatch.setattr("sage_fast.models.attention.flash4._package", functools.cache(_package.__wrapped__))
+    monkeypatch.setattr(
+        "sage_fast.models.attention.flash4._package", functools.cache(_package.__wrapped__)
+    )
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "")  # restored at the end
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         module = ModuleType(name)
-        vars(module).update(flash_attn_func=package.flash_attn_func, _flash_attn_bwd=package._flash_attn_bwd)
+        vars(module).update(
+            flash_attn_func=package.flash_attn_func, _flash_attn_bwd=package._flash_attn_bwd
+        )
         monkeypatch.setitem(sys.modules, name, module)
     return package
 
 
 def test_flash4_is_an_operator_with_a_backward(flash4: Flash4) -> None:
-    """The package itself needs a GPU: this is its interface. Values and gradients as of every backend."""
+    """The package itself needs a GPU: this is its interface.
+
+    Values and gradients as of every backend.
+    """
     inputs = [torch.randn(2, 77, 4, 64, requires_grad=True) for _ in range(3)]
     upstream = torch.randn(2, 4, 77, 64).transpose(1, 2)
     out, expected = ATTENTION["flash4"](*inputs), exact(*inputs)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     for mine, reference in zip(
-        torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream.double())
+        torch.autograd.grad(out, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream.double()),
     ):
         torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
@@ -172,7 +219,8 @@ def test_flash4_is_an_operator_with_a_backward(flash4: Flash4) -> None:
 
 
 def test_flash4_compiles_once_for_all_processes(flash4: Flash4, tmp_path: Path) -> None:
-    """The first call of a kernel waits for the lock of the cache, which the package is told before its import."""
+    """The first call of a kernel waits for the lock of the cache, which the package is told before
+    its import."""
     inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
     cache = tmp_path / "sage-fast" / "flash-attn-4"
     cache.mkdir(parents=True)
@@ -223,9 +271,16 @@ def test_a_process_forked_while_flash4_compiles_does_not_keep_the_lock(
     "lack", ["the user's folder", "the given folder", "a home", "locks", "any folder", "the cache"]
 )
 def test_flash4_runs_without_a_folder_to_compile_into(
-    flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lack: str
+    flash4: Flash4,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lack: str,
 ) -> None:
-    """It takes a temporary one. Without any, or without locks, each process compiles for itself and waits for none."""
+    """It takes a temporary one.
+
+    Without any, or without locks, each process compiles for itself and waits for none.
+    """
     inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
     (tmp_path / "file").touch()
     (tmp_path / "temporary").mkdir()
@@ -233,7 +288,9 @@ def test_flash4_runs_without_a_folder_to_compile_into(
     cache = tmp_path / "temporary" / f"sage-fast-flash-attn-4-{os.getuid()}"
     if lack == "a home":
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+        monkeypatch.setattr(
+            Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
+        )
     elif lack == "locks":
         monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError("No locks available")))
         cache = tmp_path / "sage-fast" / "flash-attn-4"
@@ -252,7 +309,10 @@ def test_flash4_runs_without_a_folder_to_compile_into(
     on = lack not in ("the cache", "any folder")
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == str(int(on))
     assert os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") == (str(cache) if on else None)
-    notes = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR: cannot write {tmp_path}/file/given; FlashAttention 4 uses {cache}"]
+    notes = [
+        f"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR: cannot write {tmp_path}/file/given; FlashAttention 4 "
+        f"uses {cache}"
+    ]
     assert caplog.messages == notes * (lack == "the given folder")
 
 
@@ -270,7 +330,8 @@ def test_the_folder_given_to_flash4_may_be_in_the_home(
 def test_flash4_loads_no_code_of_another_user(
     flash4: Flash4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """Anyone may make a folder of that name among temporary ones, or write into one that is open."""
+    """Anyone may make a folder of that name among temporary ones, or write into one that is
+    open."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -289,16 +350,23 @@ def test_flash4_loads_no_code_of_another_user(
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 
 
-def test_an_error_of_flash4_itself_is_not_hidden(flash4: Flash4, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_flash4_itself_is_not_hidden(
+    flash4: Flash4, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the lock's own OSError is; a kernel that failed compiles again under the lock."""
     inputs = [torch.randn(1, 5, 2, 8) for _ in range(3)]
-    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_func", mock.Mock(side_effect=OSError("disk full")))
+    monkeypatch.setattr(
+        sys.modules["flash_attn.cute"],
+        "flash_attn_func",
+        mock.Mock(side_effect=OSError("disk full")),
+    )
     with pytest.raises(OSError, match="disk full"):
         ATTENTION["flash4"](*inputs)
 
 
 def test_flash4_is_deterministic_where_pytorch_is_to_be(flash4: Flash4) -> None:
-    """With `warn_only` it warns instead, as PyTorch's own flash attention does: the kit has no such backward."""
+    """With `warn_only` it warns instead, as PyTorch's own flash attention does: the kit has no such
+    backward."""
     inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
     for mode, asked, warns in ((0, False, False), (1, False, True), (2, True, False)):
         torch.set_deterministic_debug_mode(mode)
@@ -324,8 +392,11 @@ def test_checkpointing_keeps_what_flash4_gave(flash4: Flash4, mode: str, again: 
     assert (flash4.forwards, flash4.backwards) == (layers * (1 + again), layers)
 
 
-def test_a_package_inside_another_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn-4 lies in the folder of flash-attn 2, and alone it leaves that folder a bare namespace."""
+def test_a_package_inside_another_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn-4 lies in the folder of flash-attn 2, and alone it leaves that folder a bare
+    namespace."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # either may be installed
@@ -377,7 +448,8 @@ def not_finite(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def another_plan(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Correct, but rounded differently without gradients: cuDNN and xformers choose another kernel there."""
+    """Correct, but rounded differently without gradients: cuDNN and xformers choose another kernel
+    there."""
     out = ATTENTION["sdpa"](query, key, value)
     return out if query.requires_grad else out * (1 + 2 * torch.finfo(out.dtype).eps)
 
@@ -387,11 +459,20 @@ def broken(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 WRONG = {
-    "forgetful": (forgetful, r"it is wrong: relative error against SDPA in float32 of values \S+, dq"),
-    "wrong gradient": (wrong_gradient, r"it is wrong: relative error against SDPA in float32 of dk 5.0e-01, expected"),
+    "forgetful": (
+        forgetful,
+        r"it is wrong: relative error against SDPA in float32 of values \S+, dq",
+    ),
+    "wrong gradient": (
+        wrong_gradient,
+        r"it is wrong: relative error against SDPA in float32 of dk 5.0e-01, expected",
+    ),
     "one head": (one_head, "it is wrong: .* values"),
     "not finite": (not_finite, "it is wrong: .* values inf"),
-    "broken": (broken, "it does not run: ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c10$"),
+    "broken": (
+        broken,
+        "it does not run: ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c10$",
+    ),
 }
 
 
@@ -405,11 +486,15 @@ def test_what_is_wrong_or_broken_is_found_out(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in usable(DEVICE, kind)]
+    ("backend", "dtype"),
+    [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in usable(DEVICE, kind)],
 )
 @pytest.mark.parametrize("shape", [(2, 1000, 2, 128), (2, 333, 4, 128)])
-def test_a_right_backend_passes_with_room(shape: tuple[int, ...], backend: str, dtype: torch.dtype) -> None:
-    """Correct backends stay below half of the error limit, and their rollouts round as training does."""
+def test_a_right_backend_passes_with_room(
+    shape: tuple[int, ...], backend: str, dtype: torch.dtype
+) -> None:
+    """Correct backends stay below half of the error limit, and their rollouts round as training
+    does."""
     trial = try_attention(ATTENTION[backend], shape, DEVICE, dtype)
     assert trial.problem == ""
     assert trial.agrees
@@ -442,12 +527,16 @@ def test_rollouts_that_round_otherwise_are_found_out(dtype: torch.dtype) -> None
     trial = try_attention(another_plan, (2, 100, 2, 32), DEVICE, dtype)
     assert not trial.agrees
     assert trial.problem == trial.why_skipped(needs_agreement=False) == ""
-    assert trial.why_skipped(needs_agreement=True).startswith("its output under no_grad is not that with gradients")
+    assert trial.why_skipped(needs_agreement=True).startswith(
+        "its output under no_grad is not that with gradients"
+    )
     assert trial.milliseconds > 0
     assert trial.error < LARGEST_ERROR[dtype] / 2
 
 
-def test_auto_skips_a_backend_whose_rollouts_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_skips_a_backend_whose_rollouts_round_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It could fail the gate on log-probs. A user who names it gets it, with a note."""
     with_candidates(monkeypatch, cudnn=another_plan, sdpa=ATTENTION["sdpa"])
     config = settings(model__dtype="float32")
@@ -456,15 +545,21 @@ def test_auto_skips_a_backend_whose_rollouts_round_otherwise(monkeypatch: pytest
     assert model.attention == "sdpa"
     assert list(model.attention_milliseconds) == ["sdpa"]
     (note,) = model.notes
-    assert note.startswith("attention 'cudnn' is skipped: its output under no_grad is not that with gradients")
+    assert note.startswith(
+        "attention 'cudnn' is skipped: its output under no_grad is not that with gradients"
+    )
     model = tiny_model(config)
     choose_attention(model, "cudnn", config.sampling)
     assert model.attention == "cudnn"
     (note,) = model.notes
-    assert note.startswith("model.attention = 'cudnn': its output under no_grad is not that with gradients")
+    assert note.startswith(
+        "model.attention = 'cudnn': its output under no_grad is not that with gradients"
+    )
 
 
-def test_without_a_limit_on_the_ratio_no_backend_is_skipped_for_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_on_the_ratio_no_backend_is_skipped_for_its_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with_candidates(monkeypatch, cudnn=another_plan, sdpa=ATTENTION["sdpa"])
     config = settings(objective__surrogate="nft", sampling__sampler="ode")
     model = load_setup(resolve(config), rewards=False).model
@@ -478,12 +573,16 @@ def test_doctor_says_which_backend_rounds_otherwise(monkeypatch: pytest.MonkeyPa
     with_candidates(monkeypatch, cudnn=another_plan)
     found = {check.name: check for check in selftest.attention(torch.device("cpu"), 1e12)}
     assert found["attention cudnn"].verdict == "ok"
-    assert found["attention cudnn"].found.endswith("model.attention = auto skips it for clip and kl_mask")
+    assert found["attention cudnn"].found.endswith(
+        "model.attention = auto skips it for clip and kl_mask"
+    )
     assert "no_grad" not in found["attention sdpa"].found
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
-def test_a_limit_on_rollout_steps_needs_agreement(surrogate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_on_rollout_steps_needs_agreement(
+    surrogate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Asked(Exception):
         pass
 
@@ -493,17 +592,24 @@ def test_a_limit_on_rollout_steps_needs_agreement(surrogate: str, monkeypatch: p
     monkeypatch.setattr(setup, "load_model", load_model)
     sampler = "sage" if SURROGATES[surrogate].scores_rollout else "ode"
     with pytest.raises(Asked) as asked:
-        load_setup(resolve(settings(objective__surrogate=surrogate, sampling__sampler=sampler)), rewards=False)
+        load_setup(
+            resolve(settings(objective__surrogate=surrogate, sampling__sampler=sampler)),
+            rewards=False,
+        )
     assert asked.value.args == (surrogate in ("clip", "kl_mask"),)
 
 
 def test_a_backend_asked_for_by_name_must_be_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with_candidates(monkeypatch, sdpa=ATTENTION["sdpa"], flash=broken)
     config = settings(model__dtype="float32")
-    with pytest.raises(UserError, match=r"model.attention = 'flash': it does not run: ImportError.*'auto'"):
+    with pytest.raises(
+        UserError, match=r"model.attention = 'flash': it does not run: ImportError.*'auto'"
+    ):
         choose_attention(tiny_model(config), "flash", config.sampling)
     with_candidates(monkeypatch, sdpa=wrong_gradient, flash=broken)
-    with pytest.raises(UserError, match=r"no backend is right here; .*'sdpa' is skipped.*'flash' is skipped"):
+    with pytest.raises(
+        UserError, match=r"no backend is right here; .*'sdpa' is skipped.*'flash' is skipped"
+    ):
         choose_attention(tiny_model(config), "auto", config.sampling)
 
 
@@ -514,7 +620,8 @@ def cudnn_inputs() -> list[Tensor]:
 
 
 def test_cudnn_runs_one_plan_in_rollouts_and_training() -> None:
-    """Its operator reads transposed views without a copy and keeps its statistics, so `auto` finds no difference."""
+    """Its operator reads transposed views without a copy and keeps its statistics, so `auto` finds
+    no difference."""
     inputs = cudnn_inputs()
     upstream = torch.randn(2, 7, 3, 8)
     with cudnn_attention() as calls:
@@ -522,7 +629,9 @@ def test_cudnn_runs_one_plan_in_rollouts_and_training() -> None:
         with torch.no_grad():
             assert torch.equal(ATTENTION["cudnn"](*inputs), out)
         gradients = torch.autograd.grad(out, inputs, upstream)
-        assert try_attention(ATTENTION["cudnn"], (2, 7, 3, 8), torch.device("cpu"), torch.float32).agrees
+        assert try_attention(
+            ATTENTION["cudnn"], (2, 7, 3, 8), torch.device("cpu"), torch.float32
+        ).agrees
     assert all(statistics for _, statistics in calls)
     for tensors, _ in calls[:2]:
         for given, passed in zip(inputs, tensors):
@@ -540,7 +649,9 @@ def test_cudnn_is_checkpointed(mode: str) -> None:
     """Mode `attention` keeps its output."""
     inputs = cudnn_inputs()
     upstream = torch.randn(2, 7, 3, 8)
-    block = SimpleNamespace(enable_gradient_checkpointing=lambda function: setattr(block, "checkpoint", function))
+    block = SimpleNamespace(
+        enable_gradient_checkpointing=lambda function: setattr(block, "checkpoint", function)
+    )
     set_checkpointing(block, mode)
 
     def attend(*tensors: Tensor) -> Tensor:
@@ -560,7 +671,9 @@ def test_cudnn_is_checkpointed(mode: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sdpa_is_not_cudnn_by_another_name(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_is_not_cudnn_by_another_name(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In half precision torch would try cuDNN first, so `sdpa` disables it there."""
     seen: list[bool] = []
 
@@ -577,7 +690,9 @@ def test_sdpa_is_not_cudnn_by_another_name(dtype: torch.dtype, monkeypatch: pyte
     assert seen == [dtype == torch.float32]
 
 
-def test_the_choice_is_asked_for_by_name_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_choice_is_asked_for_by_name_and_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     command = [
         "train",
@@ -589,7 +704,14 @@ def test_the_choice_is_asked_for_by_name_and_recorded(tmp_path: Path, capsys: py
         "--eval.num_prompts",
         "1",
     ]
-    command += ["--train.prompts_per_iteration", "1", "--train.group_size", "2", "--eval.seeds_per_prompt", "1"]
+    command += [
+        "--train.prompts_per_iteration",
+        "1",
+        "--train.group_size",
+        "2",
+        "--eval.seeds_per_prompt",
+        "1",
+    ]
     assert cli.main([*command, "--model.attention", "flsh"]) == 2
     assert "did you mean 'flash'?" in capsys.readouterr().err
     if DEVICE.type == "cpu":

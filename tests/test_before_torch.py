@@ -34,29 +34,52 @@ REFUSED = [
     (["--output", "full"], "output = 'full' already holds other files"),
     (["--output", "run"], "output = 'run' already holds a run: continue it with --resume"),
     (["--output", "config.yaml"], "output = 'config.yaml': a file; expected a new or empty folder"),
-    (["--sampling.sampler", "ode"], "sampler 'ode' with eta 0.5 and 3 steps has no stochastic step to train"),
-    (["--sampling.eta", "0"], "sampler 'sage' with eta 0 and 3 steps has no stochastic step to train"),
+    (
+        ["--sampling.sampler", "ode"],
+        "sampler 'ode' with eta 0.5 and 3 steps has no stochastic step to train",
+    ),
+    (
+        ["--sampling.eta", "0"],
+        "sampler 'sage' with eta 0 and 3 steps has no stochastic step to train",
+    ),
     (["--sampling.averaged_weights", "true"], "there is no average with train.ema_decay = 0"),
-    (["--objective.balanced_rewards", "true", "--reward.weights.vq", "1"], "the reward has one part with a weight, vq"),
+    (
+        ["--objective.balanced_rewards", "true", "--reward.weights.vq", "1"],
+        "the reward has one part with a weight, vq",
+    ),
     (["--data.prompts", "none.txt"], "prompt file '{0}/none.txt': no such file"),
     (["--data.eval_prompts", "full"], "prompt file '{0}/full': a folder, not a file"),
     (["--reward.name", "testbd"], "reward.name = 'testbd': expected one of"),
     (["--reward.name", "no_such_module:Mine"], "no module 'no_such_module' is installed or in"),
-    (["--reward.several", "[{name: testbd, weights: {vq: 1}}]"], "reward.several[0].name = 'testbd': expected one of"),
+    (
+        ["--reward.several", "[{name: testbd, weights: {vq: 1}}]"],
+        "reward.several[0].name = 'testbd': expected one of",
+    ),
     (["--eval.judge", "testbd"], "eval.judge = 'testbd': expected one of"),
     (["--model.path", "testbd"], "model.path = '{0}/testbd': no such folder"),
-    (["--model.path", "no_such_module:Mine:testbed"], "no module 'no_such_module' is installed or in"),
+    (
+        ["--model.path", "no_such_module:Mine:testbed"],
+        "no module 'no_such_module' is installed or in",
+    ),
     (["--model.weights", "none"], "model.weights = '{0}/none': no such file"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("options", "message"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED]
+)
 def test_it_is_told_before_pytorch_is_loaded(
-    options: list[str], message: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    message: str,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With status 2 and in one line; nothing is written."""
     monkeypatch.chdir(config.parent)
-    monkeypatch.setattr("sage_fast.commands.train.heavy_imports", lambda name: pytest.fail("PyTorch is loaded"))
+    monkeypatch.setattr(
+        "sage_fast.commands.train.heavy_imports", lambda name: pytest.fail("PyTorch is loaded")
+    )
     before = sorted(config.parent.rglob("*"))
     assert main(["train", str(config), *options]) == 2
     told = capsys.readouterr().err
@@ -70,26 +93,40 @@ def test_no_module_of_it_imports_pytorch(index: int, config: Path) -> None:
     """In a process of its own."""
     options, message = REFUSED[index]
     code = WITHOUT_TORCH + f"sys.exit(main({['train', str(config), *options]!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=config.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=config.parent, capture_output=True, text=True
+    )
     assert done.returncode == 2, done.stderr
     assert message.format(config.parent) in done.stderr
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("options", "message"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED]
+)
 def test_the_dry_run_tells_the_same(
-    options: list[str], message: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    message: str,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of the output folder as a first line, before the plan: a plan may be for another machine."""
     monkeypatch.chdir(config.parent)
     status = main(["train", str(config), "--dry-run", *options])
     printed = capsys.readouterr()
-    told = " ".join((printed.err if status else printed.out.partition("loading PyTorch and diffusers")[2]).split())
+    told = " ".join(
+        (
+            printed.err if status else printed.out.partition("loading PyTorch and diffusers")[2]
+        ).split()
+    )
     assert message.format(config.parent) in told
     assert (status == 0) == (options[0] == "--output")
     assert status or told.startswith("This run does not start here: output = ")
 
 
-def test_what_the_dry_run_approves_has_no_such_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_dry_run_approves_has_no_such_line(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(config), "--dry-run", "--output", str(config.parent / "new")]) == 0
     assert "does not start here" not in capsys.readouterr().out
 
@@ -100,7 +137,10 @@ def test_missing_packages_are_told_by_the_dry_run(
     monkeypatch.setattr("sage_fast.config.rank_checks.importlib.util.find_spec", lambda name: None)
     assert main(["train", str(config), "--dry-run", "--train.engine", "zero1"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "This run does not start here: train.engine = 'zero1' needs deepspeed, which is not installed" in told
+    assert (
+        "This run does not start here: train.engine = 'zero1' needs deepspeed, which is not "
+        "installed" in told
+    )
 
 
 def test_surrogates_say_the_same_without_pytorch() -> None:
@@ -112,7 +152,8 @@ def test_surrogates_say_the_same_without_pytorch() -> None:
     [
         (
             [],
-            "args: no 'fps'; TestbedReward takes no arguments; --reward.args {} leaves out those of the settings file",
+            "args: no 'fps'; TestbedReward takes no arguments; --reward.args {} leaves out those "
+            "of the settings file",
         ),
         (["--reward.name", "videoalign"], "args: no 'fps'; expected one of path, base"),
     ],
@@ -126,4 +167,6 @@ def test_arguments_that_a_reward_does_not_take(
     assert main(["train", str(config), "--dry-run", *given]) == 2
     told = capsys.readouterr().err
     assert message in told
-    assert main(["train", str(config), "--dry-run", *given, "--reward.args", "{}"]) == (2 if options else 0)
+    assert main(["train", str(config), "--dry-run", *given, "--reward.args", "{}"]) == (
+        2 if options else 0
+    )

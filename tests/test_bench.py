@@ -1,4 +1,5 @@
-"""The benchmark runs end to end at a tiny size, refuses to time wrong results, and says which rows it lacks."""
+"""The benchmark runs end to end at a tiny size, refuses to time wrong results, and says which rows
+it lacks."""
 
 import dataclasses
 import functools
@@ -47,7 +48,8 @@ STEP_OF_CASE = 5
 
 @pytest.fixture
 def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use torch.compile without Inductor, which takes seconds per graph; the same graphs are compiled as often."""
+    """Use torch.compile without Inductor, which takes seconds per graph; the same graphs are
+    compiled as often."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
@@ -66,25 +68,32 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     assert all(operator in out for operator in OPERATORS)
     result = json.loads(json_file.read_text())
-    assert f"fused = {result['environment']['operators']}" in out, "the reference must not pass for a fused operator"
+    assert f"fused = {result['environment']['operators']}" in out, (
+        "the reference must not pass for a fused operator"
+    )
     for row, share in zip(result["rows"], itertools.chain((0.5, 1.5), itertools.repeat(0.5))):
         row["seconds"]["copy"]["p50"] = share * row["seconds"]["fused"]["p50"]
     assert "Above 100% a copy is no limit" in bench.format_result(result)
     result["rows"][1]["seconds"]["copy"]["p50"] = 0.0
     assert "Above 100% a copy is no limit" not in bench.format_result(result)
     result = json.loads(json_file.read_text())
-    assert {"commit", "date", "device", "threads", "operators", "torch"} <= result["environment"].keys()
+    assert {"commit", "date", "device", "threads", "operators", "torch"} <= result[
+        "environment"
+    ].keys()
     assert [row["operator"] for row in result["rows"]] == [*OPERATORS]
     for row in result["rows"]:
         assert set(row["seconds"]) == {"fused", "eager", "compiled", "copy"}
-        assert all(times["p20"] <= times["p50"] <= times["p80"] for times in row["seconds"].values())
+        assert all(
+            times["p20"] <= times["p50"] <= times["p80"] for times in row["seconds"].values()
+        )
         fused = row["seconds"]["fused"]
         assert f"{1e3 * fused['p20']:.3f} to {1e3 * fused['p80']:.3f}" in out
 
 
 def test_compile_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = compile_report.Row(
-        kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0, loads=[16], stores=[4],
+        kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0,
+        loads=[16], stores=[4],
         special=2.0, asynchronous=8,
     )  # fmt: skip
     monkeypatch.setattr(compile_report, "compile_report", lambda: [row])
@@ -141,11 +150,16 @@ def test_unknown_size(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class OneDevice(TorchDispatchMode):
-    """Checks what a capture requires: no operator sees two devices, and nothing is copied from one to another."""
+    """Checks what a capture requires: no operator sees two devices, and nothing is copied from one
+    to another."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        devices = {leaf.device for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)}
+        devices = {
+            leaf.device
+            for leaf in tree_leaves((args, kwargs, out))
+            if isinstance(leaf, torch.Tensor)
+        }
         assert len(devices) <= 1, f"{func} on {sorted(map(str, devices))}"
         return out
 
@@ -157,17 +171,22 @@ def test_nothing_is_copied_to_the_device_while_a_contender_runs(operator: str) -
     for name, (contender, own) in bench.contenders(operator, case, compiled=False).items():
         with OneDevice():
             outs = tree_leaves(contender(*own))
-        outs = [own[-1] if out is None else out for out in outs]  # `norm_silu` writes to its last argument
+        # `norm_silu` writes to its last argument
+        outs = [own[-1] if out is None else out for out in outs]
         assert outs, name
         assert all(out.dtype != torch.float64 for out in outs), f"{name} computes in float64"
 
 
 @pytest.mark.usefixtures("inductor_in_soak")
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_each_contender_reads_inputs_of_its_own(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_contender_reads_inputs_of_its_own(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rotations: list[list[bench.Case]] = []
     timer = bench._timer
-    monkeypatch.setattr(bench, "_timer", lambda *arguments: rotations.append(arguments[2]) or timer(*arguments))
+    monkeypatch.setattr(
+        bench, "_timer", lambda *arguments: rotations.append(arguments[2]) or timer(*arguments)
+    )
     bench.measure(operator, next(iter(bench.sizes_of(operator).values())), CPU, 1)
     addresses = [case[0].data_ptr() for rotation in rotations for case in rotation]
     assert len(rotations) == 4
@@ -180,7 +199,9 @@ def test_a_rotation_is_larger_than_the_cache(operator: str) -> None:
         if name not in ("tiny", "tiny tokens", "tiny pixels", "testbed batch 32"):
             rotation = bench.rotation(bench.case_of(operator, size, torch.device("meta")))
             tensors = [value for case in rotation for value in case if isinstance(value, Tensor)]
-            assert sum(tensor.nbytes for tensor in tensors) >= bench.ROTATION_BYTES >= 2 * 126 * 2**20
+            assert (
+                sum(tensor.nbytes for tensor in tensors) >= bench.ROTATION_BYTES >= 2 * 126 * 2**20
+            )
 
 
 def test_on_a_gpu_one_launch_times_the_whole_rotation() -> None:
@@ -198,7 +219,8 @@ def test_on_a_gpu_one_launch_times_the_whole_rotation() -> None:
             return out
 
         timer = bench._timer(torch.device("cuda"), count, cases)
-        assert alive[-5:] == [0, 1, 2, 3, 4]  # otherwise each would reuse the last one's memory, in the cache
+        # otherwise each would reuse the last one's memory, in the cache
+        assert alive[-5:] == [0, 1, 2, 3, 4]
         steps = [int(case[STEP_OF_CASE]) for case in cases]
         assert timer() == pytest.approx(1e-3 / 5)  # a millisecond lies between any two events
         assert [int(case[STEP_OF_CASE]) for case in cases] == [step + 1 for step in steps]
@@ -221,7 +243,8 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
 @pytest.mark.soak
 @pytest.mark.usefixtures("dynamo_only")
 def test_compiled_blocks_never_fall_back_to_eager() -> None:
-    """Each part has a cache for both attentions: without gradients, of the first block with them, and of the others."""
+    """Each part has a cache for both attentions: without gradients, of the first block with them,
+    and of the others."""
     paths = ["stock compiled", "tuned compiled"]
     compiled: dict[str, Any] = {"names": ["tiny", "testbed batch 1"], "rounds": 1, "paths": paths}
     with torch._dynamo.config.patch(recompile_limit=6):
@@ -236,10 +259,13 @@ def test_compiled_blocks_never_fall_back_to_eager() -> None:
 
 @pytest.mark.usefixtures("dynamo_only")
 def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock paths and ours take turns without joining the weights again, which would copy all of them."""
+    """Stock paths and ours take turns without joining the weights again, which would copy all of
+    them."""
     joined: list[FusedLinear] = []
     join = FusedLinear._join
-    monkeypatch.setattr(FusedLinear, "_join", lambda self, *a: joined.append(self) or join(self, *a))
+    monkeypatch.setattr(
+        FusedLinear, "_join", lambda self, *a: joined.append(self) or join(self, *a)
+    )
     rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
     first = len(joined)
     assert 0 < first == len(set(map(id, joined)))
@@ -264,7 +290,8 @@ class MatmulDtypes(TorchDispatchMode):
 
 
 def test_stock_computes_its_adapter_in_the_dtype_of_the_model() -> None:
-    """PEFT would compute a float32 adapter in float32, which no trainer does and which takes a GPU longer."""
+    """PEFT would compute a float32 adapter in float32, which no trainer does and which takes a GPU
+    longer."""
     transformer = random_transformer(True, CPU, torch.bfloat16)
     rung = Rung(transformer, RUNGS["tiny"])
     for part in ("forward", "train"):
@@ -291,7 +318,9 @@ def test_weights_keep_their_layout_once_stock_can_be_compiled() -> None:
 
 
 @pytest.mark.usefixtures("dynamo_only")
-def test_results_are_written_after_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_written_after_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "operators.json"
     measure = bench.measure
 
@@ -309,12 +338,23 @@ def test_results_are_written_after_every_row(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
-    """As counted by hand, and copied: the transitions' per element of the latents, the others' in tensors of x."""
+    """As counted by hand, and copied: the transitions' per element of the latents, the others' in
+    tensors of x."""
     case = tiny(operator)
     copied, own = bench.contenders(operator, case, compiled=False)["copy"]
-    moved = {"transition_step": 10, "transition_score": 26, "gated_norm": 36, "norm_modulate": 20, "norm_rotate": 16}
+    moved = {
+        "transition_step": 10,
+        "transition_score": 26,
+        "gated_norm": 36,
+        "norm_modulate": 20,
+        "norm_rotate": 16,
+    }
     moved |= {"adapter_rows": 8, "gated_sum": 20, "norm_silu": 8}
-    assert 2 * copied(*own).nbytes == bench.bytes_moved(operator, case) == moved[operator] * case[0].numel()
+    assert (
+        2 * copied(*own).nbytes
+        == bench.bytes_moved(operator, case)
+        == moved[operator] * case[0].numel()
+    )
 
 
 def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,8 +363,25 @@ def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     parts = ["forward", "step", "rollout", "train", "decode"] if compiles else ["forward", "decode"]
     chosen = [f"--part={part}" for part in parts]
     if not compiles:
-        chosen += [f"--path={path}" for path in ("stock", "eager", "tuned", "contiguous", "channels last")]
-    assert main(["bench", "rollout", "--size", "tiny", "--repetitions", "1", "--json", str(file), *chosen]) == 0
+        chosen += [
+            f"--path={path}" for path in ("stock", "eager", "tuned", "contiguous", "channels last")
+        ]
+    assert (
+        main(
+            [
+                "bench",
+                "rollout",
+                "--size",
+                "tiny",
+                "--repetitions",
+                "1",
+                "--json",
+                str(file),
+                *chosen,
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
     assert [row["part"] for row in rows] == parts
@@ -358,10 +415,14 @@ def test_padding_changes_the_stock_time_alone() -> None:
 
 
 @torch.no_grad()
-def test_the_tuned_stock_drops_a_mask_only_where_it_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuned_stock_drops_a_mask_only_where_it_hides_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Prompts of two lengths are padded and masked; those of one length never see the mask."""
     transformer = random_transformer(True, CPU, torch.float32)
-    stock, tuned = (StockPolicy(transformer, dtype=torch.float32, **STOCK[name]) for name in ("stock", "tuned"))
+    stock, tuned = (
+        StockPolicy(transformer, dtype=torch.float32, **STOCK[name]) for name in ("stock", "tuned")
+    )
     masked: list[bool] = []
     attend = attention_dispatch.dispatch_attention_fn
 
@@ -371,22 +432,38 @@ def test_the_tuned_stock_drops_a_mask_only_where_it_hides_nothing(monkeypatch: p
 
     monkeypatch.setattr(transformer_hunyuan_video15, "dispatch_attention_fn", watched)
     monkeypatch.setattr(stock_module, "dispatch_attention_fn", watched)
-    width, glyphs = transformer.config.text_embed_dim, torch.zeros(0, transformer.config.text_embed_2_dim)
-    embeddings = {length: TextEmbedding(text=torch.randn(length, width), glyphs=glyphs) for length in (3, 5)}
-    x, step = torch.randn(2, transformer.config.out_channels, 2, 2, 3), torch.zeros(1, dtype=torch.int64)
+    width, glyphs = (
+        transformer.config.text_embed_dim,
+        torch.zeros(0, transformer.config.text_embed_2_dim),
+    )
+    embeddings = {
+        length: TextEmbedding(text=torch.randn(length, width), glyphs=glyphs) for length in (3, 5)
+    }
+    x, step = (
+        torch.randn(2, transformer.config.out_channels, 2, 2, 3),
+        torch.zeros(1, dtype=torch.int64),
+    )
     blocks = len(transformer.transformer_blocks)
     for keys, hidden in (((5, 5), False), ((3, 5), True)):
         found = []
         for policy in (stock, tuned):
             masked.clear()
-            found.append(policy.velocity(x, policy.conditioning_table(torch.ones(1), embeddings).at(keys, step)))
+            found.append(
+                policy.velocity(
+                    x, policy.conditioning_table(torch.ones(1), embeddings).at(keys, step)
+                )
+            )
             assert masked == [hidden or policy is stock] * blocks
         torch.testing.assert_close(*found)
 
 
 def test_the_arithmetic_of_a_video_that_others_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """121 frames at 480p, 50 steps with guidance: 100 forwards of `54 (24 d^2 n + 4 n^2 d)` FLOPs."""
-    assert main(["bench", "rollout", "--size", "480p 121 frames", "--part", "rollout", "--dry-run"]) == 0
+    """121 frames at 480p, 50 steps with guidance: 100 forwards of `54 (24 d^2 n + 4 n^2 d)`
+    FLOPs."""
+    assert (
+        main(["bench", "rollout", "--size", "480p 121 frames", "--part", "rollout", "--dry-run"])
+        == 0
+    )
     n, d = 31 * 30 * 52 + 200, 2048
     flops = 100 * 54 * (24 * d**2 * n + 4 * n**2 * d)
     words = capsys.readouterr().out.splitlines()[2].split()
@@ -396,41 +473,61 @@ def test_the_arithmetic_of_a_video_that_others_time(capsys: pytest.CaptureFixtur
     assert float(words[8]) == pytest.approx(flops / 789e12, rel=0.02)
 
 
-def test_a_long_rollout_is_timed_once_after_the_warm_up_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RUNGS, "tiny", dataclasses.replace(RUNGS["tiny"], steps=rollout_bench.LONG, guidance=6.0))
+def test_a_long_rollout_is_timed_once_after_the_warm_up_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        RUNGS, "tiny", dataclasses.replace(RUNGS["tiny"], steps=rollout_bench.LONG, guidance=6.0)
+    )
     made: list[int] = []
     velocity = HunyuanVideo15Policy.velocity
-    monkeypatch.setattr(HunyuanVideo15Policy, "velocity", lambda self, *a: made.append(1) or velocity(self, *a))
+    monkeypatch.setattr(
+        HunyuanVideo15Policy, "velocity", lambda self, *a: made.append(1) or velocity(self, *a)
+    )
     (row,) = rollout_bench.run(["tiny"], 7, parts=["rollout"], paths=["eager"])["rows"]
     assert (row["rounds"], row["failed"]) == (1, {})
-    assert len(made) == 2 * (1 + rollout_bench.WARM_UPS + rollout_bench.LONG)  # two passes: gate, warm-ups, rollout
+    # two passes: gate, warm-ups, rollout
+    assert len(made) == 2 * (1 + rollout_bench.WARM_UPS + rollout_bench.LONG)
 
 
-def test_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(limits.SECONDS, "cpu", 0.01)
     file = tmp_path / "limits.json"
-    assert main(["bench", "limits", "--size", "tiny", "--repetitions", "1", "--json", str(file)]) == 0
+    assert (
+        main(["bench", "limits", "--size", "tiny", "--repetitions", "1", "--json", str(file)]) == 0
+    )
     found = json.loads(file.read_text())["limits"]
     assert [row["data"] for row in found["ceiling"]] == ["normal", "zeros"]
     rows = [(row["backend"], row["direction"], row["data"]) for row in found["attention"]]
-    assert rows == [("sdpa", way, data) for data in ("normal", "zeros") for way in ("forward", "backward")]
+    assert rows == [
+        ("sdpa", way, data) for data in ("normal", "zeros") for way in ("forward", "backward")
+    ]
     assert all(row["flops_per_second"] > 0 for row in found["attention"])
     kinds = {row["kind"]: row for row in found["adapter_rows"]}
     assert [*kinds] == ["plain", "GELU", "gate", "backward of GELU"]
     assert kinds["GELU"]["bytes"] == 4 * 24 * (32 + 32 + limits.RANK)
     out = capsys.readouterr().out
-    assert all(word in out for word in ("back to back", "attention 1 x 64 x 2 x 32", "GELU", "cuBLAS"))
+    assert all(
+        word in out for word in ("back to back", "attention 1 x 64 x 2 x 32", "GELU", "cuBLAS")
+    )
 
 
-def test_clock_and_power_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_and_power_are_those_of_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A line that says N/A, and one that is cut off, are left out."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        "#!/bin/sh\necho '$0 $@' > \"$0.args\"\nprintf '1980, 700.5\\n[N/A], 3\\n1500, 690.0\\n17'\n: > \"$0.done\"\n"
+        "#!/bin/sh\necho '$0 $@' > \"$0.args\"\nprintf '1980, 700.5\\n[N/A], 3\\n1500, "
+        '690.0\\n17\'\n: > "$0.done"\n'
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc")
+    )
     with limits._watched(torch.device("cuda")) as samples:
         wait_until(Path(f"{smi}.done").exists)
     assert samples == [(1980.0, 700.5), (1500.0, 690.0)]
@@ -442,13 +539,27 @@ def test_clock_and_power_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: py
 def test_parts_paths_and_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The chosen parts run in order if measured times predict that they fit the budget; the others are named."""
+    """The chosen parts run in order if measured times predict that they fit the budget; the others
+    are named."""
     file = tmp_path / "rollout.json"
     command = ["bench", "rollout", "--size", "tiny", "--json", str(file), "--repetitions", "1"]
-    chosen = [*command, "--part", "decode", "--part", "forward", "--path", "eager", "--path", "contiguous"]
+    chosen = [
+        *command,
+        "--part",
+        "decode",
+        "--part",
+        "forward",
+        "--path",
+        "eager",
+        "--path",
+        "contiguous",
+    ]
     assert main(chosen) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["part"], list(row["seconds"])) for row in rows] == [("decode", ["contiguous"]), ("forward", ["eager"])]
+    assert [(row["part"], list(row["seconds"])) for row in rows] == [
+        ("decode", ["contiguous"]),
+        ("forward", ["eager"]),
+    ]
 
     left = iter(
         [60.0, 60.0, 1.0, 60.0, 60.0]
@@ -462,14 +573,16 @@ def test_parts_paths_and_a_budget(
     assert [row["part"] for row in result["rows"]] == ["forward", "step"]
     (skipped,) = result["not_run"]
     assert (skipped["size"], skipped["part"]) == ("tiny", "rollout")
-    assert skipped["expected_seconds"] == pytest.approx(3 * 10 * 2.0)  # two warm-ups and one round of ten steps
+    # two warm-ups and one round of ten steps
+    assert skipped["expected_seconds"] == pytest.approx(3 * 10 * 2.0)
     assert "not run: tiny, rollout: about 60 s, and 1 s of 60 s are left" in capsys.readouterr().out
 
 
 def test_a_path_that_fails_is_named_and_the_others_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A path may fail in the gate or after it; if stock fails, the others are compared with each other."""
+    """A path may fail in the gate or after it; if stock fails, the others are compared with each
+    other."""
     velocity = HunyuanVideo15Policy.velocity
 
     def broken(self: HunyuanVideo15Policy, x: Tensor, conditioning: Any) -> Tensor:
@@ -488,7 +601,10 @@ def test_a_path_that_fails_is_named_and_the_others_are_timed(
     assert "eager                 RuntimeError: no such kernel" in capsys.readouterr().out
 
     monkeypatch.setattr(StockPolicy, "velocity", lambda self, *a: 1 / 0)
-    assert main([*command, *of_them, "--part", "forward", "--part", "decode", "--path", "contiguous"]) == 1
+    assert (
+        main([*command, *of_them, "--part", "forward", "--part", "decode", "--path", "contiguous"])
+        == 1
+    )
     forward, decode = json.loads(file.read_text())["rows"]
     assert (list(forward["seconds"]), forward["failed"]) == (
         ["eager"],
@@ -508,7 +624,10 @@ def test_a_path_that_fails_is_named_and_the_others_are_timed(
     assert main([*command, "--part", "forward", "--path", "eager"]) == 1
     (row,) = json.loads(file.read_text())["rows"]
     assert (row["rounds"], list(row["seconds"])) == (1, ["eager"])
-    assert row["failed"]["interleaved"] == "only the second warm-up is timed: RuntimeError: an illegal memory access"
+    assert (
+        row["failed"]["interleaved"]
+        == "only the second warm-up is timed: RuntimeError: an illegal memory access"
+    )
 
 
 def test_paths_that_are_not_here_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -520,17 +639,36 @@ def test_paths_that_are_not_here_are_named(capsys: pytest.CaptureFixture[str]) -
 
 def test_estimate_by_hand() -> None:
     def row(size: str, part: str, flops: float, wall: float, **seconds: float) -> dict[str, Any]:
-        return {"size": size, "part": part, "flops": flops, "rounds": 3, "wall_seconds": wall, "seconds": seconds}
+        return {
+            "size": size,
+            "part": part,
+            "flops": flops,
+            "rounds": 3,
+            "wall_seconds": wall,
+            "seconds": seconds,
+        }
 
-    rows = [row("a", "forward", 10, 9.0, stock=1.0, eager=0.5), row("a", "train", 30, 10.0, stock=1.2)]
+    rows = [
+        row("a", "forward", 10, 9.0, stock=1.0, eager=0.5),
+        row("a", "train", 30, 10.0, stock=1.2),
+    ]
     assert rollout_bench.estimate([], "a", "step", 20, ["stock"], 3) == 0
-    # (2 + 3) calls of 1.5 s took 7.5 of 9 s, and 5 calls of 1.2 s took 6 of 10 s: at most 4 s of overhead
-    assert rollout_bench.estimate(rows, "b", "forward", 20, ["stock", "eager"], 3) == pytest.approx(3 * 2 * 1.5 + 4)
-    assert rollout_bench.estimate(rows, "a", "step", 60, ["stock"], 4) == pytest.approx(4 * 2 * 1.2 + 4)
-    assert rollout_bench.estimate(rows, "b", "decode", 60, ["stock", "contiguous"], 3) == pytest.approx(3 * 4 * 1.2 + 4)
+    # (2 + 3) calls of 1.5 s took 7.5 of 9 s, and 5 calls of 1.2 s took 6 of 10 s: at most 4 s of
+    # overhead
+    assert rollout_bench.estimate(rows, "b", "forward", 20, ["stock", "eager"], 3) == pytest.approx(
+        3 * 2 * 1.5 + 4
+    )
+    assert rollout_bench.estimate(rows, "a", "step", 60, ["stock"], 4) == pytest.approx(
+        4 * 2 * 1.2 + 4
+    )
+    assert rollout_bench.estimate(
+        rows, "b", "decode", 60, ["stock", "contiguous"], 3
+    ) == pytest.approx(3 * 4 * 1.2 + 4)
 
 
-def test_rounds_fit_into_the_time_that_is_left_and_lack_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_fit_into_the_time_that_is_left_and_lack_of_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = SimpleNamespace(now=0.0)
 
     def half_a_second(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
@@ -563,7 +701,9 @@ def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
     decoders = random_decoders(True, CPU, torch.float32)
     layouts = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
     for name, layout in layouts.items():
-        weights = [p for p in decoders[name].vae.decoder.parameters() if p.ndim == 5 and p.shape[2] > 1]
+        weights = [
+            p for p in decoders[name].vae.decoder.parameters() if p.ndim == 5 and p.shape[2] > 1
+        ]
         assert all(p.is_contiguous(memory_format=layout) for p in weights)
     rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["testbed batch 1"], decoders)
     assert list(rung.contenders("decode")) == list(PARTS["decode"])
@@ -588,8 +728,14 @@ def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
         (["rollout", "--budget", "0"], "--budget 0: expected seconds above 0"),
         (["rollout", "--part", "froward"], "did you mean 'forward'"),
         (["rollout", "--path", "tunde"], "did you mean 'tuned'"),
-        (["rollout", "--part", "decode", "--path", "eager"], "its paths are contiguous, channels last, stock"),
-        (["iteration", "--config", "configs/recipes/paper.yaml", "--path", "graphed"], "expected one of stock, stock"),
+        (
+            ["rollout", "--part", "decode", "--path", "eager"],
+            "its paths are contiguous, channels last, stock",
+        ),
+        (
+            ["iteration", "--config", "configs/recipes/paper.yaml", "--path", "graphed"],
+            "expected one of stock, stock",
+        ),
     ],
 )
 def test_messages(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -601,14 +747,39 @@ def test_iteration_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     config = tmp_path / "tiny.yaml"
     config.write_text(dump(settings(reward__name="testbed")))
     file = tmp_path / "iteration.json"
-    assert main(["bench", "iteration", "--config", str(config), "--repetitions", "1", "--json", str(file)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "iteration",
+                "--config",
+                str(config),
+                "--repetitions",
+                "1",
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
+    )
     assert "decode" in capsys.readouterr().out
     result = json.loads(file.read_text())
     phases = result["phases"]
     assert result["rounds"] == 1
     assert {"rollout", "decode", "anchor", "train", "total"} <= phases.keys()
     assert set(phases["total"]) == {"stock", "eager"}
-    ours = ["bench", "iteration", "--config", str(config), "--repetitions", "1", "--path", "eager", "--json", str(file)]
+    ours = [
+        "bench",
+        "iteration",
+        "--config",
+        str(config),
+        "--repetitions",
+        "1",
+        "--path",
+        "eager",
+        "--json",
+        str(file),
+    ]
     assert main(ours) == 0
     assert set(json.loads(file.read_text())["phases"]["total"]) == {"eager"}
     assert main(["bench", "iteration"]) == 2

@@ -1,4 +1,5 @@
-"""The blind study as `python -m studies.blind` makes and counts it; its page in a browser: test_pages.py."""
+"""The blind study as `python -m studies.blind` makes and counts it; its page in a browser:
+test_pages.py."""
 
 import json
 import shutil
@@ -23,11 +24,19 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("ours", "flow", "dance"):
         run_folder(folder / name)
     sources = [str(folder / name) for name in ("ours", "flow", "dance")]
-    assert main(["make", *sources, "--pairs", "4", "--seed", "3", "--folder", str(folder / "blind")]) == 0
+    assert (
+        main(["make", *sources, "--pairs", "4", "--seed", "3", "--folder", str(folder / "blind")])
+        == 0
+    )
     return folder
 
 
-def vote(folder: Path, voter: str, choose: Callable[[dict[str, str]], str], numbers: Sequence[int] = range(8)) -> Path:
+def vote(
+    folder: Path,
+    voter: str,
+    choose: Callable[[dict[str, str]], str],
+    numbers: Sequence[int] = range(8),
+) -> Path:
     """A file as the page saves it."""
     key = json.loads((folder / "blind-key.json").read_text())
     votes = {str(n): dict.fromkeys(CRITERIA, choose(key["questions"][n])) for n in numbers}
@@ -39,7 +48,9 @@ def vote(folder: Path, voter: str, choose: Callable[[dict[str, str]], str], numb
 def test_the_page_does_not_say_who_is_on_which_side(study: Path) -> None:
     page = (study / "blind" / "blind.html").read_text()
     key = json.loads((study / "blind" / "blind-key.json").read_text())
-    assert not [name for name in ("ours", "flow", "dance") if f'"{name}"' in page or str(study) in page]
+    assert not [
+        name for name in ("ours", "flow", "dance") if f'"{name}"' in page or str(study) in page
+    ]
     questions = key["questions"]
     assert len(questions) == 8
     for other in ("flow", "dance"):
@@ -52,12 +63,21 @@ def test_the_page_does_not_say_who_is_on_which_side(study: Path) -> None:
 def test_the_same_seed_makes_the_same_study(study: Path, tmp_path: Path) -> None:
     sources = [str(study / name) for name in ("ours", "flow", "dance")]
     for seed, same in (("3", True), ("4", False)):
-        assert main(["make", *sources, "--pairs", "4", "--seed", seed, "--folder", str(tmp_path / seed)]) == 0
+        assert (
+            main(
+                ["make", *sources, "--pairs", "4", "--seed", seed, "--folder", str(tmp_path / seed)]
+            )
+            == 0
+        )
         for name in ("blind-key.json", "blind.html"):
-            assert ((tmp_path / seed / name).read_bytes() == (study / "blind" / name).read_bytes()) == same
+            assert (
+                (tmp_path / seed / name).read_bytes() == (study / "blind" / name).read_bytes()
+            ) == same
 
 
-def test_votes_are_counted_for_the_first_source(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_votes_are_counted_for_the_first_source(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def prefers_ours(question: dict[str, str]) -> str:
         return "left" if question["left"] == "ours" else "right"
 
@@ -66,11 +86,16 @@ def test_votes_are_counted_for_the_first_source(study: Path, capsys: pytest.Capt
             return "same"
         return "right" if question["left"] == "ours" else "left"
 
-    files = [vote(study / "blind", "ann", prefers_ours), vote(study / "blind", "bob", against_flow, range(7))]
+    files = [
+        vote(study / "blind", "ann", prefers_ours),
+        vote(study / "blind", "bob", against_flow, range(7)),
+    ]
     key = study / "blind" / "blind-key.json"
     rates, voters = count_votes(key, files)
     assert voters == 2
-    assert [(rate.other, rate.criterion) for rate in rates] == [(o, c) for o in ("flow", "dance") for c in CRITERIA]
+    assert [(rate.other, rate.criterion) for rate in rates] == [
+        (o, c) for o in ("flow", "dance") for c in CRITERIA
+    ]
     sides = [
         next(side for side in (q["left"], q["right"]) if side != "ours")
         for q in json.loads(key.read_text())["questions"]
@@ -89,8 +114,13 @@ def test_votes_are_counted_for_the_first_source(study: Path, capsys: pytest.Capt
     assert rates[0].interval == pytest.approx((0.5101, 1.0), abs=1e-4), "Wilson, 4 of 4"
 
 
-def test_votes_that_are_no_votes_are_named(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key, good = study / "blind" / "blind-key.json", vote(study / "blind", "eve", lambda question: "left")
+def test_votes_that_are_no_votes_are_named(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, good = (
+        study / "blind" / "blind-key.json",
+        vote(study / "blind", "eve", lambda question: "left"),
+    )
     content = json.loads(good.read_text())
 
     def refused(message: str, *files: Path, key: Path = key) -> None:
@@ -116,7 +146,9 @@ def test_votes_that_are_no_votes_are_named(study: Path, tmp_path: Path, capsys: 
     refused("no key of a blind page, or changed", good, key=renamed)
 
 
-def test_studies_that_cannot_be_made_are_named(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_studies_that_cannot_be_made_are_named(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ours, flow, out = str(study / "ours"), str(study / "flow"), str(tmp_path / "out")
 
     def refused(message: str, *arguments: str) -> None:
@@ -135,19 +167,28 @@ def test_studies_that_cannot_be_made_are_named(study: Path, tmp_path: Path, caps
 def test_the_commands_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "base"):
-        folder_of_videos(tmp_path / "evaluation" / "videos" / name, [f"prompt {i}" for i in range(6)])
+        folder_of_videos(
+            tmp_path / "evaluation" / "videos" / name, [f"prompt {i}" for i in range(6)]
+        )
     for block in blocks(REPOSITORY / "docs" / "how-to" / "evaluate.md"):
         for words in commands(block) if block.value == "tests/test_blind_study.py" else []:
             assert words[:3] == ["python", "-m", "studies.blind"]
             assert main(words[3:]) == 0
             for voter in ("ann", "bob"):
-                vote(tmp_path / "study", voter, lambda question: "left", range(6)).rename(f"votes-{voter}.json")
+                vote(tmp_path / "study", voter, lambda question: "left", range(6)).rename(
+                    f"votes-{voter}.json"
+                )
 
 
-def votes_of(prompts: Sequence[object], values: Sequence[float], voters: Sequence[object] | None = None) -> list[Vote]:
+def votes_of(
+    prompts: Sequence[object], values: Sequence[float], voters: Sequence[object] | None = None
+) -> list[Vote]:
     """Votes by one voter if none are named."""
     by = ["ann"] * len(prompts) if voters is None else voters
-    return [Vote(str(prompt), str(voter), float(v)) for prompt, voter, v in zip(prompts, by, values, strict=True)]
+    return [
+        Vote(str(prompt), str(voter), float(v))
+        for prompt, voter, v in zip(prompts, by, values, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("wins", "votes"), [(0, 10), (7, 10), (32, 32), (1, 1)])
@@ -158,7 +199,8 @@ def test_one_vote_on_each_prompt_has_the_interval_of_wilson(wins: int, votes: in
 
 
 def test_votes_of_few_voters_are_clustered_by_prompt() -> None:
-    """Votes are beta-binomial, 4 for each of 20 prompts; Wilson's interval takes them for 80 independent votes."""
+    """Votes are beta-binomial, 4 for each of 20 prompts; Wilson's interval takes them for 80
+    independent votes."""
     generator = np.random.default_rng(0)
     held, independent = [], []
     prompts = np.arange(20).repeat(4).tolist()
@@ -175,7 +217,8 @@ def test_votes_of_few_voters_are_clustered_by_prompt() -> None:
 
 
 def test_votes_are_clustered_by_prompt_and_by_voter() -> None:
-    """Voters differ in taste as prompts do: the share is that of all voters and prompts, of which few are seen.
+    """Voters differ in taste as prompts do: the share is that of all voters and prompts, of which
+    few are seen.
 
     Clustered by prompt alone the interval holds less often than it says.
     """
@@ -204,7 +247,11 @@ def test_voters_who_all_agree_count_as_one() -> None:
     assert alone is not None
     assert interval[0] < alone[0], "Student's t is wider than the normal distribution"
     assert interval[1] == 1.0
-    fewer = share_interval(votes_of([i for i in range(8) for _ in range(6)], [1.0] * 48, list("abcdef") * 8))
+    fewer = share_interval(
+        votes_of([i for i in range(8) for _ in range(6)], [1.0] * 48, list("abcdef") * 8)
+    )
     assert fewer is not None
     assert fewer[0] < interval[0], "six voters are fewer than eight prompts"
-    assert share_interval(votes_of(["a", "a", "b", "c"], [1.0, 0.0, 1.0, 1.0])) is None, "of three prompts"
+    assert share_interval(votes_of(["a", "a", "b", "c"], [1.0, 0.0, 1.0, 1.0])) is None, (
+        "of three prompts"
+    )

@@ -1,6 +1,8 @@
-"""From prompts to the paper's table by the command: embed, train, eval and compare, on one process and on two ranks.
+"""From prompts to the paper's table by the command: embed, train, eval and compare, on one process
+and on two ranks.
 
-VideoAlign, CLIPScore, PickScore and the generator are tiny models of the real classes, in the published layouts.
+VideoAlign, CLIPScore, PickScore and the generator are tiny models of the real classes, in the
+published layouts.
 """
 
 from pathlib import Path
@@ -34,16 +36,20 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     (folder / "heldout.txt").write_text("\n".join(HELD_OUT))
     config: dict[str, Any] = {
-        "model": {"path": str(write_tiny_checkpoint(folder / "model", seed=1)), "dtype": "float32", "lora_rank": 2},
-        "data": {"prompts": str(folder / "prompts.txt"), "eval_prompts": str(folder / "heldout.txt"),
+        "model": {"path": str(write_tiny_checkpoint(folder / "model", seed=1)), "dtype": "float32",
+            "lora_rank": 2},
+        "data": {"prompts": str(folder / "prompts.txt"),
+            "eval_prompts": str(folder / "heldout.txt"),
                  "embedding_cache": str(folder / "embeddings")},
         "sampling": {"steps": 2, "num_frames": 5, "height": 32, "width": 32, "guidance_scale": 1},
         "reward": {"several": [
             {"name": "videoalign", "args": video_align, "weights": {"vq": 0.5, "mq": 0.5, "ta": 1}},
             {"name": "clipscore", "args": {"path": clip, "num_frames": 2}, "weights": {}},
-            {"name": "pickscore", "args": {"path": clip, "processor": clip, "num_frames": 2}, "weights": {}},
+            {"name": "pickscore", "args": {"path": clip, "processor": clip, "num_frames": 2},
+             "weights": {}},
         ]},
-        "train": {"iterations": 2, "prompts_per_iteration": 2, "group_size": 2, "learning_rate": 1e-2},
+        "train": {"iterations": 2, "prompts_per_iteration": 2, "group_size": 2,
+            "learning_rate": 1e-2},
         "eval": {"steps": 2, "num_prompts": 2, "num_videos": 1},
         "tracking": {"trackers": []},
     }  # fmt: skip
@@ -67,7 +73,9 @@ def chain(folder: Path, name: str) -> list[list[str]]:
 
 
 def test_the_papers_columns_stand_in_one_table(work: Path) -> None:
-    assert len(list((work / "embeddings").glob("*.safetensors"))) == 1 + len(PROMPTS) + len(HELD_OUT)
+    assert len(list((work / "embeddings").glob("*.safetensors"))) == 1 + len(PROMPTS) + len(
+        HELD_OUT
+    )
     for name in ("one", "two"):
         table = (work / f"{name}-evaluation" / "evaluation.md").read_text()
         rows = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")}
@@ -79,7 +87,13 @@ def test_two_ranks_train_and_score_as_one_process(work: Path) -> None:
     one, two = (read_metrics(work / name / "metrics.jsonl") for name in ("one", "two"))
     assert len(one) == len(two) == 2
     for row, other in zip(one, two):
-        for key in ("reward/mean", "reward_part/vq", "reward_part/vq_raw", "reward_part/clipscore", "grad_norm"):
+        for key in (
+            "reward/mean",
+            "reward_part/vq",
+            "reward_part/vq_raw",
+            "reward_part/clipscore",
+            "grad_norm",
+        ):
             assert row[key] == pytest.approx(other[key], rel=1e-2), key
         assert row["reward/std"] > 0
     before = [read_json(work / name / "eval" / "before.json")["parts"] for name in ("one", "two")]
@@ -89,11 +103,18 @@ def test_two_ranks_train_and_score_as_one_process(work: Path) -> None:
     for source in ("base", "trained", "videos"):
         assert ours[source]["prompts"] == theirs[source]["prompts"]
         assert ours[source]["reward"] == pytest.approx(theirs[source]["reward"], abs=0.05), source
-    assert len(read_folder("x", work / "two-evaluation" / "videos" / "trained").shown) == len(HELD_OUT)
+    assert len(read_folder("x", work / "two-evaluation" / "videos" / "trained").shown) == len(
+        HELD_OUT
+    )
 
 
 def test_both_are_compared(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", str(work / "one"), str(work / "two"), "--folder", str(work / "comparison")]) == 0
+    assert (
+        main(
+            ["compare", str(work / "one"), str(work / "two"), "--folder", str(work / "comparison")]
+        )
+        == 0
+    )
     page = Path(capsys.readouterr().out.strip().splitlines()[-1])
     text = page.read_text()
     assert "pickscore" in text

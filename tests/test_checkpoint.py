@@ -1,4 +1,5 @@
-"""Checkpoints that are damaged, the ones that are kept, files that appear whole, and the lock of a run folder."""
+"""Checkpoints that are damaged, the ones that are kept, files that appear whole, and the lock of a
+run folder."""
 
 import contextlib
 import errno
@@ -48,14 +49,22 @@ def part(kind: str) -> str:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "truncated": (part("ema"), lambda file: os.truncate(file, 1000), f"{part('ema')} has 1,000 bytes of"),
+    "truncated": (
+        part("ema"),
+        lambda file: os.truncate(file, 1000),
+        f"{part('ema')} has 1,000 bytes of",
+    ),
     "missing": (part("ema"), os.remove, f"{part('ema')} is missing"),
     "weights": (part("trainable"), flip, f"{part('trainable')} has changed"),
     "moments": (part("optimizer-exp_avg"), flip, f"{part('optimizer-exp_avg')} has changed"),
     "optimizer": ("training/optimizer.json", flip, "training/optimizer.json has changed"),
     "counters": (STATE, flip, f"{STATE} has changed"),
     "no manifest": ("manifest.json", os.remove, "manifest.json is missing"),
-    "torn manifest": ("manifest.json", lambda file: os.truncate(file, 100), "manifest.json is not what was written"),
+    "torn manifest": (
+        "manifest.json",
+        lambda file: os.truncate(file, 100),
+        "manifest.json is not what was written",
+    ),
 }
 
 
@@ -82,15 +91,21 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     found = load_checkpoint(tmp_path, resumed.engine)
     assert found is not None
     assert found[0] == 1
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.policy.snapshot().items())
+    assert all(
+        torch.equal(tensor, whole[name]) for name, tensor in resumed.policy.snapshot().items()
+    )
     text = " ".join(" ".join(caplog.messages).split())
     assert f"iteration-000002 cannot be used and is skipped: {fault}" in text
 
     act(tmp_path / "checkpoints" / "iteration-000001" / file)
     before = resumed.policy.snapshot()
-    with pytest.raises(UserError, match=r"no checkpoint can be used \(iteration-000002: .*; iteration-000001: .*\)"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint can be used \(iteration-000002: .*; iteration-000001: .*\)"
+    ):
         load_checkpoint(tmp_path, resumed.engine)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.policy.snapshot().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in resumed.policy.snapshot().items()
+    )
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -118,44 +133,118 @@ def with_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callabl
 
 
 def first_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
-    return with_tensors(lambda tensors: tensors.update({min(tensors): change(tensors[min(tensors)])}))
+    return with_tensors(
+        lambda tensors: tensors.update({min(tensors): change(tensors[min(tensors)])})
+    )
 
 
 COUNTS, MOMENTS = "training/optimizer.json", part("optimizer-exp_avg_sq")
 ODD: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "another iteration": (STATE, edited(lambda state: state.update(iteration=7)), f"{STATE} does not hold"),
+    "another iteration": (
+        STATE,
+        edited(lambda state: state.update(iteration=7)),
+        f"{STATE} does not hold",
+    ),
     "no iteration": (STATE, edited(lambda state: state.pop("iteration")), f"{STATE} does not hold"),
-    "steps as text": (STATE, edited(lambda state: state.update(optimizer_steps="2")), f"{STATE} does not hold"),
-    "steps below 0": (STATE, edited(lambda state: state.update(optimizer_steps=-1)), f"{STATE} does not hold"),
+    "steps as text": (
+        STATE,
+        edited(lambda state: state.update(optimizer_steps="2")),
+        f"{STATE} does not hold",
+    ),
+    "steps below 0": (
+        STATE,
+        edited(lambda state: state.update(optimizer_steps=-1)),
+        f"{STATE} does not hold",
+    ),
     "no KL": (STATE, edited(lambda state: state.pop("kl")), f"{STATE} does not hold"),
     "KL null": (STATE, edited(lambda state: state.update(kl=None)), f"{STATE} does not hold"),
-    "lambda NaN": (STATE, edited(lambda state: state["kl"].update(value=float("nan"))), f"{STATE} does not hold"),
-    "history of text": (STATE, edited(lambda state: state["kl"].update(history=["a"])), f"{STATE} does not hold"),
-    "anchor step a list": (STATE, edited(lambda state: state.update(anchor_step=[])), f"{STATE} does not hold"),
-    "a flag of 3": (STATE, edited(lambda state: state.update(anchor_is_current=3)), f"{STATE} does not hold"),
-    "counters a list": (STATE, lambda file: file.write_text("[]"), "state.json: expected a JSON object"),
+    "lambda NaN": (
+        STATE,
+        edited(lambda state: state["kl"].update(value=float("nan"))),
+        f"{STATE} does not hold",
+    ),
+    "history of text": (
+        STATE,
+        edited(lambda state: state["kl"].update(history=["a"])),
+        f"{STATE} does not hold",
+    ),
+    "anchor step a list": (
+        STATE,
+        edited(lambda state: state.update(anchor_step=[])),
+        f"{STATE} does not hold",
+    ),
+    "a flag of 3": (
+        STATE,
+        edited(lambda state: state.update(anchor_is_current=3)),
+        f"{STATE} does not hold",
+    ),
+    "counters a list": (
+        STATE,
+        lambda file: file.write_text("[]"),
+        "state.json: expected a JSON object",
+    ),
     "step below 0": (
         COUNTS,
         edited(lambda state: state["steps"].update(dict.fromkeys(state["steps"], -3))),
         COUNTS[9:],
     ),
-    "step null": (COUNTS, edited(lambda state: state["steps"].update(dict.fromkeys(state["steps"]))), COUNTS[9:]),
+    "step null": (
+        COUNTS,
+        edited(lambda state: state["steps"].update(dict.fromkeys(state["steps"]))),
+        COUNTS[9:],
+    ),
     "steps a number": (COUNTS, edited(lambda state: state.update(steps=4)), COUNTS[9:]),
-    "step of no weight": (COUNTS, edited(lambda state: state["steps"].update(odd=1)), "the optimizer's state of odd"),
-    "a step lost": (COUNTS, edited(lambda state: state["steps"].popitem()), "the optimizer's state of"),
+    "step of no weight": (
+        COUNTS,
+        edited(lambda state: state["steps"].update(odd=1)),
+        "the optimizer's state of odd",
+    ),
+    "a step lost": (
+        COUNTS,
+        edited(lambda state: state["steps"].popitem()),
+        "the optimizer's state of",
+    ),
     "moments NaN": (MOMENTS, first_changed(lambda t: t * float("nan")), f"{MOMENTS[9:]}: "),
     "moments whole numbers": (MOMENTS, first_changed(torch.Tensor.int), f"{MOMENTS[9:]}: "),
     "a moment lost": (MOMENTS, with_tensors(lambda tensors: tensors.pop(min(tensors))), ""),
-    "weights infinite": (part("trainable"), first_changed(lambda t: t + torch.inf), "trainable-00001-of-00001"),
+    "weights infinite": (
+        part("trainable"),
+        first_changed(lambda t: t + torch.inf),
+        "trainable-00001-of-00001",
+    ),
     "a shape": (part("anchor"), first_changed(lambda t: t[:-1].clone()), ""),
     "two dimensions": (part("ema"), first_changed(lambda t: t[None].clone()), ""),
-    "an average of nothing": (part("ema"), lambda file: save_file({}, file, {"parts": "{}"}), "ema has 0 elements"),
-    "an anchor of nothing": (part("anchor"), lambda file: save_file({}, file, {"parts": "{}"}), "anchor has 0 element"),
-    "no average listed": ("manifest.json", edited(lambda held: held["files"].pop(part("ema"))), COUNTS[9:]),
-    "no anchor listed": ("manifest.json", edited(lambda held: held["files"].pop(part("anchor"))), COUNTS[9:]),
-    "no second moment listed": ("manifest.json", edited(lambda held: held["files"].pop(MOMENTS)), ""),
+    "an average of nothing": (
+        part("ema"),
+        lambda file: save_file({}, file, {"parts": "{}"}),
+        "ema has 0 elements",
+    ),
+    "an anchor of nothing": (
+        part("anchor"),
+        lambda file: save_file({}, file, {"parts": "{}"}),
+        "anchor has 0 element",
+    ),
+    "no average listed": (
+        "manifest.json",
+        edited(lambda held: held["files"].pop(part("ema"))),
+        COUNTS[9:],
+    ),
+    "no anchor listed": (
+        "manifest.json",
+        edited(lambda held: held["files"].pop(part("anchor"))),
+        COUNTS[9:],
+    ),
+    "no second moment listed": (
+        "manifest.json",
+        edited(lambda held: held["files"].pop(MOMENTS)),
+        "",
+    ),
     "no optimizer's name": (COUNTS, edited(lambda state: state.pop("optimizer")), COUNTS[9:]),
-    "an unknown optimizer": (COUNTS, edited(lambda state: state.update(optimizer=["adamw"])), COUNTS[9:]),
+    "an unknown optimizer": (
+        COUNTS,
+        edited(lambda state: state.update(optimizer=["adamw"])),
+        COUNTS[9:],
+    ),
 }
 
 
@@ -169,7 +258,10 @@ def seal(folder: Path) -> None:
 @functools.cache
 def two_checkpoints() -> tuple[Trainer, Path]:
     """A trainer, and the run folder with the checkpoints of its first two iterations."""
-    trainer, run = tiny_trainer(settings(train__ema_decay=0.9, kl__strategy="moving")), Path(tempfile.mkdtemp())
+    trainer, run = (
+        tiny_trainer(settings(train__ema_decay=0.9, kl__strategy="moving")),
+        Path(tempfile.mkdtemp()),
+    )
     for iteration in (1, 2):
         trainer.iteration(iteration - 1)
         save(trainer, run, iteration)
@@ -188,7 +280,9 @@ def _no_checkpoint_stays() -> Iterator[None]:
     "a checkpoint whose checksums fit, and whose content is not what a run writes",
     "skipped for the sound one before, with a note",
 )
-def test_a_checkpoint_that_no_run_writes_is_skipped(odd: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_no_run_writes_is_skipped(
+    odd: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer, run = two_checkpoints()
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "checkpoints" / "iteration-000002"
@@ -205,7 +299,9 @@ def test_a_checkpoint_that_no_run_writes_is_skipped(odd: str, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("value", ["12", 12.5, None, True, [12], 10**30])
-def test_a_manifest_of_other_types_is_skipped(value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_manifest_of_other_types_is_skipped(
+    value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = tiny_trainer(settings())
     for iteration in (1, 2):
         save(trainer, tmp_path, iteration)
@@ -232,7 +328,9 @@ def test_a_checkpoint_whose_manifest_lacks_the_optimizer_is_skipped(tmp_path: Pa
 
 @pytest.mark.parametrize("parts", ["[" * 100_000, '{"a": [Infinity, 3]}', '{"a": 1}', "3"])
 def test_a_part_with_an_odd_header_is_refused(parts: str, tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3)}, tmp_path / "trainable-00001-of-00001.safetensors", {"parts": parts})
+    save_file(
+        {"a": torch.zeros(3)}, tmp_path / "trainable-00001-of-00001.safetensors", {"parts": parts}
+    )
     with pytest.raises(UserError, match="not a file of parts of weights"):
         SavedParts(tmp_path)
 
@@ -242,7 +340,11 @@ def test_a_file_that_the_manifest_does_not_list_is_no_part(tmp_path: Path) -> No
     trainer = tiny_trainer(settings())
     save(trainer, tmp_path, 1)
     training = tmp_path / "checkpoints" / "iteration-000001" / TRAINING
-    for name in ("trainable-00001-of-00002.safetensors", "trainable-00002-of-00002.safetensors", "more.safetensors"):
+    for name in (
+        "trainable-00001-of-00002.safetensors",
+        "trainable-00002-of-00002.safetensors",
+        "more.safetensors",
+    ):
         shutil.copy(training / Path(part("trainable")).name, training / name)
     assert load_checkpoint(tmp_path, trainer.engine) is not None
 
@@ -272,9 +374,16 @@ def test_a_sound_checkpoint_is_not_written_again_and_a_damaged_one_is(tmp_path: 
 
 @pytest.mark.parametrize(
     ("keep", "best", "left"),
-    [(2, True, [20, 40, 50]), (1, False, [50]), (1, True, [20, 40, 50]), (4, True, [20, 30, 40, 50])],
+    [
+        (2, True, [20, 40, 50]),
+        (1, False, [50]),
+        (1, True, [20, 40, 50]),
+        (4, True, [20, 30, 40, 50]),
+    ],
 )
-def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, left: list[int], tmp_path: Path) -> None:
+def test_the_last_checkpoints_and_the_best_one_are_kept(
+    keep: int, best: bool, left: list[int], tmp_path: Path
+) -> None:
     (tmp_path / "eval").mkdir()
     for iteration, reward in ((10, 0.5), (20, 0.9), (30, 0.7), (40, None), (50, 0.8)):
         (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
@@ -282,14 +391,16 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, l
             scores = {"prompts": ["a", "b"], "seeds": [0, 1], "reward": [reward, 0.0], "parts": {}}
             text = json.dumps({"iteration": iteration, **scores})
             write_atomic(tmp_path / "eval" / f"iteration-{iteration:06d}.json", text)
-    (tmp_path / "eval" / "iteration-000040.json").write_text('{"reward": [9')  # damaged: it may be the best one
+    # damaged: it may be the best one
+    (tmp_path / "eval" / "iteration-000040.json").write_text('{"reward": [9')
     prune_checkpoints(tmp_path, keep, {} if best else None)
     assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == left
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
 
 
 def test_the_best_checkpoint_is_that_under_the_weights_of_today(tmp_path: Path) -> None:
-    """A resume has changed the weight from 100 to 1: the composites that the files hold cannot be compared."""
+    """A resume has changed the weight from 100 to 1: the composites that the files hold cannot be
+    compared."""
     (tmp_path / "eval").mkdir()
     for iteration, part, weight in ((1, 0.008, 100.0), (2, 0.017, 1.0), (3, 0.01, 1.0)):
         (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
@@ -316,8 +427,11 @@ def test_a_best_checkpoint_that_cannot_be_compared_is_kept(damage: str, tmp_path
 
 
 @pytest.mark.parametrize(("interval", "left"), [(0, [4]), (2, [2, 4]), (3, [4])])
-def test_a_checkpoint_whose_evaluation_is_lost_is_kept(interval: int, left: list[int], tmp_path: Path) -> None:
-    """It may be the best one; a checkpoint between two evaluations is not, and has never had one."""
+def test_a_checkpoint_whose_evaluation_is_lost_is_kept(
+    interval: int, left: list[int], tmp_path: Path
+) -> None:
+    """It may be the best one; a checkpoint between two evaluations is not, and has never had
+    one."""
     for iteration in (1, 2, 4):
         (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
     evaluated(tmp_path, 4, 0.5)
@@ -348,12 +462,20 @@ def test_a_skipped_checkpoint_that_is_busy_fails_no_checkpoint(
 
 
 def evaluated(run: Path, iteration: int, reward: float) -> None:
-    scores = {"iteration": iteration, "prompts": ["a"], "seeds": [0], "reward": [reward], "parts": {}}
+    scores = {
+        "iteration": iteration,
+        "prompts": ["a"],
+        "seeds": [0],
+        "reward": [reward],
+        "parts": {},
+    }
     (run / "eval").mkdir(exist_ok=True)
     write_atomic(run / "eval" / f"iteration-{iteration:06d}.json", json.dumps(scores))
 
 
-@pytest.mark.parametrize("name", ["iteration-\u0663", "iteration-" + "9" * 200, "iteration-000007", "iteration-7"])
+@pytest.mark.parametrize(
+    "name", ["iteration-\u0663", "iteration-" + "9" * 200, "iteration-000007", "iteration-7"]
+)
 def test_a_stray_entry_is_no_checkpoint(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(settings())
     save(trainer, tmp_path, 1)
@@ -385,7 +507,9 @@ def test_what_cannot_be_removed_is_noted_and_ends_nothing(
     assert [iteration_of(folder) for folder in RunFolder(tmp_path).checkpoints()] == [3]
     remove_partials(tmp_path)
     [note] = [" ".join(line.split()) for line in caplog.messages]
-    assert note.startswith("note: the file system cannot remove what is no longer needed (Directory not empty): it ")
+    assert note.startswith(
+        "note: the file system cannot remove what is no longer needed (Directory not empty): it "
+    )
     assert "iteration-000001.old.partial" in note
 
 
@@ -393,7 +517,10 @@ def test_the_best_checkpoint_of_a_run_is_kept(tmp_path: Path) -> None:
     config = {"train__iterations": 3, "train__checkpoint_interval": 1, "train__keep_checkpoints": 1}
     config |= {"eval__interval": 1, "tracking__trackers": [], "sampling__steps": 2}
     run = train(settings(output=str(tmp_path / "run"), **config))
-    rewards = {i: json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2)}
+    rewards = {
+        i: json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"]
+        for i in (1, 2)
+    }
     best = max(rewards, key=lambda i: sum(rewards[i]))
     assert [iteration_of(folder) for folder in RunFolder(run).checkpoints()] == [best, 3]
 
@@ -419,10 +546,16 @@ def test_a_link_to_a_folder_is_replaced_and_its_target_left_alone(tmp_path: Path
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "there", "weights"}
 
 
-def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_appears_whole_or_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "run.json"
     write_atomic(file, "before")
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
     with pytest.raises(OSError, match="No space left") as error:
         write_atomic(file, "after")
     assert error.value.filename == str(file)
@@ -462,7 +595,9 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     assert file.read_text() == "first\nthird\n"
 
 
-@pytest.mark.fault("a process that a reward forked outlives the run", "the run folder is free again")
+@pytest.mark.fault(
+    "a process that a reward forked outlives the run", "the run folder is free again"
+)
 def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         (tmp_path / "run" / "config.yaml").touch()
@@ -496,7 +631,10 @@ def test_a_file_system_without_locks(
     monkeypatch.setattr(files, "_noted", set())
     with caplog.at_level(logging.INFO), locked(tmp_path / "run"):
         text = " ".join(caplog.text.split())
-        assert text.count("cannot lock a file (none here): make sure that only one process uses it") == 1
+        assert (
+            text.count("cannot lock a file (none here): make sure that only one process uses it")
+            == 1
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -514,7 +652,8 @@ def test_a_second_run_is_refused_before_anything_is_loaded(resume: bool, tmp_pat
 
             claim_output(own_claim, tmp_path / "run", dump(config))
         with pytest.raises(
-            UserError, match=rf"another run is using it \(process {os.getpid()} on .*nothing was changed"
+            UserError,
+            match=rf"another run is using it \(process {os.getpid()} on .*nothing was changed",
         ):
             train_module.train(config, load, print, resume=resume)
     with pytest.raises(AssertionError, match="loaded"):  # the lock has been given back

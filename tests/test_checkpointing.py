@@ -14,7 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.config.loader import load
 from sage_fast.models.attention.backends import ATTENTION, Backend, is_attention
-from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits, set_checkpointing
+from sage_fast.models.checkpointing import (
+    MODES,
+    CheckpointPlan,
+    fastest_that_fits,
+    set_checkpointing,
+)
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
@@ -81,7 +86,10 @@ class Matmuls(TorchDispatchMode):
 @pytest.mark.parametrize("mode", ["attention", "full"])
 @pytest.mark.parametrize("trains_gates", [False, True])
 def test_recomputation_skips_what_nothing_reads(mode: str, trains_gates: bool) -> None:
-    """Neither `gated_sum` nor, with frozen gates, the second layer of a feed-forward runs again. Same gradients."""
+    """Neither `gated_sum` nor, with frozen gates, the second layer of a feed-forward runs again.
+
+    Same gradients.
+    """
     x, sigma, text = inputs(PROMPTS)
     upstream, found = torch.randn(x.shape), []
     for chosen in ("none", mode):
@@ -98,9 +106,11 @@ def test_recomputation_skips_what_nothing_reads(mode: str, trains_gates: bool) -
         found.append([p.grad for p in model.policy.parameters().values() if p.grad is not None])
         second = [shape for shape in backward.shapes if shape[1:] == (4 * 64 + 3, 64)]
         sums = backward.operators.count("sage_fast::gated_sum")
-        again = 2 * 3 - 1 if chosen != "none" and trains_gates else 0  # the last block has no text at its end
+        # the last block has no text at its end
+        again = 2 * 3 - 1 if chosen != "none" and trains_gates else 0
         assert (len(second), sums) == (again, 0)
-        first = backward.shapes.count((2 * 80, 64 + 3, 4 * 64))  # of the video: a product of the backward has its shape
+        # of the video: a product of the backward has its shape
+        first = backward.shapes.count((2 * 80, 64 + 3, 4 * 64))
         assert first == 3 * (1 if chosen == "none" else 2)
     assert len(found[0]) == len(found[1]) > 30
     assert all(map(torch.equal, *found))
@@ -108,7 +118,9 @@ def test_recomputation_skips_what_nothing_reads(mode: str, trains_gates: bool) -
 
 def scale_by_hook(module: nn.Module, weight: nn.Parameter) -> None:
     module.register_forward_hook(
-        lambda module, given, out: (out[0] * weight, *out[1:]) if isinstance(out, tuple) else out * weight
+        lambda module, given, out: (
+            (out[0] * weight, *out[1:]) if isinstance(out, tuple) else out * weight
+        )
     )
 
 
@@ -188,8 +200,10 @@ def without_a_module(block: nn.Module, weight: nn.Parameter) -> None:
 @pytest.mark.parametrize("mode", ["attention", "full"])
 @pytest.mark.parametrize(
     "where",
-    ["hook", "hook of every module", "inner hook", "forward", "inner forward", "wrapper", "delegating wrapper",
-     "inner wrapper", "class", "inner class", "patched class", "patched inner class", "hook without a module"],
+    ["hook", "hook of every module", "inner hook", "forward", "inner forward", "wrapper",
+     "delegating wrapper",
+     "inner wrapper", "class", "inner class", "patched class", "patched inner class",
+     "hook without a module"],
 )  # fmt: skip
 def test_what_reads_the_end_of_a_block_gets_it_in_a_recomputation(
     mode: str, where: str, monkeypatch: pytest.MonkeyPatch
@@ -226,7 +240,12 @@ def test_what_reads_the_end_of_a_block_gets_it_in_a_recomputation(
         finally:
             if handle is not None:
                 handle.remove()
-        found.append([weight.grad, *(p.grad for p in model.policy.parameters().values() if p.grad is not None)])
+        found.append(
+            [
+                weight.grad,
+                *(p.grad for p in model.policy.parameters().values() if p.grad is not None),
+            ]
+        )
     assert len(found[0]) == len(found[1]) > 30
     assert all(map(torch.equal, *found))
 
@@ -273,14 +292,16 @@ def test_blocks_may_differ_in_mode(mode: str, count: int) -> None:
             v.backward(upstream)
         found.append([p.grad for p in model.policy.parameters().values() if p.grad is not None])
     assert forward.ran == [0, 1, 2]
-    recomputed = range(count) if mode == "attention" else range(3)  # `full` in some: `attention` in the others
+    # `full` in some: `attention` in the others
+    recomputed = range(count) if mode == "attention" else range(3)
     assert again.ran == list(reversed(recomputed))
     assert len(found[0]) > 50
     assert all(map(torch.equal, *found))
 
 
 def test_each_of_several_networks_recomputes_its_share() -> None:
-    """A forward may run one of them alone, as experts of noise levels do: its activations have to fit too."""
+    """A forward may run one of them alone, as experts of noise levels do: its activations have to
+    fit too."""
     x, sigma, text = inputs(PROMPTS)
     models = [tiny_model(settings()) for _ in range(2)]
     first, second = (model.policy for model in models)
@@ -324,12 +345,16 @@ class Blocks:
         (9, "full", 10, "full"),
     ],
 )
-def test_as_few_blocks_recompute_as_memory_needs(room: int, mode: str, count: int, text: str) -> None:
+def test_as_few_blocks_recompute_as_memory_needs(
+    room: int, mode: str, count: int, text: str
+) -> None:
     needed = {"none": 100.0, "attention": 20.0, "full": 10.0}
     chosen = fastest_that_fits(needed, room, 10)
     assert (chosen, str(chosen)) == (CheckpointPlan(mode, count, 10), text)
     assert chosen.mean(needed) <= max(room, 10)
-    assert chosen.count == 1 or CheckpointPlan(mode, count - 1, 10).mean(needed) > room or count == 10
+    assert (
+        chosen.count == 1 or CheckpointPlan(mode, count - 1, 10).mean(needed) > room or count == 10
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,7 +374,9 @@ def test_the_kernels_of_every_backend_are_known(name: str) -> None:
     assert not is_attention(name.replace("forward", "backward").replace("fwd", "bwd") + "_backward")
 
 
-@pytest.mark.parametrize("operator", ["sageattention::qk_int8", "aiter::fmha_fwd", "aten::flex_attention"])
+@pytest.mark.parametrize(
+    "operator", ["sageattention::qk_int8", "aiter::fmha_fwd", "aten::flex_attention"]
+)
 def test_a_backend_names_its_operators(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mode `attention` would compute it again otherwise, and the plan would count other memory."""
     assert not is_attention(operator)
@@ -358,7 +385,11 @@ def test_a_backend_names_its_operators(operator: str, monkeypatch: pytest.Monkey
 
 
 def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = settings(model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True)
+    config = settings(
+        model__gradient_checkpointing="auto",
+        kl__strategy="none",
+        sampling__offload_trajectories=True,
+    )
     model = tiny_model(settings())
     needs = [
         activation_bytes(
@@ -390,8 +421,15 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
 def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which are recorded on a GPU, in what is left; without them `auto` recomputes less."""
     model = tiny_model(settings())
-    config = settings(model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True)
-    cost, trained = model.spec.cost(config), sum(p.numel() for p in model.policy.parameters().values())
+    config = settings(
+        model__gradient_checkpointing="auto",
+        kl__strategy="none",
+        sampling__offload_trajectories=True,
+    )
+    cost, trained = (
+        model.spec.cost(config),
+        sum(p.numel() for p in model.policy.parameters().values()),
+    )
     graphs = fit.graph_bytes(cost, Resolved(config))
     free = (cost.activations["none"] + graphs + 12 * trained - 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
@@ -403,14 +441,20 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit.choose_checkpointing(Resolved(config), model) == (CheckpointPlan("none", 3, 3), 0)
 
 
-def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A step of a large batch takes more than all recomputation frees. In the plan too."""
     config = settings(
-        model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True,
+        model__gradient_checkpointing="auto", kl__strategy="none",
+        sampling__offload_trajectories=True,
         sampling__batch_size=1000,
     )  # fmt: skip
     model = tiny_model(settings())
-    cost, trained = model.spec.cost(config), sum(p.numel() for p in model.policy.parameters().values())
+    cost, trained = (
+        model.spec.cost(config),
+        sum(p.numel() for p in model.policy.parameters().values()),
+    )
     assert cost.step > cost.activations["none"] - cost.activations["full"]
     free = (cost.activations["none"] + 12 * trained + 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
@@ -424,7 +468,9 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(monkeypatch: pytest.
     assert "CUDA graphs" not in memory
 
 
-@pytest.mark.parametrize(("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 48), ("", 1, 80)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 48), ("", 1, 80)]
+)
 def test_a_run_takes_the_mode_of_its_plan(
     name: str, ranks: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,12 +482,17 @@ def test_a_run_takes_the_mode_of_its_plan(
     if config.model.trains_adapter:  # as loaded
         for _, p in policy.named_parameters():
             p.data = p.data if p.requires_grad else p.data.bfloat16()
-    loaded = sum(p.nbytes for _, p in policy.named_parameters()) + 2 * spec.cost(config).decoder_weights
+    loaded = (
+        sum(p.nbytes for _, p in policy.named_parameters()) + 2 * spec.cost(config).decoder_weights
+    )
     monkeypatch.setattr(fit, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
     monkeypatch.setattr(fit, "world_size", lambda: ranks)
     monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
     mode, left = fit.choose_checkpointing(Resolved(config), model)
-    memory, cost = plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory, spec.cost(config)
+    memory, cost = (
+        plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory,
+        spec.cost(config),
+    )
     assert f"activations, auto chooses {mode}" in memory
     assert ("CUDA graphs" in memory) == (left >= cost.step + cost.context)
 

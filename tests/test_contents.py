@@ -22,7 +22,11 @@ from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_model, train
 
 PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
-WORDS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves right slowly"]
+WORDS = [
+    "a red circle moves left quickly",
+    "a blue square moves up slowly",
+    "a green circle moves right slowly",
+]
 
 
 def records(folder: Path, words: list[str], **further: object) -> Path:
@@ -31,9 +35,20 @@ def records(folder: Path, words: list[str], **further: object) -> Path:
     return file
 
 
-def test_a_resume_says_that_the_prompts_are_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given = {"data__prompts": str(records(tmp_path, WORDS)), "output": str(tmp_path / "run"), "eval__num_prompts": 1}
-    given |= {"train__iterations": 1, "sampling__steps": 2, "eval__steps": 1, "tracking__trackers": []}
+def test_a_resume_says_that_the_prompts_are_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {
+        "data__prompts": str(records(tmp_path, WORDS)),
+        "output": str(tmp_path / "run"),
+        "eval__num_prompts": 1,
+    }
+    given |= {
+        "train__iterations": 1,
+        "sampling__steps": 2,
+        "eval__steps": 1,
+        "tracking__trackers": [],
+    }
     caplog.set_level(logging.INFO)
     train(settings(**given))
     assert "from here on" not in caplog.text
@@ -54,8 +69,14 @@ def test_a_resume_says_that_the_prompts_are_others(tmp_path: Path, caplog: pytes
 def test_a_resume_says_that_the_model_is_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the hub has other weights under the same name: the adapter would go on with another policy."""
-    given = {"output": str(tmp_path / "run"), "eval__num_prompts": 1, "train__iterations": 1, "sampling__steps": 2}
+    """As where the hub has other weights under the same name: the adapter would go on with another
+    policy."""
+    given = {
+        "output": str(tmp_path / "run"),
+        "eval__num_prompts": 1,
+        "train__iterations": 1,
+        "sampling__steps": 2,
+    }
     given |= {"eval__steps": 1, "tracking__trackers": []}
     caplog.set_level(logging.INFO)
     train(settings(**given))
@@ -65,7 +86,9 @@ def test_a_resume_says_that_the_model_is_another(
 
     def changed(*about: object, **named: object) -> Model:
         model: Model = load_model(*about, **named)
-        frozen = next(p for p in model.policy.networks["transformer"].parameters() if not p.requires_grad)
+        frozen = next(
+            p for p in model.policy.networks["transformer"].parameters() if not p.requires_grad
+        )
         frozen.data.flatten()[0] += 1e-6
         return model
 
@@ -92,7 +115,12 @@ def held(**fields: object) -> str:
 
 
 def test_negatives_and_metadata_belong_to_the_prompts() -> None:
-    found = [held(), held(negative="blurred"), held(metadata={"answer": 1}), held(metadata={"answer": 2})]
+    found = [
+        held(),
+        held(negative="blurred"),
+        held(metadata={"answer": 1}),
+        held(metadata={"answer": 2}),
+    ]
     assert len(set(found)) == 4
     assert held(where="p.txt:1") == held(where="p.txt:2") == found[0]
 
@@ -122,7 +150,10 @@ def test_a_reward_is_told_by_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
     found = []
     for content in ("X = 1\n", "X = 1\n", "X = 2\n"):
         (tmp_path / "code_of_mine.py").write_text(content)
-        entries = {"reward.name": RewardEntry(name="code_of_mine:Mine"), "eval.judge": RewardEntry(name="http://h:1")}
+        entries = {
+            "reward.name": RewardEntry(name="code_of_mine:Mine"),
+            "eval.judge": RewardEntry(name="http://h:1"),
+        }
         found.append(contents_of({}, None, entries))
     assert [*found[0]] == ["reward.name"]
     assert found[0] == found[1]
@@ -146,7 +177,9 @@ def test_a_reward_is_told_by_the_code_that_it_imports_too(
     for content in ("X = 1\n", "X = 1\n", "X = 2\n"):
         (folder / "far_of_mine.py").write_text(content)
         (folder / "another.py").write_text(f"{len(found)}")
-        found.append(contents_of({}, None, {"reward.name": RewardEntry(name=f"{prefix}main_of_mine:Mine")}))
+        found.append(
+            contents_of({}, None, {"reward.name": RewardEntry(name=f"{prefix}main_of_mine:Mine")})
+        )
     assert found[0] == found[1] != found[2]
 
 
@@ -154,7 +187,8 @@ def test_a_reward_is_told_by_the_files_that_its_arguments_name_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    args = {"url": "http://h:1", "model": "m" * 300, "template": "asks.txt", "num_frames": 4}  # 300: no name of a file
+    # 300: no name of a file
+    args = {"url": "http://h:1", "model": "m" * 300, "template": "asks.txt", "num_frames": 4}
     found = []
     for content in ("one", "one", "two"):
         (tmp_path / "asks.txt").write_text(content)
@@ -162,7 +196,9 @@ def test_a_reward_is_told_by_the_files_that_its_arguments_name_too(
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parametrize(("contents", "said"), [({}, ""), ({"gone": "x"}, ""), ({"a": "old"}, "a holds new")])
+@pytest.mark.parametrize(
+    ("contents", "said"), [({}, ""), ({"gone": "x"}, ""), ({"a": "old"}, "a holds new")]
+)
 def test_contents_of_an_earlier_version_are_no_news(
     contents: dict[str, str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,16 +211,36 @@ def test_contents_of_an_earlier_version_are_no_news(
     assert bool(caplog.text) == bool(said)
 
 
-def test_held_out_prompts_that_are_trained_on_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_prompts_that_are_trained_on_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = [Prompt(text=text) for text in WORDS]
     assert shared_prompts(own[:2], own[2:]) is None
     assert shared_prompts(own[:1], [Prompt(text=WORDS[0], image="other.png")]) is None
     file = records(tmp_path, WORDS)
-    config = settings(data__prompts=str(file), data__eval_prompts=str(records(tmp_path / ".", WORDS)))
+    config = settings(
+        data__prompts=str(file), data__eval_prompts=str(records(tmp_path / ".", WORDS))
+    )
     notes = load_setup(resolve(config)).model.notes
-    said = "3 of 3 prompts of data.eval_prompts are also in data.prompts, such as 'a red circle moves left quickly'"
+    said = (
+        "3 of 3 prompts of data.eval_prompts are also in data.prompts, such as 'a red circle moves "
+        "left quickly'"
+    )
     assert any(said in note for note in notes)
-    assert main(["train", str(PAPER), "--dry-run", "--data.prompts", str(file), "--data.eval_prompts", str(file)]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(PAPER),
+                "--dry-run",
+                "--data.prompts",
+                str(file),
+                "--data.eval_prompts",
+                str(file),
+            ]
+        )
+        == 0
+    )
     assert said in " ".join(capsys.readouterr().out.split())
 
 
@@ -194,7 +250,11 @@ def test_held_out_prompts_that_are_trained_on_are_noted(tmp_path: Path, capsys: 
      ("WORLD_SIZE", "9" * 5000), ("LOCAL_WORLD_SIZE", "x"), ("RANK", "first")],
 )  # fmt: skip
 def test_an_odd_number_of_a_launcher_is_one_line(
-    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(name, value)
     command = ["train", str(PAPER), "--output", str(tmp_path / "run"), "--train.engine", "zero3"]
@@ -224,7 +284,11 @@ def test_an_odd_number_of_a_launcher_is_one_line(
             "RANK = 7 in the environment: expected less than",
         ),
         ({"RANK": "1"}, 2, "WORLD_SIZE = 2 in the environment, but no MASTER_ADDR"),
-        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, 2, "MASTER_PORT = 'http'"),
+        (
+            {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
+            2,
+            "MASTER_PORT = 'http'",
+        ),
         ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, 1, "99999"),
         ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-1"}, 2, "MASTER_PORT = '-1'"),
     ],
@@ -250,17 +314,31 @@ def test_other_ranks_that_cannot_be_reached_are_one_line(
 
 @pytest.mark.parametrize(
     "given",
-    [{"prompts_per_iteration": 10**10}, {"group_size": 10**10}, {"group_size": 10**5, "prompts_per_iteration": 10**5}],
+    [
+        {"prompts_per_iteration": 10**10},
+        {"group_size": 10**10},
+        {"group_size": 10**5, "prompts_per_iteration": 10**5},
+    ],
 )
 def test_more_samples_than_can_be_planned_are_refused(given: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=r"train\.(prompts_per_iteration|group_size) = \d+: expected .*nearest is \d"):
+    with pytest.raises(
+        UserError,
+        match=r"train\.(prompts_per_iteration|group_size) = \d+: expected .*nearest is \d",
+    ):
         TrainConfig(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "given", [{"num_frames": 4 * 10**10 + 1}, {"height": 16 * 10**11}, {"num_frames": 10**6 + 1, "width": 16 * 10**5}]
+    "given",
+    [
+        {"num_frames": 4 * 10**10 + 1},
+        {"height": 16 * 10**11},
+        {"num_frames": 10**6 + 1, "width": 16 * 10**5},
+    ],
 )
 def test_a_video_that_is_too_large_to_plan_is_refused(given: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=r"sampling\.num_frames = \d+: expected at most 17,179,869,184 pixels"):
+    with pytest.raises(
+        UserError, match=r"sampling\.num_frames = \d+: expected at most 17,179,869,184 pixels"
+    ):
         SamplingConfig(**given)  # type: ignore[arg-type]
     assert SamplingConfig(num_frames=1001, height=2160, width=3840).height == 2160

@@ -1,4 +1,5 @@
-"""The decode against the stock autoencoder's, its memory against a count, and what it chooses for a given memory."""
+"""The decode against the stock autoencoder's, its memory against a count, and what it chooses for a
+given memory."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def real_layout() -> AutoencoderKLHunyuanVideo15:
     """Five stages and a spatial ratio of 16 as published; narrow, random."""
     torch.manual_seed(0)
     return AutoencoderKLHunyuanVideo15(
-        latent_channels=32, block_out_channels=(8, 16, 16, 32, 64), layers_per_block=1, spatial_compression_ratio=16
+        latent_channels=32, block_out_channels=(8, 16, 16, 32, 64), layers_per_block=1,
+        spatial_compression_ratio=16
     ).eval()  # fmt: skip
 
 
@@ -47,13 +49,16 @@ def _no_grad() -> Iterator[None]:
 
 
 def stock(vae: AutoencoderKLHunyuanVideo15, latents: Tensor) -> Tensor:
-    """What the pipeline shows: one video at a time, since that is what the stock attention mask allows."""
+    """What the pipeline shows: one video at a time, since that is what the stock attention mask
+    allows."""
     latents = latents.to(vae.dtype) / vae.config.scaling_factor
     videos = torch.cat([vae.decode(latent, return_dict=False)[0] for latent in latents.split(1)])
     return (videos.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
-def latents_of(vae: AutoencoderKLHunyuanVideo15, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def latents_of(
+    vae: AutoencoderKLHunyuanVideo15, *shape: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     return torch.randn(shape[0], vae.config.latent_channels, *shape[1:], dtype=dtype)
 
 
@@ -65,7 +70,9 @@ def forced(vae: AutoencoderKLHunyuanVideo15, latents: Tensor, **changes: int) ->
     return decoder
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 4, 4), (1, 1, 3, 5), (2, 4, 2, 3)], ids=["testbed", "one frame", "odd"])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 4, 4), (1, 1, 3, 5), (2, 4, 2, 3)], ids=["testbed", "one frame", "odd"]
+)
 def test_decode_equals_stock(vae: AutoencoderKLHunyuanVideo15, shape: tuple[int, ...]) -> None:
     """Whole, in pieces of time, and one video at a time: the same to rounding."""
     latents = latents_of(vae, *shape)
@@ -74,11 +81,14 @@ def test_decode_equals_stock(vae: AutoencoderKLHunyuanVideo15, shape: tuple[int,
     for changes in ({}, {"frames": 1}, {"frames": 3}, {"samples": 1}, {"samples": 2, "frames": 2}):
         videos = forced(vae, latents, **changes)(latents)
         assert videos.dtype == torch.float32
-        torch.testing.assert_close(videos, expected, rtol=0, atol=1e-5, msg=lambda text, c=changes: f"{c}: {text}")
+        torch.testing.assert_close(
+            videos, expected, rtol=0, atol=1e-5, msg=lambda text, c=changes: f"{c}: {text}"
+        )
 
 
 def test_decode_keeps_the_layout_it_is_given(vae: AutoencoderKLHunyuanVideo15) -> None:
-    """As `sage-fast bench rollout --path contiguous` measures it; a run makes everything channels-last."""
+    """As `sage-fast bench rollout --path contiguous` measures it; a run makes everything
+    channels-last."""
     latents = latents_of(vae, 2, 4, 3, 4)
     expected = torch.cat([vae.decode(latent, return_dict=False)[0] for latent in latents.split(1)])
     for frames in (4, 2, 1):
@@ -94,7 +104,9 @@ def test_bfloat16_is_as_near_to_float32_as_stock(vae: AutoencoderKLHunyuanVideo1
     torch.nn.Module.to(rounded, torch.bfloat16)
     error_of_stock = (stock(rounded, latents) - exact).norm()
     for frames in (4, 1):
-        assert (forced(rounded, latents, frames=frames)(latents) - exact).norm() <= 1.2 * error_of_stock
+        assert (
+            forced(rounded, latents, frames=frames)(latents) - exact
+        ).norm() <= 1.2 * error_of_stock
 
 
 def test_weights_and_stock_decode_stay(vae: AutoencoderKLHunyuanVideo15) -> None:
@@ -102,7 +114,9 @@ def test_weights_and_stock_decode_stay(vae: AutoencoderKLHunyuanVideo15) -> None
     decoder = VideoDecoder(ours)
     latents = latents_of(vae, 1, 3, 4, 4)
     decoder(latents)
-    assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in vae.state_dict().items())
+    assert all(
+        torch.equal(tensor, ours.state_dict()[name]) for name, tensor in vae.state_dict().items()
+    )
     torch.testing.assert_close(stock(ours, latents), stock(vae, latents), rtol=0, atol=1e-5)
 
 
@@ -114,7 +128,7 @@ def test_zero_pixels_stay_finite() -> None:
     torch.testing.assert_close(VideoDecoder(vae)(latents), stock(vae, latents), rtol=0, atol=1e-5)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 class Live(TorchDispatchMode):
@@ -142,7 +156,9 @@ class Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 5, 4, 4), (1, 3, 8, 6)])
-def test_peak_bytes(vae: AutoencoderKLHunyuanVideo15, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_peak_bytes(
+    vae: AutoencoderKLHunyuanVideo15, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """Exact to 2 %; an upper bound where the last piece is a short one."""
     cast = copy.deepcopy(vae)
     torch.nn.Module.to(cast, dtype)
@@ -184,10 +200,13 @@ def test_choice_by_memory(published: AutoencoderKLHunyuanVideo15) -> None:
     assert chosen(peak(21) - 9) == (1, 11)
     assert chosen(peak(4)) == (1, 4)  # 6 pieces, 21 / 6 rounded up
     assert chosen(peak(1)) == (1, 1)
-    # More than enough memory is not used for speed that is not there; the least is used even where it is more.
+    # More than enough memory is not used for speed that is not there; the least is used even where
+    # it is more.
     assert chosen(peak(21), enough=peak(4)) == (1, 4)
     assert chosen(peak(1), enough=1) == (1, 1)
-    with pytest.raises(ValueError, match=r"latents of 21 x 30 x 52 frame by frame needs 4,0\d\d MiB.*height"):
+    with pytest.raises(
+        ValueError, match=r"latents of 21 x 30 x 52 frame by frame needs 4,0\d\d MiB.*height"
+    ):
         chosen(peak(1) - 9)
 
 
@@ -206,7 +225,7 @@ def test_free_bytes() -> None:
     assert MIB < free_bytes(CPU) < 2**50
 
 
-# -- chunks -----------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
 class OneChunk(BrightnessReward):
@@ -243,10 +262,17 @@ def test_chunks_score_as_one_batch_and_are_held_one_at_a_time() -> None:
 
 def test_a_part_missing_from_one_chunk_is_unknown_there() -> None:
     one, two = torch.ones(1), torch.ones(2)
-    joined = join_scores([Scores(rewards=one, parts={"vq": one}), Scores(rewards=two, parts={"vq": two, "clean": two})])
+    joined = join_scores(
+        [
+            Scores(rewards=one, parts={"vq": one}),
+            Scores(rewards=two, parts={"vq": two, "clean": two}),
+        ]
+    )
     assert len(joined.rewards) == 3
     assert list(joined.parts) == ["clean", "vq"]
-    torch.testing.assert_close(joined.parts["clean"], torch.tensor([torch.nan, 1, 1]), equal_nan=True)
+    torch.testing.assert_close(
+        joined.parts["clean"], torch.tensor([torch.nan, 1, 1]), equal_nan=True
+    )
 
 
 def test_trainer_scores_by_chunks() -> None:

@@ -11,7 +11,9 @@ import pytest
 import sage_fast
 
 REPOSITORY = Path(__file__).parent.parent
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 
 
 def engine() -> Any:
@@ -24,7 +26,9 @@ def test_another_minor_version_warns_once(version: str, monkeypatch: pytest.Monk
     warnings = warnings_of(version, monkeypatch)
     assert len(warnings) == 1
     assert re.search(
-        rf"DeepSpeed {version} is not\s+tested.*pip\s+install\s+'deepspeed=={engine().TESTED}\.\*'", warnings[0], re.S
+        rf"DeepSpeed {version} is not\s+tested.*pip\s+install\s+'deepspeed=={engine().TESTED}\.\*'",
+        warnings[0],
+        re.S,
     )
 
 
@@ -46,7 +50,9 @@ def warnings_of(version: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_extra_pins_the_tested_minor_version() -> None:
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     tested = engine().TESTED
     major, minor = map(int, tested.split("."))
     (extra,) = extras["deepspeed"]
@@ -56,7 +62,8 @@ def test_the_extra_pins_the_tested_minor_version() -> None:
 
 
 def test_no_other_file_reaches_into_deepspeed() -> None:
-    """Search for names that DeepSpeed gives weights (`ds_...`) and for undocumented names of its optimizers."""
+    """Search for names that DeepSpeed gives weights (`ds_...`) and for undocumented names of its
+    optimizers."""
     inside = re.compile(
         r"\.ds_\w+|\"ds_\w+\"|_hp_mapping|bit16_|_WORLD_GROUP|fp32_partitioned|_opt_state_partition|parameter_offload"
         r"|persistent_parameters|empty_partition_cache|refresh_fp32|\.all_gather\(self|deepspeed\.optimizer\.\w"

@@ -18,7 +18,11 @@ DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 
 
 def test_the_columns_are_the_prompts_of_largest_median_and_smallest_mean_gain() -> None:
-    prompts = ["a red circle moves up slowly", "a blue circle moves up slowly", "a green circle moves up slowly"] * 2
+    prompts = [
+        "a red circle moves up slowly",
+        "a blue circle moves up slowly",
+        "a green circle moves up slowly",
+    ] * 2
     found = demo_pictures.chosen(prompts, torch.tensor([1.0, 0.9, -0.2, 0.0, 0.7, 0.0]))
     assert found == {
         "best: +0.80\na blue circle\nmoves up slowly": 1,
@@ -28,9 +32,13 @@ def test_the_columns_are_the_prompts_of_largest_median_and_smallest_mean_gain() 
 
 
 @pytest.mark.charts
-def test_all_pictures_are_drawn_from_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_pictures_are_drawn_from_one_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, folder = tmp_path / "run", tmp_path / "images"
-    few = arguments(train__iterations=2, eval__interval=1, eval__num_prompts=3, eval__seeds_per_prompt=2)
+    few = arguments(
+        train__iterations=2, eval__interval=1, eval__num_prompts=3, eval__seeds_per_prompt=2
+    )
     assert main(["train", str(DEMO), "--output", str(run), *SMALL, *few]) == 0
     capsys.readouterr()
     demo_pictures.main(run, folder)
@@ -38,13 +46,17 @@ def test_all_pictures_are_drawn_from_one_run(tmp_path: Path, capsys: pytest.Capt
         assert min(still.size) > 600
         assert moving.n_frames == 9  # type: ignore[attr-defined]
     assert (folder / "demo.webp").stat().st_size < 400_000
-    assert (folder / "report.png").is_file() == bool(shutil.which("chromium") or shutil.which("google-chrome"))
+    assert (folder / "report.png").is_file() == bool(
+        shutil.which("chromium") or shutil.which("google-chrome")
+    )
     after = json.loads((run / "eval" / "after.json").read_text())
     printed = capsys.readouterr().out
     assert f"after: reward {sum(after['reward']) / 6:.3f} of 3, " in printed
     for part in ("clean shape", "steady motion", "colour", "shape", "direction", "speed"):
         assert len(re.findall(rf", {part} [01]\.\d\d", printed)) == 3
 
-    (run / "eval" / "after.json").write_text(json.dumps(after | {"reward": [x + 0.1 for x in after["reward"]]}))
+    (run / "eval" / "after.json").write_text(
+        json.dumps(after | {"reward": [x + 0.1 for x in after["reward"]]})
+    )
     with pytest.raises(AssertionError, match="not close"):
         demo_pictures.main(run, folder)

@@ -1,11 +1,13 @@
-"""Every command and every Python example in the documentation runs here, or says which test or machine runs it.
+"""Every command and every Python example in the documentation runs here, or says which test or
+machine runs it.
 
 A fence is marked by a comment on the line above it:
 
     <!-- needs: gpu -->  or  <!-- needs: network -->      not run
     <!-- run by: tests/test_new_user.py -->               that file runs every command of the block
 
-Unmarked ```bash and ```python fences are executed: those of one page share a folder, a page's Python its names.
+Unmarked ```bash and ```python fences are executed: those of one page share a folder, a page's
+Python its names.
 """
 
 import dataclasses
@@ -32,9 +34,15 @@ from tests.tiny import FEW_STEPS, arguments
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL = [*FEW_STEPS, *arguments(train__prompts_per_iteration=2, train__group_size=2)]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+]
 FENCE = re.compile(
-    r"^(?:<!-- (?P<key>needs|run by): (?P<value>.+?) -->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)^```$", re.M | re.S
+    r"^(?:<!-- (?P<key>needs|run by): (?P<value>.+?) "
+    r"-->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)^```$",
+    re.M | re.S,
 )
 
 
@@ -54,7 +62,14 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found["kind"], found["text"], found["key"], found["value"])
+        Block(
+            page,
+            text.count("\n", 0, found.start()) + 1,
+            found["kind"],
+            found["text"],
+            found["key"],
+            found["value"],
+        )
         for found in FENCE.finditer(text)
     ]
 
@@ -74,11 +89,17 @@ LONG = ("evaluate.md",)
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG), id=str(page.relative_to(REPOSITORY)))
+        pytest.param(
+            page,
+            marks=[pytest.mark.soak] * (page.name in LONG),
+            id=str(page.relative_to(REPOSITORY)),
+        )
         for page in PAGES
     ],
 )
-def test_commands_and_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_and_examples_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": page.stem}
@@ -87,7 +108,9 @@ def test_commands_and_examples_run(page: Path, tmp_path: Path, monkeypatch: pyte
             exec(compile(block.text, str(block), "exec"), names)
             continue
         for words in commands(block):
-            assert words[0] == "sage-fast", f"{block}: mark it, or let this test run more than sage-fast"
+            assert words[0] == "sage-fast", (
+                f"{block}: mark it, or let this test run more than sage-fast"
+            )
             trains = words[1] == "train" and "--dry-run" not in words
             assert main([*words[1:], *(SMALL if trains else [])]) == 0, words
 
@@ -106,26 +129,34 @@ def test_marked_blocks_say_who_runs_them(block: Block) -> None:
         if command and command[0] != "cd":
             start = " ".join(command[:2])
             in_process = start.replace("sage-fast", "main")  # main(["train", ...])
-            assert start in words or in_process in words, f"{block}: {block.value} does not run {start!r}"
+            assert start in words or in_process in words, (
+                f"{block}: {block.value} does not run {start!r}"
+            )
 
 
 def test_every_page_is_covered() -> None:
-    """Indented blocks and fences without a language would escape: commands stand only in ```bash fences."""
+    """Indented blocks and fences without a language would escape: commands stand only in ```bash
+    fences."""
     shells = {block.page.name for block in ALL if block.kind == "bash"}
     assert shells >= {"README.md", "CONTRIBUTING.md", "rollout-engine.md"}
     for page in PAGES:
         outside = FENCE.sub("", page.read_text(encoding="utf-8"))
         outside = re.sub(r"^```\w*\n.*?^```$", "", outside, flags=re.M | re.S)
-        strays = re.findall(r"^ {4,}(?:sage-fast|make|pip|torchrun|pytest|python|nsys|ncu) .*$", outside, re.M)
+        strays = re.findall(
+            r"^ {4,}(?:sage-fast|make|pip|torchrun|pytest|python|nsys|ncu) .*$", outside, re.M
+        )
         assert not strays, f"{page.name}: {strays}"
         assert outside.count("```") == 0, f"{page.name}: a fence that is not closed, or is indented"
 
 
 def test_paths_named_in_the_documentation_exist() -> None:
-    """`folder/file.py` and links to files; names of generated files do not hold a slash or begin with runs/."""
+    """`folder/file.py` and links to files; names of generated files do not hold a slash or begin
+    with runs/."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        named = re.findall(r"`((?:sage_fast|kernels|csrc|configs|docs|tests|benchmarks)/[\w./-]+)`", text)
+        named = re.findall(
+            r"`((?:sage_fast|kernels|csrc|configs|docs|tests|benchmarks)/[\w./-]+)`", text
+        )
         linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
         missing = [name for name in named if not (REPOSITORY / name).exists()]
         missing += [link for link in linked if not (page.parent / link).exists()]
@@ -145,8 +176,14 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {key: value or "" for key, value in attrs}
-        into = self.links if tag == "a" or values.get("rel") in ("prev", "next", "canonical") else self.loads
-        into += [values[key] for key in ("href", "src", "poster", "data", "srcset") if key in values]
+        into = (
+            self.links
+            if tag == "a" or values.get("rel") in ("prev", "next", "canonical")
+            else self.loads
+        )
+        into += [
+            values[key] for key in ("href", "src", "poster", "data", "srcset") if key in values
+        ]
         self._in_text |= tag == "article"
         self.elements[tag] += self._in_text
 
@@ -156,10 +193,18 @@ class Page(HTMLParser):
 
 def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:
     """Python-Markdown wants an empty line before a list or a table, GitHub does not."""
-    nav = re.findall(r"^ +- (?:\w+: )?([\w./-]+\.md)", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    nav = re.findall(
+        r"^ +- (?:\w+: )?([\w./-]+\.md)", (REPOSITORY / "mkdocs.yml").read_text(), re.M
+    )
     for page in PAGES:
-        name = str(page.relative_to(REPOSITORY)).removeprefix("docs/").replace("README.md", "readme.md")
-        assert nav.count(name) == 1, f"{name} stands {nav.count(name)} times in the nav of mkdocs.yml"
+        name = (
+            str(page.relative_to(REPOSITORY))
+            .removeprefix("docs/")
+            .replace("README.md", "readme.md")
+        )
+        assert nav.count(name) == 1, (
+            f"{name} stands {nav.count(name)} times in the nav of mkdocs.yml"
+        )
         text = re.sub(r"^```\w*\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         shown = Page(site / Path(name).with_suffix(".html")).elements
         if "\n::: " not in text:
@@ -175,13 +220,17 @@ def test_the_page_of_a_study_begins_with_results_and_ends_with_its_protocol(stud
     page = (REPOSITORY / "docs" / "results" / f"{study}.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (.+)$", page, re.M)
     assert headings[-2:] == ["How it was made", "Protocol"]
-    protocol = yaml.safe_load((REPOSITORY / "studies" / study / "protocol.yaml").read_text(encoding="utf-8"))
+    protocol = yaml.safe_load(
+        (REPOSITORY / "studies" / study / "protocol.yaml").read_text(encoding="utf-8")
+    )
     assert page.endswith("## Protocol\n\n" + "\n\n".join(protocol["text"]) + "\n")
     assert protocol["history"]
 
 
 def test_pages_for_maintainers_stand_apart() -> None:
-    maintaining = re.search(r"^  - Maintaining:\n((?:      - .*\n)+)", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    maintaining = re.search(
+        r"^  - Maintaining:\n((?:      - .*\n)+)", (REPOSITORY / "mkdocs.yml").read_text(), re.M
+    )
     assert maintaining
     pages = re.findall(r"[\w/-]+\.md", maintaining[1])
     assert pages == ["how-to/first-gpu.md", "results/searches.md", "reference/faults.md"]
@@ -195,12 +244,20 @@ def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
     for file in pages:
         page = Page(file)
         assert len(page.loads) > 3
-        local = page.loads + [link for link in page.links if "://" not in link and not link.startswith("mailto:")]
+        local = page.loads + [
+            link for link in page.links if "://" not in link and not link.startswith("mailto:")
+        ]
         root = site if file.name == "404.html" else file.parent  # which is served from any address
-        missing = [url for url in local if not (root / url.split("#")[0].split("?")[0].lstrip("/")).exists()]
+        missing = [
+            url
+            for url in local
+            if not (root / url.split("#")[0].split("?")[0].lstrip("/")).exists()
+        ]
         assert not missing, f"{file.name}: {missing}"
     for style in site.rglob("*.css"):
-        assert not re.search(r"@import|url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style.name
+        assert not re.search(
+            r"@import|url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")
+        ), style.name
 
 
 def test_the_table_of_faults_is_that_of_the_tests() -> None:
@@ -242,12 +299,18 @@ def test_a_cell_of_the_results_has_one_number_or_an_interval(name: str) -> None:
 
 def tables(page: str) -> list[list[str]]:
     """Names in the first column of each table: `a`, `b` | ... is two names."""
-    found = re.findall(r"^\|---.*\n((?:\|.*\n)+)", (REPOSITORY / "docs" / page).read_text(encoding="utf-8"), re.M)
-    return [re.findall(r"`([^`]+)`", "\n".join(row.split(" | ")[0] for row in table.splitlines())) for table in found]
+    found = re.findall(
+        r"^\|---.*\n((?:\|.*\n)+)", (REPOSITORY / "docs" / page).read_text(encoding="utf-8"), re.M
+    )
+    return [
+        re.findall(r"`([^`]+)`", "\n".join(row.split(" | ")[0] for row in table.splitlines()))
+        for table in found
+    ]
 
 
 def test_the_page_has_the_metrics_and_files_of_a_run(tmp_path: Path) -> None:
-    """Those that stand only in some runs are in the second table of each; `<part>` stands for a name."""
+    """Those that stand only in some runs are in the second table of each; `<part>` stands for a
+    name."""
     metrics, some_metrics, files, some_files = tables("reference/metrics.md")
     config = str(REPOSITORY / "configs" / "recipes" / "paper.yaml")
     few = arguments(train__iterations=2, eval__interval=1, eval__num_prompts=2)
@@ -263,15 +326,23 @@ def test_the_page_has_the_metrics_and_files_of_a_run(tmp_path: Path) -> None:
     keys = set().union(*rows)
     conditional = of(some_metrics[:3], keys)
     assert of(metrics, keys) == set(rows[-1]) == keys - conditional
-    written = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    written = {
+        str(path.relative_to(tmp_path / "run"))
+        for path in (tmp_path / "run").rglob("*")
+        if path.is_file()
+    }
     assert of(files, written) | of(some_files[:1], written) == written
-    source = "".join(file.read_text(encoding="utf-8") for file in (REPOSITORY / "sage_fast").rglob("*.py"))
+    source = "".join(
+        file.read_text(encoding="utf-8") for file in (REPOSITORY / "sage_fast").rglob("*.py")
+    )
     for name in (*some_metrics, *some_files):
         assert all(part in source for part in re.split(r"<\w+>|/", name)), name
 
 
 def test_hooks_use_the_versions_of_the_constraints() -> None:
-    pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines())
+    pins = dict(
+        line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+    )
     hooks = (REPOSITORY / ".pre-commit-config.yaml").read_text()
     assert yaml.safe_load(hooks)["repos"][0]["rev"] == f"v{pins['ruff']}"
     assert f"mypy {pins['mypy']}" in hooks
@@ -279,21 +350,44 @@ def test_hooks_use_the_versions_of_the_constraints() -> None:
 
 @pytest.mark.parametrize(
     ("column", "name"),
-    [(0, "paper-480p"), (1, "official-480p"), (2, "hunyuanvideo15-480p"), (3, "hunyuanvideo15-480p-full")],
+    [
+        (0, "paper-480p"),
+        (1, "official-480p"),
+        (2, "hunyuanvideo15-480p"),
+        (3, "hunyuanvideo15-480p-full"),
+    ],
 )
 def test_the_source_of_every_value_is_named(column: int, name: str) -> None:
-    """docs/reference/configs.md tells every setting of four configurations, with its value; paths apart.
+    """docs/reference/configs.md tells every setting of four configurations, with its value; paths
+    apart.
 
-    The last cell of a row has that of our LoRA, and after "All weights:" that for all weights if it is another.
+    The last cell of a row has that of our LoRA, and after "All weights:" that for all weights if it
+    is another.
     """
     file = REPOSITORY / "configs" / f"{name}.yaml"
-    sections = {key: value for key, value in yaml.safe_load(file.read_text()).items() if isinstance(value, dict)}
+    sections = {
+        key: value
+        for key, value in yaml.safe_load(file.read_text()).items()
+        if isinstance(value, dict)
+    }
     given = {f"{section}.{key}" for section, values in sections.items() for key in values}
     page = (REPOSITORY / "docs" / "reference" / "configs.md").read_text()
     rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*)\|(.*)\|(.*)\|$", page, re.M)
-    chosen = {setting: [*cells, cells[2].split(" All weights:")[-1]][column] for setting, *cells in rows}
-    stated = {setting: value[1] for setting, cell in chosen.items() if (value := re.match(r" `(.+?)`", cell))}
-    assert stated.keys() == given - {"model.path", "data.prompts", "data.eval_prompts", "reward.name", "reward.args"}
+    chosen = {
+        setting: [*cells, cells[2].split(" All weights:")[-1]][column] for setting, *cells in rows
+    }
+    stated = {
+        setting: value[1]
+        for setting, cell in chosen.items()
+        if (value := re.match(r" `(.+?)`", cell))
+    }
+    assert stated.keys() == given - {
+        "model.path",
+        "data.prompts",
+        "data.eval_prompts",
+        "reward.name",
+        "reward.args",
+    }
     assert load(file, stated) == load(file)
 
 
@@ -303,11 +397,17 @@ def test_the_page_has_the_learning_rate_of_the_demo() -> None:
     assert float(rate) == load(REPOSITORY / "configs" / "demo.yaml").train.learning_rate
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.stem)
-def test_a_shipped_configuration_names_prompts_that_are_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_a_shipped_configuration_names_prompts_that_are_there(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(REPOSITORY)
     data = load(file).data
-    negatives_of(prompt for source in (data.prompts, data.eval_prompts) for prompt in read_prompts(source))
+    negatives_of(
+        prompt for source in (data.prompts, data.eval_prompts) for prompt in read_prompts(source)
+    )
 
 
 def test_the_challenger_for_480p_has_the_method_of_the_recipe_ahead() -> None:
@@ -322,16 +422,22 @@ def test_the_challenger_for_480p_has_the_method_of_the_recipe_ahead() -> None:
     }
     for section, keys in same.items():
         for key in keys:
-            assert getattr(getattr(full, section), key) == getattr(getattr(recipe, section), key), key
+            assert getattr(getattr(full, section), key) == getattr(getattr(recipe, section), key), (
+                key
+            )
     assert full.train.engine == "zero3"
 
 
 @pytest.mark.parametrize("name", ["distilled", "window", "i2v", "step-distilled"])
 def test_a_variant_of_the_lora_differs_where_the_page_says(name: str) -> None:
-    ours, variant = (leaves(yaml.safe_load((REPOSITORY / "configs" / f"hunyuanvideo15-480p{end}.yaml").read_text()))
-                     for end in ("", f"-{name}"))  # fmt: skip
+    configs = REPOSITORY / "configs"
+    ours, variant = (
+        leaves(yaml.safe_load((configs / f"hunyuanvideo15-480p{end}.yaml").read_text()))
+        for end in ("", f"-{name}")
+    )
     differ = {key for key in variant if key not in ours or ours[key] != variant[key]}
     assert ours.keys() <= variant.keys()
     (row,) = re.findall(rf"^\| `configs/hunyuanvideo15-480p-{name}.yaml` \|(.*)\|$",
-                        (REPOSITORY / "docs" / "reference" / "configs.md").read_text(), re.M)  # fmt: skip
+                        (REPOSITORY / "docs" / "reference" / "configs.md").read_text(),
+                        re.M)  # fmt: skip
     assert set(re.findall(r"`(\w+\.\w+)`", row)) == differ - {"output"}

@@ -36,11 +36,15 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     checks = {check["name"]: check for check in result["checks"]}
     wrong = [check for check in checks.values() if check["verdict"] == "wrong"]
     assert (status, wrong) == (0, [])
-    assert {"torch", "triton", "flash-attn", "deepspeed", "C++ compiler", "attention sdpa"} <= set(checks)
+    assert {"torch", "triton", "flash-attn", "deepspeed", "C++ compiler", "attention sdpa"} <= set(
+        checks
+    )
     for operator in ("transition_step", "transition_score", "norm_modulate", "norm_rotate"):
         for dtype in ("float32", "bfloat16"):
             assert checks[f"{operator}, cpu, {dtype}"]["verdict"] == "ok"
-    assert checks["norm_rotate, cpu, bfloat16"]["found"].startswith("norm_rotate, norm_rotate_backward: largest error ")
+    assert checks["norm_rotate, cpu, bfloat16"]["found"].startswith(
+        "norm_rotate, norm_rotate_backward: largest error "
+    )
     for check in checks.values():
         assert check["verdict"] in VERDICTS
         assert check["found"] in printed
@@ -48,7 +52,9 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert checks["matrix product"]["found"].endswith(" TFLOP/s in torch.float32")
 
 
-def test_a_wrong_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_kernel_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     right = ATTENTION["sdpa"]
     wrong = dataclasses.replace(right, attend=lambda q, k, v: 1.1 * right(q, k, v))
     monkeypatch.setitem(ATTENTION, "sdpa", wrong)
@@ -64,7 +70,9 @@ def fails(*arguments: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_operators_that_are_wrong(operator: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_are_wrong(
+    operator: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a value of their result, of a gradient, and by an error."""
     for name in (operator, f"{operator}_backward") if OPERATORS[operator].trained else (operator,):
 
@@ -112,8 +120,11 @@ def test_packages_that_are_missing_old_or_broken(monkeypatch: pytest.MonkeyPatch
     assert broken.found.startswith("9.9 is installed and cannot be imported: ModuleNotFoundError")
 
 
-def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without diffusers, the rows before it; with a part that ends in an error, the parts after it."""
+def test_the_table_comes_whatever_breaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without diffusers, the rows before it; with a part that ends in an error, the parts after
+    it."""
     with monkeypatch.context() as without:
         without.delitem(sys.modules, "sage_fast.tools.selftest")
         without.delattr("sage_fast.tools.selftest")
@@ -128,7 +139,9 @@ def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys
     assert names["attention sdpa"].verdict == "ok"
 
 
-def test_the_file_has_every_row_before_the_next_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_has_every_row_before_the_next_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What hangs, or is killed, leaves the rows before it."""
     file = tmp_path / "doctor.json"
 

@@ -1,4 +1,5 @@
-"""docs/tutorials/eight-gpus.md, every command, on a tiny checkpoint of the real classes and two CPU ranks."""
+"""docs/tutorials/eight-gpus.md, every command, on a tiny checkpoint of the real classes and two CPU
+ranks."""
 
 import re
 from pathlib import Path
@@ -22,7 +23,13 @@ PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"dtype": "float32", "lora_rank": 2},
     "sampling": {"steps": 2, "num_frames": 5, "height": 32, "width": 32},
-    "train": {"iterations": 2, "prompts_per_iteration": 4, "group_size": 2, "learning_rate": 1e-2, "warmup_steps": 0},
+    "train": {
+        "iterations": 2,
+        "prompts_per_iteration": 4,
+        "group_size": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 0,
+    },
     "eval": {"steps": 1, "num_prompts": 2, "num_videos": 1, "interval": 0},
     "tracking": {"trackers": []},
 }
@@ -43,7 +50,9 @@ def make_small(config: Path, model: Path) -> None:
 def download(repository: str, folder: Path) -> None:
     """Tiny models in the published layouts, in place of `hf download`."""
     if repository == "KwaiVGI/VideoReward":
-        write_video_reward(folder, published_weights(write_qwen2_vl(folder.parent / "of-these-weights")))
+        write_video_reward(
+            folder, published_weights(write_qwen2_vl(folder.parent / "of-these-weights"))
+        )
     else:
         assert repository == VideoAlignReward.__init__.__kwdefaults__["base"]
         write_qwen2_vl(folder)
@@ -57,7 +66,9 @@ def test_every_command_of_the_page(
     printed: dict[str, str] = {"ranks": ""}
     started: list[list[str]] = []
     (python,) = (block for block in blocks(PAGE) if block.kind == "python")
-    for words in [words for block in blocks(PAGE) if block is not python for words in commands(block)]:
+    for words in [
+        words for block in blocks(PAGE) if block is not python for words in commands(block)
+    ]:
         if words[0] == "torchrun":
             assert words[:5] == ["torchrun", "--nproc-per-node", "8", "-m", "sage_fast"]
             started.append([re.sub("^300$", "3", word) for word in words[5:]])
@@ -79,7 +90,11 @@ def test_every_command_of_the_page(
     assert "one iteration on 8 GPUs" in printed["train"]
     assert "reward videoalign: 0.5 mq + 1 ta + 0.5 vq" in printed["train"]
     assert "not in the hub's cache" not in printed["train"]  # both folders of the page are found
-    texts = 1 + len(Path("prompts.txt").read_text().splitlines()) + len(Path("heldout.txt").read_text().splitlines())
+    texts = (
+        1
+        + len(Path("prompts.txt").read_text().splitlines())
+        + len(Path("heldout.txt").read_text().splitlines())
+    )
     assert f"embeddings: {texts} texts" in printed["ranks"]
     assert len(list(Path("embeddings").glob("*.safetensors"))) == texts + 1  # that of `sample`
     run = Path("runs/first")
@@ -97,7 +112,8 @@ def test_every_command_of_the_page(
 
     code = python.text
     for theirs, ours in (
-        (f'"{PUBLISHED}"', repr(str(model))), ('"cuda"', '"cpu"'), ("height=480, width=832", "height=32, width=32"),
+        (f'"{PUBLISHED}"', repr(str(model))), ('"cuda"', '"cpu"'), ("height=480, width=832",
+            "height=32, width=32"),
         ("num_frames=81", "num_frames=5"), ("num_inference_steps=40", "num_inference_steps=2"),
     ):  # fmt: skip
         assert code.count(theirs) == 1
@@ -109,7 +125,8 @@ def test_every_command_of_the_page(
     pipeline = names["pipeline"]
 
     def latents() -> torch.Tensor:
-        made = pipeline("a red circle", height=32, width=32, num_frames=5, num_inference_steps=2, output_type="latent",
+        made = pipeline("a red circle", height=32, width=32, num_frames=5, num_inference_steps=2,
+            output_type="latent",
                         generator=torch.Generator().manual_seed(0))  # fmt: skip
         return made.frames
 

@@ -1,4 +1,5 @@
-"""Encoders and tokenizers of others: each is tried when it is loaded, and their own settings decide nothing."""
+"""Encoders and tokenizers of others: each is tried when it is loaded, and their own settings decide
+nothing."""
 
 import json
 import os
@@ -28,8 +29,18 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.tiny_rewards import published_weights, write_clip, write_qwen2_vl, write_video_reward
 
 SAMPLING = SamplingConfig(num_frames=17, height=32, width=48)
-PROMPTS = ["a cat", 'the thing says "the end"', "the theatre in the thing " * 300, "<|im_end|> and </s> in it", ""]
-VIDEO_PROMPTS = ["a red ball", "the Blue table falls, and then it falls again, and again and again and once more", "a"]
+PROMPTS = [
+    "a cat",
+    'the thing says "the end"',
+    "the theatre in the thing " * 300,
+    "<|im_end|> and </s> in it",
+    "",
+]
+VIDEO_PROMPTS = [
+    "a red ball",
+    "the Blue table falls, and then it falls again, and again and again and once more",
+    "a",
+]
 
 IDLE: dict[str, Any] = {
     "padding_side": "left",
@@ -112,11 +123,13 @@ def videos(count: int) -> Tensor:
     return torch.randint(0, 256, (count, 4, 3, 41, 60), generator=draw) / 255
 
 
-# -- settings of tokenizers -------------------------------------------------------------------------------------------
+# -- settings of tokenizers ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", ["tokenizer", "tokenizer_2"])
-def test_settings_of_a_tokenizer_do_not_change_an_embedding(checkpoint: Path, tmp_path: Path, part: str) -> None:
+def test_settings_of_a_tokenizer_do_not_change_an_embedding(
+    checkpoint: Path, tmp_path: Path, part: str
+) -> None:
     copied = copy_of(checkpoint, tmp_path)
     change(copied / part / "tokenizer_config.json", **IDLE)
     expected, found = load(checkpoint), load(copied)
@@ -130,10 +143,16 @@ def test_settings_of_a_tokenizer_do_not_change_a_clip_score(clip: Path, tmp_path
     expected = CLIPScoreReward(str(clip)).score(videos(3), VIDEO_PROMPTS)["clip_cosine"]
     copied = copy_of(clip, tmp_path)
     for fields in ({}, {"pad_token": "a"}):
-        change(copied / "tokenizer_config.json", **IDLE | {"tokenizer_class": "CLIPTokenizer"} | fields)
+        change(
+            copied / "tokenizer_config.json", **IDLE | {"tokenizer_class": "CLIPTokenizer"} | fields
+        )
         reward = CLIPScoreReward(str(copied))
-        torch.testing.assert_close(reward.score(videos(3), VIDEO_PROMPTS)["clip_cosine"], expected, rtol=0, atol=0)
-        alone = [reward.score(videos(3)[i : i + 1], [VIDEO_PROMPTS[i]])["clip_cosine"] for i in range(3)]
+        torch.testing.assert_close(
+            reward.score(videos(3), VIDEO_PROMPTS)["clip_cosine"], expected, rtol=0, atol=0
+        )
+        alone = [
+            reward.score(videos(3)[i : i + 1], [VIDEO_PROMPTS[i]])["clip_cosine"] for i in range(3)
+        ]
         torch.testing.assert_close(torch.cat(alone), expected)
 
 
@@ -145,16 +164,24 @@ def test_settings_of_a_tokenizer_do_not_change_a_videoalign_score(
     copied = copy_of(base, tmp_path)
     change(copied / "tokenizer_config.json", **IDLE | {"tokenizer_class": "Qwen2Tokenizer"})
     reward = VideoAlignReward(str(path), base=str(copied))
-    torch.testing.assert_close(reward.score(videos(3), VIDEO_PROMPTS)["ta"], expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        reward.score(videos(3), VIDEO_PROMPTS)["ta"], expected, rtol=0, atol=0
+    )
     alone = [reward.score(videos(3)[i : i + 1], [VIDEO_PROMPTS[i]])["ta"] for i in range(3)]
     torch.testing.assert_close(torch.cat(alone), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_checkpoints_files(checkpoint_i2v: Path, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_checkpoints_files(
+    checkpoint_i2v: Path, tmp_path: Path
+) -> None:
     copied = copy_of(checkpoint_i2v, tmp_path)
     sampling = SamplingConfig(guidance_scale=1.0)
     plain = find_spec(str(copied)).notes(sampling)
-    for name in ("model_index.json", "scheduler/scheduler_config.json", "guider/guider_config.json"):
+    for name in (
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "guider/guider_config.json",
+    ):
         file = copied / name
         file.write_text("\ufeff" + file.read_text(), encoding="utf-8")
     spec = find_spec(str(copied))
@@ -163,7 +190,7 @@ def test_a_byte_order_mark_is_no_part_of_a_checkpoints_files(checkpoint_i2v: Pat
     load(copied)
 
 
-# -- the trial at load ------------------------------------------------------------------------------------------------
+# -- the trial at load -----------------------------------------------------------------------------
 
 NAN = "NaN"
 MISSING = "missing"
@@ -171,35 +198,75 @@ Damage = dict[str, Any] | str | Callable[[Path], None]
 
 TEXT_DAMAGES: list[tuple[str, Damage, str]] = [
     ("tokenizer/tokenizer_config.json", {"pad_token": None}, "tokenizer: has no padding token"),
-    ("tokenizer/tokenizer_config.json", {"pad_token": "<pad>"}, "tokenizer: text_encoder has 266 tokens"),
+    (
+        "tokenizer/tokenizer_config.json",
+        {"pad_token": "<pad>"},
+        "tokenizer: text_encoder has 266 tokens",
+    ),
     ("tokenizer/tokenizer_config.json", {"pad_token": "the"}, "tokenizer: adds the token 'the'"),
     ("tokenizer/tokenizer_config.json", {"eos_token": "a"}, "tokenizer: adds the token 'a'"),
     ("tokenizer/tokenizer.json", MISSING, "tokenizer"),
     ("tokenizer/chat_template.jinja", MISSING, "tokenizer: "),
-    ("tokenizer", lambda folder: add_token(folder, "cat", 266), "tokenizer: text_encoder has 266 tokens"),
+    (
+        "tokenizer",
+        lambda folder: add_token(folder, "cat", 266),
+        "tokenizer: text_encoder has 266 tokens",
+    ),
     ("tokenizer_2/tokenizer_config.json", {"pad_token": None}, "tokenizer_2: has no padding token"),
     ("tokenizer_2/tokenizer_config.json", {"extra_special_tokens": ["the"]}, "tokenizer_2: "),
     ("text_encoder/config.json", {"rope_parameters": ...}, "text_encoder: "),
-    ("text_encoder/config.json", {"max_position_embeddings": 100}, "text_encoder: has 100 positions"),
+    (
+        "text_encoder/config.json",
+        {"max_position_embeddings": 100},
+        "text_encoder: has 100 positions",
+    ),
     ("text_encoder/config.json", {"hidden_size": 16}, "text_encoder"),
     ("text_encoder/config.json", {"pad_token_id": 9999}, "text_encoder: "),
     ("text_encoder/config.json", {"num_attention_heads": 3}, "text_encoder"),
-    ("text_encoder/model.safetensors", NAN, "text_encoder gives values that are not finite for the word"),
-    ("text_encoder_2/model.safetensors", NAN, "text_encoder_2 gives values that are not finite for the word"),
+    (
+        "text_encoder/model.safetensors",
+        NAN,
+        "text_encoder gives values that are not finite for the word",
+    ),
+    (
+        "text_encoder_2/model.safetensors",
+        NAN,
+        "text_encoder_2 gives values that are not finite for the word",
+    ),
     ("text_encoder_2/config.json", {"d_kv": 4}, "text_encoder_2"),
     ("text_encoder_2", MISSING, "text_encoder_2"),
-    ("model_index.json", {"tokenizer": ["transformers", "Qwen9Tokenizer"]}, "tokenizer is a Qwen9Tokenizer"),
+    (
+        "model_index.json",
+        {"tokenizer": ["transformers", "Qwen9Tokenizer"]},
+        "tokenizer is a Qwen9Tokenizer",
+    ),
     ("model_index.json", {"tokenizer_2": ...}, "tokenizer_2 is None"),
 ]
 IMAGE_DAMAGES: list[tuple[str, Damage, str]] = [
-    ("feature_extractor/preprocessor_config.json", {"size": {"height": 28, "width": 28}}, "feature_extractor: makes"),
+    (
+        "feature_extractor/preprocessor_config.json",
+        {"size": {"height": 28, "width": 28}},
+        "feature_extractor: makes",
+    ),
     ("feature_extractor/preprocessor_config.json", {"size": 3}, "feature_extractor: "),
-    ("feature_extractor/preprocessor_config.json", {"image_std": [0, 0, 0]}, "feature_extractor gives values that"),
+    (
+        "feature_extractor/preprocessor_config.json",
+        {"image_std": [0, 0, 0]},
+        "feature_extractor gives values that",
+    ),
     ("feature_extractor/preprocessor_config.json", MISSING, "feature_extractor: "),
     ("image_encoder/config.json", {"image_size": 28}, "image_encoder: "),
     ("image_encoder/config.json", {"hidden_size": 32}, "image_encoder"),
-    ("image_encoder/model.safetensors", NAN, "image_encoder gives values that are not finite for a grey picture"),
-    ("vae/diffusion_pytorch_model.safetensors", NAN, "vae gives values that are not finite for a grey picture"),
+    (
+        "image_encoder/model.safetensors",
+        NAN,
+        "image_encoder gives values that are not finite for a grey picture",
+    ),
+    (
+        "vae/diffusion_pytorch_model.safetensors",
+        NAN,
+        "vae gives values that are not finite for a grey picture",
+    ),
     ("vae/diffusion_pytorch_model.safetensors", MISSING, "vae: "),
 ]
 
@@ -240,14 +307,20 @@ def test_an_image_encoder_that_cannot_work_is_one_line_at_load(
 @pytest.mark.parametrize(
     ("file", "how", "words"),
     [
-        ("feature_extractor/preprocessor_config.json", {"size": {"height": 8, "width": 8}}, "feature_extractor: makes"),
+        (
+            "feature_extractor/preprocessor_config.json",
+            {"size": {"height": 8, "width": 8}},
+            "feature_extractor: makes",
+        ),
         ("image_encoder/model.safetensors", NAN, "image_encoder gives values that are not finite"),
         ("image_encoder/config.json", {"num_hidden_layers": 9}, "image_encoder lacks "),
         ("transformer/config.json", {"image_embed_dim": 12}, "the transformer expects 12"),
     ],
     ids=str,
 )
-def test_the_testbeds_image_encoder_is_tried_too(tmp_path: Path, file: str, how: Damage, words: str) -> None:
+def test_the_testbeds_image_encoder_is_tried_too(
+    tmp_path: Path, file: str, how: Damage, words: str
+) -> None:
     copied = copy_of(BASE_I2V, tmp_path)
     shutil.copytree(BASE / "vae", copied / "vae")
     load(copied)
@@ -257,12 +330,20 @@ def test_the_testbeds_image_encoder_is_tried_too(tmp_path: Path, file: str, how:
 
 CLIP_DAMAGES: list[tuple[str, Damage, str]] = [
     ("tokenizer_config.json", {"pad_token": None}, "tokenizer: has no padding token"),
-    ("tokenizer_config.json", {"pad_token": "<pad>"}, "tokenizer: text_model has 545 tokens, and its tokenizer 546"),
+    (
+        "tokenizer_config.json",
+        {"pad_token": "<pad>"},
+        "tokenizer: text_model has 545 tokens, and its tokenizer 546",
+    ),
     ("tokenizer_config.json", {"bos_token": "<|endoftext|>"}, "tokenizer: reads a word as "),
     ("tokenizer_config.json", {"eos_token": "<end>"}, "tokenizer: "),
     ("tokenizer_config.json", {"tokenizer_class": "NoSuchTokenizer"}, ""),
     ("tokenizer.json", MISSING, "tokenizer: "),
-    ("tokenizer_config.json", {"extra_special_tokens": ["red"]}, "tokenizer: text_model has 545 tokens"),
+    (
+        "tokenizer_config.json",
+        {"extra_special_tokens": ["red"]},
+        "tokenizer: text_model has 545 tokens",
+    ),
     (".", lambda folder: add_token(folder, "red", 545), "tokenizer: text_model has 545 tokens"),
     ("processor_config.json", MISSING, "image processor: "),
     ("model.safetensors", NAN, "text_model gives values that are not finite for a word"),
@@ -281,14 +362,20 @@ def test_a_clip_model_that_cannot_work_is_one_line_at_load(
         assert words in text
         return
     expected = CLIPScoreReward(str(clip)).score(videos(1), ["a red ball"])
-    torch.testing.assert_close(CLIPScoreReward(str(copied)).score(videos(1), ["a red ball"]), expected)
+    torch.testing.assert_close(
+        CLIPScoreReward(str(copied)).score(videos(1), ["a red ball"]), expected
+    )
 
 
 @pytest.mark.parametrize(
     ("part", "fields", "words"),
     [
         ("vision_config", {"image_size": 64}, "missing or of another shape: "),
-        ("text_config", {"eos_token_id": 543}, "ends a text with token 544, of 545; the network looks for 543"),
+        (
+            "text_config",
+            {"eos_token_id": 543},
+            "ends a text with token 544, of 545; the network looks for 543",
+        ),
         ("text_config", {"max_position_embeddings": 2}, "missing or of another shape: "),
     ],
     ids=str,
@@ -302,13 +389,18 @@ def test_a_clip_configuration_that_cannot_work_is_one_line_at_load(
     assert words in refusal(lambda: CLIPScoreReward(str(copied)))
 
 
-def test_a_picture_of_another_size_than_clip_reads_is_one_line_at_load(clip: Path, tmp_path: Path) -> None:
+def test_a_picture_of_another_size_than_clip_reads_is_one_line_at_load(
+    clip: Path, tmp_path: Path
+) -> None:
     copied = copy_of(clip, tmp_path)
     images = json.loads((copied / "processor_config.json").read_text())["image_processor"]
     sizes = {"size": {"shortest_edge": 48}, "crop_size": {"height": 48, "width": 48}}
     change(copied / "processor_config.json", image_processor=images | sizes)
     text = refusal(lambda: CLIPScoreReward(str(copied)))
-    assert "image processor: makes a picture of shape [3, 48, 48]; the network reads [3, 32, 32]" in text
+    assert (
+        "image processor: makes a picture of shape [3, 48, 48]; the network reads [3, 32, 32]"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -341,10 +433,13 @@ def test_weights_of_videoalign_that_are_not_finite_are_one_line_at_load(
     weights["base_model.model.rm_head.weight"][0, 0] = torch.nan
     path = write_video_reward(tmp_path / "VideoReward", weights)
     text = refusal(lambda: VideoAlignReward(str(path), base=str(base)))
-    assert "a trial with a grey video: the network of vq gives values that are not finite for a grey video" in text
+    assert (
+        "a trial with a grey video: the network of vq gives values that are not finite for a grey "
+        "video" in text
+    )
 
 
-# -- values that are not finite ---------------------------------------------------------------------------------------
+# -- values that are not finite --------------------------------------------------------------------
 
 
 def test_a_reward_that_is_not_finite_names_its_network_and_the_prompts(
@@ -360,13 +455,20 @@ def test_a_reward_that_is_not_finite_names_its_network_and_the_prompts(
     assert scores["clipscore"].isfinite().tolist() == [True, False, False]
     lines = {" ".join(message.split()) for message in caplog.messages}
     start = "note: CLIPScoreReward: its network gives nan as"
-    assert lines == {f"{start} {part} for prompt 'a red ball'" for part in ("clip_cosine", "clipscore")}
+    assert lines == {
+        f"{start} {part} for prompt 'a red ball'" for part in ("clip_cosine", "clipscore")
+    }
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     ("field", "part"),
-    [("text", "text_encoder"), ("glyphs", "text_encoder_2"), ("image", "image_encoder"), ("frame", "vae")],
+    [
+        ("text", "text_encoder"),
+        ("glyphs", "text_encoder_2"),
+        ("image", "image_encoder"),
+        ("frame", "vae"),
+    ],
 )
 def test_an_embedding_that_is_not_finite_names_its_encoder_and_is_not_kept(
     tmp_path: Path, field: str, part: str, value: float
@@ -400,12 +502,15 @@ def test_a_cached_embedding_that_is_not_finite_is_made_again(tmp_path: Path) -> 
     assert file.read_bytes() == content
 
 
-# -- the version of the encoders --------------------------------------------------------------------------------------
+# -- the version of the encoders -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
 def test_every_byte_of_an_encoder_counts(tmp_path: Path, part: str) -> None:
-    """Wherever it is in a large file; size and times stay, as `cp -p` keeps them. Mended, it is the same encoder."""
+    """Wherever it is in a large file; size and times stay, as `cp -p` keeps them.
+
+    Mended, it is the same encoder.
+    """
     folder = tmp_path / "model"
     for name in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
         (folder / name).mkdir(parents=True)

@@ -31,21 +31,30 @@ ENDPOINT: dict[str, Any] = {
 
 
 def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    """Return the noise of a group whose endpoints are `jacobian` times it, and its turned noise, both `[N, D]`."""
+    """Return the noise of a group whose endpoints are `jacobian` times it, and its turned noise,
+    both `[N, D]`."""
     size, shape = len(jacobian), (1, 1, 1, len(jacobian))
     stored = Trajectories(
-        shape, [(i, 0) for i in range(samples)], 1, torch.device("cpu"), entered=[(i, 0) for i in range(samples)]
+        shape,
+        [(i, 0) for i in range(samples)],
+        1,
+        torch.device("cpu"),
+        entered=[(i, 0) for i in range(samples)],
     )
     seeds = torch.arange(samples)
     noise = 0.3 * philox_normal(seeds, torch.tensor(0), shape)
     stored.states |= {(i, 1): value for i, value in enumerate(noise)}
     stored.finish(
-        slice(0, samples), (noise.view(samples, size) @ jacobian.T.float()).view(samples, *shape), seeds, seeds
+        slice(0, samples),
+        (noise.view(samples, size) @ jacobian.T.float()).view(samples, *shape),
+        seeds,
+        seeds,
     )
     rows = [Sample(group=0, index=i, prompt="", seed=i, latent_seed=0) for i in range(samples)]
     train = SimpleNamespace(prompts_per_iteration=1, group_size=samples)
     plan = SimpleNamespace(
-        resolved=SimpleNamespace(config=SimpleNamespace(train=train)), tables=[SimpleNamespace(c=torch.tensor([0.3]))]
+        resolved=SimpleNamespace(config=SimpleNamespace(train=train)),
+        tables=[SimpleNamespace(c=torch.tensor([0.3]))],
     )
     turn_to_endpoints(SimpleNamespace(trajectories=stored, samples=rows), plan)  # type: ignore[arg-type]
     scored = stored.next_states([(i, 0) for i in range(samples)])
@@ -53,13 +62,15 @@ def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def directions(jacobian: Tensor) -> tuple[float, float]:
-    """Return the cosines of (mean of A x noise, mean of A x turned noise) with the gradient of a linear reward."""
+    """Return the cosines of (mean of A x noise, mean of A x turned noise) with the gradient of a
+    linear reward."""
     slope = torch.linspace(1, 2, len(jacobian))
     noise, scored = turned(jacobian, 2000)
     advantage = noise @ jacobian.T.float() @ slope
     exact = jacobian.T.float() @ slope
     return tuple(
-        float(torch.cosine_similarity((advantage[:, None] * d).mean(0), exact, dim=0)) for d in (noise, scored)
+        float(torch.cosine_similarity((advantage[:, None] * d).mean(0), exact, dim=0))
+        for d in (noise, scored)
     )  # type: ignore[return-value]
 
 
@@ -73,12 +84,15 @@ def test_turned_noise_keeps_its_length_and_points_to_the_centred_endpoint() -> N
 
 
 def test_where_the_endpoint_is_an_ascent_direction() -> None:
-    """In expectation it is J J^T g in place of J^T g: an ascent where J keeps the half-space of the gradient."""
+    """In expectation it is J J^T g in place of J^T g: an ascent where J keeps the half-space of the
+    gradient."""
     sharp = torch.diag(torch.tensor([1.0, 0.8, 0.05, 0.05, 0.0, 0.0]))
     for value in directions(sharp):
         assert value > 0.95
     angle = math.radians(80)
-    rotation = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    rotation = torch.tensor(
+        [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+    )
     noise, endpoint_direction = directions(rotation)
     assert noise > 0.95
     assert endpoint_direction == pytest.approx(math.cos(angle), abs=0.1)
@@ -88,9 +102,11 @@ def test_where_the_endpoint_is_an_ascent_direction() -> None:
 
 
 def test_where_the_endpoint_of_two_noisy_steps_is_an_ascent_direction() -> None:
-    """In expectation it is (J1 J1^T + J2 J2^T) g, the second step's noise included; with one step J1 J1^T g.
+    """In expectation it is (J1 J1^T + J2 J2^T) g, the second step's noise included; with one step
+    J1 J1^T g.
 
-    A second step that spreads along one axis turns the direction towards it, here so far that it descends.
+    A second step that spreads along one axis turns the direction towards it, here so far that it
+    descends.
     """
     first = torch.tensor([[1.0, 0.0], [0.9, -0.2]])
     second = torch.tensor([[0.0, 0.0], [0.0, 12.0]])
@@ -113,12 +129,15 @@ def test_less_noise_where_few_dimensions_reach_the_endpoint() -> None:
     noise, scored = turned(jacobian, 1000)
     advantage = noise[:, :1]
     for_noise, for_endpoint = (
-        (advantage * d).var(0).sum() / (advantage * d).mean(0).square().sum() for d in (noise, scored)
+        (advantage * d).var(0).sum() / (advantage * d).mean(0).square().sum()
+        for d in (noise, scored)
     )
     assert for_noise > 20 * for_endpoint
 
 
-def test_only_the_step_that_a_group_enters_together_is_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_step_that_a_group_enters_together_is_turned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = settings(**ENDPOINT, train__parity_gate=True)
     trainer = tiny_trainer(config)
     plan = trainer.plan(0)
@@ -142,7 +161,9 @@ def test_ranks_without_such_a_step_sum_with_the_others(monkeypatch: pytest.Monke
         turn_to_endpoints(batch, plan)
 
     monkeypatch.setattr("sage_fast.trainer.turn_to_endpoints", watched)
-    trainer = tiny_trainer(settings(**ENDPOINT, train__timestep_fraction=0.5, train__parity_gate=False))
+    trainer = tiny_trainer(
+        settings(**ENDPOINT, train__timestep_fraction=0.5, train__parity_gate=False)
+    )
     for index in range(6):
         trainer.rollout(trainer.plan(index))
     assert len(called) == 6
@@ -153,7 +174,10 @@ def test_ranks_without_such_a_step_sum_with_the_others(monkeypatch: pytest.Monke
 def endpoints() -> dict[tuple[int, int], Tensor]:
     trainer = tiny_trainer(settings(**ENDPOINT, train__parity_gate=False))
     batch, _ = trainer.rollout(trainer.plan(0))
-    return {(batch.numbers[i], t): value.clone() for (i, t), value in batch.trajectories.endpoints.items()}
+    return {
+        (batch.numbers[i], t): value.clone()
+        for (i, t), value in batch.trajectories.endpoints.items()
+    }
 
 
 def save_endpoints(folder: Path) -> None:
@@ -167,7 +191,8 @@ def test_a_group_spread_over_ranks(tmp_path: Path) -> None:
     assert run_ranks(save_endpoints, 2, tmp_path) == [0, 0], screens(tmp_path)
     shares = [torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in range(2)]
     assert {key for share in shares for key in share} == set(alone)
-    assert all({n // 4 for n, _ in alone} == {n // 4 for n, _ in share} for share in shares)  # of every group on each
+    # of every group on each
+    assert all({n // 4 for n, _ in alone} == {n // 4 for n, _ in share} for share in shares)
     for share in shares:
         for key, value in share.items():
             torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-5)
@@ -176,8 +201,14 @@ def test_a_group_spread_over_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"sampling__shared_initial_noise": False}, "direction = 'endpoint': expected sampling.shared_initial_noise"),
-        ({"objective__surrogate": "nft", "kl__strategy": "none"}, "direction = 'endpoint': expected sampling"),
+        (
+            {"sampling__shared_initial_noise": False},
+            "direction = 'endpoint': expected sampling.shared_initial_noise",
+        ),
+        (
+            {"objective__surrogate": "nft", "kl__strategy": "none"},
+            "direction = 'endpoint': expected sampling",
+        ),
     ],
 )
 def test_what_it_needs(overrides: dict[str, Any], message: str) -> None:

@@ -1,4 +1,5 @@
-"""ZeRO trains as one process does, on any number of ranks; each engine resumes the others' checkpoints."""
+"""ZeRO trains as one process does, on any number of ranks; each engine resumes the others'
+checkpoints."""
 
 import importlib.util
 import json
@@ -43,7 +44,8 @@ def on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Train in one plain process, resume its checkpoints on two ranks, and those of the two on one rank."""
+    """Train in one plain process, resume its checkpoints on two ranks, and those of the two on one
+    rank."""
     folder = tmp_path_factory.mktemp("runs")
     expected = {}
     for tuning in ("lora", "full"):
@@ -56,8 +58,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 CASES = [(2, "full zero2 0"), (2, "full zero3 2"), (1, "full zero3 2"), (1, "lora zero1 1")]
-"""Ranks, and tuning, engine and first iteration: those after 0 go on from a checkpoint of the plain engine, or (full
-zero3 on one rank) of two ranks with another stage. In iteration 2 the first of two ranks has nothing to train."""
+"""Ranks, and tuning, engine and first iteration: those after 0 go on from a checkpoint of the plain
+engine, or (full zero3 on one rank) of two ranks with another stage. In iteration 2 the first of two
+ranks has nothing to train."""
 METRICS = ("reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "kl/lambda", "kl/anchor",
            "ratio/mean", "learning_rate")  # fmt: skip
 IDS = [f"{name} on {ranks}" for ranks, name in CASES]
@@ -79,8 +82,11 @@ def joined(checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.soak
 @needs_deepspeed
 @pytest.mark.parametrize(("ranks", "case"), CASES, ids=IDS)
-def test_metrics_are_those_of_one_plain_process(ranks: int, case: str, runs: dict[str, Any]) -> None:
-    """Compare rewards, advantages, the norm before clipping, lambda, the anchor's KL and the size of the update."""
+def test_metrics_are_those_of_one_plain_process(
+    ranks: int, case: str, runs: dict[str, Any]
+) -> None:
+    """Compare rewards, advantages, the norm before clipping, lambda, the anchor's KL and the size
+    of the update."""
     tuning, _, first = case.split()
     for number, row in enumerate(runs[ranks]["rows"][case]):
         expected = runs["expected"][tuning, int(first) + number]
@@ -91,10 +97,14 @@ def test_metrics_are_those_of_one_plain_process(ranks: int, case: str, runs: dic
 @pytest.mark.soak
 @needs_deepspeed
 @pytest.mark.parametrize(("ranks", "case"), CASES, ids=IDS)
-def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs: dict[str, Any]) -> None:
-    """Compare whole weights by name, relative to how far they moved; the plain engine loads them and the moments.
+def test_checkpoints_are_those_of_one_plain_process(
+    ranks: int, case: str, runs: dict[str, Any]
+) -> None:
+    """Compare whole weights by name, relative to how far they moved; the plain engine loads them
+    and the moments.
 
-    Single weights may differ more: where a gradient is nearly zero, Adam divides one rounding error by another.
+    Single weights may differ more: where a gradient is nearly zero, Adam divides one rounding error
+    by another.
     """
     tuning, engine, _ = case.split()
     ours = last_checkpoint(runs["folder"] / f"{tuning}-{engine}-on-{ranks}")
@@ -103,48 +113,78 @@ def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs:
     for file in ("trainable", "ema", "anchor"):
         a, b = joined(ours, file), joined(theirs, file)
         assert a.keys() == b.keys()
-        off, way = (sum(float((b[n] - other[n].flatten()).square().sum()) for n in b) ** 0.5 for other in (a, start))
+        off, way = (
+            sum(float((b[n] - other[n].flatten()).square().sum()) for n in b) ** 0.5
+            for other in (a, start)
+        )
         assert off <= 0.03 * way, (file, off, way)
     for key in ("exp_avg", "exp_avg_sq"):
         a, b = joined(ours, f"optimizer-{key}"), joined(theirs, f"optimizer-{key}")
         assert a.keys() == b.keys()
-        off, size = (sum(float((a[n] - factor * b[n]).square().sum()) for n in a) ** 0.5 for factor in (1, 0))
+        off, size = (
+            sum(float((a[n] - factor * b[n]).square().sum()) for n in a) ** 0.5 for factor in (1, 0)
+        )
         assert off <= 1e-3 * size, (key, off, size)
-    steps, expected = (read_json(folder / "training" / "optimizer.json") for folder in (ours, theirs))
+    steps, expected = (
+        read_json(folder / "training" / "optimizer.json") for folder in (ours, theirs)
+    )
     assert steps == expected
-    resume(plain := tiny_trainer(settings(**SETTINGS, model__tuning=tuning), NamedReward()), ours.parent.parent)
+    resume(
+        plain := tiny_trainer(settings(**SETTINGS, model__tuning=tuning), NamedReward()),
+        ours.parent.parent,
+    )
     assert plain.engine.steps == 2 * int(ours.name[-6:])
-    assert (ours / "transformer" / "config.json").is_file() or (ours / "pytorch_lora_weights.safetensors").is_file()
+    assert (ours / "transformer" / "config.json").is_file() or (
+        ours / "pytorch_lora_weights.safetensors"
+    ).is_file()
 
 
 @pytest.mark.soak
 @needs_deepspeed
 @pytest.mark.parametrize("engine", ["zero1", "zero2"])
-def test_the_plan_is_within_5_percent_of_the_memory_at_the_peak(engine: str, tmp_path: Path) -> None:
+def test_the_plan_is_within_5_percent_of_the_memory_at_the_peak(
+    engine: str, tmp_path: Path
+) -> None:
     """Count every tensor that is alive on the first rank in a backward in bfloat16."""
-    assert run_ranks(zero_runs.memory, 2, tmp_path, "attention", engine) == [0, 0], screens(tmp_path)
+    assert run_ranks(zero_runs.memory, 2, tmp_path, "attention", engine) == [0, 0], screens(
+        tmp_path
+    )
     found = json.loads((tmp_path / "memory.json").read_text())
     assert found["measured"] == pytest.approx(sum(found["planned"].values()), rel=0.05), found
 
 
 @pytest.mark.soak
 @needs_deepspeed
-def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
+def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(
+    tmp_path: Path,
+) -> None:
     """Train with ZeRO-2, then ZeRO-3 on one rank and on two; rows match one plain process."""
     stages = [(1, "zero2", 2), (2, "zero3", 1), (3, "zero3", 2)]
     base = ["train", str(REPOSITORY / "configs" / "recipes" / "paper.yaml"), "--quiet", *FEW_STEPS]
-    base += arguments(train__prompts_per_iteration=2, train__group_size=2, train__schedule="constant",
-                      eval__num_prompts=2, eval__seeds_per_prompt=1, tracking__trackers="[]")  # fmt: skip
-    assert cli.main([*base, "--output", str(tmp_path / "plain"), "--train.iterations", str(len(stages))]) == 0
+    base += arguments(train__prompts_per_iteration=2, train__group_size=2,
+        train__schedule="constant",
+                      eval__num_prompts=2, eval__seeds_per_prompt=1,
+                      tracking__trackers="[]")  # fmt: skip
+    assert (
+        cli.main(
+            [*base, "--output", str(tmp_path / "plain"), "--train.iterations", str(len(stages))]
+        )
+        == 0
+    )
     for iterations, engine, ranks in stages:
         options = ["--output", str(tmp_path / "zero"), *["--resume"] * (iterations > 1)]
         options += arguments(train__iterations=iterations, train__engine=engine)
-        assert "FutureWarning" not in command_on_ranks([*base, *options], tmp_path, ranks, DS_ACCELERATOR="cpu")
+        assert "FutureWarning" not in command_on_ranks(
+            [*base, *options], tmp_path, ranks, DS_ACCELERATOR="cpu"
+        )
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("zero", "plain"))
     assert len(ours) == len(theirs) == len(stages)
     for row, expected in zip(ours, theirs):
         for key in METRICS:
-            assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (key, row["iteration"])
+            assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (
+                key,
+                row["iteration"],
+            )
     scores = [read_scores(tmp_path / name / "eval" / "after.json") for name in ("zero", "plain")]
     assert scores[0]["reward"] == pytest.approx(scores[1]["reward"], abs=1e-3)
 
@@ -152,15 +192,20 @@ def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tm
 @pytest.mark.soak
 @needs_deepspeed
 def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
-    """ZeRO-1 and 2, and a LoRA: make two updates, then let each engine resume from the other's file.
+    """ZeRO-1 and 2, and a LoRA: make two updates, then let each engine resume from the other's
+    file.
 
-    From the same weights, updates differ by the rounding of bfloat16, in which Muon orthogonalises. The second update
-    starts from weights that differ by this, and rank-one gradients amplify the difference.
+    From the same weights, updates differ by the rounding of bfloat16, in which Muon orthogonalises.
+    The second update starts from weights that differ by this, and rank-one gradients amplify the
+    difference.
     """
     expected = {}
     for tuning in ("full", "lora"):
         engine = zero_runs.muon_engine(f"{tuning} plain")
-        weights = [engine.policy.snapshot(), *(zero_runs.muon_step(engine, number, [0, 1]) for number in range(2))]
+        weights = [
+            engine.policy.snapshot(),
+            *(zero_runs.muon_step(engine, number, [0, 1]) for number in range(2)),
+        ]
         (folder := tmp_path / f"{tuning} plain").mkdir()
         save_training_state(folder, engine)
         expected[tuning] = [*weights, zero_runs.muon_step(engine, 2, [0, 1])]
@@ -179,7 +224,8 @@ def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
             (resumed, second, third, 2**-8),
         ):
             off, way = (
-                sum(float((after[n] - other[n]).square().sum()) for n in after) ** 0.5 for other in (found, before)
+                sum(float((after[n] - other[n]).square().sum()) for n in after) ** 0.5
+                for other in (found, before)
             )
             assert off <= tolerance * way, (name, tolerance, off, way)
 
@@ -202,12 +248,17 @@ def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
     """The arithmetic is that of docs/how-to/many-gpus.md, with room for the text encoders."""
     lora = plan(build(PUBLISHED | {"train.ema_decay": 0.99}))
     assert sum(lora.memory.values()) < 60e9
-    full = PUBLISHED | {"model.tuning": "full", "train.ema_decay": 0.99, "train.prompts_per_iteration": 8}
+    full = PUBLISHED | {
+        "model.tuning": "full",
+        "train.ema_decay": 0.99,
+        "train.prompts_per_iteration": 8,
+    }
     assert sum(plan(build(full), ranks=8).memory.values()) > 160e9
     sharded = plan(build(full | {"train.engine": "zero3"}), ranks=8)
     assert sum(sharded.memory.values()) < 60e9
     n = sharded.trainable
-    whole = (sharded.memory["gradients"] / 4 - n / 8) * 8 / 7  # of each weight outside the blocks, and 1/8 inside
+    # of each weight outside the blocks, and 1/8 inside
+    whole = (sharded.memory["gradients"] / 4 - n / 8) * 8 / 7
     inside = n - whole
     assert inside > 0.97 * n
     for part, size in (("optimizer state", 8), ("trained weights", 4), ("anchor and averages", 8)):
@@ -217,7 +268,8 @@ def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
 
 
 def test_the_authors_run_fits_their_64_gpus_of_80_gb() -> None:
-    """Muon's momentum is sharded with the weights, within a node or over all; unsharded, the run fits on no GPU."""
+    """Muon's momentum is sharded with the weights, within a node or over all; unsharded, the run
+    fits on no GPU."""
 
     def planned(ranks: int, engine: str = "zero3", hybrid_shard: str = "true") -> Plan:
         given = {"train.engine": engine, "train.hybrid_shard": hybrid_shard}
@@ -228,7 +280,8 @@ def test_the_authors_run_fits_their_64_gpus_of_80_gb() -> None:
     assert sum(over_all.memory.values()) < 45e9
     assert sum(planned(64, engine="zero2").memory.values()) < 80e9, "as shipped"
     assert hybrid.memory[state] == planned(8).memory[state]
-    sharded = (hybrid.memory[state] - over_all.memory[state]) / (1 / 8 - 1 / 64)  # the rest is whole on each rank
+    # the rest is whole on each rank
+    sharded = (hybrid.memory[state] - over_all.memory[state]) / (1 / 8 - 1 / 64)
     assert sharded == pytest.approx(4 * hybrid.trainable, rel=0.05)
     assert sum(planned(64, engine="plain").memory.values()) > 141e9
 
@@ -249,8 +302,12 @@ def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("sage_fast.config.rank_checks.importlib.util.find_spec", lambda name: None)
     config = settings(train__engine="zero2", output=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"'zero2' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
-        train_module.train(config, lambda *args, **kwargs: pytest.fail("the model was loaded"), print)
+    with pytest.raises(
+        UserError, match=r"'zero2' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"
+    ):
+        train_module.train(
+            config, lambda *args, **kwargs: pytest.fail("the model was loaded"), print
+        )
 
 
 def test_gradients_are_reduced_beside_the_backward_where_they_are_sharded() -> None:
@@ -264,7 +321,8 @@ def test_gradients_are_reduced_beside_the_backward_where_they_are_sharded() -> N
 def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
     where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Otherwise they would wait for this rank's share of the weights until `timeout_minutes` is over."""
+    """Otherwise they would wait for this rank's share of the weights until `timeout_minutes` is
+    over."""
 
     class Down:
         def __call__(self, videos: torch.Tensor, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -272,8 +330,10 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
             raise (RewardError if where == "evaluation" else OSError)("scoring server went away")
 
     monkeypatch.setattr("sage_fast.models.policy.world_size", lambda: 2)
-    overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2", "eval.num_prompts": "3",
-                 "train.prompts_per_iteration": "1", "train.group_size": "3", "train.optimizer_steps": "1",
+    overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2",
+        "eval.num_prompts": "3",
+                 "train.prompts_per_iteration": "1", "train.group_size": "3",
+                 "train.optimizer_steps": "1",
                  "eval.seeds_per_prompt": "1", "reward.on_failure": "stop"}  # fmt: skip
     setup = load_setup(resolve(load(REPOSITORY / "configs" / "recipes" / "paper.yaml", overrides)))
     setup.encode(tmp_path)

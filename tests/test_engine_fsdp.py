@@ -1,4 +1,5 @@
-"""`zero3` (FSDP2) trains as one plain process does, and gathers a block at a time in the activations' dtype."""
+"""`zero3` (FSDP2) trains as one plain process does, and gathers a block at a time in the
+activations' dtype."""
 
 import itertools
 import json
@@ -30,7 +31,11 @@ from tests.zero_runs import mixed_trainer
 
 RANKS = 4
 CASES: dict[str, dict[str, Any]] = {
-    "full muon": {"model__tuning": "full", "model__gradient_checkpointing": "attention", "train__optimizer": "muon"},
+    "full muon": {
+        "model__tuning": "full",
+        "model__gradient_checkpointing": "attention",
+        "train__optimizer": "muon",
+    },
     "full bfloat16": {"model__tuning": "full", "model__dtype": "bfloat16"},
     "lora adamw": {"model__gradient_checkpointing": "full"},
 }
@@ -40,7 +45,12 @@ WORDS = "a red circle moves left quickly"
 
 
 def engine(case: str, name: str) -> Engine:
-    given = {"train__learning_rate": 1e-2, "train__weight_decay": 0.5, "train__eps": 1e-8, "train__ema_decay": 0.5}
+    given = {
+        "train__learning_rate": 1e-2,
+        "train__weight_decay": 0.5,
+        "train__eps": 1e-8,
+        "train__ema_decay": 0.5,
+    }
     given |= {"sampling__guidance_scale": 2.0, "train__engine": name} | CASES[case]
     config = settings(**given)
     policy = tiny_model(config, getattr(torch, config.model.dtype)).policy
@@ -50,10 +60,14 @@ def engine(case: str, name: str) -> Engine:
     return make_engine(policy, config.train)
 
 
-def test_the_root_has_an_argument_for_fsdp2_to_move_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_root_has_an_argument_for_fsdp2_to_move_to_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As PyTorch 2.11 moves it before a root's forward; on a CPU it does not look."""
     monkeypatch.setattr(fsdp, "fully_shard", lambda module, **_: module)
-    monkeypatch.setattr(nn.Module, "set_modules_to_forward_prefetch", lambda *_: None, raising=False)
+    monkeypatch.setattr(
+        nn.Module, "set_modules_to_forward_prefetch", lambda *_: None, raising=False
+    )
     roots: list[nn.Module] = []
 
     def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -67,7 +81,8 @@ def test_the_root_has_an_argument_for_fsdp2_to_move_to_the_gpu(monkeypatch: pyte
 
 
 def loss(policy: HunyuanVideo15Policy, seed: int, *, frozen: bool) -> Tensor:
-    """A loss of one transition with guidance; of the blocks' weights alone if the conditions are frozen."""
+    """A loss of one transition with guidance; of the blocks' weights alone if the conditions are
+    frozen."""
     text, negative = ([embeddings([WORDS])[words]] for words in (WORDS, ""))
     with torch.set_grad_enabled(not frozen):
         inputs = policy.condition(torch.tensor([0.4]), text, negative)
@@ -76,7 +91,8 @@ def loss(policy: HunyuanVideo15Policy, seed: int, *, frozen: bool) -> Tensor:
 
 
 def update(engine: Engine, number: int, ranks: list[int]) -> float:
-    """Update by the mean of six losses, with this process computing those of `ranks`: one of rank 0, two of rank 1."""
+    """Update by the mean of six losses, with this process computing those of `ranks`: one of rank
+    0, two of rank 1."""
     frozen, policy = number == 1, engine.policy
     seeds = [10 * number + 2 * place + i for place in ranks for i in range(1 + place % 2)]
 
@@ -89,11 +105,15 @@ def update(engine: Engine, number: int, ranks: list[int]) -> float:
 
 
 def whole(engine: Engine) -> dict[str, Tensor]:
-    return {name: engine.policy.states.whole(p).clone() for name, p in engine.policy.parameters().items()}
+    return {
+        name: engine.policy.states.whole(p).clone()
+        for name, p in engine.policy.parameters().items()
+    }
 
 
 def updates(folder: Path) -> None:
-    """On two nodes of two ranks: updates of each case, what raises and what rewinds; then the next from two files."""
+    """On two nodes of two ranks: updates of each case, what raises and what rewinds; then the next
+    from two files."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     initialize()
     for case in CASES:
@@ -125,8 +145,11 @@ def updates(folder: Path) -> None:
     shutdown()
 
 
-def joined(folder: Path, case: str, like: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """Whole weights after each update, from the parts of the first node, which are those of the second; and norms."""
+def joined(
+    folder: Path, case: str, like: dict[str, Tensor]
+) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """Whole weights after each update, from the parts of the first node, which are those of the
+    second; and norms."""
     ranks = [torch.load(folder / f"{case}-{number}.pt") for number in range(RANKS)]
     found: list[dict[str, Tensor]] = []
     for step in range(len(ranks[0][1])):
@@ -140,10 +163,11 @@ def joined(folder: Path, case: str, like: dict[str, Tensor]) -> tuple[list[dict[
 
 
 def test_updates_are_those_of_one_plain_process(tmp_path: Path) -> None:
-    """Compare whole weights, relative to how far they moved, on two nodes of two ranks with uneven micro-batches.
+    """Compare whole weights, relative to how far they moved, on two nodes of two ranks with uneven
+    micro-batches.
 
-    LoRA and all weights, AdamW and Muon, guidance, every mode of checkpointing, weights without a gradient, and the
-    next update after each engine has loaded the other's checkpoint.
+    LoRA and all weights, AdamW and Muon, guidance, every mode of checkpointing, weights without a
+    gradient, and the next update after each engine has loaded the other's checkpoint.
     """
     expected = {}
     for case in CASES:
@@ -164,20 +188,33 @@ def test_updates_are_those_of_one_plain_process(tmp_path: Path) -> None:
         resumed = engine(case, "plain")
         TrainingState(tmp_path / case, resumed, 2).restore(resumed)
         update(resumed, 2, [*range(RANKS)])
-        for found, old, new in ((mine, start, first), (from_plain, second, third), (whole(resumed), before, after)):
-            off, way = (sum(float((new[n] - other[n]).square().sum()) for n in new) ** 0.5 for other in (found, old))
+        for found, old, new in (
+            (mine, start, first),
+            (from_plain, second, third),
+            (whole(resumed), before, after),
+        ):
+            off, way = (
+                sum(float((new[n] - other[n]).square().sum()) for n in new) ** 0.5
+                for other in (found, old)
+            )
             assert off <= tolerance * way, (case, off, way)
 
 
 @pytest.mark.parametrize(
     ("node", "ranks", "given", "expected"),
-    [("2", 4, {}, 2), ("2", 4, {"train__hybrid_shard": False}, 4), ("4", 4, {}, 4), ("1", 4, {}, 4), ("3", 8, {}, 8),
+    [("2", 4, {}, 2), ("2", 4, {"train__hybrid_shard": False}, 4), ("4", 4, {}, 4), ("1", 4, {}, 4),
+     ("3", 8, {}, 8),
      (None, 64, {}, 8), ("2", 4, {"train__engine": "zero2"}, 4)],
 )  # fmt: skip
 def test_ranks_of_a_node_share_a_copy(
-    node: str | None, ranks: int, given: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+    node: str | None,
+    ranks: int,
+    given: dict[str, Any],
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Unless a node has one rank, or nodes have different numbers of them; a plan's nodes have 8."""
+    """Unless a node has one rank, or nodes have different numbers of them; a plan's nodes have
+    8."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if node is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", node)
@@ -195,7 +232,9 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             whole = args[1] if "reduce_scatter" in func.__name__ else args[0]
             whole = whole[0] if isinstance(whole, list) else whole
-            self.found[func.__name__.split(".")[0].strip("_")].append((str(whole.dtype), whole.numel()))
+            self.found[func.__name__.split(".")[0].strip("_")].append(
+                (str(whole.dtype), whole.numel())
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -204,7 +243,10 @@ def collectives(folder: Path, mode: str) -> None:
     initialize()
     trainer = mixed_trainer(
         settings(
-            model__tuning="full", model__dtype="bfloat16", model__gradient_checkpointing=mode, train__engine="zero3"
+            model__tuning="full",
+            model__dtype="bfloat16",
+            model__gradient_checkpointing=mode,
+            train__engine="zero3",
         )
     )
     policy, text = trainer.policy, [embeddings([WORDS])[WORDS]]
@@ -216,7 +258,9 @@ def collectives(folder: Path, mode: str) -> None:
         with Collectives() as of_rollout:
             policy.velocity(x, table)
     with Collectives() as of_training:
-        trainer.engine.backward(policy.velocity(x, policy.condition(sigma, text)).float().square().mean(), 2)
+        trainer.engine.backward(
+            policy.velocity(x, policy.condition(sigma, text)).float().square().mean(), 2
+        )
     with Collectives() as of_swap, policy.using(policy.snapshot()):
         pass
     parts = {"anchor": of_anchor, "rollout": of_rollout, "training": of_training, "swap": of_swap}
@@ -228,7 +272,8 @@ def collectives(folder: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.soak), "attention"])
 def test_one_gather_a_block_in_bfloat16(mode: str, tmp_path: Path) -> None:
-    """As scaling.md counts; a recomputation gathers nothing, gradients are reduced in float32, a swap sends nothing."""
+    """As scaling.md counts; a recomputation gathers nothing, gradients are reduced in float32, a
+    swap sends nothing."""
     assert run_ranks(collectives, 2, tmp_path, mode) == [0, 0], screens(tmp_path)
     found = json.loads((tmp_path / "collectives.json").read_text())
     assert found.pop("swap") == {}
@@ -237,7 +282,8 @@ def test_one_gather_a_block_in_bfloat16(mode: str, tmp_path: Path) -> None:
     for part, (count, elements) in counted.items():
         gathers = found[part].pop("allgather_base")
         if part == "training":
-            # The first backward after a forward without gradients prefetches one unit more, as if that came before.
+            # The first backward after a forward without gradients prefetches one unit more, as if
+            # that came before.
             assert len(gathers) == count + 1
             gathers.pop()
             reduced = found[part].pop("reduce_scatter_base")
@@ -251,7 +297,9 @@ def test_one_gather_a_block_in_bfloat16(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("mode", "most"), [("none", 0.07), ("attention", 0.05)])
-def test_the_plan_is_close_to_the_memory_at_the_peak(mode: str, most: float, tmp_path: Path) -> None:
+def test_the_plan_is_close_to_the_memory_at_the_peak(
+    mode: str, most: float, tmp_path: Path
+) -> None:
     """Count every tensor that is alive on the first rank in a backward in bfloat16.
 
     With `none` a block's gradients come when activations have begun to go; the plan adds them up.

@@ -25,7 +25,8 @@ def meminfo(field: str) -> int:
 
 
 def test_free_memory_counts_the_page_cache() -> None:
-    """MemAvailable counts it, MemFree does not: after many reads MemFree is near zero, but the cache can be freed."""
+    """MemAvailable counts it, MemFree does not: after many reads MemFree is near zero, but the
+    cache can be freed."""
     assert free_bytes(CPU) == pytest.approx(meminfo("MemAvailable"), rel=0.2)
 
 
@@ -42,7 +43,9 @@ def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("start", [initialize, local_device])
-def test_a_process_starts_with_float32_sums_in_split_matmuls(start: Callable[[], torch.device]) -> None:
+def test_a_process_starts_with_float32_sums_in_split_matmuls(
+    start: Callable[[], torch.device],
+) -> None:
     """Runs, tools and benchmarks choose their device by one of these."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # PyTorch's default
     assert start() == CPU
@@ -51,21 +54,37 @@ def test_a_process_starts_with_float32_sums_in_split_matmuls(start: Callable[[],
 
 def test_environment_is_enough_to_repeat_a_result() -> None:
     facts = environment(CPU, implementation(CPU))
-    assert {"commit", "date", "device", "threads", "operators", "python", "torch", "diffusers", "peft"} <= facts.keys()
+    assert {
+        "commit",
+        "date",
+        "device",
+        "threads",
+        "operators",
+        "python",
+        "torch",
+        "diffusers",
+        "peft",
+    } <= facts.keys()
     assert facts["device"] not in ("x86_64", "")  # the model of the CPU, not its instruction set
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     if head.returncode == 0:
         found = commit()
         assert found is not None
         assert found.removesuffix("+changes") == head.stdout.strip()
 
 
-def test_a_copy_without_git_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_without_git_is_told_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy without `.git` takes it from $COMMIT; a checkout asks git."""
     monkeypatch.setenv("COMMIT", "0123abc")
     if (Path(__file__).parents[1] / ".git").exists():
         assert commit() != "0123abc"
-    monkeypatch.setattr("sage_fast.util.environment.__file__", str(tmp_path / "sage_fast" / "environment.py"))
+    monkeypatch.setattr(
+        "sage_fast.util.environment.__file__", str(tmp_path / "sage_fast" / "environment.py")
+    )
     assert commit() == "0123abc"
     monkeypatch.delenv("COMMIT")
     assert commit() is None

@@ -16,8 +16,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 FILE = EXAMPLES / "minimal.py"
 
 
-def test_minimal_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The ratio is 1 until the first update and then is not; every stochastic step is trained once an iteration."""
+def test_minimal_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ratio is 1 until the first update and then is not; every stochastic step is trained once
+    an iteration."""
     spec = importlib.util.spec_from_file_location("minimal", FILE)
     assert spec is not None
     assert spec.loader is not None
@@ -26,12 +29,18 @@ def test_minimal_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     spec.loader.exec_module(minimal)
     loss_of, seen = minimal.policy_loss, []
 
-    def noting(setup: Any, prompts: Any, stored: Any, coefs: Tensor, equalizer: Tensor, advantages: Tensor) -> Tensor:
+    def noting(
+        setup: Any, prompts: Any, stored: Any, coefs: Tensor, equalizer: Tensor, advantages: Tensor
+    ) -> Tensor:
         loss = loss_of(setup, prompts, stored, coefs, equalizer, advantages)
         plain = -float((equalizer[stored.step] * advantages).mean())
         with torch.no_grad():  # without a clip, and with an advantage of 1, it is the mean ratio
-            ratio = -loss_of(setup, prompts, stored, coefs, equalizer, torch.full_like(advantages, -1.0))
-        seen.append((int(stored.step), float(loss.detach()), plain, float(ratio / equalizer[stored.step])))
+            ratio = -loss_of(
+                setup, prompts, stored, coefs, equalizer, torch.full_like(advantages, -1.0)
+            )
+        seen.append(
+            (int(stored.step), float(loss.detach()), plain, float(ratio / equalizer[stored.step]))
+        )
         assert advantages.view(minimal.PROMPTS, minimal.GROUP).mean(1).abs().max() < 1e-4
         return loss
 
@@ -50,7 +59,8 @@ def test_minimal_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    """Its code cells, one after the other in one process, as a kernel runs them; pandas is not there."""
+    """Its code cells, one after the other in one process, as a kernel runs them; pandas is not
+    there."""
     notebook = json.loads((EXAMPLES / "first_look.ipynb").read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4
     assert len(notebook["cells"]) < 8
@@ -58,8 +68,12 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     script = tmp_path / "cells.py"
     no_pandas = "import sys\nsys.modules['pandas'] = None\n"
-    script.write_text("\n\n".join([no_pandas, *("".join(cell["source"]) for cell in code)]), encoding="utf-8")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    script.write_text(
+        "\n\n".join([no_pandas, *("".join(cell["source"]) for cell in code)]), encoding="utf-8"
+    )
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["sigma", "a", "b", "c", "S_t"] in lines

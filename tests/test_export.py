@@ -36,9 +36,9 @@ from sage_fast.util.errors import UserError
 from tests.tiny import CPU, settings
 from tests.tiny_checkpoint import tiny_transformer, write_tiny_checkpoint
 
-# What each layer of the other checkpoints is made of, as diffusers' conversion script (original) and ComfyUI's own
-# key map have it: name -> diffusers' layers, whose rows follow each other. Written the other way round than
-# models/hunyuan15/lora_names.py, and in full.
+# What each layer of the other checkpoints is made of, as diffusers' conversion script (original)
+# and ComfyUI's own key map have it: name -> diffusers' layers, whose rows follow each other.
+# Written the other way round than models/hunyuan15/lora_names.py, and in full.
 OF_BLOCK = {
     "img_mod.linear": ["norm1.linear"],
     "txt_mod.linear": ["norm1_context.linear"],
@@ -92,7 +92,10 @@ COMMON = {
     "final_layer.adaLN_modulation.1": ["norm_out.linear"],
     "final_layer.linear": ["proj_out"],
 }
-TIME, TEXT_TIME = "time_embed.timestep_embedder.linear_", "context_embedder.time_text_embed.timestep_embedder.linear_"
+TIME, TEXT_TIME = (
+    "time_embed.timestep_embedder.linear_",
+    "context_embedder.time_text_embed.timestep_embedder.linear_",
+)
 POOLED = "context_embedder.time_text_embed.text_embedder.linear_"
 LAYOUTS = {
     "original": {
@@ -128,8 +131,14 @@ LAYOUTS = {
             for name, place in OF_COMFYUI_REFINER.items()
         },
         **{f"time_in.{name}_layer": [f"{TIME}{i}"] for i, name in ((1, "in"), (2, "out"))},
-        **{f"txt_in.t_embedder.{name}_layer": [f"{TEXT_TIME}{i}"] for i, name in ((1, "in"), (2, "out"))},
-        **{f"txt_in.c_embedder.{name}_layer": [f"{POOLED}{i}"] for i, name in ((1, "in"), (2, "out"))},
+        **{
+            f"txt_in.t_embedder.{name}_layer": [f"{TEXT_TIME}{i}"]
+            for i, name in ((1, "in"), (2, "out"))
+        },
+        **{
+            f"txt_in.c_embedder.{name}_layer": [f"{POOLED}{i}"]
+            for i, name in ((1, "in"), (2, "out"))
+        },
     },
 }
 
@@ -142,14 +151,20 @@ def made_of(layout: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(
-    scope="module", params=[None, r"transformer_blocks\.\d+\.(attn\.to_[qv]|ff\.net\.2)"], ids=["all", "some"]
+    scope="module",
+    params=[None, r"transformer_blocks\.\d+\.(attn\.to_[qv]|ff\.net\.2)"],
+    ids=["all", "some"],
 )
 def adapted(request: pytest.FixtureRequest) -> nn.Module:
-    """The real class with adapters of random weights on every layer that can have one, or on a few."""
+    """The real class with adapters of random weights on every layer that can have one, or on a
+    few."""
     torch.manual_seed(0)
     network = tiny_transformer()
     layers = [name for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)]
-    network.add_adapter(LoraConfig(r=3, lora_alpha=7, target_modules=request.param or layers), adapter_name="default")
+    network.add_adapter(
+        LoraConfig(r=3, lora_alpha=7, target_modules=request.param or layers),
+        adapter_name="default",
+    )
     for name, p in network.named_parameters():
         if ".lora_" in name:
             nn.init.normal_(p)
@@ -160,8 +175,14 @@ def update_of(layer: Any) -> Tensor:
     """What the adapter adds to a weight."""
     if not isinstance(layer.base_layer, nn.Conv3d):
         return layer.get_delta_weight("default")
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight  # peft takes a 1 x 1 x 1 kernel for a 2-D one
-    return layer.scaling["default"] * (b.flatten(1) @ a.flatten(1)).reshape(layer.base_layer.weight.shape)
+    # peft takes a 1 x 1 x 1 kernel for a 2-D one
+    a, b = (
+        layer.lora_A["default"].weight,
+        layer.lora_B["default"].weight,
+    )
+    return layer.scaling["default"] * (b.flatten(1) @ a.flatten(1)).reshape(
+        layer.base_layer.weight.shape
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -180,11 +201,14 @@ def test_the_updates_are_those_of_the_adapter(adapted: Any, tmp_path: Path, layo
         a, b = moved.pop(f"{key}.lora_A.weight"), moved.pop(f"{key}.lora_B.weight")
         assert a.dtype == b.dtype == torch.float32
         update = (b.flatten(1) @ a.flatten(1)).unflatten(1, a.shape[1:])
-        if name == "final_layer.adaLN_modulation.1":  # (shift, scale) there, (scale, shift) in diffusers
+        # (shift, scale) there, (scale, shift) in diffusers
+        if name == "final_layer.adaLN_modulation.1":
             update = torch.cat(update.chunk(2)[::-1])
         for layer, rows in zip(layers, update.chunk(len(layers)), strict=True):
             if layer in expected:
-                torch.testing.assert_close(rows, expected[layer], rtol=1e-5, atol=1e-5, msg=f"{name}: {layer}")
+                torch.testing.assert_close(
+                    rows, expected[layer], rtol=1e-5, atol=1e-5, msg=f"{name}: {layer}"
+                )
                 del expected[layer]
             else:
                 assert not rows.any()
@@ -193,7 +217,9 @@ def test_the_updates_are_those_of_the_adapter(adapted: Any, tmp_path: Path, layo
 
 
 def test_a_layer_of_another_name_is_refused() -> None:
-    with pytest.raises(UserError, match=r"'transformer_blocks\.0\.attn\.to_x': HunyuanVideo 1\.5 has no layer"):
+    with pytest.raises(
+        UserError, match=r"'transformer_blocks\.0\.attn\.to_x': HunyuanVideo 1\.5 has no layer"
+    ):
         original("transformer_blocks.0.attn.to_x")
     with pytest.raises(UserError, match="no layer"):
         comfyui("single_blocks.0.attn.to_q")
@@ -203,7 +229,9 @@ def test_a_layer_of_another_name_is_refused() -> None:
 def test_alpha_of_a_layer_and_rank_stabilised_scale(tmp_path: Path) -> None:
     """The scale is the one that peft multiplies by."""
     network: Any = tiny_transformer()
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=r".*\.to_[qk]", alpha_pattern={"to_k": 9}, use_rslora=True)
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=r".*\.to_[qk]", alpha_pattern={"to_k": 9}, use_rslora=True
+    )
     network.add_adapter(config, adapter_name="default")
     for name, p in network.named_parameters():
         if ".lora_" in name:
@@ -213,11 +241,13 @@ def test_alpha_of_a_layer_and_rank_stabilised_scale(tmp_path: Path) -> None:
     for part in "qk":
         key = f"diffusion_model.double_blocks.1.img_attn_{part}"
         update = moved[f"{key}.lora_B.weight"] @ moved[f"{key}.lora_A.weight"]
-        expected = getattr(network.transformer_blocks[1].attn, f"to_{part}").get_delta_weight("default")
+        expected = getattr(network.transformer_blocks[1].attn, f"to_{part}").get_delta_weight(
+            "default"
+        )
         torch.testing.assert_close(update, expected, rtol=1e-5, atol=1e-5)
 
 
-# -- a run ------------------------------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 BASE = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 PROMPTS = [f"prompt {i}" for i in range(6)]
@@ -226,7 +256,9 @@ PROMPTS = [f"prompt {i}" for i in range(6)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """The testbed's base with an adapter of random weights."""
-    model = load_model(ModelConfig(dtype="float32", lora_rank=3, lora_alpha=7), SamplingConfig(), CPU, seed=0)
+    model = load_model(
+        ModelConfig(dtype="float32", lora_rank=3, lora_alpha=7), SamplingConfig(), CPU, seed=0
+    )
     for name, p in model.policy.networks["transformer"].named_parameters():
         if ".lora_" in name:
             nn.init.normal_(p, std=0.3)
@@ -242,9 +274,16 @@ def run(tmp_path: Path, model: Model) -> Path:
     config = settings(output=str(run), reward__args={"api_key": "${API_KEY}", "fps": 2})
     (run / "config.yaml").write_text(dump(config))
     for name, by in (("before", 0.0), ("after", 0.25)):
-        scores = {"iteration": 7 if by else 0, "prompts": PROMPTS, "seeds": list(range(6)), "weights": {}}
+        scores = {
+            "iteration": 7 if by else 0,
+            "prompts": PROMPTS,
+            "seeds": list(range(6)),
+            "weights": {},
+        }
         values = [i + by * (i + 1) for i in range(6)]
-        (run / "eval" / f"{name}.json").write_text(json.dumps(scores | {"reward": values, "parts": {"vq": values}}))
+        (run / "eval" / f"{name}.json").write_text(
+            json.dumps(scores | {"reward": values, "parts": {"vq": values}})
+        )
     return run
 
 
@@ -277,7 +316,10 @@ def test_peft_and_diffusers_load_what_is_exported(run: Path, model: Model, tmp_p
 def test_every_file_names_its_base(run: Path, tmp_path: Path) -> None:
     files = {path.name: path for path in export(run, tmp_path / "out", BASE)}
     formats = {f"red-circles-{layout}.safetensors" for layout in LAYOUTS}
-    assert files.keys() == {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", "README.md"} | formats
+    assert (
+        files.keys()
+        == {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", "README.md"} | formats
+    )
     for name in formats:
         with safe_open(files[name], "pt") as opened:
             assert opened.metadata()["base_model"] == BASE
@@ -287,12 +329,16 @@ def test_every_file_names_its_base(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_run_writes_its_base_into_its_weights_without_asking_the_hub(run: Path, model: Model) -> None:
+def test_a_run_writes_its_base_into_its_weights_without_asking_the_hub(
+    run: Path, model: Model
+) -> None:
     save_weights(model.policy, run / "weights")
     assert read_lora(run / "weights" / LORA_FILE)[1].base_model_name_or_path == "testbed"
 
 
-def test_a_local_base_stays_out_of_the_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_base_stays_out_of_the_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A path of this machine says nothing to others, and is nobody's business."""
     assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
     assert "note: model.path = 'testbed' is no hub id: --base HUB_ID" in capsys.readouterr().out
@@ -309,7 +355,9 @@ def test_a_relative_base_is_no_hub_id_in_another_folder(
     )
     shutil.copytree(TESTBED, tmp_path / "bases" / "tiny")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["export", str(run), "out"]) == 2, "a path of the run's settings is not one of the current folder"
+    assert cli.main(["export", str(run), "out"]) == 2, (
+        "a path of the run's settings is not one of the current folder"
+    )
     shutil.copytree(TESTBED, run / "bases" / "tiny")
     assert cli.main(["export", str(run), "out"]) == 0
 
@@ -321,7 +369,10 @@ def test_a_damaged_evaluation_is_left_out_of_the_card(
     (run / "eval" / damaged).write_text('{"iteration": 0, "pro')
     assert cli.main(["export", str(run), str(tmp_path / "out"), "--base", BASE]) == 0
     assert "note: left out, since it is damaged: " in " ".join(capsys.readouterr().out.split())
-    assert "There are no evaluations from before and after training." in (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "There are no evaluations from before and after training."
+        in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("base", [None, BASE])
@@ -343,7 +394,8 @@ def test_the_card_has_the_table_and_the_settings(run: Path, tmp_path: Path) -> N
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.tags == ["text-to-video", "sage-fast", "lora"]
     assert card.data.base_model_relation == "adapter"
-    # differences are 0.25 (i + 1): mean 0.875, standard error 0.25 sqrt(3.5 / 6), times Student's t of 5: 2.5706
+    # differences are 0.25 (i + 1): mean 0.875, standard error 0.25 sqrt(3.5 / 6), times Student's t
+    # of 5: 2.5706
     assert "| +0.8750 ± 0.4908 |" in card.text
     assert re.search(r"reward +\| 2.5000 ± [\d.]+ \| 3.3750 ± ", card.text)
     assert "7 iterations" in card.text
@@ -354,9 +406,14 @@ def test_the_card_has_the_table_and_the_settings(run: Path, tmp_path: Path) -> N
 
 def test_the_licence_is_the_models_own() -> None:
     spec = find_spec("random:hunyuanvideo15-480p")
-    card = ModelCard(model_card(RunFolder("none"), settings(), spec, iteration=1, base=BASE, files=[]))
+    card = ModelCard(
+        model_card(RunFolder("none"), settings(), spec, iteration=1, base=BASE, files=[])
+    )
     assert (card.data.license, card.data.license_name) == ("other", "tencent-hunyuan-community")
-    assert card.data.license_link == "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+    assert (
+        card.data.license_link
+        == "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+    )
 
 
 @pytest.mark.parametrize(("tuning", "task"), [("lora", "t2v"), ("full", "t2v"), ("lora", "i2v")])
@@ -372,7 +429,11 @@ def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
             nn.init.normal_(p, std=0.1)
     write_manifest(run / "weights", save_weights(model.policy, run / "weights"), iteration=3)
     small = {"num_frames": 5, "height": 32, "width": 32, "guidance_scale": 1.5}
-    config = settings(output=str(run), **{f"sampling__{key}": value for key, value in small.items()}, eval__steps=2)
+    config = settings(
+        output=str(run),
+        **{f"sampling__{key}": value for key, value in small.items()},
+        eval__steps=2,
+    )
     (run / "config.yaml").write_text(dump(dataclasses.replace(config, model=parts)))
     export(run, tmp_path / "out", BASE)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -380,16 +441,24 @@ def test_the_code_of_the_card_samples_at_the_scale_of_the_training(
     monkeypatch.chdir(tmp_path / "out")
     Image.new("RGB", (32, 32), "red").save("image.png")
     names: dict[str, Any] = {}
-    exec(compile(code.replace(BASE, str(checkpoint)).replace('"cuda"', '"cpu"'), "card", "exec"), names)
+    exec(
+        compile(code.replace(BASE, str(checkpoint)).replace('"cuda"', '"cpu"'), "card", "exec"),
+        names,
+    )
     assert Path("video.mp4").stat().st_size > 300
     assert names["pipe"].guider.guidance_scale == 1.5
-    tuned = {name.replace(".default_0.", ".default."): p for name, p in names["pipe"].transformer.named_parameters()}
+    tuned = {
+        name.replace(".default_0.", ".default."): p
+        for name, p in names["pipe"].transformer.named_parameters()
+    }
     for name, weight in model.policy.snapshot().items():
         own = tuned[name.removeprefix("transformer.")].float()  # bfloat16 there
         torch.testing.assert_close(own, weight, rtol=0.01, atol=1e-3)
 
 
-def test_what_export_prints_steers_no_terminal(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_export_prints_steers_no_terminal(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", str(run), str(tmp_path / "a\x1b[2J"), "--base", BASE]) == 0
     assert "a\\x1b[2J/README.md" in (out := capsys.readouterr().out)
     assert "\x1b" not in out
@@ -401,15 +470,21 @@ def test_the_card_has_no_scores_of_other_weights(run: Path, tmp_path: Path) -> N
     export(run, tmp_path / "out", BASE)
     text = ModelCard.load(tmp_path / "out" / "README.md").text
     assert "12 iterations" in text
-    assert "The weights of iteration 12 were not evaluated: eval/after.json is of iteration 7." in text
+    assert (
+        "The weights of iteration 12 were not evaluated: eval/after.json is of iteration 7." in text
+    )
     assert "3.3750" not in text
 
 
 def test_the_card_names_the_scale_of_the_evaluations(tmp_path: Path) -> None:
     config = settings(sampling__guidance_scale=1.0, eval__guidance_scale=6.0)
-    card = model_card(RunFolder("none"), config, find_spec("testbed"), iteration=1, base=None, files=[])
+    card = model_card(
+        RunFolder("none"), config, find_spec("testbed"), iteration=1, base=None, files=[]
+    )
     assert "Trained at guidance scale 1," in card
-    assert f"evaluated at guidance scale 6 with {config.eval.steps} steps of the ODE" in " ".join(card.split())
+    assert f"evaluated at guidance scale 6 with {config.eval.steps} steps of the ODE" in " ".join(
+        card.split()
+    )
 
 
 def message(*command: str, capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
@@ -422,8 +497,12 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert message("export", str(run), str(run), capsys=capsys).endswith(
         "expected a new or an empty folder; nothing was changed"
     )
-    assert "'nowhere': no such file or folder; expected a run" in message("export", "nowhere", out, capsys=capsys)
-    assert "is no run folder: config.yaml is missing" in message("export", str(tmp_path), out, capsys=capsys)
+    assert "'nowhere': no such file or folder; expected a run" in message(
+        "export", "nowhere", out, capsys=capsys
+    )
+    assert "is no run folder: config.yaml is missing" in message(
+        "export", str(tmp_path), out, capsys=capsys
+    )
     assert "--base '/data/model': expected a hub id such as" in message(
         "export", str(run), out, "--base", "/data/model", capsys=capsys
     )
@@ -435,7 +514,9 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     write_manifest(run / "weights", [run / "weights" / LORA_FILE], iteration=7)
     assert "not a LoRA as a run saves it" in message("export", str(run), out, capsys=capsys)
     (run / "weights" / MANIFEST).write_text("{}")
-    assert "(weights: manifest.json is not what was written)" in message("export", str(run), out, capsys=capsys)
+    assert "(weights: manifest.json is not what was written)" in message(
+        "export", str(run), out, capsys=capsys
+    )
     shutil.rmtree(run / "weights")
     assert "has neither a checkpoint nor weights" in message("export", str(run), out, capsys=capsys)
     assert not Path(out).exists()
@@ -451,8 +532,15 @@ def test_folders_that_are_there(
     assert (tmp_path / "empty" / LORA_FILE).is_file()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert message("export", str(run), ".", capsys=capsys).endswith("'.': the current folder; expected another one")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "here", "link", "red-circles"]
+    assert message("export", str(run), ".", capsys=capsys).endswith(
+        "'.': the current folder; expected another one"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "empty",
+        "here",
+        "link",
+        "red-circles",
+    ]
 
 
 def test_all_weights(tmp_path: Path) -> None:
@@ -461,11 +549,19 @@ def test_all_weights(tmp_path: Path) -> None:
     model = load_model(ModelConfig(tuning="full"), SamplingConfig(), CPU, seed=0)
     write_manifest(run / "weights", save_weights(model.policy, run / "weights"), iteration=3)
     (run / "config.yaml").write_text(dump(settings(model__tuning="full", output=str(run))))
-    files = {str(path.relative_to(tmp_path / "out")) for path in export(run, tmp_path / "out", BASE)}
-    assert files == {"README.md", "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"}
+    files = {
+        str(path.relative_to(tmp_path / "out")) for path in export(run, tmp_path / "out", BASE)
+    }
+    assert files == {
+        "README.md",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model.safetensors",
+    }
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model_relation == "finetune"
-    again = load_model(ModelConfig(tuning="full", weights=str(tmp_path / "out")), SamplingConfig(), CPU, seed=0)
+    again = load_model(
+        ModelConfig(tuning="full", weights=str(tmp_path / "out")), SamplingConfig(), CPU, seed=0
+    )
     assert all(map(torch.equal, again.policy.snapshot().values(), model.policy.snapshot().values()))
 
 

@@ -1,4 +1,5 @@
-"""An error on one of several gloo ranks: all end, with its cause, also where it leaves others inside a collective.
+"""An error on one of several gloo ranks: all end, with its cause, also where it leaves others
+inside a collective.
 
 Two ranks; `make soak` takes four.
 """
@@ -31,7 +32,9 @@ CAUSE = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 ZERO3 = {"train__engine": "zero3", "sampling__averaged_weights": True, "train__ema_decay": 0.5,
          "train__optimizer_steps": 1}  # fmt: skip
 SEQUENCE = {"model__sequence_parallel": 2}
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 
 
 def out_of_memory(*_: Any, **__: Any) -> None:
@@ -40,7 +43,8 @@ def out_of_memory(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def failing(owner: Any, name: str, phase: str) -> Any:
-    """Make the second call of `owner.name` within the method `phase` of the trainer or the run fail."""
+    """Make the second call of `owner.name` within the method `phase` of the trainer or the run
+    fail."""
     place: Any = Run if phase == "evaluate" else Trainer
     method, around, calls = getattr(owner, name), getattr(place, phase), list[int]()
 
@@ -59,14 +63,17 @@ def failing(owner: Any, name: str, phase: str) -> Any:
 def train(folder: Path, phase: str, given: dict[str, Any]) -> None:
     """Train on this rank. The second rank fails, and ends only after the first one, or in vain.
 
-    Open connections are what the others see with NCCL, which does not notice that another process has ended.
+    Open connections are what the others see with NCCL, which does not notice that another process
+    has ended.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     (folder / f"process-{os.environ['RANK']}").write_text(str(os.getpid()))
     words = ["train", str(PAPER), "--output", str(folder / "run"), *FEW_STEPS]
     words += arguments(
-        train__iterations=1, train__prompts_per_iteration=1, train__group_size=4, sampling__batch_size=1,
-        train__batch_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, eval__judge="null", timeout_minutes=HANG,
+        train__iterations=1, train__prompts_per_iteration=1, train__group_size=4,
+        sampling__batch_size=1,
+        train__batch_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, eval__judge="null",
+        timeout_minutes=HANG,
         tracking__trackers="[]", **given,
     )  # fmt: skip
     if os.environ["RANK"] != "1":
@@ -105,13 +112,18 @@ def wait_for_the_first(folder: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.fault(
-    "out of memory on one of four ranks while others wait in a collective: update, ZeRO-2 and 3, sequence parallelism",
+    "out of memory on one of four ranks while others wait in a collective: update, ZeRO-2 and 3, "
+    "sequence parallelism",
     "all end, with status 1 and the same line; the last checkpoint counts",
 )
-def test_the_other_rank_ends_too_and_says_why(phase: str, given: dict[str, Any], tmp_path: Path) -> None:
+def test_the_other_rank_ends_too_and_says_why(
+    phase: str, given: dict[str, Any], tmp_path: Path
+) -> None:
     assert run_ranks(train, RANKS, tmp_path, phase, given) == [1] * RANKS, screens(tmp_path, RANKS)
     first, second, *others = screens(tmp_path, RANKS)
-    assert (tmp_path / "first").read_text() == "has ended", "while the connections of the second were open"
+    assert (tmp_path / "first").read_text() == "has ended", (
+        "while the connections of the second were open"
+    )
     for screen in (first, *others):
         assert f"sage-fast: rank 1 failed: {CAUSE}\n" in screen
         assert "Traceback" not in screen
@@ -120,7 +132,8 @@ def test_the_other_rank_ends_too_and_says_why(phase: str, given: dict[str, Any],
 
 
 @pytest.mark.fault(
-    "out of memory on one of two ranks in a rollout of its own", "both end, with a checkpoint of the last iteration"
+    "out of memory on one of two ranks in a rollout of its own",
+    "both end, with a checkpoint of the last iteration",
 )
 def test_ranks_with_rollouts_of_their_own_save_together(tmp_path: Path) -> None:
     assert run_ranks(train, 2, tmp_path, "rollout", {}) == [1, 1], screens(tmp_path)
@@ -128,4 +141,6 @@ def test_ranks_with_rollouts_of_their_own_save_together(tmp_path: Path) -> None:
     assert f"sage-fast train: rank 1 failed: {CAUSE}\n" in first
     assert "Traceback" in second
     assert second.splitlines()[-1].endswith(CAUSE), second
-    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000000"]
+    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == [
+        "iteration-000000"
+    ]

@@ -1,6 +1,7 @@
 """FlashAttention 4's kit: its loader between our operator and the compiled kernels, and its wheel.
 
-The kernels need the package's compiler to be made and a GPU to run. Here a stand-in records what reaches them.
+The kernels need the package's compiler to be made and a GPU to run. Here a stand-in records what
+reaches them.
 """
 
 import hashlib
@@ -34,7 +35,9 @@ def calls() -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.fixture
-def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: dict[str, tuple[Any, ...]]) -> ModuleType:
+def kit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: dict[str, tuple[Any, ...]]
+) -> ModuleType:
     """The loader as it lies in the wheel, over kernels that record their arguments."""
 
     def load_module(file: str) -> SimpleNamespace:
@@ -56,7 +59,9 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: dict[str, tuple[
     return module
 
 
-def test_every_kernel_gets_its_arguments(kit: ModuleType, calls: dict[str, tuple[Any, ...]]) -> None:
+def test_every_kernel_gets_its_arguments(
+    kit: ModuleType, calls: dict[str, tuple[Any, ...]]
+) -> None:
     query, key, value = like_the_model((2, 130, 4, 128))
     out, lse = kit.flash_attn_func(query, key, value, return_lse=True)
     gradients = kit._flash_attn_bwd(query, key, value, out, torch.zeros_like(out), lse)
@@ -78,12 +83,16 @@ def test_every_kernel_gets_its_arguments(kit: ModuleType, calls: dict[str, tuple
     ],
 )
 def test_other_cases_are_refused(kit: ModuleType, change: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(RuntimeError, match=r"kit is for bfloat16 \[B, S, H, 128\] with S of 129 or more, got"):
+    with pytest.raises(
+        RuntimeError, match=r"kit is for bfloat16 \[B, S, H, 128\] with S of 129 or more, got"
+    ):
         kit.flash_attn_func(*map(change, like_the_model((1, 130, 2, 128))))
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-@pytest.mark.parametrize("shape", [(1, 131, 2, 128), (1, 130, 1, 128), (2, 130, 2, 128), (1, 260, 2, 128)])
+@pytest.mark.parametrize(
+    "shape", [(1, 131, 2, 128), (1, 130, 1, 128), (2, 130, 2, 128), (1, 260, 2, 128)]
+)
 def test_keys_and_values_of_another_shape_are_named(
     kit: ModuleType, calls: dict[str, tuple[Any, ...]], name: str, shape: tuple[int, int, int, int]
 ) -> None:
@@ -97,14 +106,17 @@ def test_keys_and_values_of_another_shape_are_named(
         lambda: kit._flash_attn_bwd(*given.values(), out, out, lse),
     ):
         with pytest.raises(
-            ValueError, match=rf"^{name} has shape {re.escape(str([*shape]))}; expected \[1, 130, 2, 128\]"
+            ValueError,
+            match=rf"^{name} has shape {re.escape(str([*shape]))}; expected \[1, 130, 2, 128\]",
         ):
             call()
     assert not calls
 
 
 @pytest.mark.parametrize("missing", ["tvm_ffi", "flash_attn", "libcuda"])
-def test_what_a_check_misses_is_named(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_check_misses_is_named(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kit's loader imports apache-tvm-ffi, which its wheel does not hold."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
@@ -112,20 +124,31 @@ def test_what_a_check_misses_is_named(missing: str, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "tvm_ffi", None)  # type: ignore[arg-type]
     if missing == "flash_attn":
         monkeypatch.setitem(sys.modules, "flash_attn", None)  # type: ignore[arg-type]
-        assert check() == "FlashAttention 4's kit is not installed: no flash_attn_4-*.whl among the wheels. Skipped"
+        assert check() == (
+            "FlashAttention 4's kit is not installed: no flash_attn_4-*.whl among the wheels. "
+            "Skipped"
+        )
         return
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "__init__.py").touch()
-    lines = "import tvm_ffi" if missing == "tvm_ffi" else 'raise ImportError("libcuda.so.1: cannot open")'
+    lines = (
+        "import tvm_ffi"
+        if missing == "tvm_ffi"
+        else 'raise ImportError("libcuda.so.1: cannot open")'
+    )
     (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text(lines)
     said = (
-        "apache-tvm-ffi is not installed" if missing == "tvm_ffi" else "cannot be imported: libcuda.so.1: cannot open"
+        "apache-tvm-ffi is not installed"
+        if missing == "tvm_ffi"
+        else "cannot be imported: libcuda.so.1: cannot open"
     )
     with pytest.raises(SystemExit, match=f"FlashAttention 4's kit.*{said}"):
         check()
 
 
-def test_another_gpu_and_a_deterministic_backward_are_refused(kit: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_gpu_and_a_deterministic_backward_are_refused(
+    kit: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query, key, value = like_the_model((1, 130, 2, 128))
     out, lse = kit.flash_attn_func(query, key, value)
     with pytest.raises(RuntimeError, match="no deterministic backward"):
@@ -137,7 +160,9 @@ def test_another_gpu_and_a_deterministic_backward_are_refused(kit: ModuleType, m
 
 def test_the_wheel_is_whole(tmp_path: Path) -> None:
     (tmp_path / "empty.c").write_text("int unused;\n")
-    subprocess.run(["cc", "-c", "-fPIC", "-o", tmp_path / "empty.o", tmp_path / "empty.c"], check=True)
+    subprocess.run(
+        ["cc", "-c", "-fPIC", "-o", tmp_path / "empty.o", tmp_path / "empty.c"], check=True
+    )
     objects = dict.fromkeys(KERNELS, tmp_path / "empty.o")
     wheel = write_wheel(tmp_path, objects, FACTS, runtime=tmp_path / "empty.o")
     with zipfile.ZipFile(wheel) as packed:

@@ -35,20 +35,29 @@ class OneFlatGroup:
     "overrides",
     [
         pytest.param({"kl__strategy": "dual", "train__optimizer_steps": 2}, id="anchor"),
-        pytest.param({"kl__strategy": "dual", "sampling__guidance_scale": 3.0}, id="guidance", marks=pytest.mark.soak),
         pytest.param(
-            {"kl__strategy": "moving", "kl__anchor_interval": 1}, id="anchor-always-current", marks=pytest.mark.soak
+            {"kl__strategy": "dual", "sampling__guidance_scale": 3.0},
+            id="guidance",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            {"kl__strategy": "moving", "kl__anchor_interval": 1},
+            id="anchor-always-current",
+            marks=pytest.mark.soak,
         ),
         pytest.param({"kl__strategy": "none", "train__timestep_fraction": 0.6}, id="no-anchor"),
         pytest.param({"objective__surrogate": "nft", "kl__strategy": "moving"}, id="nft"),
-        pytest.param({"sampling__shared_initial_noise": True, "sampling__sde_window": 2}, id="shared-steps"),
+        pytest.param(
+            {"sampling__shared_initial_noise": True, "sampling__sde_window": 2}, id="shared-steps"
+        ),
         pytest.param(
             {"objective__surrogate": "awm", "kl__strategy": "none", "train__optimizer_steps": 2},
             id="matching",
             marks=pytest.mark.soak,
         ),
         pytest.param(
-            {"sampling__averaged_weights": True, "train__ema_decay": 0.9, "kl__strategy": "moving"}, id="averaged"
+            {"sampling__averaged_weights": True, "train__ema_decay": 0.9, "kl__strategy": "moving"},
+            id="averaged",
         ),
     ],
 )
@@ -67,13 +76,28 @@ def test_the_forwards_are_those_that_were_made(overrides: dict[str, Any]) -> Non
         made.clear()
         trainer.iteration(index)
         counts = trainer.forwards
-        assert made == {"training": counts["training"], "other": sum(counts.values()) - counts["training"]}
-        assert counts["training"] < plan(trainer.config).forwards["training"]  # the flat group is left out
+        assert made == {
+            "training": counts["training"],
+            "other": sum(counts.values()) - counts["training"],
+        }
+        # the flat group is left out
+        assert counts["training"] < plan(trainer.config).forwards["training"]
 
 
 def test_flops_of_a_model_and_of_its_kernels() -> None:
-    """A forward costs 10, attention 6 of it. Checkpointing adds recomputation, which None does not count."""
-    cost = Cost(forward=10.0, attention=6.0, decode=1.0, decoder_weights=1, activations={}, step=1.0, context=1.0)
+    """A forward costs 10, attention 6 of it.
+
+    Checkpointing adds recomputation, which None does not count.
+    """
+    cost = Cost(
+        forward=10.0,
+        attention=6.0,
+        decode=1.0,
+        decoder_weights=1,
+        activations={},
+        step=1.0,
+        context=1.0,
+    )
     lora = {
         mode: training_flops(10.0, 6.0, checkpointing=mode, frozen_base=True)
         for mode in (None, "none", "attention", "full")
@@ -81,10 +105,17 @@ def test_flops_of_a_model_and_of_its_kernels() -> None:
     assert lora == {None: 8 + 18, "none": 8 + 21, "attention": 12 + 21, "full": 12 + 27}
     assert training_flops(10.0, 6.0, checkpointing=None, frozen_base=False) == 3 * 10
     ends = {
-        (mode, frozen): training_flops(10.0, 6.0, checkpointing=mode, frozen_base=frozen, block_ends=1.0)
+        (mode, frozen): training_flops(
+            10.0, 6.0, checkpointing=mode, frozen_base=frozen, block_ends=1.0
+        )
         for mode, frozen in ((None, True), ("none", True), ("full", True), ("full", False))
     }
-    assert ends == {(None, True): 26, ("none", True): 29, ("full", True): 38, ("full", False): 16 + 27}
+    assert ends == {
+        (None, True): 26,
+        ("none", True): 29,
+        ("full", True): 38,
+        ("full", False): 16 + 27,
+    }
     counts = {"rollout": 5, "training": 3, "anchor": 2}
     found = flops(cost, counts, 4, checkpointing=None, frozen_base=True)
     assert found == {"rollout": 50, "training": 78, "anchor": 20, "decode": 4}
@@ -98,13 +129,17 @@ def test_throughput_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert throughput(trainer, row) == {"throughput/samples_per_gpu_hour": 6 * 3600 / (2.0 * 4)}
     monkeypatch.setattr(train, "peak_flops", lambda device, dtype: 1e9)
     cost = trainer.model.spec.cost(trainer.config)
-    training = cost.forward * 2 + cost.attention  # a frozen base: 2 forwards of the linear layers, 3 of attention
+    # a frozen base: 2 forwards of the linear layers, 3 of attention
+    training = cost.forward * 2 + cost.attention
     expected = (6 * 5 * cost.forward + 6 * 5 * training + 6 * cost.decode) / (2.0 * 4 * 1e9)
     trainer.model.checkpointing = CheckpointPlan("full")
     found = throughput(trainer, row)
     assert found["throughput/mfu"] == pytest.approx(expected, rel=1e-12)
-    more = cost.forward - cost.block_ends + 0.5 * cost.attention  # recomputed; attention's backward is 2.5 forwards
-    assert found["throughput/hfu"] == pytest.approx(expected + 6 * 5 * more / (2.0 * 4 * 1e9), rel=1e-12)
+    # recomputed; attention's backward is 2.5 forwards
+    more = cost.forward - cost.block_ends + 0.5 * cost.attention
+    assert found["throughput/hfu"] == pytest.approx(
+        expected + 6 * 5 * more / (2.0 * 4 * 1e9), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,12 +170,15 @@ def test_the_peak_is_that_of_the_data_sheet_or_unknown(
 
 def test_every_row_of_a_run_has_its_throughput(tmp_path: Path) -> None:
     """The peak of a CPU is unknown, so the share of it is absent, not guessed."""
-    config = settings(output=str(tmp_path / "run"), sampling__steps=2, train__iterations=2, eval__steps=1,
+    config = settings(output=str(tmp_path / "run"), sampling__steps=2, train__iterations=2,
+        eval__steps=1,
                       eval__num_prompts=1, tracking__trackers=[])  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(dump(config))
     assert main(["train", str(tmp_path / "tiny.yaml"), "--quiet"]) == 0
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 2
     for row in rows:
-        assert row["throughput/samples_per_gpu_hour"] == pytest.approx(6 * 3600 / row["time/total"], rel=1e-12)
+        assert row["throughput/samples_per_gpu_hour"] == pytest.approx(
+            6 * 3600 / row["time/total"], rel=1e-12
+        )
         assert not {"throughput/mfu", "throughput/hfu"} & row.keys()

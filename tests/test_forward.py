@@ -1,6 +1,8 @@
-"""Our forward against the stock one: the same numbers and gradients, without synchronisations and without masks.
+"""Our forward against the stock one: the same numbers and gradients, without synchronisations and
+without masks.
 
-tests/test_policy.py compares it with the padded stock forward on a whole checkpoint, with mixed prompts and glyphs.
+tests/test_policy.py compares it with the padded stock forward on a whole checkpoint, with mixed
+prompts and glyphs.
 """
 
 import copy
@@ -20,7 +22,14 @@ from sage_fast.rollout.step import denoise
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
-SYNCHRONISING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"}
+SYNCHRONISING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "_unique2",
+}
 
 
 class Operators(TorchDispatchMode):
@@ -46,7 +55,8 @@ def stock_velocity(transformer: Any, x: Tensor, sigma: Tensor, text: list[TextEm
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> tuple[Any, HunyuanVideo15Policy]:
-    """A stock transformer, and a policy around a copy of it; the trained weights differ from their initial values."""
+    """A stock transformer, and a policy around a copy of it; the trained weights differ from their
+    initial values."""
     trainer = tiny_trainer(settings(model__tuning=getattr(request, "param", "lora")))
     perturb(trainer)
     ours = trainer.policy
@@ -54,11 +64,14 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, HunyuanVideo15Policy]:
 
 
 def test_a_policy_leaves_the_transformer_as_it_was(pair: tuple[Any, HunyuanVideo15Policy]) -> None:
-    """The policy patches no method and adds no hook; our blocks are modules, so that users can hook them."""
+    """The policy patches no method and adds no hook; our blocks are modules, so that users can hook
+    them."""
     _, ours = pair
     transformer = ours.transformer
     assert not any("forward" in vars(module) for module in transformer.modules())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in transformer.modules())
+    assert not any(
+        module._forward_pre_hooks or module._forward_hooks for module in transformer.modules()
+    )
     called = []
     for layer, block in enumerate(ours.forward.blocks):
         block.register_forward_hook(lambda *_, layer=layer: called.append(layer))
@@ -79,7 +92,10 @@ def test_values_and_gradients(pair: tuple[Any, HunyuanVideo15Policy], prompts: l
     stock, ours = pair
     x, sigma, text = inputs(prompts)
     upstream = torch.randn_like(x)
-    expected, actual = stock_velocity(stock, x, sigma, text), ours.velocity(x, ours.condition(sigma, text))
+    expected, actual = (
+        stock_velocity(stock, x, sigma, text),
+        ours.velocity(x, ours.condition(sigma, text)),
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     parameters = ours.parameters()
     mine, reference = (
@@ -90,16 +106,21 @@ def test_values_and_gradients(pair: tuple[Any, HunyuanVideo15Policy], prompts: l
         )
     )
     for (name, p), *gradients in zip(parameters.items(), mine, reference, strict=True):
-        gradient, exact = (torch.zeros_like(p) if g is None else g for g in gradients)  # no prompt here has glyphs
+        # no prompt here has glyphs
+        gradient, exact = (torch.zeros_like(p) if g is None else g for g in gradients)
         assert (gradient - exact).norm() <= 1e-4 * exact.norm() + 1e-6, name
     assert sum(g is not None for g in mine) > 20
 
 
-def test_the_stock_forward_of_our_transformer_still_works(pair: tuple[Any, HunyuanVideo15Policy]) -> None:
+def test_the_stock_forward_of_our_transformer_still_works(
+    pair: tuple[Any, HunyuanVideo15Policy],
+) -> None:
     stock, ours = pair
     x, sigma, text = inputs(PROMPTS)
     expected = stock_velocity(stock, x, sigma, text)
-    torch.testing.assert_close(stock_velocity(ours.transformer, x, sigma, text), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        stock_velocity(ours.transformer, x, sigma, text), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) -> None:
@@ -120,7 +141,8 @@ def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) 
     assert mine.largest_mask == 0
     assert "arange" not in mine.counts  # a step does not compute what the rollout knows beforehand
     assert "silu" not in mine.counts
-    assert SYNCHRONISING & theirs.counts.keys()  # what the stock forward does, so that this test can fail
+    # what the stock forward does, so that this test can fail
+    assert SYNCHRONISING & theirs.counts.keys()
     assert theirs.largest_mask >= 2 * (80 + 7) ** 2
 
 
@@ -149,19 +171,25 @@ def test_what_is_trained_decides_what_may_be_tabulated() -> None:
     assert tiny_model(settings()).policy.forward.conditioning_is_frozen
     assert not tiny_trainer(settings(model__tuning="full")).policy.forward.conditioning_is_frozen
     targets = r"transformer_blocks\.\d+\.norm1\.linear"
-    assert not tiny_model(settings(model__lora_targets=targets)).policy.forward.conditioning_is_frozen
+    assert not tiny_model(
+        settings(model__lora_targets=targets)
+    ).policy.forward.conditioning_is_frozen
 
 
 def test_a_lora_on_adaln_is_trained() -> None:
     """Rollouts read a table made with the current weights; updates compute AdaLN again."""
-    config = settings(model__lora_targets=r"transformer_blocks\.\d+\.norm1\.linear", train__optimizer_steps=2)
+    config = settings(
+        model__lora_targets=r"transformer_blocks\.\d+\.norm1\.linear", train__optimizer_steps=2
+    )
     row = tiny_trainer(config).iteration(0)
     assert row["grad_norm"] > 0
     assert row["log_prob/parity"] < 1e-4
 
 
 @pytest.mark.parametrize("change", ["disable", "merge", "dropout"])
-def test_adapters_that_are_not_plain_run_as_peft_runs_them(pair: tuple[Any, HunyuanVideo15Policy], change: str) -> None:
+def test_adapters_that_are_not_plain_run_as_peft_runs_them(
+    pair: tuple[Any, HunyuanVideo15Policy], change: str
+) -> None:
     stock, ours = pair
     x, sigma, text = inputs(PROMPTS)
     for transformer in (stock, ours.transformer):

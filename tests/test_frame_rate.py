@@ -65,7 +65,9 @@ class NearlyRate:
 
 @pytest.fixture(params=["inline", "process", "http"])
 def reward(request: pytest.FixtureRequest) -> Iterator[CompositeReward]:
-    config = RewardConfig(name="tests.test_frame_rate:Rate", weights={"fps": 1.0}, retries=1, timeout_seconds=120)
+    config = RewardConfig(
+        name="tests.test_frame_rate:Rate", weights={"fps": 1.0}, retries=1, timeout_seconds=120
+    )
     if request.param == "http":
         server = RewardServer(CompositeReward.of(config), "127.0.0.1", 0)
         thread = threading.Thread(target=server.listen, daemon=True)
@@ -88,9 +90,16 @@ def reward(request: pytest.FixtureRequest) -> Iterator[CompositeReward]:
 
 def test_each_call_is_told_the_rate_of_its_videos(reward: CompositeReward) -> None:
     """Also where the batch failed and its videos are scored one by one."""
-    pending = [reward.submit(VIDEOS[i : i + 2], PROMPTS[i : i + 2], fps) for i, fps in ((0, 12.5), (2, 24.0), (4, 8.0))]
+    pending = [
+        reward.submit(VIDEOS[i : i + 2], PROMPTS[i : i + 2], fps)
+        for i, fps in ((0, 12.5), (2, 24.0), (4, 8.0))
+    ]
     scores = [chunk.result() for chunk in pending]
-    assert [chunk.parts["fps"].tolist() for chunk in scores] == [[12.5, 12.5], [24.0, 24.0], [8.0, 8.0]]
+    assert [chunk.parts["fps"].tolist() for chunk in scores] == [
+        [12.5, 12.5],
+        [24.0, 24.0],
+        [8.0, 8.0],
+    ]
     assert [chunk.retried for chunk in scores] == [0, 2, 0]
     asked = dataclasses.replace(request(VIDEOS[:1]), fps=30.0)
     assert reward.raw(asked, "cpu")["fps"].tolist() == [30.0]
@@ -114,16 +123,22 @@ def test_a_request_has_the_rate_where_it_is_known() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_reward_takes_the_rate_or_has_a_reason(name: str) -> None:
-    args = {"vlm": {"url": "http://127.0.0.1:1", "model": "m"}, "videoalign": {"path": "x"}}.get(name, {})
+    args = {"vlm": {"url": "http://127.0.0.1:1", "model": "m"}, "videoalign": {"path": "x"}}.get(
+        name, {}
+    )
     kind, _ = find_reward(RewardEntry(name=name, args=args), "reward.name")
-    taken = inspect.signature(score_of(kind) if score_of(kind) is not kind else kind.__call__).parameters
+    taken = inspect.signature(
+        score_of(kind) if score_of(kind) is not kind else kind.__call__
+    ).parameters
     takes = "fps" in taken or "request" in taken  # a client of a server gets the whole request
     assert takes != (name in FRAMES_ALONE)
     if isinstance(kind, type) and issubclass(kind, FrameReward):
         reward = object.__new__(kind)
         reward.num_frames, reward.fps, reward.video_fps = 8, 2.0, None  # type: ignore[attr-defined]
         looks_at_seconds = reward.choose(48, 24.0) != reward.choose(48, 8.0)
-        assert looks_at_seconds == (name == "videoalign"), "the others look at so many frames of the whole"
+        assert looks_at_seconds == (name == "videoalign"), (
+            "the others look at so many frames of the whole"
+        )
 
 
 def test_rollouts_and_evaluations_tell_the_rate_of_the_model() -> None:
@@ -151,7 +166,16 @@ def test_videos_of_a_folder_tell_their_own_rates(tmp_path: Path) -> None:
             save_mp4(folder / f"{i}.mp4", torch.rand(5, 3, 128, 128), fps)
             writer.writerow([f"{i}.mp4", f"prompt {i}"])
     name = "tests.test_frame_rate:Rate"
-    given = ["--reward.name", name, "--reward.weights", "{fps: 1}", "--eval.judge", name, "--scorer", f"more={name}"]
+    given = [
+        "--reward.name",
+        name,
+        "--reward.weights",
+        "{fps: 1}",
+        "--eval.judge",
+        name,
+        "--scorer",
+        f"more={name}",
+    ]
     scores = tmp_path / "scores.json"
     assert main(["eval", str(folder), *given, "--json", str(scores), "--quiet"]) == 0
     parts = json.loads(scores.read_text())["parts"]

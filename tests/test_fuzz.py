@@ -1,6 +1,8 @@
-"""Whatever a user gives, or a crash leaves, ends in a result or in one of our own errors: never in another traceback.
+"""Whatever a user gives, or a crash leaves, ends in a result or in one of our own errors: never in
+another traceback.
 
-The cases are the same in every run, and a failing one is shown as it is, so that the time is bounded.
+The cases are the same in every run, and a failing one is shown as it is, so that the time is
+bounded.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from tests.test_scores import pair, scores
 
 
 def cases(count: int) -> Callable[[Any], Any]:
-    """So many examples, always the same ones, however slow the machine is; `make test` takes the first fifth."""
+    """So many examples, always the same ones, however slow the machine is; `make test` takes the
+    first fifth."""
     count = count if "SAGE_FAST_SOAK" in os.environ else count // 5
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     chosen = case_settings(
@@ -70,30 +73,47 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-# -- what is given ----------------------------------------------------------------------------------------------------
+# -- what is given ---------------------------------------------------------------------------------
 
-NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**63, 10**400, 1e308, -0.0, True]))
+NUMBERS = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**63, 10**400, 1e308, -0.0, True])
+)
 TEXT = st.one_of(
     st.text(max_size=20),
     st.sampled_from(
-        ["", " ", "auto", "null", "off", "nan", ".inf", "1e-4", "1e400", "${seed}", "${oc.env:NO_SUCH}", "${", "{a: 1}",
-         "[1, 2", "0x1f", "1_000", "2026-11-22", "!!python/object:os.system x", "&a [*a]", "*a", "\0", "\ud800",
-         "a: b: c", "%", "@x", "`x`", "'", "\U0001f600", "testbed:train", "../..", "/dev/null", "x" * 5000,
+        ["", " ", "auto", "null", "off", "nan", ".inf", "1e-4", "1e400", "${seed}",
+         "${oc.env:NO_SUCH}", "${", "{a: 1}",
+         "[1, 2", "0x1f", "1_000", "2026-11-22", "!!python/object:os.system x", "&a [*a]", "*a",
+             "\0", "\ud800",
+         "a: b: c", "%", "@x", "`x`", "'", "\U0001f600", "testbed:train", "../..", "/dev/null",
+         "x" * 5000,
          "9" * 5000, "0x_", "!!bool x", "[" * 5000]
     ),
 )  # fmt: skip
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXT)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
 )
 NAMES = st.one_of(
-    st.sampled_from([*settings_of(Config), *filter(None, sections(Config)), "reward.weights.red", "reward.weights."]),
+    st.sampled_from(
+        [
+            *settings_of(Config),
+            *filter(None, sections(Config)),
+            "reward.weights.red",
+            "reward.weights.",
+        ]
+    ),
     TEXT,
     st.sampled_from(list(settings_of(Config))).map(lambda name: name[:-1]),
 )
 
 
-@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
+@pytest.mark.fault(
+    "odd settings, options, commands and prompt files",
+    "a result, or one line that says what is wrong",
+)
 @cases(450)
 @given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3))
 def test_settings(given_settings: dict[str, Any]) -> None:
@@ -124,22 +144,33 @@ FILES = st.one_of(
 )
 
 
-@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
+@pytest.mark.fault(
+    "odd settings, options, commands and prompt files",
+    "a result, or one line that says what is wrong",
+)
 @cases(350)
 @given(FILES)
 def test_settings_in_a_file(content: bytes) -> None:
     with scratch() as folder, ours():
         file = folder / "config.yaml"
         file.write_bytes(content)
-        (folder / "again.yaml").write_text(dump(load(file)), encoding="utf-8", errors="surrogatepass")
-        assert load(folder / "again.yaml") == load(file)  # what a run writes down is what it was given
+        (folder / "again.yaml").write_text(
+            dump(load(file)), encoding="utf-8", errors="surrogatepass"
+        )
+        # what a run writes down is what it was given
+        assert load(folder / "again.yaml") == load(file)
 
 
-WORDS = st.one_of(NAMES.map(lambda name: f"--{name}"), st.tuples(NAMES, TEXT).map("--{0[0]}={0[1]}".format), TEXT)
+WORDS = st.one_of(
+    NAMES.map(lambda name: f"--{name}"), st.tuples(NAMES, TEXT).map("--{0[0]}={0[1]}".format), TEXT
+)
 PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 
 
-@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
+@pytest.mark.fault(
+    "odd settings, options, commands and prompt files",
+    "a result, or one line that says what is wrong",
+)
 @cases(350)
 @given(st.lists(WORDS, min_size=1, max_size=5))
 def test_settings_on_the_command_line(arguments: list[str]) -> None:
@@ -152,7 +183,10 @@ COMMANDS = st.sampled_from(
 )
 
 
-@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
+@pytest.mark.fault(
+    "odd settings, options, commands and prompt files",
+    "a result, or one line that says what is wrong",
+)
 @cases(150)
 @given(COMMANDS, st.lists(WORDS, max_size=4))
 def test_commands(command: str, arguments: list[str]) -> None:
@@ -162,15 +196,18 @@ def test_commands(command: str, arguments: list[str]) -> None:
         assert main([command, *config, *arguments, "--no-such-option", "1"]) in (1, 2)
 
 
-@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
+@pytest.mark.fault(
+    "odd settings, options, commands and prompt files",
+    "a result, or one line that says what is wrong",
+)
 @cases(250)
 @given(
     st.one_of(
         st.binary(max_size=80),
         st.text(max_size=80).map(lambda text: text.encode("utf-16")),
-        st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3).map(json.dumps), max_size=3).map(
-            lambda lines: "\n".join(lines).encode()
-        ),
+        st.lists(
+            st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3).map(json.dumps), max_size=3
+        ).map(lambda lines: "\n".join(lines).encode()),
     ),
     st.sampled_from([".txt", ".jsonl"]),
 )
@@ -183,7 +220,10 @@ def test_prompt_files(content: bytes, suffix: str) -> None:
         assert all(prompt.text.strip() == prompt.text != "" for prompt in prompts)
 
 
-@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
+@pytest.mark.fault(
+    "odd settings, options, commands and prompt files",
+    "a result, or one line that says what is wrong",
+)
 @cases(60)
 @given(TEXT)
 def test_names_of_prompt_files(name: str) -> None:
@@ -191,11 +231,12 @@ def test_names_of_prompt_files(name: str) -> None:
         read_prompts(name)
 
 
-# -- what a crash leaves ----------------------------------------------------------------------------------------------
+# -- what a crash leaves ---------------------------------------------------------------------------
 
 
 def damaged(content: bytes) -> st.SearchStrategy[bytes]:
-    """Cut off, with a byte changed, with something else in its place, or with a value changed if it is JSON."""
+    """Cut off, with a byte changed, with something else in its place, or with a value changed if it
+    is JSON."""
     places = st.integers(0, max(len(content) - 1, 0))
     return st.one_of(
         places.map(lambda end: content[:end]),
@@ -224,7 +265,9 @@ def changed(content: bytes) -> st.SearchStrategy[bytes]:
         new = copy.deepcopy(lines)
         inside: Any = new
         while True:
-            key = draw(st.sampled_from(list(inside) if isinstance(inside, dict) else range(len(inside))))
+            key = draw(
+                st.sampled_from(list(inside) if isinstance(inside, dict) else range(len(inside)))
+            )
             if not (isinstance(inside[key], dict | list) and inside[key] and draw(st.booleans())):
                 break
             inside = inside[key]
@@ -238,7 +281,8 @@ def changed(content: bytes) -> st.SearchStrategy[bytes]:
 
 
 @pytest.mark.fault(
-    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+    "damaged metrics, evaluations, run folders and reports",
+    "a result, or one line that says what is wrong",
 )
 @cases(250)
 @given(damaged("".join(json.dumps(row(i)) + "\n" for i in range(2)).encode()))
@@ -249,7 +293,8 @@ def test_metrics_files(content: bytes) -> None:
 
 
 @pytest.mark.fault(
-    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+    "damaged metrics, evaluations, run folders and reports",
+    "a result, or one line that says what is wrong",
 )
 @cases(150)
 @given(damaged(json.dumps(scores((1.0, 2.0), 0)).encode()))
@@ -266,7 +311,11 @@ def test_evaluations(content: bytes) -> None:
 def whole_run() -> dict[str, bytes]:
     """The files of a run of three iterations, without its videos."""
     start = {"date": "2026-11-22", "commit": "a", "command": "sage-fast train"}
-    facts = start | {"notes": ["a note"], "sigmas": [1.0, 0.5, 0.0], "resumed": [start | {"iteration": 1}]}
+    facts = start | {
+        "notes": ["a note"],
+        "sigmas": [1.0, 0.5, 0.0],
+        "resumed": [start | {"iteration": 1}],
+    }
     return {
         "config.yaml": dump(build({"train.iterations": 3})).encode(),
         "run.json": json.dumps(facts).encode(),
@@ -274,7 +323,9 @@ def whole_run() -> dict[str, bytes]:
         "eval/before.json": json.dumps(scores((1.0, 2.0), 0)).encode(),
         "eval/after.json": json.dumps(scores((1.5, 2.5), 3)).encode(),
         "checkpoints/iteration-000003/state.json": b"{}",
-        "checkpoints/iteration-000003/manifest.json": b'{"files": {"state.json": {"bytes": 2, "sha256": ""}}}',
+        "checkpoints/iteration-000003/manifest.json": (
+            b'{"files": {"state.json": {"bytes": 2, "sha256": ""}}}'
+        ),
     }
 
 
@@ -286,7 +337,9 @@ def damaged_runs(draw: Any) -> dict[str, bytes | None]:
         name = draw(st.sampled_from(sorted(run)))
         run[name] = draw(st.one_of(st.none(), damaged(whole_run()[name])))
     strange = draw(
-        st.sampled_from(["", "eval/x", "eval/x.json", "checkpoints/iteration-x/a", "videos/before", "weights/x"])
+        st.sampled_from(
+            ["", "eval/x", "eval/x.json", "checkpoints/iteration-x/a", "videos/before", "weights/x"]
+        )
     )
     return run | ({strange: b"x"} if strange else {})
 
@@ -300,20 +353,26 @@ def written(folder: Path, run: dict[str, bytes | None]) -> Path:
 
 
 @pytest.mark.fault(
-    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+    "damaged metrics, evaluations, run folders and reports",
+    "a result, or one line that says what is wrong",
 )
 @cases(130)
 @given(damaged_runs())
 def test_damaged_runs_as_the_source_of_a_command(files: dict[str, bytes | None]) -> None:
     with scratch() as folder:
         run = written(folder, files)
-        for read in (lambda: load_run(str(run), {}), lambda: resumed_settings(str(run), {}), lambda: read_run(run)):
+        for read in (
+            lambda: load_run(str(run), {}),
+            lambda: resumed_settings(str(run), {}),
+            lambda: read_run(run),
+        ):
             with ours():
                 read()
 
 
 @pytest.mark.fault(
-    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+    "damaged metrics, evaluations, run folders and reports",
+    "a result, or one line that says what is wrong",
 )
 @pytest.mark.charts
 @cases(30)
@@ -324,7 +383,8 @@ def test_reports_of_damaged_runs(files: dict[str, bytes | None]) -> None:
 
 
 @pytest.mark.fault(
-    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+    "damaged metrics, evaluations, run folders and reports",
+    "a result, or one line that says what is wrong",
 )
 @pytest.mark.charts
 @cases(30)
@@ -337,13 +397,17 @@ def test_settings_with_one_wrong_bit(bit: int) -> None:
         for run in runs.values():
             written(run, dict(whole_run()))
         (runs["a"] / "config.yaml").write_bytes(content)
-        for read in (lambda: write_report(runs["a"]), lambda: write_comparison(runs, folder / "out")):
+        for read in (
+            lambda: write_report(runs["a"]),
+            lambda: write_comparison(runs, folder / "out"),
+        ):
             with ours():
                 read()
 
 
 @pytest.mark.fault(
-    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+    "damaged metrics, evaluations, run folders and reports",
+    "a result, or one line that says what is wrong",
 )
 @cases(100)
 @given(damaged(b'{"a": 1}'))

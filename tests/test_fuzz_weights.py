@@ -1,4 +1,5 @@
-"""Damaged checkpoints and odd LoRA files: a result, or one of our own errors; see tests/test_fuzz.py."""
+"""Damaged checkpoints and odd LoRA files: a result, or one of our own errors; see
+tests/test_fuzz.py."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ CHECKPOINT = (
     "manifest.json",
     "training/state.json",
     "training/optimizer.json",
-    *(f"training/{kind}-00001-of-00001.safetensors" for kind in ("trainable", "ema", "anchor", "optimizer-exp_avg")),
+    *(
+        f"training/{kind}-00001-of-00001.safetensors"
+        for kind in ("trainable", "ema", "anchor", "optimizer-exp_avg")
+    ),
 )
 
 
@@ -55,7 +59,11 @@ CHECKPOINT = (
 def test_checkpoints(data: Any) -> None:
     trainer, whole = checkpointed()
     with scratch() as run:
-        folder = Path(shutil.copytree(whole, run, dirs_exist_ok=True)) / "checkpoints" / "iteration-000001"
+        folder = (
+            Path(shutil.copytree(whole, run, dirs_exist_ok=True))
+            / "checkpoints"
+            / "iteration-000001"
+        )
         file = folder / data.draw(st.sampled_from(CHECKPOINT))
         content = data.draw(st.one_of(st.none(), damaged(file.read_bytes())))
         if content is None:
@@ -68,7 +76,7 @@ def test_checkpoints(data: Any) -> None:
                 trainer.load_state_dict(found[1], found[2])
 
 
-# -- LoRA files -------------------------------------------------------------------------------------------------------
+# -- LoRA files ------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -77,7 +85,9 @@ def adapter() -> dict[str, torch.Tensor]:
     transformer = TestbedTransformer()
     add_lora(transformer, rank=4, alpha=4, targets=r"transformer_blocks\.0\.attn\.to_[qk]", seed=0)
     return {
-        f"{name.replace('.default', '')}": p.detach() for name, p in transformer.named_parameters() if ".lora_" in name
+        f"{name.replace('.default', '')}": p.detach()
+        for name, p in transformer.named_parameters()
+        if ".lora_" in name
     }
 
 
@@ -92,24 +102,46 @@ def adapters(draw: Any) -> dict[str, torch.Tensor]:
             del tensors[name]
         elif change == "rank":
             size = draw(st.integers(0, 6))
-            tensors[name] = torch.zeros((size, tensor.shape[1]) if "lora_A" in name else (tensor.shape[0], size))
+            tensors[name] = torch.zeros(
+                (size, tensor.shape[1]) if "lora_A" in name else (tensor.shape[0], size)
+            )
         elif change == "value":
             tensors[name] = tensor.fill_(draw(st.sampled_from([math.nan, math.inf, 0.0, 1e30])))
         elif change == "type":
-            types = [torch.int8, torch.bool, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64]
+            types = [
+                torch.int8,
+                torch.bool,
+                torch.float16,
+                torch.float64,
+                torch.float8_e4m3fn,
+                torch.complex64,
+            ]
             tensors[name] = tensor.to(draw(st.sampled_from(types)))
         elif change == "shape":
             tensors[name] = torch.zeros(draw(st.lists(st.integers(0, 5), max_size=4)))
         elif change == "name":
-            new = st.sampled_from([f"transformer.{name}", name.replace("to_", "no_"), name + ".x", name[:-7], "a", "."])
+            new = st.sampled_from(
+                [
+                    f"transformer.{name}",
+                    name.replace("to_", "no_"),
+                    name + ".x",
+                    name[:-7],
+                    "a",
+                    ".",
+                ]
+            )
             tensors[draw(new)] = tensors.pop(name)
         else:
-            key = draw(st.sampled_from(["alpha", "lora_A.bias", "lora_magnitude_vector", "diff", "weight"]))
+            key = draw(
+                st.sampled_from(["alpha", "lora_A.bias", "lora_magnitude_vector", "diff", "weight"])
+            )
             tensors[f"transformer_blocks.0.attn.to_q.{key}"] = torch.ones(draw(st.integers(0, 4)))
     return tensors
 
 
-METADATA = st.sampled_from([None, "", "{}", "[]", "x", '{"r": 8}', '{"r": "x"}', '{"r": 4, "lora_alpha": 8, "y": 1}'])
+METADATA = st.sampled_from(
+    [None, "", "{}", "[]", "x", '{"r": 8}', '{"r": "x"}', '{"r": 4, "lora_alpha": 8, "y": 1}']
+)
 
 
 @pytest.mark.fault(
@@ -122,11 +154,19 @@ def test_lora_files(tensors: dict[str, torch.Tensor], metadata: str | None) -> N
     """What is accepted is finite, whole and all used."""
     transformer = TestbedTransformer()
     with scratch() as folder, ours():
-        save_file(tensors, folder / LORA_FILE, {"lora_adapter_metadata": metadata} if metadata is not None else None)
+        save_file(
+            tensors,
+            folder / LORA_FILE,
+            {"lora_adapter_metadata": metadata} if metadata is not None else None,
+        )
         load_lora(transformer, folder, "transformer")
-        loaded = {n.replace(".default", ""): p for n, p in transformer.named_parameters() if ".lora_" in n}
+        loaded = {
+            n.replace(".default", ""): p for n, p in transformer.named_parameters() if ".lora_" in n
+        }
         factors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
-        given_tensors = {name.removeprefix("transformer."): tensor for name, tensor in factors.items()}
+        given_tensors = {
+            name.removeprefix("transformer."): tensor for name, tensor in factors.items()
+        }
         assert loaded.keys() == given_tensors.keys()
         for name, p in loaded.items():
             assert torch.equal(p, given_tensors[name].float()), name

@@ -1,6 +1,8 @@
-"""scripts/gpu.sh rehearsed: the same script and parts at sizes for a CPU, in a copy of the checkout.
+"""scripts/gpu.sh rehearsed: the same script and parts at sizes for a CPU, in a copy of the
+checkout.
 
-The tests run the calls on the pages: `scripts/gpu.sh wheels`, `scripts/gpu.sh --seconds`, `scripts/gpu.sh --gpus`.
+The tests run the calls on the pages: `scripts/gpu.sh wheels`, `scripts/gpu.sh --seconds`,
+`scripts/gpu.sh --gpus`.
 """
 
 import itertools
@@ -29,11 +31,40 @@ from scripts import gpu_predictions
 from scripts.pack_wheels import pack
 
 REPOSITORY = Path(__file__).parent.parent
-PARTS = ["install", "rollout-480p", "tests", "ceiling", "attention", "adapter-rows", "doctor", "rollout", "decode-480p"]
+PARTS = [
+    "install",
+    "rollout-480p",
+    "tests",
+    "ceiling",
+    "attention",
+    "adapter-rows",
+    "doctor",
+    "rollout",
+    "decode-480p",
+]
 PARTS += ["iteration", "sanitizer", "memcheck", "racecheck", "rollout-9x30x52", "ncu-adapter-rows"]
-PARTS += ["ncu-block", "operators", "full", "nft", "nft-zero3", "video-121", "engines", "testbed", "testbed-bf16"]
+PARTS += [
+    "ncu-block",
+    "operators",
+    "full",
+    "nft",
+    "nft-zero3",
+    "video-121",
+    "engines",
+    "testbed",
+    "testbed-bf16",
+]
 PARTS += ["variables", "ncu-step"]
-OF_SEVERAL = ["install", "collectives", "lora-alone", "lora", "zero3", "zero3-no-prefetch", "zero2", "sequence"]
+OF_SEVERAL = [
+    "install",
+    "collectives",
+    "lora-alone",
+    "lora",
+    "zero3",
+    "zero3-no-prefetch",
+    "zero2",
+    "sequence",
+]
 OF_SEVERAL += ["resume", "killed", "hybrid"]
 PROFILES = ["iteration", "full", "nft", "nft-zero3"]
 LIMITS = ["ceiling", "attention", "adapter-rows"]
@@ -49,8 +80,8 @@ SHORT = [
     "ncu-step",
     "variables",
 ]
-"""Parts that `make test` rehearses. Others are run by other tests too, differ from these in a word, or start several
-processes: `make soak` rehearses all."""
+"""Parts that `make test` rehearses. Others are run by other tests too, differ from these in a word,
+or start several processes: `make soak` rehearses all."""
 REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else SHORT
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # Prints its arguments and runs the program that follows its options.
@@ -79,9 +110,13 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "wheels").mkdir()
     with zipfile.ZipFile(folder / "wheels" / "rehearsed-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("rehearsed.py", "WHERE = __file__\n")
-        wheel.writestr("rehearsed-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: rehearsed\nVersion: 1.0\n")
         wheel.writestr(
-            "rehearsed-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            "rehearsed-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: rehearsed\nVersion: 1.0\n",
+        )
+        wheel.writestr(
+            "rehearsed-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         wheel.writestr("rehearsed-1.0.dist-info/RECORD", "")
     pack(folder / "wheels" / "rehearsed-1.0-py3-none-any.whl")
@@ -94,7 +129,11 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gpu(machine: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    variables |= {"PYTHON": sys.executable, "GPU_VENV": str(machine / "venv"), "OMP_NUM_THREADS": "1"}
+    variables |= {
+        "PYTHON": sys.executable,
+        "GPU_VENV": str(machine / "venv"),
+        "OMP_NUM_THREADS": "1",
+    }
     variables |= {"COMMIT": COMMIT, "PATH": f"{machine / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(
         ["bash", str(machine / "checkout" / "scripts" / "gpu.sh"), *arguments],
@@ -116,11 +155,15 @@ def rehearsed(machine: Path) -> Path:
     built = next((REPOSITORY / "sage_fast").glob("_C.*so"), None)
     if built is None:
         pytest.skip("the C++ operators are not built")
-    first = gpu(machine, "--tiny", "wheels", "out", "install", CXX=compiler, CC=compiler, BUILT=str(built))
+    first = gpu(
+        machine, "--tiny", "wheels", "out", "install", CXX=compiler, CC=compiler, BUILT=str(built)
+    )
     assert first.returncode == 0, (machine / "out" / "install.log").read_text()[-3000:]
     done = gpu(machine, "--tiny", "wheels", "out", *REHEARSED[1:])
     logs = {part: (machine / "out" / f"{part}.log").read_text()[-1500:] for part in REHEARSED}
-    verdicts = {part: verdict for part, verdict in table(machine / "out").items() if verdict != "not run"}
+    verdicts = {
+        part: verdict for part, verdict in table(machine / "out").items() if verdict != "not run"
+    }
     assert verdicts == dict.fromkeys(REHEARSED, "ok"), "\n".join(
         f"== {part}\n{logs[part]}" for part, verdict in verdicts.items() if verdict != "ok"
     )
@@ -130,7 +173,8 @@ def rehearsed(machine: Path) -> Path:
 
 def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     leave = {
-        part: f"{part}.json" for part in ("doctor", "operators", "ceiling", "attention", "adapter-rows", *ROLLOUTS)
+        part: f"{part}.json"
+        for part in ("doctor", "operators", "ceiling", "attention", "adapter-rows", *ROLLOUTS)
     }
     leave |= {part: f"{part}/profile.json" for part in PROFILES}
     for part in leave.keys() & set(REHEARSED):
@@ -141,7 +185,14 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     if "engines" in REHEARSED:
         engines = (rehearsed / "engines.log").read_text()
         assert (
-            len(re.findall(r"^iteration [01], (?:reward/mean|grad_norm) of plain, zero2, zero3: ", engines, re.M)) == 4
+            len(
+                re.findall(
+                    r"^iteration [01], (?:reward/mean|grad_norm) of plain, zero2, zero3: ",
+                    engines,
+                    re.M,
+                )
+            )
+            == 4
         )
     for part in {"testbed", "testbed-bf16"} & set(REHEARSED):
         assert json.loads((rehearsed / part / "run.json").read_text())["commit"] == COMMIT
@@ -159,10 +210,14 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     table = (rehearsed / "table.txt").read_text()
     assert re.search(r"^part +quantity +expected +measured$", table, re.M)
     assert re.search(r"^decode-480p +decode of a video, ms +not for this +[\d.]+$", table, re.M)
-    assert re.search(r"^attention +FlashAttention 4 forward, TFLOP/s +not for this +absent$", table, re.M)
+    assert re.search(
+        r"^attention +FlashAttention 4 forward, TFLOP/s +not for this +absent$", table, re.M
+    )
     if "adapter-rows" in REHEARSED:
         tiles = json.loads((rehearsed / "adapter-rows.json").read_text())["limits"]["adapter_rows"]
-        assert all(len(row["seconds"]) == 2 + len(limits.TILES) and not row["problems"] for row in tiles)
+        assert all(
+            len(row["seconds"]) == 2 + len(limits.TILES) and not row["problems"] for row in tiles
+        )
     for tool in {"memcheck", "racecheck"} & set(REHEARSED):
         log = (rehearsed / f"{tool}.log").read_text()
         assert re.match(rf"compute-sanitizer --tool {tool} .*caching 1\n", log)
@@ -185,7 +240,10 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
 
 
 def test_all_results_are_one_file_of_a_size_that_travels(rehearsed: Path, machine: Path) -> None:
-    """If all results are too much, the largest file is left out and named. The part in this call has nothing to do."""
+    """If all results are too much, the largest file is left out and named.
+
+    The part in this call has nothing to do.
+    """
     with tarfile.open(rehearsed / "results.tar.gz") as packed:
         names = set(packed.getnames())
     assert {"table.txt", "status.tsv", *(f"{part}.log" for part in REHEARSED)} <= names
@@ -194,7 +252,10 @@ def test_all_results_are_one_file_of_a_size_that_travels(rehearsed: Path, machin
     done = gpu(machine, "--tiny", "wheels", "out", "memcheck", PATH=os.environ["PATH"])
     large.unlink()
     assert done.returncode == 0
-    assert "left out of results.tar.gz, which has room for 16 MiB: of a profiler.ncu-rep" in done.stdout
+    assert (
+        "left out of results.tar.gz, which has room for 16 MiB: of a profiler.ncu-rep"
+        in done.stdout
+    )
     with tarfile.open(rehearsed / "results.tar.gz") as packed:
         assert set(packed.getnames()) == names
 
@@ -202,7 +263,9 @@ def test_all_results_are_one_file_of_a_size_that_travels(rehearsed: Path, machin
 def test_without_compute_sanitizer_its_parts_say_so(rehearsed: Path, machine: Path) -> None:
     done = gpu(machine, "--tiny", "wheels", "out", "memcheck", PATH=os.environ["PATH"])
     assert done.returncode == 0
-    assert re.search(r"^memcheck +ok +\d+  compute-sanitizer is not on the PATH: skipped$", done.stdout, re.M)
+    assert re.search(
+        r"^memcheck +ok +\d+  compute-sanitizer is not on the PATH: skipped$", done.stdout, re.M
+    )
 
 
 def test_a_sanitizer_that_finds_something_fails_its_part(rehearsed: Path, machine: Path) -> None:
@@ -213,7 +276,9 @@ def test_a_sanitizer_that_finds_something_fails_its_part(rehearsed: Path, machin
     assert wrong != text
     kernel.write_text(wrong)
     try:
-        done = gpu(machine, "--tiny", "wheels", "out", "sanitizer", "memcheck", PATH=os.environ["PATH"])
+        done = gpu(
+            machine, "--tiny", "wheels", "out", "sanitizer", "memcheck", PATH=os.environ["PATH"]
+        )
     finally:
         kernel.write_text(text)
     assert done.returncode == 1
@@ -223,11 +288,19 @@ def test_a_sanitizer_that_finds_something_fails_its_part(rehearsed: Path, machin
 
 
 def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -> None:
-    """Wheels and package go into the virtual environment, which also sees the machine's packages."""
+    """Wheels and package go into the virtual environment, which also sees the machine's
+    packages."""
     python = machine / "venv" / "bin" / "python"
-    code = "import rehearsed, sage_fast, torch; print(rehearsed.WHERE, sage_fast.__file__, torch.__file__)"
+    code = (
+        "import rehearsed, sage_fast, torch; print(rehearsed.WHERE, sage_fast.__file__, "
+        "torch.__file__)"
+    )
     done = subprocess.run(
-        [python, "-c", code], cwd="/", capture_output=True, text=True, env={"PATH": os.environ["PATH"]}
+        [python, "-c", code],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
     )
     wheel, package, torch = done.stdout.split()
     assert wheel.startswith(str(machine / "venv"))
@@ -238,7 +311,9 @@ def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -
 
 
 @pytest.mark.soak
-def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: Path, machine: Path) -> None:
+def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(
+    rehearsed: Path, machine: Path
+) -> None:
     """One part has a broken configuration, one outlasts its call, and for one no time is left."""
     config = machine / "checkout" / "configs" / "recipes" / "paper.yaml"
     text = config.read_text()
@@ -249,38 +324,59 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
         config.write_text(text)
     assert done.returncode == 1
     verdicts = table(rehearsed)
-    assert (verdicts["testbed"], verdicts["ncu-step"], verdicts["operators"]) == ("failed", "ok", "ok")
+    assert (verdicts["testbed"], verdicts["ncu-step"], verdicts["operators"]) == (
+        "failed",
+        "ok",
+        "ok",
+    )
     assert re.search(r"^testbed +failed .*unknown setting 'sampling.stepps'", done.stdout, re.M)
-    done = gpu(machine, "--seconds", "16", "wheels", "full", "tests", "ncu-step")  # at a GPU's size, minutes each
+    # at a GPU's size, minutes each
+    done = gpu(machine, "--seconds", "16", "wheels", "full", "tests", "ncu-step")
     assert done.returncode == 1
     verdicts = table(machine / "full")
     assert (verdicts["tests"], verdicts["ncu-step"]) == ("timed out", "skipped")
 
 
 @pytest.mark.parametrize("first", ["tiny", "full"])
-def test_a_rehearsal_and_a_measurement_do_not_share_a_folder(machine: Path, tmp_path: Path, first: str) -> None:
+def test_a_rehearsal_and_a_measurement_do_not_share_a_folder(
+    machine: Path, tmp_path: Path, first: str
+) -> None:
     """The predictions beside one would be of the other. In one second no part starts."""
     options = {"tiny": ["--tiny"], "full": []}
-    calls = {sizes: [*option, "--seconds", "1", "wheels", str(tmp_path), "doctor"] for sizes, option in options.items()}
+    calls = {
+        sizes: [*option, "--seconds", "1", "wheels", str(tmp_path), "doctor"]
+        for sizes, option in options.items()
+    }
     (second,) = calls.keys() - {first}
     assert gpu(machine, *calls[first]).returncode == 1
     status = (tmp_path / "status.tsv").read_text()
     assert "doctor\tskipped" in status
     refused = gpu(machine, *calls[second])
     assert refused.returncode == 2
-    assert refused.stderr.endswith(f"'{tmp_path}' holds {first} sizes, this call has {second} ones\n")
+    assert refused.stderr.endswith(
+        f"'{tmp_path}' holds {first} sizes, this call has {second} ones\n"
+    )
     assert (tmp_path / "status.tsv").read_text() == status
     assert gpu(machine, *calls[first]).returncode == 1
 
 
 def test_what_is_asked_for_is_checked(machine: Path) -> None:
     for arguments, message in (
-        (["wheels", "out", "docter"], "part 'docter': expected a number to 26 or one of install rollout-480p"),
-        *((["wheels", "out", part], f"part '{part}'") for part in ("27", "0", "08", "021", "doctor tests", "")),
+        (
+            ["wheels", "out", "docter"],
+            "part 'docter': expected a number to 26 or one of install rollout-480p",
+        ),
+        *(
+            (["wheels", "out", part], f"part '{part}'")
+            for part in ("27", "0", "08", "021", "doctor tests", "")
+        ),
         (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
         (["--seconds", "soon", "wheels", "out"], "--seconds 'soon': expected a whole number"),
         (["--gpus", "all", "wheels", "out"], "--gpus 'all': expected a whole number"),
-        (["--gpus", "8", "wheels", "out", "doctor"], "part 'doctor': expected a number to 11 or one of install coll"),
+        (
+            ["--gpus", "8", "wheels", "out", "doctor"],
+            "part 'doctor': expected a number to 11 or one of install coll",
+        ),
         (["--fast", "wheels", "out"], "unknown option --fast"),
         (["wheels"], "expected WHEELS OUT"),
         (["COMMIT=HEAD", "wheels", "out"], "COMMIT 'HEAD': expected a hash"),
@@ -294,7 +390,9 @@ def test_what_is_asked_for_is_checked(machine: Path) -> None:
 def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
     """No rehearsal runs the full size: check that its options, sizes, parts and paths are known."""
     done = gpu(machine, "--print", "wheels", "out")
-    commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
+    commands = {
+        row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()
+    }
     assert list(commands) == PARTS
     for part in (
         "doctor",
@@ -328,7 +426,9 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
 
 def test_the_commands_of_several_gpus_are_ones_that_exist(machine: Path) -> None:
     done = gpu(machine, "--gpus", "8", "--print", "wheels", "out")
-    commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
+    commands = {
+        row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()
+    }
     assert list(commands) == OF_SEVERAL
     for part in OF_SEVERAL[2:]:
         function, name, config, *arguments = commands[part]
@@ -354,7 +454,11 @@ def test_an_error_of_the_stock_decode_costs_no_number(machine: Path) -> None:
     """At 480p it has tensors of more than 2^31 elements, so no part runs it."""
     done = gpu(machine, "--print", "wheels", "out")
     commands = {row.split("\t")[0]: row.split("\t")[1:] for row in done.stdout.splitlines()}
-    decodes = [part for part, words in commands.items() if "rollout" in words and {"decode", "stock"} <= {*words}]
+    decodes = [
+        part
+        for part, words in commands.items()
+        if "rollout" in words and {"decode", "stock"} <= {*words}
+    ]
     assert decodes == []
 
 
@@ -372,27 +476,46 @@ def test_the_calls_of_the_page_fit() -> None:
     assert f"# everything, {math.ceil(sum(seconds.values()) / 60)} minutes at most" in page
     (several,) = re.findall(r"^LIMITS_OF_SEVERAL=\((.*)\)$", script, re.M)
     assert re.search(rf"^PARTS_OF_SEVERAL=\({' '.join(OF_SEVERAL)}\)$", script, re.M)
-    assert f"wheels runs/gpus   # everything, {math.ceil(sum(map(int, several.split())) / 60)} minutes at most" in page
+    assert (
+        f"wheels runs/gpus   # everything, {math.ceil(sum(map(int, several.split())) / 60)} "
+        "minutes at most" in page
+    )
 
 
 @pytest.mark.parametrize(
     ("device", "tiny", "expected"),
     [
-        ("NVIDIA H100 80GB HBM3", False, f"{100 * operators.LEAST_SHARE['adapter_rows']:g} or more"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            False,
+            f"{100 * operators.LEAST_SHARE['adapter_rows']:g} or more",
+        ),
         ("NVIDIA H100 80GB HBM3", True, "not for this"),
         ("NVIDIA A100-SXM4-80GB", False, "not for this"),
         ("AMD EPYC", False, "not for this"),
     ],
 )
-def test_predictions_are_shown_beside_what_they_are_of(device: str, tiny: bool, expected: str, tmp_path: Path) -> None:
+def test_predictions_are_shown_beside_what_they_are_of(
+    device: str, tiny: bool, expected: str, tmp_path: Path
+) -> None:
     """The bar of `adapter_rows` is that of the benchmarks; a miss is named."""
     rows = [
-        {"kind": kind, "seconds": {"copy": copy, "PyTorch": 7e-4, "32 x 64, 4 warps": 1e-3, "64 x 64, 4 warps": 5e-4}}
+        {
+            "kind": kind,
+            "seconds": {
+                "copy": copy,
+                "PyTorch": 7e-4,
+                "32 x 64, 4 warps": 1e-3,
+                "64 x 64, 4 warps": 5e-4,
+            },
+        }
         for kind, copy in (("GELU", 2e-4), ("backward of GELU", 4e-4))
     ]
     found = {"environment": {"device": device}, "limits": {"adapter_rows": rows}}
     (tmp_path / "adapter-rows.json").write_text(json.dumps(found))
-    forward, plain, backward = (" ".join(line.split()) for line in gpu_predictions.lines(tmp_path, tiny))
+    forward, plain, backward = (
+        " ".join(line.split()) for line in gpu_predictions.lines(tmp_path, tiny)
+    )
     miss = " missed" * (expected != "not for this")
     assert forward == f"adapter-rows adapter_rows with GELU, % of a copy {expected} 40{miss}"
     assert backward == f"adapter-rows its backward, % of a copy {expected} 80"
@@ -417,8 +540,19 @@ def test_engines_that_differ_fail_their_part(
 
 
 def test_the_wheels_hold_what_deepspeed_imports() -> None:
-    """At any depth, but for what comes with the machine's torch and transformers; in the versions that are tested."""
-    there = {"einops", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "torch", "tqdm"}
+    """At any depth, but for what comes with the machine's torch and transformers; in the versions
+    that are tested."""
+    there = {
+        "einops",
+        "msgpack",
+        "ninja",
+        "numpy",
+        "packaging",
+        "psutil",
+        "py-cpuinfo",
+        "torch",
+        "tqdm",
+    }
 
     def name_of(requirement: str) -> str:
         return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
@@ -433,4 +567,6 @@ def test_the_wheels_hold_what_deepspeed_imports() -> None:
     tested = re.findall(r"^([\w-]+)==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), re.M)
     versions = {name_of(name): version for name, version in tested}
     assert {"pydantic-core", "hjson"} <= wanted
-    assert {package: pins.get(package) for package in wanted} == {package: versions[package] for package in wanted}
+    assert {package: pins.get(package) for package in wanted} == {
+        package: versions[package] for package in wanted
+    }

@@ -1,7 +1,8 @@
-"""Recorded denoising steps: the same bits as without, bounded, recorded again after weights are replaced.
+"""Recorded denoising steps: the same bits as without, bounded, recorded again after weights are
+replaced.
 
-Without a GPU a recording runs its Python again over the same buffers: everything but CUDA's own replay is what a GPU
-runs. The tests at the end need one.
+Without a GPU a recording runs its Python again over the same buffers: everything but CUDA's own
+replay is what a GPU runs. The tests at the end need one.
 """
 
 import logging
@@ -30,7 +31,11 @@ from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer, with_images
 
-PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves down slowly"]
+PROMPTS = [
+    "a red circle moves left quickly",
+    "a blue square moves up slowly",
+    "a green circle moves down slowly",
+]
 STEPS = 5
 POOL = 2**29  # bytes by which each recording is said to enlarge the pool
 
@@ -57,7 +62,8 @@ def roll(
     table: TransitionTable = TABLE,
     texts: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
-    """The last latents of a sample per prompt, and all tensors of every step; `index` seeds the noise."""
+    """The last latents of a sample per prompt, and all tensors of every step; `index` seeds the
+    noise."""
     seeds = sample_seeds(0, index, 0, range(len(prompts)))
     recorded: list[Tensor] = []
     last = rollout(
@@ -68,14 +74,19 @@ def roll(
         prompts,
         seeds,
         initial_latents(seeds, LATENT_SHAPE, policy.device),
-        record=lambda step, x, x_next, log_prob, v: recorded.extend(t.clone() for t in (x, x_next, log_prob, v())),
+        record=lambda step, x, x_next, log_prob, v: recorded.extend(
+            t.clone() for t in (x, x_next, log_prob, v())
+        ),
         graphs=graphs,
     )
     return [last, *recorded]
 
 
 def difference(
-    graphs: StepGraphs, batches: Sequence[Sequence[str]], table: TransitionTable = TABLE, images: bool = False
+    graphs: StepGraphs,
+    batches: Sequence[Sequence[str]],
+    table: TransitionTable = TABLE,
+    images: bool = False,
 ) -> str:
     """How replays differ from rollouts without graphs; with `images`, each prompt has one.
 
@@ -83,8 +94,14 @@ def difference(
     """
     texts = with_images(embeddings(PROMPTS)) if images else embeddings(PROMPTS)
     for index, prompts in enumerate(batches):
-        ours, plain = (roll(graphs.policy, prompts, index, on, table, texts) for on in (graphs, None))
-        if odd := [place for place, pair in enumerate(zip(ours, plain, strict=True)) if not torch.equal(*pair)]:
+        ours, plain = (
+            roll(graphs.policy, prompts, index, on, table, texts) for on in (graphs, None)
+        )
+        if odd := [
+            place
+            for place, pair in enumerate(zip(ours, plain, strict=True))
+            if not torch.equal(*pair)
+        ]:
             return f"rollout {index + 1} differs in {len(odd)} tensors"
     return ""
 
@@ -115,7 +132,9 @@ def test_same_bits_and_one_recording_for_one_shape(guidance: float, images: bool
 def test_weights_in_place_and_replaced() -> None:
     policy = tiny_model(settings()).policy
     recordings: list[Recordable] = []
-    graphs = StepGraphs(policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=math.inf)
+    graphs = StepGraphs(
+        policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=math.inf
+    )
     before = twice(policy, PROMPTS[:1], graphs)[0]
     with torch.no_grad():
         for p in policy.parameters().values():
@@ -138,7 +157,9 @@ def test_evaluations_with_another_guidance_leave_the_graphs_of_training() -> Non
     """`eval.guidance_scale`: its graphs and those of training are recorded once."""
     policy = tiny_model(settings()).policy
     recordings: list[Recordable] = []
-    graphs = StepGraphs(policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=math.inf)
+    graphs = StepGraphs(
+        policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=math.inf
+    )
     for _ in range(2):
         for guidance in (1.0, 3.0, 5.0):
             with policy.at_guidance(guidance):
@@ -147,11 +168,14 @@ def test_evaluations_with_another_guidance_leave_the_graphs_of_training() -> Non
 
 
 def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is freed with the last graph only, so a graph that does not fit into it is not recorded again."""
+    """The pool is freed with the last graph only, so a graph that does not fit into it is not
+    recorded again."""
     policy = tiny_model(settings()).policy
     graphs = StepGraphs(policy, rerun, max_memory=2.5 * POOL)
     for count in (1, 2, 3, 3):
-        assert_same_bits(twice(policy, PROMPTS[:1] * count, graphs), roll(policy, PROMPTS[:1] * count))
+        assert_same_bits(
+            twice(policy, PROMPTS[:1] * count, graphs), roll(policy, PROMPTS[:1] * count)
+        )
     assert len(graphs) == 2
     assert [*graphs.refused.values()] == [
         "no CUDA graph for this rollout: it would keep 1.50 GiB, and all may keep 1.25 GiB"
@@ -164,23 +188,30 @@ def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refused_graph_that_leaves_a_large_pool_ends_no_run() -> None:
-    """The pool is freed with the graphs that fitted before; the next rollout records theirs again."""
+    """The pool is freed with the graphs that fitted before; the next rollout records theirs
+    again."""
     growth = iter([POOL, 2 * POOL, POOL])
     policy = tiny_model(settings()).policy
     graphs = StepGraphs(policy, lambda run: (*rerun(run)[:2], next(growth)), max_memory=2.5 * POOL)
     found = []
     for count in (1, 1, 2, 2, 1, 1, 1):
-        assert_same_bits(roll(policy, PROMPTS[:1] * count, 0, graphs), roll(policy, PROMPTS[:1] * count))
+        assert_same_bits(
+            roll(policy, PROMPTS[:1] * count, 0, graphs), roll(policy, PROMPTS[:1] * count)
+        )
         found.append(len(graphs))
     assert found == [0, 1, 1, 1, 0, 1, 1]
     assert len(graphs.refused) == 1
 
 
 def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> None:
-    """A further text length costs its text; the least recently used gives way when that is too much."""
+    """A further text length costs its text; the least recently used gives way when that is too
+    much."""
     policy = tiny_model(settings()).policy
     lengths = {f"{count} words": count for count in (5, 9, 40)}
-    texts = {p: TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8)) for p, n in {"": 1, **lengths}.items()}
+    texts = {
+        p: TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8))
+        for p, n in {"": 1, **lengths}.items()
+    }
 
     def rolled(graphs: StepGraphs | None, prompt: str) -> list[Tensor]:
         return roll(policy, [prompt] * 2, 0, graphs, texts=texts)
@@ -195,10 +226,12 @@ def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> N
         rolled(graphs, prompt)
         found.append(kept(graphs))
     config = policy.transformer.config
-    row = 5 * 4 * config.num_attention_heads * config.attention_head_dim  # bytes of a token at every step
+    # bytes of a token at every step
+    row = 5 * 4 * config.num_attention_heads * config.attention_head_dim
     assert found[1] - found[0] == 9 * row
     assert found[2] - found[1] == 40 * row
-    for prompt in (*lengths, *reversed(lengths)):  # what one rollout leaves in a buffer does not reach another
+    # what one rollout leaves in a buffer does not reach another
+    for prompt in (*lengths, *reversed(lengths)):
         assert_same_bits(rolled(graphs, prompt), rolled(None, prompt))
     assert len(graphs) == 3
 
@@ -231,7 +264,9 @@ def test_falls_back_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     graphs = StepGraphs(policy, fail, max_memory=math.inf)
     for _ in range(3):
         assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
-    assert caplog.messages == ["no CUDA graph for this rollout: operation not permitted when stream is capturing"]
+    assert caplog.messages == [
+        "no CUDA graph for this rollout: operation not permitted when stream is capturing"
+    ]
     graphs.record = rerun  # after a failure nothing more is recorded, of other shapes neither
     twice(policy, PROMPTS[:2], graphs)
     assert len(graphs) == 0
@@ -261,7 +296,11 @@ def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
     recorded.graphs = StepGraphs(recorded.policy, rerun, max_memory=math.inf)
     for index in range(2):
         rows = [
-            {key: value for key, value in trainer.iteration(index).items() if not key.startswith("time/")}
+            {
+                key: value
+                for key, value in trainer.iteration(index).items()
+                if not key.startswith("time/")
+            }
             for trainer in (plain, recorded)
         ]
         assert rows[0] == rows[1]
@@ -282,7 +321,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_evaluations_replay_the_graphs_of_the_one_before(tmp_path: Path, replayed: list[int]) -> None:
+def test_evaluations_replay_the_graphs_of_the_one_before(
+    tmp_path: Path, replayed: list[int]
+) -> None:
     config = settings(sampling__batch_size=2, eval__num_prompts=2)
     setup = load_setup(resolve(config))
     setup.encode(tmp_path)
@@ -314,10 +355,14 @@ def test_a_step_never_synchronises_on_a_gpu() -> None:
     table = transition_table(sigma_schedule(STEPS, 3.0), "sage", 0.7)
     coefs = table.coefficients().cuda()
     schedule = policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)).of(PROMPTS[:1])
-    seeds, x = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.randn(1, *LATENT_SHAPE, device="cuda")
+    seeds, x = (
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+        torch.randn(1, *LATENT_SHAPE, device="cuda"),
+    )
     step = torch.zeros(1, dtype=torch.int64, device="cuda")
     with torch.no_grad():
-        module.denoise(policy, coefs, schedule.at(step), seeds, x, step)  # kernels compile, tables are made
+        # kernels compile, tables are made
+        module.denoise(policy, coefs, schedule.at(step), seeds, x, step)
         torch.cuda.set_sync_debug_mode("error")
         try:
             module.denoise(policy, coefs, schedule.at(step), seeds, x, step)

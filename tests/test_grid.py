@@ -1,4 +1,5 @@
-"""`python -m studies.grid`: the cells of a file, runs that are stopped and go on, a broken one, the Slurm array."""
+"""`python -m studies.grid`: the cells of a file, runs that are stopped and go on, a broken one, the
+Slurm array."""
 
 import contextlib
 import io
@@ -48,7 +49,10 @@ TWO_BY_TWO = {
     "base": "tiny.yaml",
     "output": "runs/g",
     "axes": {
-        "method": {"flow": {"sampling": {"sampler": "flow"}}, "exact": {"sampling": {"sampler": "precise"}}},
+        "method": {
+            "flow": {"sampling": {"sampler": "flow"}},
+            "exact": {"sampling": {"sampler": "precise"}},
+        },
         "reward": {"good": None, "broken": {"reward": {"weights": {"no_such_part": 1.0}}}},
     },
 }
@@ -60,18 +64,23 @@ def write(folder: Path, tree: Any, name: str = "grid.yaml") -> Path:
     return folder / name
 
 
-# -- the file ---------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def test_the_grid_of_the_paper() -> None:
-    """Methods x KL x rewards, each cell with what its names say, and everything else as in the base."""
+    """Methods x KL x rewards, each cell with what its names say, and everything else as in the
+    base."""
     cells = read_grid(PAPER, {"train.iterations": "7"})
     axes = (("dance", "flow", "cps", "sage", "precise"), ("none", "fixed", "dual"), ("A", "B"))
     assert list(cells) == [f"{'-'.join(names)}-seed0" for names in itertools.product(*axes)]
     weights = {"A": {"vq": 1.0, "mq": 1.0, "ta": 1.0}, "B": {"vq": 0.5, "mq": 0.5, "ta": 1.0}}
     for name, config in cells.items():
         method, kl, reward, _ = name.split("-")
-        assert (config.sampling.sampler, config.kl.strategy, config.reward.weights) == (method, kl, weights[reward])
+        assert (config.sampling.sampler, config.kl.strategy, config.reward.weights) == (
+            method,
+            kl,
+            weights[reward],
+        )
         assert config.objective.equalizer == (method in ("sage", "precise"))
         assert config.objective.surrogate == ("log_prob" if config.objective.equalizer else "clip")
         assert (config.objective.log_prob == "unscaled") == (method == "cps")
@@ -95,7 +104,11 @@ def test_seeds_and_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({"axis": {}}, {}, "unknown key 'axis'; expected one of base, output, seeds, axes; did you mean 'axes'?"),
+        (
+            {"axis": {}},
+            {},
+            "unknown key 'axis'; expected one of base, output, seeds, axes; did you mean 'axes'?",
+        ),
         ({"base": None}, {}, "base = None: expected a YAML file"),
         ({"base": "none.yaml"}, {}, "flow-good: config .*none.yaml: no such file"),
         ({"output": 3}, {}, "output = 3: expected a folder"),
@@ -107,13 +120,19 @@ def test_seeds_and_the_folder(tmp_path: Path) -> None:
         ({"axes": {"a": {"../x": {}}}}, {}, r"axes.a: '../x': expected a name"),
         ({"axes": {"a": {"b-c": {}}}}, {}, r"axes.a: 'b-c': expected a name"),
         ({"axes": {"a": {"x": {"samplng": {"eta": 1}}}}}, {}, r"x: unknown setting 'samplng"),
-        ({"axes": {"a": {"x": {"seed": 1}}}, "seeds": [1]}, {}, "seed is set by axis a and by axis seeds"),
+        (
+            {"axes": {"a": {"x": {"seed": 1}}}, "seeds": [1]},
+            {},
+            "seed is set by axis a and by axis seeds",
+        ),
         ({"axes": {"a": {"x": {"output": "y"}}}}, {}, "output is set by the grid and by axis a"),
         ({}, {"sampling.sampler": "cps"}, "--sampling.sampler: axis method of .* sets it"),
         ({}, {"sampling.eta": "-1"}, "flow-good: sampling.eta = -1"),
     ],
 )
-def test_a_broken_grid_is_named(changes: Any, overrides: dict[str, str], expected: str, tmp_path: Path) -> None:
+def test_a_broken_grid_is_named(
+    changes: Any, overrides: dict[str, str], expected: str, tmp_path: Path
+) -> None:
     write(tmp_path, TINY, "tiny.yaml")
     file = write(tmp_path, TWO_BY_TWO | changes)
     with pytest.raises(UserError, match=expected):
@@ -129,11 +148,14 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--gpus 0: expected at least 1" in capsys.readouterr().err
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
-def run_here(cells: list[str]) -> Callable[[Iterable[tuple[str, Sequence[str]]], Callable[[str, int], object]], None]:
-    """Return a `run_many` that runs the commands in this process and adds their names to `cells`."""
+def run_here(
+    cells: list[str],
+) -> Callable[[Iterable[tuple[str, Sequence[str]]], Callable[[str, int], object]], None]:
+    """Return a `run_many` that runs the commands in this process and adds their names to
+    `cells`."""
 
     def run(jobs: Iterable[tuple[str, Sequence[str]]], ended: Callable[[str, int], object]) -> None:
         for name, command in jobs:
@@ -146,7 +168,8 @@ def run_here(cells: list[str]) -> Callable[[Iterable[tuple[str, Sequence[str]]],
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A 2 x 2 grid, stopped within the first run, gone on with, and run once more; half of its cells are broken."""
+    """A 2 x 2 grid, stopped within the first run, gone on with, and run once more; half of its
+    cells are broken."""
     folder = tmp_path_factory.mktemp("grid")
     write(folder, TINY, "tiny.yaml")
     file = write(folder, TWO_BY_TWO)
@@ -157,7 +180,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         [sys.executable, "-m", "studies.grid", "grid.yaml"], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    wait_until(lambda: process.poll() is not None or len(read_metrics(first / "metrics.jsonl")) >= 2)
+    wait_until(
+        lambda: process.poll() is not None or len(read_metrics(first / "metrics.jsonl")) >= 2
+    )
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
     found["stopped"] = process.communicate(timeout=300)[0], process.returncode
@@ -190,7 +215,9 @@ def test_the_grid_goes_on_and_no_cell_ends_the_others(place: dict[str, Any]) -> 
     for name in ("flow-good", "exact-good"):
         rows = read_metrics(folder / name / "metrics.jsonl")
         assert [row["iteration"] for row in rows] == list(range(place["done"] + 1))
-    assert [start["iteration"] for start in read_json(folder / "flow-good" / "run.json")["resumed"]] == [place["done"]]
+    assert [
+        start["iteration"] for start in read_json(folder / "flow-good" / "run.json")["resumed"]
+    ] == [place["done"]]
     assert "no_such_part" in errors
     assert (folder / "flow-good" / "config.yaml").read_text().count("sampler: flow") == 1
 
@@ -204,7 +231,9 @@ def test_a_damaged_run_is_not_finished(place: dict[str, Any], tmp_path: Path) ->
     config = read_grid(tmp_path / "copy" / "grid.yaml", {})["flow-good"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path / "copy")
-        Path(config.output, "report.html").unlink()  # drawing it may have failed: `sage-fast report` does it later
+        Path(
+            config.output, "report.html"
+        ).unlink()  # drawing it may have failed: `sage-fast report` does it later
         assert is_finished(config)
         Path(config.output, "eval", "after.json").write_text("{")
         assert not is_finished(config)
@@ -215,8 +244,11 @@ def test_several_gpus_are_torchruns(
 ) -> None:
     monkeypatch.chdir(place["folder"])
     commands: list[Sequence[str]] = []
-    monkeypatch.setattr(grid, "run_many", lambda jobs, ended: commands.extend(command for _, command in jobs))
-    assert main(["grid.yaml", "--gpus", "8", "--train.seed", "1"]) == 2  # no such setting: before any run
+    monkeypatch.setattr(
+        grid, "run_many", lambda jobs, ended: commands.extend(command for _, command in jobs)
+    )
+    # no such setting: before any run
+    assert main(["grid.yaml", "--gpus", "8", "--train.seed", "1"]) == 2
     assert main(["grid.yaml", "--gpus", "8", "--train.eps", "1e-9"]) == 0
     out = capsys.readouterr().out
     assert "\nrun 4 of 4: exact-broken\n" in out
@@ -228,29 +260,48 @@ def test_several_gpus_are_torchruns(
     python, *module = commands[0][:3]
     assert (python, module) == (sys.executable, ["-m", "torch.distributed.run"])
     options = get_args_parser().parse_args(commands[0][3:])
-    assert (options.nproc_per_node, options.module, options.training_script) == ("8", True, "studies.grid")
-    assert options.training_script_args == ["grid.yaml", "--train.eps", "1e-9", "--cell", "flow-broken"]
+    assert (options.nproc_per_node, options.module, options.training_script) == (
+        "8",
+        True,
+        "studies.grid",
+    )
+    assert options.training_script_args == [
+        "grid.yaml",
+        "--train.eps",
+        "1e-9",
+        "--cell",
+        "flow-broken",
+    ]
 
 
 def test_the_commands_of_the_page(
-    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(shutil.copytree(place["folder"], tmp_path / "copy"))
     monkeypatch.setattr(grid, "run_many", lambda jobs, ended: None)
     here, paper = blocks(REPOSITORY / "docs" / "how-to" / "grid.md")
     for words in [*commands(here), *commands(paper)]:
         assert words[:3] == ["python", "-m", "studies.grid"]
-        assert main([str(REPOSITORY / word) if "/" in word else word for word in words[3:]]) == 0, words
+        assert main([str(REPOSITORY / word) if "/" in word else word for word in words[3:]]) == 0, (
+            words
+        )
     assert "paper.sbatch: 30 runs; submit it here" in capsys.readouterr().out
 
 
-# -- Slurm ------------------------------------------------------------------------------------------------------------
+# -- Slurm -----------------------------------------------------------------------------------------
 
 
 def test_an_element_of_the_array_is_a_run(
-    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The script that is written passes shellcheck; under a pretend Slurm each task starts the command of its cell."""
+    """The script that is written passes shellcheck; under a pretend Slurm each task starts the
+    command of its cell."""
     folder = shutil.copytree(place["folder"], tmp_path / "a copy")
     monkeypatch.chdir(folder)
     given = ["grid.yaml", "--train.learning_rate", "2e-3", "--output", "runs/more of it"]
@@ -264,14 +315,25 @@ def test_an_element_of_the_array_is_a_run(
         done = subprocess.run([program, "array.sbatch"], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     (folder / "bin").mkdir()
-    for name, program_text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "recorder": RECORDER}.items():
+    for name, program_text in {
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "scancel": SCANCEL,
+        "recorder": RECORDER,
+    }.items():
         (folder / "bin" / name).write_text(program_text)
         (folder / "bin" / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "70123", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_NTASKS": "2",
-             "SLURM_NTASKS_PER_NODE": "2", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder",
-             "SCONTROL_LOG": str(folder / "scontrol.log"), "PATH": f"{folder}/bin:{os.environ['PATH']}"}  # fmt: skip
+             "SLURM_NTASKS_PER_NODE": "2", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "1",
+             "PYTHON": "recorder",
+             "SCONTROL_LOG": str(folder / "scontrol.log"),
+             "PATH": f"{folder}/bin:{os.environ['PATH']}"}  # fmt: skip
     process = subprocess.Popen(["bash", "array.sbatch"], env=os.environ | slurm | {"WAITS": "600"})
-    wait_until(lambda: process.poll() is not None or all(Path(f"started.{rank}").exists() for rank in range(2)))
+    wait_until(
+        lambda: (
+            process.poll() is not None or all(Path(f"started.{rank}").exists() for rank in range(2))
+        )
+    )
     assert process.poll() is None
     process.send_signal(signal.SIGUSR1)  # the time limit
     assert process.wait(HANG) == 0
@@ -280,7 +342,14 @@ def test_an_element_of_the_array_is_a_run(
     assert started[0].startswith("0/2 0/2 127.0.0.1:")
     assert started[1:3] == ["-m", "studies.grid"]
     file, *settings = given
-    assert started[3:-1] == [file, "--train.grace_seconds", "1700", *settings, "--cell", "exact-good"]
+    assert started[3:-1] == [
+        file,
+        "--train.grace_seconds",
+        "1700",
+        *settings,
+        "--cell",
+        "exact-good",
+    ]
     assert started[-1] == "TERM"
     # What the task would have done, on one rank.
     capsys.readouterr()

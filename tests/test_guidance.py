@@ -1,4 +1,5 @@
-"""Guidance in evaluations: a scale of their own, and a warning where it is not training's and no KL acts."""
+"""Guidance in evaluations: a scale of their own, and a warning where it is not training's and no KL
+acts."""
 
 from typing import Any
 
@@ -83,15 +84,33 @@ ACTS = {"kl__lambda_max": 0.2}
         pytest.param({"kl__strategy": "none"}, True, id="none"),
         pytest.param({"kl__strategy": "moving", **ACTS}, False, id="moving"),
         pytest.param({"kl__strategy": "moving"}, True, id="inert-lambda"),
-        pytest.param({"kl__strategy": "moving", "kl__feedback": "none"}, True, id="inert-lambda-that-stays"),
-        pytest.param({"kl__strategy": "moving", "kl__lambda_max": 0.2, "kl__feedback": "none"}, False, id="lambda"),
-        pytest.param({"kl__strategy": "moving", "kl__beta_pos": 0.0}, True, id="no-position-weight"),
-        pytest.param({"kl__strategy": "stepwise", "kl__beta_pos": 0.0, **ACTS}, False, id="stepwise"),
-        pytest.param({"kl__strategy": "stepwise", "kl__beta_vel": 0.0}, True, id="no-velocity-weight"),
-        pytest.param({"kl__strategy": "dual", "kl__lambda_min": 0.0, "kl__lambda_max": 0.0}, True, id="no-lambda"),
+        pytest.param(
+            {"kl__strategy": "moving", "kl__feedback": "none"}, True, id="inert-lambda-that-stays"
+        ),
+        pytest.param(
+            {"kl__strategy": "moving", "kl__lambda_max": 0.2, "kl__feedback": "none"},
+            False,
+            id="lambda",
+        ),
+        pytest.param(
+            {"kl__strategy": "moving", "kl__beta_pos": 0.0}, True, id="no-position-weight"
+        ),
+        pytest.param(
+            {"kl__strategy": "stepwise", "kl__beta_pos": 0.0, **ACTS}, False, id="stepwise"
+        ),
+        pytest.param(
+            {"kl__strategy": "stepwise", "kl__beta_vel": 0.0}, True, id="no-velocity-weight"
+        ),
+        pytest.param(
+            {"kl__strategy": "dual", "kl__lambda_min": 0.0, "kl__lambda_max": 0.0},
+            True,
+            id="no-lambda",
+        ),
     ],
 )
-def test_a_warning_where_the_scales_differ_and_no_kl_acts(overrides: dict[str, Any], warns: bool) -> None:
+def test_a_warning_where_the_scales_differ_and_no_kl_acts(
+    overrides: dict[str, Any], warns: bool
+) -> None:
     objective = Objective(settings(**overrides))
     found = guidance_warning(objective, trained=1.0, evaluated=6.0)
     assert (found is not None) == warns
@@ -112,7 +131,7 @@ def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:
     assert notes_on([same], settings().sampling, 6.0) == []
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def count_eager(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -129,15 +148,26 @@ def count_eager(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("overrides", "stored"),
-    [({"kl__strategy": "none"}, 0), ({"kl__strategy": "stepwise", "kl__velocity_term": "closed_form"}, 5)],
+    [
+        ({"kl__strategy": "none"}, 0),
+        ({"kl__strategy": "stepwise", "kl__velocity_term": "closed_form"}, 5),
+    ],
     ids=["no KL", "closed form"],
 )
 def test_a_guided_velocity_is_formed_only_where_it_is_stored(
     overrides: dict[str, Any], stored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rollout and training otherwise pass both velocities to the fused operators. Five steps, one batch."""
+    """Rollout and training otherwise pass both velocities to the fused operators.
+
+    Five steps, one batch.
+    """
     calls = count_eager(monkeypatch)
-    config = settings(sampling__guidance_scale=3.0, train__parity_gate=False, train__optimizer_steps=2, **overrides)
+    config = settings(
+        sampling__guidance_scale=3.0,
+        train__parity_gate=False,
+        train__optimizer_steps=2,
+        **overrides,
+    )
     trainer = tiny_trainer(config)
     assert trainer.iteration(0)["grad_norm"] > 0
     assert len(calls) == stored
@@ -145,7 +175,9 @@ def test_a_guided_velocity_is_formed_only_where_it_is_stored(
 
 def test_gradients_are_those_of_a_velocity_guided_by_plain_pytorch() -> None:
     """Of the log-prob and both KLs in the weights, through both passes of the forward."""
-    config = settings(sampling__guidance_scale=3.0, kl__velocity_term="closed_form", train__optimizer_steps=2)
+    config = settings(
+        sampling__guidance_scale=3.0, kl__velocity_term="closed_form", train__optimizer_steps=2
+    )
     trainer, seen = tiny_trainer(config), []
     trainer.replay.score = lambda *given: seen.append(given) or Replay.score(trainer.replay, *given)  # type: ignore
     trainer.iteration(0)
@@ -156,7 +188,8 @@ def test_gradients_are_those_of_a_velocity_guided_by_plain_pytorch() -> None:
     anchor = batch.anchor_of(micro)
     assert anchor is not None
     eager = transition_score(
-        stored.gather(stored.states, micro), stored.next_states(micro), trainer.replay.velocity(batch, micro),
+        stored.gather(stored.states, micro), stored.next_states(micro),
+        trainer.replay.velocity(batch, micro),
         batch.coefs, step, anchor, old,
     )  # fmt: skip
     upstream = torch.rand(3, len(micro)).unbind()
@@ -166,4 +199,6 @@ def test_gradients_are_those_of_a_velocity_guided_by_plain_pytorch() -> None:
         for outputs in ((scores.log_prob, scores.kl_anchor, scores.kl_old), eager[:3])
     )
     for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            mine, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max())
+        )

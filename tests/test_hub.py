@@ -1,4 +1,7 @@
-"""A model on the hub: reachable, cached, or neither. The tests run without network (HF_HUB_OFFLINE in conftest.py)."""
+"""A model on the hub: reachable, cached, or neither.
+
+The tests run without network (HF_HUB_OFFLINE in conftest.py).
+"""
 
 import hashlib
 import json
@@ -45,8 +48,19 @@ def downloaded(cache: Path, checkpoint: Path) -> None:
 
 def test_without_network_the_message_says_what_to_do(cache: Path) -> None:
     with pytest.raises(UserError) as error:
-        load_model(ModelConfig(path=REPOSITORY, dtype="float32"), SamplingConfig(), torch.device("cpu"), seed=0)
-    for part in ("cannot be reached", str(cache), f"hf download {REPOSITORY} --local-dir", "--model.path", "HF_HOME"):
+        load_model(
+            ModelConfig(path=REPOSITORY, dtype="float32"),
+            SamplingConfig(),
+            torch.device("cpu"),
+            seed=0,
+        )
+    for part in (
+        "cannot be reached",
+        str(cache),
+        f"hf download {REPOSITORY} --local-dir",
+        "--model.path",
+        "HF_HOME",
+    ):
         assert part in str(error.value)
 
 
@@ -54,16 +68,23 @@ def test_without_network_a_downloaded_model_is_used(cache: Path) -> None:
     downloaded(cache, BASE)
     config = ModelConfig(path=REPOSITORY, dtype="float32", lora_rank=4)
     model = load_model(config, SamplingConfig(), torch.device("cpu"), seed=0)
-    assert model.spec.path == REPOSITORY  # the key of its prompt embeddings, with network and without
+    # the key of its prompt embeddings, with network and without
+    assert model.spec.path == REPOSITORY
 
 
-def test_the_guider_of_a_downloaded_model_says_that_it_is_distilled(cache: Path, tmp_path: Path) -> None:
+def test_the_guider_of_a_downloaded_model_says_that_it_is_distilled(
+    cache: Path, tmp_path: Path
+) -> None:
     """As that of a folder does; the name says nothing."""
     checkpoint = write_tiny_checkpoint(tmp_path / "checkpoint")
     file = checkpoint / "guider" / "guider_config.json"
     file.write_text(file.read_text().replace('"enabled": true', '"enabled": false'))
     downloaded(cache, checkpoint)
-    assert find_spec(REPOSITORY, fetch=True).distillation == find_spec(str(checkpoint)).distillation is not None
+    assert (
+        find_spec(REPOSITORY, fetch=True).distillation
+        == find_spec(str(checkpoint)).distillation
+        is not None
+    )
 
 
 def test_what_the_hub_answers_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +113,16 @@ def test_a_cache_pinned_by_commit_says_how_to_name_it(cache: Path) -> None:
     downloaded(cache, BASE)
     (cache / "models--someone--tiny" / "refs" / "main").unlink()
     with pytest.raises(
-        UserError, match=rf"by its commit alone: --model.path {cache}/models--someone--tiny/snapshots/0"
+        UserError,
+        match=rf"by its commit alone: --model.path {cache}/models--someone--tiny/snapshots/0",
     ):
         reachable(REPOSITORY)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "hunyuan/model.gguf", "lora.ckpt"])
-def test_a_single_file_is_called_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_single_file_is_called_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_bytes(b"GGUF")
@@ -117,7 +141,9 @@ class Hub(BaseHTTPRequestHandler):
     commit = "1" * 40
 
     def files(self) -> dict[str, Path]:
-        found = {p.relative_to(self.folder).as_posix(): p for p in self.folder.rglob("*") if p.is_file()}
+        found = {
+            p.relative_to(self.folder).as_posix(): p for p in self.folder.rglob("*") if p.is_file()
+        }
         return {"README.md": self.folder / "model_index.json", **found}
 
     def do_HEAD(self) -> None:
@@ -135,8 +161,12 @@ class Hub(BaseHTTPRequestHandler):
                 for name, file in files.items()
             ]).encode()  # fmt: skip
         elif path.startswith(f"/api/models/{REPOSITORY}"):
-            siblings = [{"rfilename": name, "blobId": self.etag(file)} for name, file in files.items()]
-            body = json.dumps({"id": REPOSITORY, "sha": self.commit, "siblings": siblings, "tags": []}).encode()
+            siblings = [
+                {"rfilename": name, "blobId": self.etag(file)} for name, file in files.items()
+            ]
+            body = json.dumps(
+                {"id": REPOSITORY, "sha": self.commit, "siblings": siblings, "tags": []}
+            ).encode()
         elif (name := path.removeprefix(f"/{REPOSITORY}/resolve/").partition("/")[2]) in files:
             body, headers["ETag"] = files[name].read_bytes(), f'"{self.etag(files[name])}"'
         else:
@@ -171,14 +201,29 @@ for line in sys.stdin:
 
 
 def test_what_a_first_run_has_cached_works_offline(tmp_path: Path) -> None:
-    """Against a local hub, which lists a README.md that no run reads. Its address is read when a process starts."""
+    """Against a local hub, which lists a README.md that no run reads.
+
+    Its address is read when a process starts.
+    """
     Hub.folder = write_tiny_checkpoint(tmp_path / "checkpoint")
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        given = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
-        given |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HUB_DISABLE_XET": "1"}
-        command, root, pipe = [sys.executable, "-c", LOAD], Path(__file__).parents[1], subprocess.PIPE
-        with subprocess.Popen(command, env=given, cwd=root, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+        given = os.environ | {
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_CACHE": str(tmp_path / "home" / "hub"),
+        }
+        given |= {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        command, root, pipe = (
+            [sys.executable, "-c", LOAD],
+            Path(__file__).parents[1],
+            subprocess.PIPE,
+        )
+        with subprocess.Popen(
+            command, env=given, cwd=root, stdin=pipe, stdout=pipe, text=True, bufsize=1
+        ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write("online\n")

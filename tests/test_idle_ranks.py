@@ -1,8 +1,9 @@
-"""A rank without work makes the collectives of the others, and adds nothing: every case is trained as by one process.
+"""A rank without work makes the collectives of the others, and adds nothing: every case is trained
+as by one process.
 
-A rank may have nothing to train (the rewards of its samples are equal, or failed), no sample, or fewer forwards than
-others. One group of gloo processes per number of ranks runs its cases. A rank that waits for another in vain ends after
-TIMEOUT, and prints where.
+A rank may have nothing to train (the rewards of its samples are equal, or failed), no sample, or
+fewer forwards than others. One group of gloo processes per number of ranks runs its cases. A rank
+that waits for another in vain ends after TIMEOUT, and prints where.
 """
 
 import dataclasses
@@ -40,13 +41,23 @@ from sage_fast.util.files import read_metrics
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import barrier, join_sequence_group, rank, sequence_group, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import CPU, FEW_STEPS, BrightnessReward, arguments, planned, settings, tiny_trainer, with_images
+from tests.tiny import (
+    CPU,
+    FEW_STEPS,
+    BrightnessReward,
+    arguments,
+    planned,
+    settings,
+    tiny_trainer,
+    with_images,
+)
 
 SOAK = "SAGE_FAST_SOAK" in os.environ
 TIMEOUT = 1.5
 """Minutes until a case has failed."""
 ITERATIONS = 3
-"""The first has a free anchor, the second an old one, the third a fresh one (`kl.anchor_interval`)."""
+"""The first has a free anchor, the second an old one, the third a fresh one (`kl.anchor_interval`).
+"""
 TOGETHER = 8
 """Cases of one group of processes, whose time `run_ranks` limits."""
 Record = dict[str, Any]
@@ -68,7 +79,7 @@ BASE: dict[str, Any] = {
 }
 
 
-# -- what leaves ranks without work -----------------------------------------------------------------------------------
+# -- what leaves ranks without work ----------------------------------------------------------------
 
 
 def first_prompts(**given: Any) -> set[str]:
@@ -84,7 +95,10 @@ class Equal(BrightnessReward):
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         first = first_prompts()
         equal = torch.tensor([prompt in first for prompt in prompts])
-        return {part: torch.where(equal, 0.5, value) for part, value in super().__call__(videos, prompts).items()}
+        return {
+            part: torch.where(equal, 0.5, value)
+            for part, value in super().__call__(videos, prompts).items()
+        }
 
 
 class Failed(BrightnessReward):
@@ -93,7 +107,10 @@ class Failed(BrightnessReward):
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         first = first_prompts()
         failed = torch.tensor([prompt in first for prompt in prompts])
-        return {part: torch.where(failed, math.nan, value) for part, value in super().__call__(videos, prompts).items()}
+        return {
+            part: torch.where(failed, math.nan, value)
+            for part, value in super().__call__(videos, prompts).items()
+        }
 
 
 class Broken(Failed):
@@ -106,7 +123,8 @@ class Broken(Failed):
 
 
 class OneFails(BrightnessReward):
-    """Has no score for one of the four videos of an iteration: by their means, which differ by far more than rounding.
+    """Has no score for one of the four videos of an iteration: by their means, which differ by far
+    more than rounding.
 
     These are the brightest of the first and the third iteration, and that of the second.
     """
@@ -114,11 +132,18 @@ class OneFails(BrightnessReward):
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         means = videos.mean((1, 2, 3, 4))
         failed = (means > 0.5345) | ((means > 0.5330) & (means < 0.5332))
-        return {part: torch.where(failed, math.nan, value) for part, value in super().__call__(videos, prompts).items()}
+        return {
+            part: torch.where(failed, math.nan, value)
+            for part, value in super().__call__(videos, prompts).items()
+        }
 
 
 ONE_GROUP = {"train__prompts_per_iteration": 1, "train__group_size": 4}
-NOISED = {"objective__surrogate": "nft", "kl__velocity_term": "closed_form", "sampling__sampler": "ode"}
+NOISED = {
+    "objective__surrogate": "nft",
+    "kl__velocity_term": "closed_form",
+    "sampling__sampler": "ode",
+}
 SITUATIONS: dict[str, tuple[type[Reward], dict[str, Any]]] = {
     "equal rewards": (Equal, {}),
     "failed rewards": (Failed, {}),
@@ -136,7 +161,8 @@ SITUATIONS: dict[str, tuple[type[Reward], dict[str, Any]]] = {
     "more ranks than samples": (BrightnessReward, {"train__prompts_per_iteration": 1}),
 }  # fmt: skip
 LENGTHS = "guidance"
-"""The situation whose prompts differ in length, so that ranks have different numbers of micro-batches."""
+"""The situation whose prompts differ in length, so that ranks have different numbers of
+micro-batches."""
 
 
 IMAGES = "images"
@@ -160,7 +186,11 @@ class Case:
     @property
     def config(self) -> Config:
         given = BASE | SITUATIONS[self.situation][1]
-        given |= {"train__engine": self.engine, "model__tuning": self.tuning, "model__sequence_parallel": self.sequence}
+        given |= {
+            "train__engine": self.engine,
+            "model__tuning": self.tuning,
+            "model__sequence_parallel": self.sequence,
+        }
         return settings(**given)
 
 
@@ -177,7 +207,8 @@ FEW = [
     Case(4, "zero3", "lora", "one of a group fails"),
 ]
 EVERYWHERE = ("equal rewards", "failed rewards", "one of a group fails")
-"""Situations of all engines; the others change what is gathered, so that they matter where forwards are collective."""
+"""Situations of all engines; the others change what is gathered, so that they matter where forwards
+are collective."""
 RANKS = {
     "one of a group fails": [(4, 1)],
     "more ranks than samples": [(4, 1)],
@@ -193,17 +224,20 @@ ALL = [
 CASES = ALL if SOAK else [case for case in FEW if case.engine in ENGINES]
 
 
-# -- running them -----------------------------------------------------------------------------------------------------
+# -- running them ----------------------------------------------------------------------------------
 
 
 def train(case: Case) -> Record:
-    """Train the iterations on this rank; return what it had to train, the rows and how far the weights moved."""
+    """Train the iterations on this rank; return what it had to train, the rows and how far the
+    weights moved."""
     trainer: Trainer = tiny_trainer(case.config, SITUATIONS[case.situation][0]())
     if (group := sequence_group()) is not None:
         trainer.policy.sequence = SequenceParallel(group, CPU)
     if case.situation == LENGTHS:
         trainer.embeddings = {
-            prompt: TextEmbedding(text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs)
+            prompt: TextEmbedding(
+                text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs
+            )
             for prompt, known in trainer.embeddings.items()
         }
     if case.situation == IMAGES:
@@ -220,7 +254,11 @@ def train(case: Case) -> Record:
     trainer.update = update  # type: ignore[method-assign]
     rows = [trainer.iteration(index) for index in range(ITERATIONS)]
     end = whole_weights(trainer)
-    return {"rows": rows, "local": local, "moved": torch.cat([(end[name] - start[name]).flatten() for name in start])}
+    return {
+        "rows": rows,
+        "local": local,
+        "moved": torch.cat([(end[name] - start[name]).flatten() for name in start]),
+    }
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -250,7 +288,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Record]
         for first in range(0, len(cases), TOGETHER):
             some = cases[first : first + TOGETHER]
             assert run_ranks(on_rank, count, folder, some) == [0] * count, screens(folder, count)
-    return {case: [torch.load(folder / f"{case}-{n}.pt") for n in range(case.ranks)] for case in CASES}
+    return {
+        case: [torch.load(folder / f"{case}-{n}.pt") for n in range(case.ranks)] for case in CASES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +306,10 @@ def one_process() -> dict[tuple[str, str], Record]:
 
 
 METRICS = (
-    "reward/mean", "reward/std", "reward/zero_std_groups", "reward/dropped", "reward/dropped_groups",
-    "advantage/abs_mean", "grad_norm", "kl/lambda", "kl/anchor", "ratio/mean", "learning_rate", "optimizer_step",
+    "reward/mean", "reward/std", "reward/zero_std_groups", "reward/dropped",
+    "reward/dropped_groups",
+    "advantage/abs_mean", "grad_norm", "kl/lambda", "kl/anchor", "ratio/mean", "learning_rate",
+    "optimizer_step",
 )  # fmt: skip
 
 
@@ -276,7 +318,9 @@ METRICS = (
     "a rank has nothing to train, no scored sample or no sample: every engine, two and four ranks",
     "trained as by one process",
 )
-def test_ranks_without_work_train_as_one_process(case: Case, results: Any, one_process: Any) -> None:
+def test_ranks_without_work_train_as_one_process(
+    case: Case, results: Any, one_process: Any
+) -> None:
     """Compare the metrics of three iterations, and the weights relative to how far they moved."""
     expected = one_process[case.tuning, case.situation]
     for found in results[case]:
@@ -284,7 +328,10 @@ def test_ranks_without_work_train_as_one_process(case: Case, results: Any, one_p
             assert all(name.startswith("time/") for name in row.keys() ^ of_one.keys())
             for name in METRICS:
                 value = of_one.get(name, 0.0)  # a mean over nothing has no row
-                assert row.get(name, 0.0) == pytest.approx(value, rel=1e-3, abs=1e-10), (row["iteration"], name)
+                assert row.get(name, 0.0) == pytest.approx(value, rel=1e-3, abs=1e-10), (
+                    row["iteration"],
+                    name,
+                )
         moved, way = found["moved"], expected["moved"]
         assert float((moved - way).norm()) <= 0.03 * float(way.norm())
 
@@ -301,13 +348,14 @@ def test_the_cases_are_what_they_are_called(case: Case, results: Any) -> None:
         assert any(samples == 0 for of_rank in results[case] for samples, _, _ in of_rank["local"])
 
 
-# -- a run ------------------------------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 
 
 class FailsOnRankOne(BrightnessReward):
-    """Scores the dummy videos of the check, and no others on the second rank, which has no video in an evaluation."""
+    """Scores the dummy videos of the check, and no others on the second rank, which has no video in
+    an evaluation."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -322,18 +370,25 @@ class FailsOnRankOne(BrightnessReward):
 def run(folder: Path, on_failure: str) -> None:
     """Train on this rank, or continue: one sample a rank, one video to evaluate."""
     given = arguments(
-        reward__name=f"{__name__}:FailsOnRankOne", reward__on_failure=on_failure, reward__max_dropped=0.5,
-        reward__retries=0, train__engine="zero3", train__prompts_per_iteration=1, train__group_size=3,
-        train__iterations=3, eval__num_prompts=1, eval__seeds_per_prompt=1, eval__judge="null", timeout_minutes=TIMEOUT,
+        reward__name=f"{__name__}:FailsOnRankOne", reward__on_failure=on_failure,
+        reward__max_dropped=0.5,
+        reward__retries=0, train__engine="zero3", train__prompts_per_iteration=1,
+        train__group_size=3,
+        train__iterations=3, eval__num_prompts=1, eval__seeds_per_prompt=1, eval__judge="null",
+        timeout_minutes=TIMEOUT,
         tracking__trackers="[]",
     )  # fmt: skip
-    sys.exit(main(["train", str(PAPER), "--output", str(folder / "run"), "--resume", *FEW_STEPS, *given]))
+    sys.exit(
+        main(["train", str(PAPER), "--output", str(folder / "run"), "--resume", *FEW_STEPS, *given])
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.fault(
-    "the reward of one of three ranks, which have one sample each, fails in every iteration (ZeRO-3)",
-    "its sample is dropped; with `reward.on_failure: stop` all end with one line, and `--resume` goes on",
+    "the reward of one of three ranks, which have one sample each, fails in every iteration "
+    "(ZeRO-3)",
+    "its sample is dropped; with `reward.on_failure: stop` all end with one line, and `--resume` "
+    "goes on",
 )
 def test_a_run_goes_on_without_the_sample_of_one_rank(tmp_path: Path) -> None:
     assert run_ranks(run, 3, tmp_path, "stop") == [1] * 3, screens(tmp_path, 3)
@@ -346,14 +401,16 @@ def test_a_run_goes_on_without_the_sample_of_one_rank(tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
-# -- other things that would make ranks differ in their collectives ---------------------------------------------------
+# -- other things that would make ranks differ in their collectives --------------------------------
 
 
 def disagree(folder: Path) -> None:
     """Give each rank settings, prompts and an optimizer state of its own."""
     initialize(timeout_minutes=TIMEOUT)
     faulthandler.dump_traceback_later(60 * TIMEOUT, exit=True)
-    with pytest.raises(UserError, match=r"train.optimizer_steps = 2 on rank 1, and 1 on rank 0; expected the same"):
+    with pytest.raises(
+        UserError, match=r"train.optimizer_steps = 2 on rank 1, and 1 on rank 0; expected the same"
+    ):
         check_same_settings(settings(train__optimizer_steps=1 + rank()))
     check_same_settings(settings(data__embedding_cache=f"disk-of-{rank()}"))
     with pytest.raises(UserError, match=r"resume = False on rank 1, and True on rank 0"):
@@ -361,7 +418,9 @@ def disagree(folder: Path) -> None:
 
     setup = load_setup(resolve(load(PAPER)))
     setup.prompts = setup.prompts[rank() :]
-    with pytest.raises(UserError, match=r"data.prompts = .* on rank 1, and .* on rank 0; .*copy the prompt file"):
+    with pytest.raises(
+        UserError, match=r"data.prompts = .* on rank 1, and .* on rank 0; .*copy the prompt file"
+    ):
         setup.encode()
 
     engine = tiny_trainer(settings()).engine
@@ -390,7 +449,9 @@ def refuse(folder: Path) -> None:
         sys.exit(2)
 
 
-@pytest.mark.fault("one of two ranks refuses a file that the other has", "both end with its line and status 2")
+@pytest.mark.fault(
+    "one of two ranks refuses a file that the other has", "both end with its line and status 2"
+)
 def test_what_one_rank_refuses_ends_the_others(tmp_path: Path) -> None:
     assert run_ranks(refuse, 2, tmp_path) == [2, 2], screens(tmp_path)
     first, second = screens(tmp_path)
@@ -401,7 +462,9 @@ def test_what_one_rank_refuses_ends_the_others(tmp_path: Path) -> None:
 def test_a_norm_of_no_gradients_is_on_the_device_that_reduces_it() -> None:
     """NCCL reduces nothing on the CPU, where PyTorch makes a norm of nothing."""
     device = torch.device("meta")
-    engine = SimpleNamespace(parameters=[], optimized={}, nodes=None, policy=SimpleNamespace(device=device))
+    engine = SimpleNamespace(
+        parameters=[], optimized={}, nodes=None, policy=SimpleNamespace(device=device)
+    )
     seen = []
     with mock.patch.object(fsdp, "all_reduce", lambda tensor: seen.append(tensor) or tensor):
         fsdp.FsdpEngine._gradient_norm(engine)  # type: ignore[arg-type]

@@ -31,7 +31,13 @@ from sage_fast.util.captions import Caption
 from sage_fast.util.files import read_json, read_metrics
 from tests.ranks import command_on_ranks
 from tests.tiny import settings
-from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, IMAGE_PATCHES, SHIFT, write_tiny_checkpoint
+from tests.tiny_checkpoint import (
+    GUIDANCE_SCALE,
+    IMAGE_DIM,
+    IMAGE_PATCHES,
+    SHIFT,
+    write_tiny_checkpoint,
+)
 
 CPU = torch.device("cpu")
 SPACE = (32, 2, 3, 4)
@@ -60,7 +66,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """An image for each prompt, of which the pipeline makes 64 x 48 pixels; one has a palette."""
     folder, found = tmp_path_factory.mktemp("images"), {}
     for seed, (prompt, size) in enumerate({PLAIN: (86, 61), QUOTED: (81, 60)}.items()):
-        pixels = torch.randint(256, (3, 3, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        pixels = torch.randint(
+            256, (3, 3, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+        )
         found[prompt] = folder / f"{seed}.png"
         Image.fromarray(pixels.numpy()).resize(size, Image.Resampling.BICUBIC).save(found[prompt])
     Image.open(found[QUOTED]).convert("P").save(found[QUOTED])
@@ -68,7 +76,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(checkpoint: Path, guidance_scale: float = 1.0, **settings: object) -> Model:
-    given = {"dtype": "float32", "lora_rank": 4, "lora_alpha": 12, "gradient_checkpointing": "none"} | settings
+    given = {
+        "dtype": "float32",
+        "lora_rank": 4,
+        "lora_alpha": 12,
+        "gradient_checkpointing": "none",
+    } | settings
     sampling = dataclasses.replace(SAMPLING, guidance_scale=guidance_scale)
     return load_model(ModelConfig(path=str(checkpoint), **given), sampling, CPU, seed=3)  # type: ignore[arg-type]
 
@@ -85,7 +98,9 @@ def embeddings(model: Model, images: dict[str, Path]) -> dict[str, TextEmbedding
     for key, image in images.items():
         found[f"not {key}"] = encode(Caption("", str(image)))
         found[key] = dataclasses.replace(encode(Caption(key, str(image))), negative=f"not {key}")
-    found[OTHER] = dataclasses.replace(encode(Caption(PLAIN, str(images[QUOTED]))), negative=f"not {QUOTED}")
+    found[OTHER] = dataclasses.replace(
+        encode(Caption(PLAIN, str(images[QUOTED]))), negative=f"not {QUOTED}"
+    )
     return found
 
 
@@ -104,7 +119,7 @@ def perturb_adapter(policy: HunyuanVideo15Policy) -> None:
             p.data = noise(*p.shape) / 10
 
 
-# -- encoders ---------------------------------------------------------------------------------------------------------
+# -- encoders --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -114,12 +129,15 @@ def test_what_the_encoder_gives_is_what_the_pipeline_reads(
     images: dict[str, Path],
     key: str,
 ) -> None:
-    """To the bit, from an image of any mode; its tokens count, and its negative has the same ones."""
+    """To the bit, from an image of any mode; its tokens count, and its negative has the same
+    ones."""
     image = Image.open(images[key]).convert("RGB")
     image = pipeline.video_processor.resize(image, height=48, width=64, resize_mode="crop")
     with torch.no_grad():
         tokens = pipeline.encode_image(image, 1, CPU, torch.float32)
-        frames, mask = pipeline.prepare_cond_latents_and_mask(noise(1, *SPACE), image, 1, 48, 64, torch.float32, CPU)
+        frames, mask = pipeline.prepare_cond_latents_and_mask(
+            noise(1, *SPACE), image, 1, 48, 64, torch.float32, CPU
+        )
     ours, negative = embeddings[key], embeddings[f"not {key}"]
     assert ours.image.shape == (IMAGE_PATCHES**2, IMAGE_DIM)
     assert ours.tokens == len(ours.text) + len(ours.glyphs) + IMAGE_PATCHES**2
@@ -132,16 +150,23 @@ def test_what_the_encoder_gives_is_what_the_pipeline_reads(
     assert not torch.equal(embeddings[PLAIN].frame, embeddings[QUOTED].frame)
 
 
-def test_images_are_cached_with_their_prompts(embeddings: dict[str, TextEmbedding], tmp_path: Path) -> None:
+def test_images_are_cached_with_their_prompts(
+    embeddings: dict[str, TextEmbedding], tmp_path: Path
+) -> None:
     captions = {key: Caption(key) for key in KEYS}
     read = [
-        encode_cached(captions, lambda: lambda caption: embeddings[caption.text], tmp_path, "m", TextEmbedding),
+        encode_cached(
+            captions, lambda: lambda caption: embeddings[caption.text], tmp_path, "m", TextEmbedding
+        ),
         encode_cached(captions, lambda: pytest.fail("it is cached"), tmp_path, "m", TextEmbedding),
     ]
     for found in read:
         for key in KEYS:
             assert found[key].tensors().keys() == {"text", "glyphs", "image", "frame"}
-            assert all(torch.equal(t, embeddings[key].tensors()[name]) for name, t in found[key].tensors().items())
+            assert all(
+                torch.equal(t, embeddings[key].tensors()[name])
+                for name, t in found[key].tensors().items()
+            )
     half = embeddings[PLAIN].to(CPU, torch.bfloat16)
     assert {t.dtype for t in half.tensors().values()} == {torch.bfloat16}
 
@@ -149,7 +174,11 @@ def test_images_are_cached_with_their_prompts(embeddings: dict[str, TextEmbeddin
 def test_the_version_is_that_of_all_encoders(checkpoint: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint, tmp_path / "copy", copy_function=os.link)
     versions = {find_spec(str(copy)).encoder_version()}
-    for part in ("image_encoder/config.json", "feature_extractor/preprocessor_config.json", "vae/config.json"):
+    for part in (
+        "image_encoder/config.json",
+        "feature_extractor/preprocessor_config.json",
+        "vae/config.json",
+    ):
         text = (copy / part).read_text()
         (copy / part).unlink()  # a link to the original
         (copy / part).write_text(text + "\n")
@@ -159,7 +188,7 @@ def test_the_version_is_that_of_all_encoders(checkpoint: Path, tmp_path: Path) -
     assert find_spec(str(copy)).encoder_version() is None
 
 
-# -- forward ----------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, GUIDANCE_SCALE])
@@ -180,11 +209,17 @@ def test_ode_rollout_and_decode_reproduce_the_pipeline(
     conditions = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
     coefs, seeds = table.coefficients(), torch.tensor([1, 2])
     samples = zip(KEYS, seeds.split(1), latents.split(1))
-    ours = torch.cat([rollout(model.policy, table, coefs, conditions, [key], *sample) for key, *sample in samples])
+    ours = torch.cat(
+        [
+            rollout(model.policy, table, coefs, conditions, [key], *sample)
+            for key, *sample in samples
+        ]
+    )
     videos = model.decoder(ours)
     pipeline.guider.guidance_scale = guidance_scale
     for key, start, latent, video in zip(KEYS, latents, ours, videos):
-        given = {"image": Image.open(images[key]).convert("RGB"), "prompt": key, "negative_prompt": "",
+        given = {"image": Image.open(images[key]).convert("RGB"), "prompt": key,
+            "negative_prompt": "",
                  "num_frames": 5, "num_inference_steps": steps, "latents": start[None]}  # fmt: skip
         theirs = pipeline(**given, output_type="latent").frames[0]
         assert (theirs - start).abs().max() > 0.5
@@ -194,21 +229,30 @@ def test_ode_rollout_and_decode_reproduce_the_pipeline(
 
 
 @pytest.mark.parametrize(
-    "keys", [[PLAIN], [QUOTED], [OTHER, PLAIN], [PLAIN, PLAIN]], ids=["one", "glyphs", "two images", "a group"]
+    "keys",
+    [[PLAIN], [QUOTED], [OTHER, PLAIN], [PLAIN, PLAIN]],
+    ids=["one", "glyphs", "two images", "a group"],
 )
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_values_and_gradients(
     checkpoint: Path, embeddings: dict[str, TextEmbedding], tuning: str, keys: list[str]
 ) -> None:
-    """Against the stock forward; every trained weight gets a gradient but the embedder of glyphs without glyphs."""
+    """Against the stock forward; every trained weight gets a gradient but the embedder of glyphs
+    without glyphs."""
     ours = load(checkpoint, tuning=tuning).policy
     perturb_adapter(ours)
     stock = StockPolicy(ours.transformer, dtype=torch.float32)
-    x, sigma, batch = noise(len(keys), *SPACE), torch.linspace(0.9, 0.2, len(keys)), batch_of(embeddings, *keys)
+    x, sigma, batch = (
+        noise(len(keys), *SPACE),
+        torch.linspace(0.9, 0.2, len(keys)),
+        batch_of(embeddings, *keys),
+    )
     found = []
     for policy in (ours, stock):
         v = policy.velocity(x, policy.condition(sigma, batch))
-        gradients = torch.autograd.grad(v, list(ours.parameters().values()), noise(*v.shape, seed=9), allow_unused=True)
+        gradients = torch.autograd.grad(
+            v, list(ours.parameters().values()), noise(*v.shape, seed=9), allow_unused=True
+        )
         found.append((v.detach(), dict(zip(ours.parameters(), gradients))))
     (mine, gradients), (theirs, exact) = found
     torch.testing.assert_close(mine, theirs, **EXACT)
@@ -231,21 +275,30 @@ def test_image_and_text_matter(model: Model, embeddings: dict[str, TextEmbedding
 
     v = velocity(known)
     for change in ({"text": other.text}, {"image": other.image}, {"frame": other.frame}):
-        assert (velocity(dataclasses.replace(known, **change)) - v).abs().max() > 1e-4, change.keys()
+        assert (velocity(dataclasses.replace(known, **change)) - v).abs().max() > 1e-4, (
+            change.keys()
+        )
 
 
-@pytest.mark.parametrize("keys", [[PLAIN] * 3, [PLAIN, OTHER, PLAIN]], ids=["a group", "two images"])
+@pytest.mark.parametrize(
+    "keys", [[PLAIN] * 3, [PLAIN, OTHER, PLAIN]], ids=["a group", "two images"]
+)
 @pytest.mark.parametrize("guidance_scale", [1.0, GUIDANCE_SCALE])
 @torch.no_grad()
 def test_tabulated_conditioning_is_that_of_the_step(
     checkpoint: Path, embeddings: dict[str, TextEmbedding], keys: list[str], guidance_scale: float
 ) -> None:
-    """Rollouts ask for one step of all samples, training for a step of each; a CUDA graph reads copies."""
+    """Rollouts ask for one step of all samples, training for a step of each; a CUDA graph reads
+    copies."""
     policy = load(checkpoint, guidance_scale).policy
     sigmas, x = torch.tensor([0.95, 0.6, 0.2]), noise(3, *SPACE)
     tabulated = policy.conditioning_table(sigmas, embeddings).of(keys)
     copied = tree_map_only(torch.Tensor, torch.clone, tabulated)
-    negatives = batch_of(embeddings, *(embeddings[key].negative for key in keys)) if guidance_scale != 1 else None
+    negatives = (
+        batch_of(embeddings, *(embeddings[key].negative for key in keys))
+        if guidance_scale != 1
+        else None
+    )
     for steps in ([1], [2, 0, 1]):
         fresh = policy.condition(sigmas[steps].expand(3), batch_of(embeddings, *keys), negatives)
         for conditions in (tabulated, copied):
@@ -256,9 +309,12 @@ def test_tabulated_conditioning_is_that_of_the_step(
                     torch.testing.assert_close(mine, theirs, **EXACT)
 
 
-def test_an_image_is_held_once_for_all_steps(model: Model, embeddings: dict[str, TextEmbedding]) -> None:
+def test_an_image_is_held_once_for_all_steps(
+    model: Model, embeddings: dict[str, TextEmbedding]
+) -> None:
     few, many = (
-        model.policy.conditioning_table(torch.linspace(1, 0.1, steps), embeddings).of([PLAIN] * 4) for steps in (2, 8)
+        model.policy.conditioning_table(torch.linspace(1, 0.1, steps), embeddings).of([PLAIN] * 4)
+        for steps in (2, 8)
     )
     for conditions in (few, many):
         assert conditions.images is not None
@@ -267,7 +323,9 @@ def test_an_image_is_held_once_for_all_steps(model: Model, embeddings: dict[str,
         assert conditions.context.shape[2] == len(embeddings[PLAIN].text)
 
 
-def test_a_trained_image_embedder_is_not_tabulated(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
+def test_a_trained_image_embedder_is_not_tabulated(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding]
+) -> None:
     policy = load(checkpoint, lora_targets=r"image_embedder\.linear_[12]").policy
     assert not policy.forward.conditioning_is_frozen
     table = policy.conditioning_table(torch.tensor([0.7]), embeddings)
@@ -277,13 +335,17 @@ def test_a_trained_image_embedder_is_not_tabulated(checkpoint: Path, embeddings:
 
 
 @torch.no_grad()
-def test_an_adapter_of_the_patches_reads_the_frame(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
+def test_an_adapter_of_the_patches_reads_the_frame(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding]
+) -> None:
     policy = load(checkpoint, lora_targets=r"x_embedder\.proj").policy
     perturb_adapter(policy)
     x, sigma, batch = noise(2, *SPACE), torch.tensor([0.9, 0.3]), batch_of(embeddings, PLAIN, OTHER)
     stock = StockPolicy(policy.transformer, dtype=torch.float32)
     expected = stock.velocity(x, stock.condition(sigma, batch))
-    torch.testing.assert_close(policy.velocity(x, policy.condition(sigma, batch)), expected, **EXACT)
+    torch.testing.assert_close(
+        policy.velocity(x, policy.condition(sigma, batch)), expected, **EXACT
+    )
 
 
 @torch.no_grad()
@@ -303,7 +365,7 @@ def test_saved_lora_loads_into_the_pipelines_transformer(
     torch.testing.assert_close(v, expected, **EXACT)
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def test_a_shift_of_another_size_is_said(checkpoint: Path) -> None:
@@ -325,19 +387,27 @@ def test_the_pipeline_tells_the_task(checkpoint: Path, tmp_path: Path) -> None:
     spec = find_spec(str(plain))
     assert spec.transformer_config.task_type == "i2v"
     assert not spec.takes_images
-    assert not load(plain, tuning="full").policy.transformer.image_embedder.linear_1.weight.requires_grad
+    assert not load(
+        plain, tuning="full"
+    ).policy.transformer.image_embedder.linear_1.weight.requires_grad
     (plain / "model_index.json").unlink()
     assert find_spec(str(plain)).takes_images
     assert find_spec(str(checkpoint)).takes_images
 
 
-@pytest.mark.parametrize("index", ["{}", "[]", "cut", '{"_class_name": "Mine"}', '{"_class_name": ["a", "Mine"]}'])
+@pytest.mark.parametrize(
+    "index", ["{}", "[]", "cut", '{"_class_name": "Mine"}', '{"_class_name": ["a", "Mine"]}']
+)
 def test_a_pipeline_that_is_not_known_leaves_the_task_to_the_transformer(
     index: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     for task, image in (("t2v", False), ("i2v", True)):
         for part in ("transformer", "vae"):
-            shutil.copytree(checkpoint / part, tmp_path / task / part, ignore=shutil.ignore_patterns("*.safetensors"))
+            shutil.copytree(
+                checkpoint / part,
+                tmp_path / task / part,
+                ignore=shutil.ignore_patterns("*.safetensors"),
+            )
         config = tmp_path / task / "transformer" / "config.json"
         config.write_text(config.read_text().replace('"i2v"', f'"{task}"'))
         (tmp_path / task / "model_index.json").write_text(index)
@@ -360,7 +430,9 @@ def test_a_name_tells_the_task_before_the_configuration_is_read(path: str, takes
 def test_random_images_follow_from_their_path() -> None:
     sampling = SamplingConfig(num_frames=81, height=480, width=832)
     encode = find_spec("random:hunyuanvideo15-480p-i2v").load_encoder(torch.float32, CPU, sampling)
-    first, other, negative = (encode(Caption(*caption)) for caption in (("a", "1.png"), ("a", "2.png"), ("", "1.png")))
+    first, other, negative = (
+        encode(Caption(*caption)) for caption in (("a", "1.png"), ("a", "2.png"), ("", "1.png"))
+    )
     assert first.image.shape == (729, 1152)
     assert first.frame.shape == (32, 1, 30, 52)
     assert first.tokens == 730
@@ -370,35 +442,53 @@ def test_random_images_follow_from_their_path() -> None:
     assert torch.equal(first.text, other.text)
 
 
-# -- a run ------------------------------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_a_run_from_images_to_weights_and_back(
-    checkpoint: Path, images: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str
+    checkpoint: Path,
+    images: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tuning: str,
 ) -> None:
-    """Guided rollouts of two images, evaluations, two ranks that shard, and a resume that needs no encoders."""
+    """Guided rollouts of two images, evaluations, two ranks that shard, and a resume that needs no
+    encoders."""
     monkeypatch.chdir(tmp_path)
-    Path("any_pixel.py").write_text("def mean(videos, prompts):\n    return {'mean': videos.mean((1, 2, 3, 4))}\n")
-    records = [json.dumps({"prompt": prompt, "image": str(image)}) for prompt, image in images.items()]
+    Path("any_pixel.py").write_text(
+        "def mean(videos, prompts):\n    return {'mean': videos.mean((1, 2, 3, 4))}\n"
+    )
+    records = [
+        json.dumps({"prompt": prompt, "image": str(image)}) for prompt, image in images.items()
+    ]
     Path("prompts.jsonl").write_text("\n".join(records))
     config = settings(
-        model__path=str(checkpoint), model__tuning=tuning, reward__name="any_pixel:mean", reward__weights={"mean": 1.0},
-        data__prompts="prompts.jsonl", data__eval_prompts="prompts.jsonl", sampling__num_frames=5, sampling__height=48,
-        sampling__width=64, sampling__steps=2, sampling__guidance_scale=2.0, eval__steps=1, train__iterations=1,
+        model__path=str(checkpoint), model__tuning=tuning, reward__name="any_pixel:mean",
+        reward__weights={"mean": 1.0},
+        data__prompts="prompts.jsonl", data__eval_prompts="prompts.jsonl", sampling__num_frames=5,
+        sampling__height=48,
+        sampling__width=64, sampling__steps=2, sampling__guidance_scale=2.0, eval__steps=1,
+        train__iterations=1,
         train__optimizer_steps=2, tracking__trackers=[], output="run",
     )  # fmt: skip
     Path("images.yaml").write_text(dump(config))
     assert main(["train", "images.yaml", "--quiet"]) == 0
     if tuning == "full":
-        command_on_ranks(["train", "images.yaml", "--train.engine", "zero3", "--output", "sharded"], tmp_path)
-        (alone,), (sharded,) = (read_metrics(Path(run, "metrics.jsonl")) for run in ("run", "sharded"))
+        command_on_ranks(
+            ["train", "images.yaml", "--train.engine", "zero3", "--output", "sharded"], tmp_path
+        )
+        (alone,), (sharded,) = (
+            read_metrics(Path(run, "metrics.jsonl")) for run in ("run", "sharded")
+        )
         for name in ("reward/mean", "grad_norm"):
             assert sharded[name] == pytest.approx(alone[name], rel=1e-5), name
         own, shared = (read_json(Path(run, "eval/before.json")) for run in ("run", "sharded"))
         assert shared["images"] == own["images"]
         assert shared["parts"]["mean"] == pytest.approx(own["parts"]["mean"], rel=1e-5)
-    monkeypatch.setattr(HunyuanVideo15, "load_encoder", lambda *_: pytest.fail("its embeddings are cached"))
+    monkeypatch.setattr(
+        HunyuanVideo15, "load_encoder", lambda *_: pytest.fail("its embeddings are cached")
+    )
     assert main(["train", "images.yaml", "--resume", "--train.iterations", "2", "--quiet"]) == 0
     rows = read_metrics(Path("run/metrics.jsonl"))
     assert [row["iteration"] for row in rows] == [0, 1]

@@ -1,4 +1,5 @@
-"""Prompts with images: how files are read and checked, what tells two images apart, and where it is seen."""
+"""Prompts with images: how files are read and checked, what tells two images apart, and where it is
+seen."""
 
 import base64
 import contextlib
@@ -49,7 +50,9 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 BALL = "a red ball rolls"
 
 
-def picture(path: Path, color: str | int = "red", size: tuple[int, int] = (48, 32), mode: str = "RGB") -> Path:
+def picture(
+    path: Path, color: str | int = "red", size: tuple[int, int] = (48, 32), mode: str = "RGB"
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, color).save(path)
     return path
@@ -66,15 +69,21 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_an_image_is_beside_its_prompt_file(there: Path) -> None:
     """Whatever the working directory is, and by its whole path if the file names that."""
     near, far = picture(there / "data" / "images" / "ball.png"), picture(there / "far.jpg")
-    rows = [{"prompt": BALL, "image": "images/ball.png"}, {"prompt": BALL, "image": str(far), "negative_prompt": "fog"}]
+    rows = [
+        {"prompt": BALL, "image": "images/ball.png"},
+        {"prompt": BALL, "image": str(far), "negative_prompt": "fog"},
+    ]
     first, second = read_prompts(write(there / "data" / "p.jsonl", *rows))
-    assert (first.key, first.caption) == (f"{BALL} [image: images/ball.png]", Caption(BALL, str(near)))
+    assert (first.key, first.caption) == (
+        f"{BALL} [image: images/ball.png]",
+        Caption(BALL, str(near)),
+    )
     assert (second.key, second.caption) == (f"{BALL} [image: {far}]", Caption(BALL, str(far)))
     os.chdir(there / "data")
     assert [prompt.caption for prompt in read_prompts("p.jsonl")] == [first.caption, second.caption]
@@ -127,7 +136,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: Image.new("RGB", (64, 64)).save(path, "BMP"),
         "image '{path}' has another format; expected PNG, JPEG, WEBP",
     ),
-    "PDF": (lambda path: path.write_bytes(b"%PDF-1.4 "), "image '{path}' has another format; expected PNG, JPEG, WEBP"),
+    "PDF": (
+        lambda path: path.write_bytes(b"%PDF-1.4 "),
+        "image '{path}' has another format; expected PNG, JPEG, WEBP",
+    ),
     "text": (
         lambda path: path.write_text("a red ball"),
         "image '{path}' has another format; expected PNG, JPEG, WEBP",
@@ -160,10 +172,15 @@ def test_an_image_that_cannot_be_used_is_named_with_its_line(fault: str, there: 
     make, expected = FAULTS[fault]
     picture(there / "good.png")
     make(there / "bad.png")
-    file = write(there / "p.jsonl", {"prompt": "a", "image": "good.png"}, {"prompt": "b", "image": "bad.png"})
+    file = write(
+        there / "p.jsonl", {"prompt": "a", "image": "good.png"}, {"prompt": "b", "image": "bad.png"}
+    )
     with pytest.raises(UserError) as error:
         read_prompts(file)
-    assert str(error.value) == f"prompt file {file!r}, line 2: {expected.format(path=there / 'bad.png')}"
+    assert (
+        str(error.value)
+        == f"prompt file {file!r}, line 2: {expected.format(path=there / 'bad.png')}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,18 +190,25 @@ def test_an_image_that_cannot_be_used_is_named_with_its_line(fault: str, there: 
         ({"prompt": "a", "image": ["a.png"]}, "image = ['a.png']: expected text"),
         (
             {"prompt": "a [image: b.png]"},
-            "'a [image: b.png]' ends like the name of a prompt with an image; expected the image in the key \"image\" "
+            "'a [image: b.png]' ends like the name of a prompt with an image; expected the image "
+            'in the key "image" '
             "of a .jsonl file",
         ),
         (
             {"prompt": "a", "negative_prompt": "[image: b.png]"},
-            "'[image: b.png]' ends like the name of a prompt with an image; expected the image in the key \"image\" "
+            "'[image: b.png]' ends like the name of a prompt with an image; expected the image in "
+            'the key "image" '
             "of a .jsonl file",
         ),
-        ({"prompt": "a", "image": "\0.png"}, "'\\x00.png': no path holds the character of number 0"),
+        (
+            {"prompt": "a", "image": "\0.png"},
+            "'\\x00.png': no path holds the character of number 0",
+        ),
     ],
 )
-def test_a_wrong_value_is_named_with_its_line(row: dict[str, object], expected: str, there: Path) -> None:
+def test_a_wrong_value_is_named_with_its_line(
+    row: dict[str, object], expected: str, there: Path
+) -> None:
     file = write(there / "p.jsonl", row)
     with pytest.raises(UserError) as error:
         read_prompts(file)
@@ -192,7 +216,8 @@ def test_a_wrong_value_is_named_with_its_line(row: dict[str, object], expected: 
 
 
 def test_links_are_followed_as_the_system_does(there: Path) -> None:
-    """`..` of a linked folder is where the folder is, not where the link is; so it is in `videos.csv`."""
+    """`..` of a linked folder is where the folder is, not where the link is; so it is in
+    `videos.csv`."""
     (there / "disk" / "data").mkdir(parents=True)
     (there / "data").symlink_to("disk/data")
     picture(there / "ball.png", "blue")
@@ -201,9 +226,15 @@ def test_links_are_followed_as_the_system_does(there: Path) -> None:
     (prompt,) = read_prompts("data/p.jsonl")
     assert read_image(prompt.caption.image).getpixel((0, 0)) == (255, 0, 0)
     (there / "data" / "a.png").touch()
-    videos = VideoSet(label="a", prompts=[prompt.key], files=[Path("data/a.png")], images={prompt.key: "ball.png"})
+    videos = VideoSet(
+        label="a", prompts=[prompt.key], files=[Path("data/a.png")], images={prompt.key: "ball.png"}
+    )
     write_folder(videos, Path("data"))
-    assert read_image(read_folder("a", Path("data")).images[prompt.key]).getpixel((0, 0)) == (0, 0, 255)
+    assert read_image(read_folder("a", Path("data")).images[prompt.key]).getpixel((0, 0)) == (
+        0,
+        0,
+        255,
+    )
 
 
 def test_a_row_without_a_file_is_refused(there: Path) -> None:
@@ -217,13 +248,15 @@ def test_one_name_means_one_image(there: Path) -> None:
     prompts = []
     for folder in ("train", "test"):
         picture(there / folder / "ball.png")
-        prompts += read_prompts(write(there / folder / "p.jsonl", {"prompt": BALL, "image": "ball.png"}))
+        prompts += read_prompts(
+            write(there / folder / "p.jsonl", {"prompt": BALL, "image": "ball.png"})
+        )
     with pytest.raises(UserError) as error:
         captions_of(prompts)
     assert str(error.value) == (
-        f"prompt file '{there}/test/p.jsonl', line 1: image = '{there}/test/ball.png'; the same prompt has "
-        f"'{there}/train/ball.png' in prompt file '{there}/train/p.jsonl', line 1; expected one image for a prompt "
-        "everywhere"
+        f"prompt file '{there}/test/p.jsonl', line 1: image = '{there}/test/ball.png'; the same "
+        f"prompt has '{there}/train/ball.png' in prompt file '{there}/train/p.jsonl', line 1; "
+        "expected one image for a prompt everywhere"
     )
 
 
@@ -237,7 +270,8 @@ def test_an_image_is_read_upright_and_in_color(there: Path) -> None:
 
 
 def test_what_reading_would_refuse_is_found_by_the_check(there: Path) -> None:
-    """Not by an encoder in a run: here EXIF data that Pillow reads and cannot write, as it must to turn the image."""
+    """Not by an encoder in a run: here EXIF data that Pillow reads and cannot write, as it must to
+    turn the image."""
     image = Image.new("RGB", (32, 16))
     exif = image.getexif()
     exif[0x0112], exif[0x011A] = 6, 72.0
@@ -257,7 +291,7 @@ def test_a_palette_with_transparency_is_read_in_silence(there: Path) -> None:
         assert read_image("a.png").mode == "RGB"
 
 
-# -- models -----------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 I2V = "random:hunyuanvideo15-480p-i2v"
@@ -269,7 +303,8 @@ def test_a_model_with_images_needs_one_for_every_prompt(there: Path) -> None:
     with pytest.raises(UserError) as error:
         check_captions(read_prompts(file), find_spec(I2V))
     assert str(error.value) == (
-        f"prompt file {file!r}, line 2: model.path = {I2V!r} is image-to-video; expected an image for each "
+        f"prompt file {file!r}, line 2: model.path = {I2V!r} is image-to-video; expected an image "
+        "for each "
         'prompt, in the key "image" of a .jsonl file, or sample --image'
     )
 
@@ -280,8 +315,8 @@ def test_a_model_without_images_refuses_one(there: Path) -> None:
     with pytest.raises(UserError) as error:
         check_captions(read_prompts(file), find_spec("random:testbed"))
     assert str(error.value) == (
-        f"prompt file {file!r}, line 2: image = 'a.png', and model.path = 'random:testbed' is text-to-video; "
-        "an image for a reward needs another key"
+        f"prompt file {file!r}, line 2: image = 'a.png', and model.path = 'random:testbed' is "
+        "text-to-video; an image for a reward needs another key"
     )
 
 
@@ -289,15 +324,19 @@ def test_a_model_without_images_refuses_one(there: Path) -> None:
 def test_a_cut_image_is_found_before_a_model_is_loaded(kind: str, there: Path) -> None:
     truncated(there / f"bad.{kind}")
     file = write(there / "p.jsonl", {"prompt": "a", "image": f"bad.{kind}"})
-    with pytest.raises(UserError, match=rf"line 1: image '{there}/bad.{kind}' cannot be read: .*") as error:
+    with pytest.raises(
+        UserError, match=rf"line 1: image '{there}/bad.{kind}' cannot be read: .*"
+    ) as error:
         check_captions(read_prompts(file), find_spec(I2V))
     assert str(error.value).startswith(f"prompt file {file!r}, line 1")
 
 
-# -- the cache of embeddings ------------------------------------------------------------------------------------------
+# -- the cache of embeddings -----------------------------------------------------------------------
 
 
-def test_the_cache_follows_what_an_image_shows_and_its_size(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_follows_what_an_image_shows_and_its_size(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not what it is called; text alone keeps its file."""
     encoded: list[Caption] = []
 
@@ -306,9 +345,15 @@ def test_the_cache_follows_what_an_image_shows_and_its_size(there: Path, monkeyp
         return TextEmbedding(text=torch.full((1, 2), float(len(encoded))), glyphs=torch.zeros(0, 2))
 
     a, b, same = (
-        str(picture(there / name, color)) for name, color in (("a.png", "red"), ("b.png", "green"), ("c.png", "red"))
+        str(picture(there / name, color))
+        for name, color in (("a.png", "red"), ("b.png", "green"), ("c.png", "red"))
     )
-    captions = {"a": Caption(BALL, a), "b": Caption(BALL, b), "c": Caption(BALL, same), "": Caption("")}
+    captions = {
+        "a": Caption(BALL, a),
+        "b": Caption(BALL, b),
+        "c": Caption(BALL, same),
+        "": Caption(""),
+    }
     encode_cached(captions, lambda: encode, there / "cache", "m", TextEmbedding)
     encoded.clear()
     assert len([*(there / "cache").iterdir()]) == 3
@@ -322,11 +367,13 @@ def test_the_cache_follows_what_an_image_shows_and_its_size(there: Path, monkeyp
     encode_cached(captions, lambda: encode, there / "cache", "m", TextEmbedding)
     assert encoded == [captions["a"]]
     for spec, count in ((find_spec(I2V), 2), (find_spec("random:testbed"), 1)):
-        names = {cache_key(spec, "float32", there / "cache", SamplingConfig(height=h)) for h in (32, 64)}
+        names = {
+            cache_key(spec, "float32", there / "cache", SamplingConfig(height=h)) for h in (32, 64)
+        }
         assert len(names) == count
 
 
-# -- from the prompt file to the report -------------------------------------------------------------------------------
+# -- from the prompt file to the report ------------------------------------------------------------
 
 CIRCLE = "a circle moves left"
 KEYS = [f"{CIRCLE} [image: {color}.png]" for color in ("red", "blue")]
@@ -337,15 +384,19 @@ from PIL import Image
 def seen(videos, prompts, metadata):
     images = [Image.open(one["image"]).convert("RGB").getpixel((0, 0)) for one in metadata]
     assert set(prompts) == {"a circle moves left"}, prompts
-    return {"red": [float(image == (255, 0, 0)) for image in images], "spread": videos.std((1, 2, 3, 4))}
+    red = [float(image == (255, 0, 0)) for image in images]
+    return {"red": red, "spread": videos.std((1, 2, 3, 4))}
 """
 
 
 TINY = arguments(
     model__path="model", model__dtype="float32", model__lora_rank=2, data__prompts="p.jsonl",
-    data__eval_prompts="p.jsonl", sampling__steps=2, sampling__num_frames=5, sampling__height=32, sampling__width=32,
-    sampling__guidance_scale=2, reward__name="noted:seen", reward__weights="{red: 1}", reward__on_failure="stop",
-    train__iterations=1, train__prompts_per_iteration=2, train__group_size=2, eval__steps=1, eval__num_prompts=2,
+    data__eval_prompts="p.jsonl", sampling__steps=2, sampling__num_frames=5, sampling__height=32,
+    sampling__width=32,
+    sampling__guidance_scale=2, reward__name="noted:seen", reward__weights="{red: 1}",
+    reward__on_failure="stop",
+    train__iterations=1, train__prompts_per_iteration=2, train__group_size=2, eval__steps=1,
+    eval__num_prompts=2,
     eval__num_videos=2, eval__judge="noted:seen", tracking__trackers="[]",
 )  # fmt: skip
 
@@ -360,7 +411,8 @@ def call(*words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint of the real classes, two prompts of equal text, seed and negative prompt, and a run on them."""
+    """A checkpoint of the real classes, two prompts of equal text, seed and negative prompt, and a
+    run on them."""
     folder = tmp_path_factory.mktemp("images")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -384,7 +436,9 @@ def test_two_images_of_one_text_have_their_own_rewards_groups_and_videos(folder:
         scores = read_json(folder / "run" / "eval" / f"{name}.json")
         assert scores["prompts"] == KEYS
         assert scores["negatives"] == dict.fromkeys(KEYS, "a square")
-        assert scores["images"] == {key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))}
+        assert scores["images"] == {
+            key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))
+        }
         assert scores["parts"]["red"] == scores["parts"]["judge/red"] == [1, 0]
         red, blue = scores["parts"]["spread"]
         assert red != blue  # from the same noise
@@ -393,7 +447,9 @@ def test_two_images_of_one_text_have_their_own_rewards_groups_and_videos(folder:
 def test_the_report_shows_the_image_beside_its_video(folder: Path) -> None:
     page = (folder / "run" / "report.html").read_text()
     for key, color in zip(KEYS, ("red", "blue")):
-        assert f'<img alt="image: {key}" src="{image_address(str(folder / f"{color}.png"))}">' in page
+        assert (
+            f'<img alt="image: {key}" src="{image_address(str(folder / f"{color}.png"))}">' in page
+        )
         assert f'aria-label="after: {key}"' in page
     data = base64.b64decode(image_address("blue.png").partition(",")[2])
     with Image.open(io.BytesIO(data)) as image:
@@ -415,10 +471,20 @@ def test_a_report_without_the_file_of_an_image_says_so(folder: Path, tmp_path: P
 def test_a_resume_trains_on_the_same_prompts(folder: Path) -> None:
     shutil.copytree(folder / "run", folder / "again")
     status, out = call(
-        "train", "again/config.yaml", "--output", "again", "--resume", "--train.iterations", "2", "--quiet"
+        "train",
+        "again/config.yaml",
+        "--output",
+        "again",
+        "--resume",
+        "--train.iterations",
+        "2",
+        "--quiet",
     )
     assert status == 0, out
-    assert [row["reward/mean"] for row in read_metrics(folder / "again" / "metrics.jsonl")] == [0.5, 0.5]
+    assert [row["reward/mean"] for row in read_metrics(folder / "again" / "metrics.jsonl")] == [
+        0.5,
+        0.5,
+    ]
 
 
 def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
@@ -431,10 +497,22 @@ def test_saved_videos_keep_prompt_and_image(folder: Path) -> None:
     assert [row["prompt"] for row in rows] == KEYS
     assert [row["image"] for row in rows] == [f"../../../{color}.png" for color in ("red", "blue")]
     found = read_folder("saved", home)
-    assert found.images == {key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))}
+    assert found.images == {
+        key: str(folder / f"{color}.png") for key, color in zip(KEYS, ("red", "blue"))
+    }
     (folder / "other.txt").write_text("a square moves left\n")
-    words = ["--data.prompts", "other.txt", "--data.eval_prompts", "other.txt", "--json", "saved.json", "--quiet"]
-    status, out = call("eval", str(home), "--reward.name", "noted:seen", "--reward.weights", "{red: 1}", *words)
+    words = [
+        "--data.prompts",
+        "other.txt",
+        "--data.eval_prompts",
+        "other.txt",
+        "--json",
+        "saved.json",
+        "--quiet",
+    ]
+    status, out = call(
+        "eval", str(home), "--reward.name", "noted:seen", "--reward.weights", "{red: 1}", *words
+    )
     assert status == 0, out
     assert read_json(folder / "saved.json")["parts"]["red"] == [1, 0]
     status, out = call("compare", "run", f"saved={home}", "--folder", "compared")
@@ -451,13 +529,18 @@ def test_models_of_two_tasks_are_not_evaluated_together(folder: Path) -> None:
     words = ["--model.path", "testbed", "--output", "other"]
     (folder / "words.yaml").write_text(dump(load(None, split_settings([*TINY, *words])[1])))
     status, out = call("eval", "run", "words.yaml", "--folder", "both")
-    assert (status, "line 1: image = 'red.png', and model.path = " in out.replace("\n", " ")) == (2, True), out
+    assert (status, "line 1: image = 'red.png', and model.path = " in out.replace("\n", " ")) == (
+        2,
+        True,
+    ), out
     assert not (folder / "both").exists()
 
 
 def test_samples_of_the_command_line_have_images(folder: Path) -> None:
     words = ["sample", "run", "--quiet", "--folder"]
-    status, out = call(*words, "one", "--prompt", f" {CIRCLE}", "--prompt", "a square", "--image", "green.png")
+    status, out = call(
+        *words, "one", "--prompt", f" {CIRCLE}", "--prompt", "a square", "--image", "green.png"
+    )
     assert (status, len(out.split())) == (0, 2), out
     assert call(*words, "file", "--prompts", "p.jsonl")[0] == 0
     assert len([*(folder / "file").glob("*.mp4")]) == 2
@@ -485,9 +568,13 @@ def test_the_cache_and_the_plan_take_images(folder: Path) -> None:
     assert (status, "p.jsonl: 2 prompts, each with an image" in out) == (0, True), out
 
 
-@pytest.mark.parametrize("command", ["train", "train --dry-run", "embed --data.embedding_cache cache", "sample"])
+@pytest.mark.parametrize(
+    "command", ["train", "train --dry-run", "embed --data.embedding_cache cache", "sample"]
+)
 @pytest.mark.parametrize("path", ["testbed", "model"])
-def test_every_command_refuses_prompts_of_another_task(command: str, path: str, folder: Path) -> None:
+def test_every_command_refuses_prompts_of_another_task(
+    command: str, path: str, folder: Path
+) -> None:
     name, *options = command.split()
     rows = [{"prompt": "a square", "image": "red.png"}, {"prompt": "a square"}]
     file = write(folder / "mixed.jsonl", *(rows[::-1] if path == "testbed" else rows))
@@ -500,7 +587,9 @@ def test_every_command_refuses_prompts_of_another_task(command: str, path: str, 
 
 @pytest.mark.parametrize("how", ["here", "process", "http"])
 def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None:
-    config = RewardConfig(name="noted:seen", weights={"red": 1.0}, on_failure="stop", workers=int(how == "process"))
+    config = RewardConfig(
+        name="noted:seen", weights={"red": 1.0}, on_failure="stop", workers=int(how == "process")
+    )
     metadata = metadata_of(read_prompts("p.jsonl"))
     with contextlib.ExitStack() as stack:
         if how == "http":
@@ -516,11 +605,19 @@ def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None
 
 def test_init_copies_images(there: Path) -> None:
     printed = init(there / "mine", "demo-i2v")
-    assert "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 120 images" in printed
+    assert (
+        "wrote config.yaml, my_rewards.py, prompts.jsonl, heldout.jsonl and 120 images" in printed
+    )
     assert "sage-fast sample runs/first --prompts heldout.jsonl" in printed
-    config, shipped = load(there / "mine" / "config.yaml"), load(REPOSITORY / "configs" / "demo-i2v.yaml")
+    config, shipped = (
+        load(there / "mine" / "config.yaml"),
+        load(REPOSITORY / "configs" / "demo-i2v.yaml"),
+    )
     for name in ("prompts", "eval_prompts"):
-        ours, theirs = there / "mine" / getattr(config.data, name), REPOSITORY / getattr(shipped.data, name)
+        ours, theirs = (
+            there / "mine" / getattr(config.data, name),
+            REPOSITORY / getattr(shipped.data, name),
+        )
         assert ours.read_text() == theirs.read_text()
         for copy, prompt in zip(read_prompts(str(ours)), read_prompts(str(theirs)), strict=True):
             assert Path(copy.caption.image).read_bytes() == Path(prompt.caption.image).read_bytes()
@@ -529,15 +626,28 @@ def test_init_copies_images(there: Path) -> None:
 
 def test_the_card_of_such_a_model_samples_from_an_image() -> None:
     spec = find_spec(I2V)
-    card = ModelCard(model_card(RunFolder("none"), settings(), spec, iteration=1, base="a/b", files=[]))
+    card = ModelCard(
+        model_card(RunFolder("none"), settings(), spec, iteration=1, base="a/b", files=[])
+    )
     assert (card.data.pipeline_tag, card.data.tags[0]) == ("image-to-video", "image-to-video")
-    assert 'image = load_image("image.png")\nvideo = pipe(image, "a prompt", num_frames=' in card.text
+    assert (
+        'image = load_image("image.png")\nvideo = pipe(image, "a prompt", num_frames=' in card.text
+    )
 
 
 def test_all_ranks_name_an_image_that_is_cut(folder: Path) -> None:
     truncated(folder / "cut.png")
-    file = write(folder / "cut.jsonl", *({"prompt": "a", "image": f"{name}.png"} for name in ("red", "cut")))
+    file = write(
+        folder / "cut.jsonl", *({"prompt": "a", "image": f"{name}.png"} for name in ("red", "cut"))
+    )
     with pytest.raises(AssertionError) as error:
-        command_on_ranks(["train", "c.yaml", *TINY, "--data.prompts", file, "--output", "none"], folder)
-    assert str(error.value).count(f"prompt file {file!r}, line 2: image '{folder}/cut.png' cannot be read") == 2
+        command_on_ranks(
+            ["train", "c.yaml", *TINY, "--data.prompts", file, "--output", "none"], folder
+        )
+    assert (
+        str(error.value).count(
+            f"prompt file {file!r}, line 2: image '{folder}/cut.png' cannot be read"
+        )
+        == 2
+    )
     assert not (folder / "none").exists()

@@ -1,4 +1,5 @@
-"""`eval` of several sources and `compare`, as a user types them; test_scores.py tests the intervals."""
+"""`eval` of several sources and `compare`, as a user types them; test_scores.py tests the
+intervals."""
 
 import csv
 import functools
@@ -31,7 +32,16 @@ from tests.tiny import settings
 
 PAPER = str(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml")
 SMALL = [
-    *("--eval.steps", "2", "--eval.num_prompts", "5", "--eval.seeds_per_prompt", "1", "--eval.num_videos", "3"),
+    *(
+        "--eval.steps",
+        "2",
+        "--eval.num_prompts",
+        "5",
+        "--eval.seeds_per_prompt",
+        "1",
+        "--eval.num_videos",
+        "3",
+    ),
 ]
 NASTY = [
     "a \"red\" <b>circle</b> & 'square'",
@@ -47,11 +57,15 @@ def film(number: int) -> bytes:
     """One of several MP4 files of 17 frames of 32 x 32, enlarged to 128 x 128."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "film.mp4"
-        save_mp4(file, torch.rand(17, 3, 32, 32, generator=torch.Generator().manual_seed(number)), 8)
+        save_mp4(
+            file, torch.rand(17, 3, 32, 32, generator=torch.Generator().manual_seed(number)), 8
+        )
         return file.read_bytes()
 
 
-def folder_of_videos(folder: Path, prompts: Sequence[str], columns: dict[str, list[object]] | None = None) -> Path:
+def folder_of_videos(
+    folder: Path, prompts: Sequence[str], columns: dict[str, list[object]] | None = None
+) -> Path:
     """What another program leaves."""
     folder.mkdir(parents=True)
     with (folder / "videos.csv").open("w", newline="", encoding="utf-8") as file:
@@ -59,20 +73,31 @@ def folder_of_videos(folder: Path, prompts: Sequence[str], columns: dict[str, li
         writer.writerow(["prompt", "file", *(columns or {})])
         for i, prompt in enumerate(prompts):
             (folder / f"{i}.mp4").write_bytes(film(i))
-            writer.writerow([prompt, f"{i}.mp4", *(values[i] for values in (columns or {}).values())])
+            writer.writerow(
+                [prompt, f"{i}.mp4", *(values[i] for values in (columns or {}).values())]
+            )
     return folder
 
 
 def run_folder(folder: Path, gain: float = 0.0, **changes: object) -> Path:
     """A finished run of 12 iterations on the nasty prompts."""
     folder.mkdir(parents=True)
-    settings = {"train": {"iterations": 12}, "model": {"path": "testbed"}, "sampling": {"eta": changes.get("eta", 1.0)}}
+    settings = {
+        "train": {"iterations": 12},
+        "model": {"path": "testbed"},
+        "sampling": {"eta": changes.get("eta", 1.0)},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     write_rows(folder, [row(i) for i in range(12)])
     (folder / "eval").mkdir()
     for name, more, iteration in (("before", 0.0, 0), ("after", gain, 12)):
         reward = [1.0 + 0.1 * i + more * (1 + 0.1 * i) for i in range(5)]
-        found = {"iteration": iteration, "prompts": NASTY, "seeds": list(range(5)), "reward": reward}
+        found = {
+            "iteration": iteration,
+            "prompts": NASTY,
+            "seeds": list(range(5)),
+            "reward": reward,
+        }
         (folder / "eval" / f"{name}.json").write_text(json.dumps(found | {"parts": {"vq": reward}}))
         (folder / "videos" / name).mkdir(parents=True)
         for i in range(5):
@@ -82,23 +107,40 @@ def run_folder(folder: Path, gain: float = 0.0, **changes: object) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Base weights, the same with trained ones in two forms, and videos of another program; and what was printed."""
+    """Base weights, the same with trained ones in two forms, and videos of another program; and
+    what was printed."""
     import contextlib
     import io
 
     folder = tmp_path_factory.mktemp("eval")
     run = folder / "run"
-    train = ["--train.iterations", "1", "--train.prompts_per_iteration", "2", "--train.group_size", "2"]
+    train = [
+        "--train.iterations",
+        "1",
+        "--train.prompts_per_iteration",
+        "2",
+        "--train.group_size",
+        "2",
+    ]
     train += ["--sampling.num_frames", "9", "--sampling.steps", "4", "--train.batch_size", "16"]
     train += ["--train.learning_rate", "0.02", "--quiet"]
     assert main(["train", PAPER, "--output", str(run), *train, *SMALL]) == 0
     prompts = json.loads((run / "eval" / "before.json").read_text())["prompts"]
-    theirs = folder_of_videos(folder / "theirs", [prompts[1], "a prompt that is not asked for", *prompts[2:]])
+    theirs = folder_of_videos(
+        folder / "theirs", [prompts[1], "a prompt that is not asked for", *prompts[2:]]
+    )
     checkpoint = run / "checkpoints" / "iteration-000001"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         sources = ["base", f"trained={run}", str(checkpoint), str(theirs)]
-        options = ["--scorer", "testbed", "--folder", str(folder / "out"), "--json", str(folder / "all.json")]
+        options = [
+            "--scorer",
+            "testbed",
+            "--folder",
+            str(folder / "out"),
+            "--json",
+            str(folder / "all.json"),
+        ]
         assert main(["eval", *sources, *options]) == 0
     return folder, printed.getvalue()
 
@@ -107,7 +149,9 @@ def test_sources_are_evaluated_alike(evaluated: tuple[Path, str]) -> None:
     folder, printed = evaluated
     result = json.loads((folder / "all.json").read_text())["sources"]
     assert list(result) == ["base", "trained", "iteration-000001", "theirs"]
-    before, after = (json.loads((folder / "run" / "eval" / f"{n}.json").read_text()) for n in ("before", "after"))
+    before, after = (
+        json.loads((folder / "run" / "eval" / f"{n}.json").read_text()) for n in ("before", "after")
+    )
     assert result["base"]["reward"] == pytest.approx(before["reward"], rel=1e-4)
     assert result["trained"]["reward"] == pytest.approx(after["reward"], rel=1e-4)
     assert result["base"]["reward"] != pytest.approx(after["reward"], rel=1e-3)
@@ -116,7 +160,9 @@ def test_sources_are_evaluated_alike(evaluated: tuple[Path, str]) -> None:
     # The checkpoint holds the average that is evaluated.
     assert result["iteration-000001"]["reward"] == pytest.approx(after["reward"], rel=1e-4)
     for scores_of in result.values():
-        assert scores_of["parts"]["testbed/vq"] == scores_of["parts"]["vq"], "the scorer is the reward"
+        assert scores_of["parts"]["testbed/vq"] == scores_of["parts"]["vq"], (
+            "the scorer is the reward"
+        )
     assert len(result["theirs"]["reward"]) == 4
     assert "theirs: 1 videos of other prompts do not count" in printed
     assert "theirs has no video of 1 of the prompts" in printed
@@ -130,7 +176,9 @@ def test_videos_of_another_program_are_scored_as_they_are(evaluated: tuple[Path,
     result = json.loads((folder / "all.json").read_text())["sources"]["theirs"]
     files = [folder / "theirs" / f"{i}.mp4" for i in (0, 2, 3, 4)]
     videos = torch.stack([read_video(file) for file in files])
-    assert result["parts"]["vq"] == pytest.approx(TestbedReward()(videos, result["prompts"])["vq"].tolist(), rel=1e-4)
+    assert result["parts"]["vq"] == pytest.approx(
+        TestbedReward()(videos, result["prompts"])["vq"].tolist(), rel=1e-4
+    )
 
 
 def test_the_table_is_printed_and_written(evaluated: tuple[Path, str]) -> None:
@@ -157,14 +205,27 @@ def test_the_table_is_printed_and_written(evaluated: tuple[Path, str]) -> None:
     assert not [a for a in page.split('src="')[1:] if not a.startswith("data:")]
 
 
-def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[Path, str], tmp_path: Path) -> None:
+def test_what_eval_leaves_can_be_evaluated_and_compared_again(
+    evaluated: tuple[Path, str], tmp_path: Path
+) -> None:
     folder, _ = evaluated
     again = read_folder("x", folder / "out" / "videos" / "trained")
     result = json.loads((folder / "all.json").read_text())["sources"]["trained"]
     assert again.scores["reward"] == result["reward"]
     assert again.seeds == result["seeds"]
     base = str(folder / "out" / "videos" / "base")
-    assert main(["compare", base, str(folder / "out" / "videos" / "trained"), "--folder", str(tmp_path / "c")]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                base,
+                str(folder / "out" / "videos" / "trained"),
+                "--folder",
+                str(tmp_path / "c"),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "c" / "comparison.html").read_text().count("<video ") == 10
 
 
@@ -182,12 +243,19 @@ def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[P
         (["RUN", "--scorer", "no:such"], "--scorer = 'no:such'"),
         (["RUN", "--scorer", ""], "--scorer '': expected LABEL=NAME"),
         (["RUN", "--scorer", "testbed", "--scorer", "testbed"], "two sources are called 'testbed'"),
-        (["RUN", "--scorer", "judge=testbed"], "--scorer 'testbed': expected LABEL=NAME, and a label other than judge"),
+        (
+            ["RUN", "--scorer", "judge=testbed"],
+            "--scorer 'testbed': expected LABEL=NAME, and a label other than judge",
+        ),
         (["RUN", "--folder", "THEIRS"], "expected a new or an empty folder"),
     ],
 )
 def test_wrong_sources_are_named(
-    arguments: list[str], message: str, evaluated: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    evaluated: tuple[Path, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").mkdir()
     theirs = folder_of_videos(tmp_path / "theirs", ["a prompt of another set"])
@@ -238,12 +306,16 @@ def damage(name: str) -> Callable[[Path], object]:
 def test_damaged_folders_of_videos_are_named(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = folder_of_videos(tmp_path / "theirs", ["a red circle moves left slowly", "a blue square moves up slowly"])
+    folder = folder_of_videos(
+        tmp_path / "theirs", ["a red circle moves left slowly", "a blue square moves up slowly"]
+    )
     damage(name)(folder)
     assert main(["eval", str(folder), "--reward.name", "testbed"]) == 2
     assert message in capsys.readouterr().err
     unreadable = "cannot be read as a video" in message
-    assert main(["compare", str(folder), "--folder", str(tmp_path / "out")]) == (0 if unreadable else 2)
+    assert main(["compare", str(folder), "--folder", str(tmp_path / "out")]) == (
+        0 if unreadable else 2
+    )
     if unreadable:
         assert message in (tmp_path / "out" / "comparison.html").read_text()
     else:
@@ -253,19 +325,31 @@ def test_damaged_folders_of_videos_are_named(
 def test_labels_are_last_parts_of_paths() -> None:
     assert list(labelled(["runs/a", "runs/b"])) == ["a", "b"]
     assert list(labelled(["one/demo/", "ours=two/demo/"])) == ["demo", "ours"]
-    assert list(labelled(["runs/a/checkpoints/iteration-000010", "base"])) == ["iteration-000010", "base"]
+    assert list(labelled(["runs/a/checkpoints/iteration-000010", "base"])) == [
+        "iteration-000010",
+        "base",
+    ]
     rewards = ["clipscore", "mine:Sharp", "http://one:8000/", "x=http://one:8000"]
-    assert labelled(rewards) == dict(zip(("clipscore", "mine:Sharp", "one:8000", "x"), [*rewards[:3], rewards[3][2:]]))
+    assert labelled(rewards) == dict(
+        zip(("clipscore", "mine:Sharp", "one:8000", "x"), [*rewards[:3], rewards[3][2:]])
+    )
     with pytest.raises(UserError, match="two sources are called 'a'"):
         labelled(["a=x", "runs/a"])
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
-def video_set(label: str, reward: list[float], prompts: list[str] | None = None, **parts: list[float]) -> VideoSet:
+def video_set(
+    label: str, reward: list[float], prompts: list[str] | None = None, **parts: list[float]
+) -> VideoSet:
     prompts = prompts or [str(i) for i in range(len(reward))]
-    return VideoSet(label=label, prompts=prompts, files=[None] * len(prompts), scores={"reward": reward, **parts})
+    return VideoSet(
+        label=label,
+        prompts=prompts,
+        files=[None] * len(prompts),
+        scores={"reward": reward, **parts},
+    )
 
 
 def test_table_by_hand() -> None:
@@ -292,7 +376,9 @@ def test_videos_are_paired_by_prompt_and_not_by_place() -> None:
 def test_a_source_without_any_score_has_dashes() -> None:
     rows = table([video_set("x", [1.0] * 5), video_set("y", [math.nan] * 5)])
     assert math.isnan(rows[1].mean)
-    means, gains = (line.split() for line in format_table(rows).splitlines() if line.startswith("| reward"))
+    means, gains = (
+        line.split() for line in format_table(rows).splitlines() if line.startswith("| reward")
+    )
     assert means == ["|", "reward", "|", "1.0000", "±", "0.0000", "|", "-", "|"]
     assert gains == ["|", "reward", "|", "-", "|"]
 
@@ -300,7 +386,9 @@ def test_a_source_without_any_score_has_dashes() -> None:
 def test_one_prompt_has_no_interval() -> None:
     rows = table([video_set("x", [1.0, 2.0], ["a", "a"]), video_set("y", [2.0, 3.0], ["a", "a"])])
     assert [row.margin for row in rows] == [None, None]
-    assert format_table(rows).endswith("2 videos of 1 prompt each; no interval from fewer than 5 prompts")
+    assert format_table(rows).endswith(
+        "2 videos of 1 prompt each; no interval from fewer than 5 prompts"
+    )
 
 
 def test_labels_do_not_break_the_markdown() -> None:
@@ -310,7 +398,13 @@ def test_labels_do_not_break_the_markdown() -> None:
 def test_prompts_with_line_ends_within_are_read_as_they_were_written(tmp_path: Path) -> None:
     prompts = ["one\rtwo", "one\r\ntwo", "one\ntwo", 'a "b", c']
     (tmp_path / "a.mp4").touch()
-    found = VideoSet(label="x", prompts=prompts, files=[tmp_path / "a.mp4"] * 4, seeds=None, scores={"r": [1.0] * 4})
+    found = VideoSet(
+        label="x",
+        prompts=prompts,
+        files=[tmp_path / "a.mp4"] * 4,
+        seeds=None,
+        scores={"r": [1.0] * 4},
+    )
     write_folder(found, tmp_path)
     again = read_folder("x", tmp_path)
     assert (again.prompts, again.scores) == (prompts, found.scores)
@@ -324,7 +418,9 @@ def test_an_index_without_a_name_is_no_score(tmp_path: Path) -> None:
 
 
 def test_prompts_of_any_kind_survive_the_csv(tmp_path: Path) -> None:
-    folder = folder_of_videos(tmp_path / "x", NASTY, {"seed": [2**62 + i for i in range(5)], "s": [1.5, "", 3, 4, 5]})
+    folder = folder_of_videos(
+        tmp_path / "x", NASTY, {"seed": [2**62 + i for i in range(5)], "s": [1.5, "", 3, 4, 5]}
+    )
     found = read_folder("x", folder)
     assert found.prompts == NASTY
     assert found.seeds == [2**62 + i for i in range(5)]
@@ -332,8 +428,14 @@ def test_prompts_of_any_kind_survive_the_csv(tmp_path: Path) -> None:
     (tmp_path / "y").mkdir()
     write_folder(found, tmp_path / "y")
     again = read_folder("x", tmp_path / "y")
-    assert (again.prompts, again.seeds, again.scores["s"][2:]) == (NASTY, found.seeds, found.scores["s"][2:])
-    assert [file.resolve() for file in again.shown.values()] == [file.resolve() for file in found.shown.values()]
+    assert (again.prompts, again.seeds, again.scores["s"][2:]) == (
+        NASTY,
+        found.seeds,
+        found.scores["s"][2:],
+    )
+    assert [file.resolve() for file in again.shown.values()] == [
+        file.resolve() for file in found.shown.values()
+    ]
 
 
 @pytest.mark.parametrize("seed", ["9" * 5000, "-1", "1.0", "\u0663", ""])
@@ -353,7 +455,9 @@ def test_codecs_that_browsers_do_not_play_are_encoded_again(tmp_path: Path) -> N
         ("x.avi", ["mjpeg"]),
     ):
         done = subprocess.run(
-            [ffmpeg, "-i", tmp_path / "h264.mp4", "-c:v", *codec, tmp_path / name], capture_output=True, text=True
+            [ffmpeg, "-i", tmp_path / "h264.mp4", "-c:v", *codec, tmp_path / name],
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr[-1000:]
         kind, content = for_browser(tmp_path / name)
@@ -365,18 +469,25 @@ def test_codecs_that_browsers_do_not_play_are_encoded_again(tmp_path: Path) -> N
     assert for_browser(tmp_path / "h264.mp4")[1] == (tmp_path / "h264.mp4").read_bytes()
 
 
-# -- reward hacking ---------------------------------------------------------------------------------------------------
+# -- reward hacking --------------------------------------------------------------------------------
 
 
 def judged(iteration: int, reward: float, judge: float) -> dict[str, object]:
     """An evaluation whose differences to another one vary a little from prompt to prompt."""
     wobble = [0.01 * (i * (iteration // 10 + 1) % 5) for i in range(6)]
     found = evaluation([str(i) for i in range(6)], [reward + i + w for i, w in enumerate(wobble)])
-    return found | {"iteration": iteration, "parts": {"judge/x": [judge + i / 10 + w for i, w in enumerate(wobble)]}}
+    return found | {
+        "iteration": iteration,
+        "parts": {"judge/x": [judge + i / 10 + w for i, w in enumerate(wobble)]},
+    }
 
 
 def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> None:
-    run = {"before": judged(0, 1.0, 0.5), "iteration-000010": judged(10, 1.5, 0.9), "after": judged(20, 2.0, 0.7)}
+    run = {
+        "before": judged(0, 1.0, 0.5),
+        "iteration-000010": judged(10, 1.5, 0.9),
+        "after": judged(20, 2.0, 0.7),
+    }
 
     def verdict(run: dict[str, dict[str, object]]) -> str | None:
         return hacking_in_run([from_evaluation(name, scores, {}) for name, scores in run.items()])
@@ -388,16 +499,26 @@ def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> No
     assert verdict(run | {"after": judged(20, 1.0, 0.7)}) is None, "the reward fell too"
     assert verdict(run | {"after": judged(20, 2.0, 0.895)}) is None, "within its interval"
     assert verdict({"before": run["before"]}) is None
-    assert verdict({name: scores((1, 2), i) for i, name in enumerate(("before", "after"))}) is None, "no judge"
+    assert (
+        verdict({name: scores((1, 2), i) for i, name in enumerate(("before", "after"))}) is None
+    ), "no judge"
 
 
 def test_a_judge_that_falls_from_the_start() -> None:
-    run = [from_evaluation("before", judged(0, 1.0, 0.5), {}), from_evaluation("after", judged(20, 2.0, 0.3), {})]
-    assert hacking_in_run(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
+    run = [
+        from_evaluation("before", judged(0, 1.0, 0.5), {}),
+        from_evaluation("after", judged(20, 2.0, 0.3), {}),
+    ]
+    assert (
+        hacking_in_run(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
+    )
 
 
-def luck(evaluations: int, parts: int, prompts: int, generator: np.random.Generator) -> list[VideoSet]:
-    """The evaluations of an honest run: the composite rises, and the judge's parts scatter about what they were."""
+def luck(
+    evaluations: int, parts: int, prompts: int, generator: np.random.Generator
+) -> list[VideoSet]:
+    """The evaluations of an honest run: the composite rises, and the judge's parts scatter about
+    what they were."""
     names = [f"prompt {i}" for i in range(prompts)]
     level = generator.normal(size=(parts, prompts))
     sets = []
@@ -413,7 +534,8 @@ def luck(evaluations: int, parts: int, prompts: int, generator: np.random.Genera
 
 @pytest.mark.parametrize(("evaluations", "parts"), [(2, 2), (4, 1), (4, 3), (11, 2)])
 def test_honest_runs_are_accused_in_at_most_5_percent(evaluations: int, parts: int) -> None:
-    """At 95 % for each look, as for one comparison, 10 % were accused after four evaluations and 28 % after eleven."""
+    """At 95 % for each look, as for one comparison, 10 % were accused after four evaluations and 28
+    % after eleven."""
     generator = np.random.default_rng(7)
     runs = [luck(evaluations, parts, 16, generator) for _ in range(400)]
     accused = sum(hacking_in_run(run) is not None for run in runs)
@@ -428,7 +550,8 @@ def test_honest_sources_are_accused_in_at_most_5_percent() -> None:
 
 
 def test_a_fall_that_is_corrected_for_is_that_of_bonferroni() -> None:
-    """Six prompts: t is 2.571 for one comparison and 3.163 for two, so a fall of 3 standard errors counts once."""
+    """Six prompts: t is 2.571 for one comparison and 3.163 for two, so a fall of 3 standard errors
+    counts once."""
     gains = np.array([-1.0, 1.0, -1.0, 1.0, -1.0, 1.0])
     error = float(gains.std(ddof=1)) / math.sqrt(6)
     first = judged(0, 1.0, 0.5)
@@ -438,12 +561,19 @@ def test_a_fall_that_is_corrected_for_is_that_of_bonferroni() -> None:
     later = from_evaluation("after", judged(20, 2.0, 0) | {"parts": {"judge/x": falls}}, {})
     assert hacking(before, later) is not None
     assert hacking(before, later, pairs=2) is None
-    assert hacking(before, from_evaluation("after", judged(20, 2.0, 0) | {"parts": {"judge/x": base}}, {})) is None
+    assert (
+        hacking(
+            before, from_evaluation("after", judged(20, 2.0, 0) | {"parts": {"judge/x": base}}, {})
+        )
+        is None
+    )
 
 
 def test_a_source_that_hacks_the_reward_is_reported_by_eval() -> None:
     spread = [0.01 * i for i in range(8)]
-    first = video_set("x", [1 + 3 * s for s in spread], **{"clip/cosine": [0.5 + s for s in spread]})
+    first = video_set(
+        "x", [1 + 3 * s for s in spread], **{"clip/cosine": [0.5 + s for s in spread]}
+    )
     second = video_set("y", [2 + s for s in spread], **{"clip/cosine": [0.3 - s for s in spread]})
     assert compare([first, second], ("clip/",)).warnings == [
         "y: reward rose while clip/cosine fell: look at the videos (reward hacking)"
@@ -452,10 +582,12 @@ def test_a_source_that_hacks_the_reward_is_reported_by_eval() -> None:
     assert compare([second, first], ("clip/",)).warnings == []
 
 
-# -- compare and votes ------------------------------------------------------------------------------------------------
+# -- compare and votes -----------------------------------------------------------------------------
 
 
-def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_lays_runs_over_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "<two>", 0.5, eta=0.5)
     running = run_folder(tmp_path / "running")
     (running / "eval" / "after.json").unlink()
@@ -480,7 +612,9 @@ def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.Captur
 def scored_by(run: Path, weights: object, reward: dict[str, object]) -> Path:
     """Let a run's settings and evaluations say what scored it."""
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump(settings | {"reward": {"weights": weights} | reward}))
+    (run / "config.yaml").write_text(
+        yaml.safe_dump(settings | {"reward": {"weights": weights} | reward})
+    )
     for file in (run / "eval").iterdir():
         file.write_text(json.dumps(json.loads(file.read_text()) | {"weights": weights}))
     return run
@@ -511,25 +645,34 @@ def test_compare_says_that_runs_have_different_rewards(
     two = scored_by(run_folder(tmp_path / "two", 0.5), other["weights"], other)
     page = compared(tmp_path / "out", one, two)
     assert ("scored in different ways" in page) == (differs is not None)
-    assert differs is None or f"The runs are scored in different ways ({differs}): gains of one over another" in page
+    assert (
+        differs is None
+        or f"The runs are scored in different ways ({differs}): gains of one over another" in page
+    )
     assert "since start of training" in page
 
 
 def test_compare_tells_files_by_what_they_hold(tmp_path: Path) -> None:
-    """Prompts that `init` copied are the same prompts; a file that was edited between two runs is another one."""
+    """Prompts that `init` copied are the same prompts; a file that was edited between two runs is
+    another one."""
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", 0.5)
     for run, prompts, weights in ((one, "testbed:train", "1"), (two, "prompts.txt", "2")):
         settings = yaml.safe_load((run / "config.yaml").read_text())
         settings |= {"data": {"prompts": prompts}, "model": {"weights": "weights"}}
         (run / "config.yaml").write_text(yaml.safe_dump(settings))
-        contents = {"data.prompts": "72 prompts (SHA-256 ab)", "model.weights": f"weights (SHA-256 {weights})"}
+        contents = {
+            "data.prompts": "72 prompts (SHA-256 ab)",
+            "model.weights": f"weights (SHA-256 {weights})",
+        }
         (run / "run.json").write_text(json.dumps({"contents": contents}))
     page = compared(tmp_path / "out", one, two)
     assert "prompts.txt" not in page
     assert "<td>model.weights</td><td>weights (SHA-256 1)</td><td>weights (SHA-256 2)</td>" in page
     contents["data.prompts"] = "3 prompts (SHA-256 cd)"
     (two / "run.json").write_text(json.dumps({"contents": contents}))
-    assert "<td>data.prompts</td><td>testbed:train</td><td>prompts.txt</td>" in compared(tmp_path / "out", one, two)
+    assert "<td>data.prompts</td><td>testbed:train</td><td>prompts.txt</td>" in compared(
+        tmp_path / "out", one, two
+    )
     (one / "run.json").unlink()  # an older run says nothing of its files: their names are compared
     page = compared(tmp_path / "out", one, two)
     assert "prompts.txt" in page
@@ -542,9 +685,18 @@ def test_another_reward_scores_the_videos_that_a_run_has_kept(
     """Without the model, and both sides alike."""
     run = evaluated[0] / "run"
     kept = [read_folder(name, run / "videos" / name) for name in ("before", "after")]
-    assert kept[1].scores["reward"] == json.loads((run / "eval" / "after.json").read_text())["reward"]
+    assert (
+        kept[1].scores["reward"] == json.loads((run / "eval" / "after.json").read_text())["reward"]
+    )
     folders = [str(run / "videos" / name) for name in ("before", "after")]
-    judge = ["--reward.name", "testbed-judge", "--reward.weights", "{alignment: 1}", "--json", str(tmp_path / "x.json")]
+    judge = [
+        "--reward.name",
+        "testbed-judge",
+        "--reward.weights",
+        "{alignment: 1}",
+        "--json",
+        str(tmp_path / "x.json"),
+    ]
     assert main(["eval", *folders, *judge]) == 0
     assert "gain over before" in capsys.readouterr().out
     found = json.loads((tmp_path / "x.json").read_text())["sources"]["after"]
@@ -565,7 +717,9 @@ def test_runs_without_a_video_in_common_show_none(tmp_path: Path) -> None:
     assert "No videos are shown: no prompt has one of every source." in page
 
 
-def test_compare_refuses_runs_of_other_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_refuses_runs_of_other_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two")
     for file in (two / "eval").iterdir():
         content = json.loads(file.read_text())
@@ -574,13 +728,16 @@ def test_compare_refuses_runs_of_other_prompts(tmp_path: Path, capsys: pytest.Ca
     assert "hold different prompts" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "none"), "--folder", str(tmp_path / "out")]) == 2
     assert (
-        "none': no such file or folder; expected a run folder, or a folder with videos.csv" in capsys.readouterr().err
+        "none': no such file or folder; expected a run folder, or a folder with videos.csv"
+        in capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
 
 
 def test_from_evaluation_keeps_what_is_known() -> None:
-    found = from_evaluation("x", scores((1.0, 2.0)) | {"reward": [1.0, None, 2.0, 1.0, 1.0, 1.0]}, {})
+    found = from_evaluation(
+        "x", scores((1.0, 2.0)) | {"reward": [1.0, None, 2.0, 1.0, 1.0, 1.0]}, {}
+    )
     assert math.isnan(found.scores["reward"][1])
     assert list(found.scores) == ["reward", "vq", "mq"]
     assert found.shown == {}

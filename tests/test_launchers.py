@@ -28,7 +28,13 @@ PAPER = REPOSITORY / "configs" / "recipes" / "paper.yaml"
 VARIABLES = {*GROUP, *launchers.OTHER_NAMES.values(), "SLURM_NTASKS"} | {
     name for launcher in LAUNCHERS for name in launcher[1:] if name
 }
-WHOLE = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+WHOLE = {
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +50,17 @@ def environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-# -- several processes without torchrun's variables --------------------------------------------------------------------
+# -- several processes without torchrun's variables ------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.rank)
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_processes_that_know_nothing_of_each_other_are_refused(
-    launcher: Launcher, rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launcher: Launcher,
+    rank: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if not launcher.size and rank == "0":
         pytest.skip("the first process of a launcher without a count looks like one that is alone")
@@ -60,13 +70,17 @@ def test_processes_that_know_nothing_of_each_other_are_refused(
     assert main(["train", str(PAPER), "--output", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"sage-fast train: {launcher.name} started")
-    assert f"torchrun --nproc-per-node {'4' if launcher.local_size else 'GPUS'} -m sage_fast" in line
+    assert (
+        f"torchrun --nproc-per-node {'4' if launcher.local_size else 'GPUS'} -m sage_fast" in line
+    )
     assert f"RANK=${launcher.rank} LOCAL_RANK=${launcher.local_rank}" in line
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.rank)
-def test_what_the_refusal_advises_is_accepted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_refusal_advises_is_accepted(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun's variables decide, also for processes that say to be alone."""
     variables = {launcher.rank: "3"} | ({launcher.size: "8"} if launcher.size else {})
     environment(monkeypatch, **variables)
@@ -92,7 +106,12 @@ ALONE: dict[str, dict[str, str]] = {
     "srun --pty bash": {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     "mpirun -np 1": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
     "torchrun --nproc-per-node 1": {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
-    "torchrun in a task of srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "WORLD_SIZE": "1", "RANK": "0"},
+    "torchrun in a task of srun": {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "1",
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+    },
     "accelerate launch, one process": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
     "RANK=0 in a shell": {"RANK": "0"},
 }
@@ -119,17 +138,23 @@ def test_one_process_in_a_job_of_several_tasks_is_noted(
     assert caplog.text == ""
 
 
-# -- torchrun's variables, some of them left behind --------------------------------------------------------------------
+# -- torchrun's variables, some of them left behind ------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
         ({"RANK": "1"}, "RANK = 1 in the environment, but no WORLD_SIZE.*`unset RANK`"),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK = 1 in the environment: expected less than WORLD_SIZE = 1"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "1"},
+            "RANK = 1 in the environment: expected less than WORLD_SIZE = 1",
+        ),
         ({"RANK": "one"}, "RANK = 'one' in the environment: expected a whole number"),
         *(
-            ({key: value for key, value in WHOLE.items() if key != name}, f"WORLD_SIZE = 2 .* but no {name}: expected")
+            (
+                {key: value for key, value in WHOLE.items() if key != name},
+                f"WORLD_SIZE = 2 .* but no {name}: expected",
+            )
             for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")
         ),
     ],
@@ -153,11 +178,16 @@ def test_a_group_that_is_described_whole_passes(monkeypatch: pytest.MonkeyPatch)
     assert not launchers.speaks()
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "1"}, WHOLE, {"RANK": "x", "WORLD_SIZE": "y", "LOCAL_RANK": "z"},
-                                       {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}])  # fmt: skip
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, WHOLE, {"RANK": "x", "WORLD_SIZE": "y",
+    "LOCAL_RANK": "z"},
+                                       {"SLURM_STEP_NUM_TASKS": "8",
+                                        "SLURM_PROCID": "3"}])  # fmt: skip
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.ranks])
 def test_a_command_that_is_one_process_ignores_what_a_shell_was_left_with(
-    name: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It runs, prints, and sees no group."""
     environment(monkeypatch, **variables)
@@ -190,14 +220,18 @@ def test_a_dry_run_prints_whatever_a_shell_was_left_with(
     assert "memory on each of 1 GPU" in shown
 
 
-# -- GPUs --------------------------------------------------------------------------------------------------------------
+# -- GPUs ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("variables", "gpus", "said"),
     [
         ({"LOCAL_RANK": "2"}, 2, r"LOCAL_RANK = 2 .* sees 2 GPU\(s\): expected less than 2"),
-        ({"LOCAL_RANK": "1"}, 1, r"LOCAL_RANK = 1 .* sees 1 GPU\(s\).*LOCAL_RANK=0 where each task sees"),
+        (
+            {"LOCAL_RANK": "1"},
+            1,
+            r"LOCAL_RANK = 1 .* sees 1 GPU\(s\).*LOCAL_RANK=0 where each task sees",
+        ),
         ({"WORLD_SIZE": "2"}, 2, "no LOCAL_RANK in the environment: expected 0 to 1"),
         ({"WORLD_SIZE": "2"}, 1, None),
         ({"LOCAL_RANK": "1"}, 2, None),
@@ -218,7 +252,7 @@ def test_a_rank_has_a_gpu_of_its_own_or_says_why_not(
         local_device()
 
 
-# -- the launchers themselves ------------------------------------------------------------------------------------------
+# -- the launchers themselves ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", ["--local_rank=1", "--local-rank=1"])
@@ -248,10 +282,12 @@ def launch(name: str) -> list[str]:
     world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
     return {
         "deepspeed --module": [
-            *python, "deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={port}", "--module",
+            *python, "deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={port}",
+            "--module",
         ],
         "torch.distributed.launch": [
-            *python, "torch.distributed.launch", "--nproc-per-node=2", f"--master-port={port}", "-m",
+            *python, "torch.distributed.launch", "--nproc-per-node=2", f"--master-port={port}",
+            "-m",
         ],
         "accelerate launch": [
             *python, "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
@@ -262,19 +298,31 @@ def launch(name: str) -> list[str]:
 
 def start(name: str, words: list[str]) -> "subprocess.CompletedProcess[str]":
     own = os.environ | {
-        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
-    return subprocess.run([*launch(name), *words], cwd=REPOSITORY, env=own, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [*launch(name), *words],
+        cwd=REPOSITORY,
+        env=own,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["deepspeed --module", "torch.distributed.launch", "accelerate launch"])
+@pytest.mark.parametrize(
+    "name", ["deepspeed --module", "torch.distributed.launch", "accelerate launch"]
+)
 def test_a_run_starts_under_every_launcher(name: str, tmp_path: Path) -> None:
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     options = arguments(
-        train__iterations=1, train__prompts_per_iteration=2, train__group_size=2, train__optimizer_steps=1,
-        sampling__num_frames=5, sampling__steps=2, eval__steps=1, eval__num_prompts=2, eval__seeds_per_prompt=1,
+        train__iterations=1, train__prompts_per_iteration=2, train__group_size=2,
+        train__optimizer_steps=1,
+        sampling__num_frames=5, sampling__steps=2, eval__steps=1, eval__num_prompts=2,
+        eval__seeds_per_prompt=1,
         eval__num_videos=1, eval__judge="null", tracking__trackers="[]", timeout_minutes=2,
     )  # fmt: skip
     run = tmp_path / "run"

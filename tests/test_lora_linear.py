@@ -1,4 +1,5 @@
-"""LoRA with one float32 accumulation: values, gradients, what bfloat16 lets through, and what it costs."""
+"""LoRA with one float32 accumulation: values, gradients, what bfloat16 lets through, and what it
+costs."""
 
 import copy
 from typing import Any
@@ -19,11 +20,21 @@ from tests.test_forward import PROMPTS, Operators, inputs
 from tests.tiny import perturb, settings, tiny_model, tiny_trainer
 
 
-def layers(up: float, dtype: torch.dtype, outs: tuple[int, ...] = (24, 17, 24), rank: int = 4, **options: Any) -> Any:
+def layers(
+    up: float,
+    dtype: torch.dtype,
+    outs: tuple[int, ...] = (24, 17, 24),
+    rank: int = 4,
+    **options: Any,
+) -> Any:
     """Linear layers of 33 inputs, an adapter on all but the second; up-projections of size `up`."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(33, out, bias=i != 2) for i, out in enumerate(outs))).requires_grad_(False)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["0", "2"][: len(outs)], **options)
+    model = nn.Sequential(
+        *(nn.Linear(33, out, bias=i != 2) for i, out in enumerate(outs))
+    ).requires_grad_(False)
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=["0", "2"][: len(outs)], **options
+    )
     inject_adapter_in_model(config, model)
     for name, p in model.named_parameters():
         if "lora_" not in name:
@@ -68,16 +79,24 @@ def test_values_and_gradients(dtype: torch.dtype, up: float, shape: tuple[int, .
             assert p.grad is not None
             assert q.grad is not None
             size = float(q.grad.abs().max()) if q.grad.numel() else 0.0
-            torch.testing.assert_close(p.grad, q.grad, rtol=4 * unit, atol=4 * unit * size + 1e-30, msg=name)
+            torch.testing.assert_close(
+                p.grad, q.grad, rtol=4 * unit, atol=4 * unit * size + 1e-30, msg=name
+            )
 
 
 @pytest.mark.parametrize(
     ("dtype", "rank", "pad"),
-    [(torch.bfloat16, 4, 64), (torch.bfloat16, 33, 128), (torch.float16, 32, 64), (torch.float32, 4, 8)],
+    [
+        (torch.bfloat16, 4, 64),
+        (torch.bfloat16, 33, 128),
+        (torch.float16, 32, 64),
+        (torch.float32, 4, 8),
+    ],
     ids=str,
 )
 def test_rows_of_16_bits_stay_whole_vectors(dtype: torch.dtype, rank: int, pad: int) -> None:
-    """Two adapters; what is left of the padding is zeros, whatever stood there, and has no gradient."""
+    """Two adapters; what is left of the padding is zeros, whatever stood there, and has no
+    gradient."""
     model = layers(0.1, dtype, rank=rank)
     projection = FusedLinear(model, *model._modules)
     projection.refresh(dtype)
@@ -113,7 +132,8 @@ def test_adapter_gradients_on_a_gpu_are_never_rounded_to_bfloat16() -> None:
 
 @pytest.mark.soak
 def test_a_small_adapter_is_heard_in_bfloat16() -> None:
-    """The share of the float32 response of the velocity; an adapter added to a rounded value gave 0.3 at 1e-4."""
+    """The share of the float32 response of the velocity; an adapter added to a rounded value gave
+    0.3 at 1e-4."""
     share, error = responses([1e-4], "ours", seeds=18)[1e-4]
     assert abs(share - 1) < 3 * error < 0.4
     dead, error = responses([1e-4], "peft", seeds=18)[1e-4]
@@ -130,7 +150,11 @@ def test_the_weight_is_a_view_and_the_layer_keeps_its_own_forward() -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(torch.equal(layer(x), e) for layer, e in zip(model, expected))
-    storages = {p.untyped_storage().data_ptr() for p in model.parameters() if p.shape[-1] == 33 and not p.requires_grad}
+    storages = {
+        p.untyped_storage().data_ptr()
+        for p in model.parameters()
+        if p.shape[-1] == 33 and not p.requires_grad
+    }
     assert storages == {projection._buffer.untyped_storage().data_ptr()}  # no second copy
 
 
@@ -146,7 +170,8 @@ def test_it_follows_the_layers() -> None:
     check()
     for p in model.parameters():
         if p.requires_grad:
-            p.data.copy_(torch.randn_like(p))  # as bitsandbytes and DeepSpeed write: no version is counted
+            # as bitsandbytes and DeepSpeed write: no version is counted
+            p.data.copy_(torch.randn_like(p))
             torch.autograd.graph.increment_version(p)
     check()
     model[0].base_layer.bias.data.add_(1)
@@ -207,7 +232,9 @@ def test_an_optimizer_that_writes_behind_autograd_is_heard(monkeypatch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True`")  # our layers have no bias
-@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str
+)
 def test_other_adapters_run_as_peft_runs_them(options: dict[str, Any]) -> None:
     model = layers(0.1, torch.float32, **options).eval()
     x = torch.randn(3, 33)
@@ -227,14 +254,18 @@ def test_trained_layers_keep_their_own_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_trained_layers_of_the_same_rows_are_one_matmul(dtype: torch.dtype) -> None:
-    """Values and gradients of their own forwards, under autocast too; a layer of another class is left to them."""
+    """Values and gradients of their own forwards, under autocast too; a layer of another class is
+    left to them."""
     model = nn.Sequential(*(nn.Linear(33, out) for out in (24, 17, 24)))
     projection = FusedLinear(model, *model._modules)
     x = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
     wanted = [x, *model.parameters()]
 
     def results() -> tuple[list[Tensor], int]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), Operators() as operators:
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
+            Operators() as operators,
+        ):
             y = projection(x)
         return [y, *torch.autograd.grad(y, wanted, upstream)], operators.counts["addmm"]
 
@@ -246,7 +277,9 @@ def test_trained_layers_of_the_same_rows_are_one_matmul(dtype: torch.dtype) -> N
     unit = torch.finfo(dtype).eps
     for mine, theirs in zip(joined, own, strict=True):
         assert mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs, rtol=4 * unit, atol=4 * unit * float(theirs.abs().max()))
+        torch.testing.assert_close(
+            mine, theirs, rtol=4 * unit, atol=4 * unit * float(theirs.abs().max())
+        )
 
 
 def test_full_tuning_has_no_room() -> None:
@@ -276,7 +309,8 @@ def test_states_are_swapped_between_two_forwards() -> None:
 @pytest.mark.parametrize("adapted", ["both", "up", "down", "none", "trained"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_feed_forward(dtype: torch.dtype, adapted: str) -> None:
-    """Against the layers' own forwards in float64, values and gradients; adapters on each layer, or all trained."""
+    """Against the layers' own forwards in float64, values and gradients; adapters on each layer, or
+    all trained."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(33, 70), nn.Linear(70, 33)).requires_grad_(adapted == "trained")
     targets = {"both": ["0", "1"], "up": ["0"], "down": ["1"]}.get(adapted)
@@ -298,24 +332,38 @@ def test_feed_forward(dtype: torch.dtype, adapted: str) -> None:
     y = FeedForward(up, down)(F.pad(x, (0, up.pad)), stream, gate)
     frozen = FeedForward(up, down)(F.pad(x, (0, up.pad)), stream, gate.detach())
     assert torch.equal(frozen, y)
-    expected = exact_stream + exact_gate[:, None] * exact[1](F.gelu(exact[0](ideal), approximate="tanh"))
+    expected = exact_stream + exact_gate[:, None] * exact[1](
+        F.gelu(exact[0](ideal), approximate="tanh")
+    )
     upstream = torch.randn(2, 5, 33).to(dtype)
     trained, same = ([p for p in m.parameters() if p.requires_grad] for m in (model, exact))
     gradients = torch.autograd.grad(y, [gate, stream, x, *trained], upstream)
-    for mine, theirs in zip(torch.autograd.grad(frozen, [stream, x, *trained], upstream), gradients[1:], strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(frozen, [stream, x, *trained], upstream), gradients[1:], strict=True
+    ):
         assert torch.equal(mine, theirs)
-    unit = torch.finfo(torch.float32 if dtype == torch.float64 and "lora_" in str(model) else dtype).eps
+    unit = torch.finfo(
+        torch.float32 if dtype == torch.float64 and "lora_" in str(model) else dtype
+    ).eps
     for mine, theirs in zip(
         [y, *gradients],
-        [expected, *torch.autograd.grad(expected, [exact_gate, exact_stream, ideal, *same], upstream.double())],
+        [
+            expected,
+            *torch.autograd.grad(
+                expected, [exact_gate, exact_stream, ideal, *same], upstream.double()
+            ),
+        ],
         strict=True,
     ):
-        torch.testing.assert_close(mine.double(), theirs, rtol=8 * unit, atol=8 * unit * float(theirs.abs().max()))
+        torch.testing.assert_close(
+            mine.double(), theirs, rtol=8 * unit, atol=8 * unit * float(theirs.abs().max())
+        )
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 33), (0, 4, 33)], ids=str)
 def test_rows_without_padding(shape: tuple[int, ...]) -> None:
-    """Parts of longer samples, as attention's output is: the values and gradients of padded rows."""
+    """Parts of longer samples, as attention's output is: the values and gradients of padded
+    rows."""
     model = layers(0.1, torch.float32)
     projection = FusedLinear(model, *model._modules)
     projection.refresh(torch.float32)
@@ -323,5 +371,7 @@ def test_rows_without_padding(shape: tuple[int, ...]) -> None:
     ys = projection.unpadded(x), projection(F.pad(x, (0, projection.pad)))
     upstream = torch.randn_like(ys[0])
     wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
-    for mine, theirs in zip(*([y, *torch.autograd.grad(y, wanted, upstream)] for y in ys), strict=True):
+    for mine, theirs in zip(
+        *([y, *torch.autograd.grad(y, wanted, upstream)] for y in ys), strict=True
+    ):
         assert torch.equal(mine, theirs)

@@ -1,4 +1,5 @@
-"""A new user's path through README and docs/tutorials/first-run.md: the wheel in its own environment, no clone."""
+"""A new user's path through README and docs/tutorials/first-run.md: the wheel in its own
+environment, no clone."""
 
 import contextlib
 import io
@@ -38,9 +39,11 @@ EVIDENCE_OF = {
     "hunyuanvideo15-480p-nft": FOUR_BLOCKS,
 }
 FILES = ["config.yaml", "heldout.txt", "my_rewards.py", "prompts.txt"]
-HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")  # the last one makes every start slow
+# the last one makes every start slow
+HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
 SMALL = FEW_STEPS + arguments(
-    train__prompts_per_iteration=2, train__group_size=3, train__batch_size=16, train__timestep_fraction=1.0,
+    train__prompts_per_iteration=2, train__group_size=3, train__batch_size=16,
+    train__timestep_fraction=1.0,
     eval__num_prompts=2, eval__seeds_per_prompt=1, eval__num_videos=1, eval__interval=0,
 )  # fmt: skip
 README = CONFIGS.parent / "README.md"
@@ -54,7 +57,8 @@ def velocity(transformer):
     with torch.no_grad():
         return transformer(
             x, torch.tensor([500.0]), torch.ones(1, 3, 32), torch.ones(1, 3, dtype=torch.int64),
-            encoder_hidden_states_2=torch.zeros(1, 0, 8), encoder_attention_mask_2=torch.zeros(1, 0, dtype=torch.int64),
+            encoder_hidden_states_2=torch.zeros(1, 0, 8),
+            encoder_attention_mask_2=torch.zeros(1, 0, dtype=torch.int64),
             image_embeds=torch.zeros(1, 0, 8), return_dict=False,
         )[0]
 base = velocity(TestbedTransformer.from_pretrained(BASE / "transformer"))
@@ -83,9 +87,11 @@ class User:
         return out
 
     def paste(self, block: Block) -> str:
-        """Paste a block of a page into the shell; the next command starts in the folder where the block ended."""
+        """Paste a block of a page into the shell; the next command starts in the folder where the
+        block ended."""
         done = subprocess.run(
-            ["bash", "-eu", "-c", block.text + "pwd"], cwd=self.folder, env=self.variables, text=True,
+            ["bash", "-eu", "-c", block.text + "pwd"], cwd=self.folder, env=self.variables,
+            text=True,
             capture_output=True, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, f"{block}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
@@ -94,7 +100,8 @@ class User:
         return "\n".join(printed)
 
     def run_or_call(self, *words: str) -> str:
-        """Run a command as `run` does in `make soak`, and in this process in `make test`, which starts quicker."""
+        """Run a command as `run` does in `make soak`, and in this process in `make test`, which
+        starts quicker."""
         if "SAGE_FAST_SOAK" in os.environ:
             return self.run(*words)
         with contextlib.chdir(self.folder), contextlib.redirect_stdout(io.StringIO()) as out:
@@ -110,24 +117,28 @@ class User:
 
 @pytest.fixture
 def user(wheel: Path, tmp_path: Path) -> User:
-    """A user whose environment has the wheel and this one's dependencies, but none of its editable installs."""
+    """A user whose environment has the wheel and this one's dependencies, but none of its editable
+    installs."""
     environment, folder = tmp_path / "venv", tmp_path / "work"
     folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     user = User(environment, folder)
     subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment / "bin" / "python",
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python",
+         environment / "bin" / "python",
          "install", "--quiet", "--no-deps", "--no-index", wheel],
         check=True, cwd=folder, env=user.variables,
     )  # fmt: skip
     site = next((environment / "lib").glob("python*/site-packages"))
     dependencies = next(path for path in sys.path if Path(path).name == "site-packages")
-    (site / "dependencies.pth").write_text(dependencies + "\n")  # its own .pth files are not followed
+    # its own .pth files are not followed
+    (site / "dependencies.pth").write_text(dependencies + "\n")
     return user
 
 
 def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
-    """Follow docs/tutorials/first-run.md block by block with few steps and iterations, then README's first hour."""
+    """Follow docs/tutorials/first-run.md block by block with few steps and iterations, then
+    README's first hour."""
     init_, reward, trial, train, look, weights, real, plan, _ = blocks(QUICKSTART)
     (section,) = re.findall(r"^```yaml\n(.*?)^```$", QUICKSTART.read_text(), re.M | re.S)
 
@@ -152,7 +163,9 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     assert process.returncode == 130, out[-2000:] + err[-4000:]
     assert "continue with --resume" in out + err
     long = [line for line in (out + err).splitlines() if len(line) > 80]
-    assert [line for line in long if str(user.folder) not in line] == [], "only a whole path may be longer"
+    assert [line for line in long if str(user.folder) not in line] == [], (
+        "only a whole path may be longer"
+    )
     assert "\r" not in out + err
     assert any(line.strip().startswith("1/1000  reward ") for line in out.splitlines())
     done = len(read_metrics(run / "metrics.jsonl"))
@@ -172,11 +185,14 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
         videos = read_folder(source, user.folder / "evaluation" / "videos" / source)
         frames = torch.stack([read_video(file) for file in videos.files if file])
         for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
-            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.06)  # compression changes it
+            # compression changes it
+            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.06)
     (listed,) = re.findall(r"^`runs/demo` holds .*?\.$", README.read_text(), re.M | re.S)
     found = {file.name + "/" * file.is_dir() for file in run.iterdir()}
     names = {name for name in re.findall(r"`([\w./]+)`", listed) if name != "runs/demo"}
-    assert names | {"run.lock"} | {name for name in found if name.startswith("config.until-")} == found
+    assert (
+        names | {"run.lock"} | {name for name in found if name.startswith("config.until-")} == found
+    )
     (run / "report.html").unlink()
     user.run_or_call("sage-fast", "report", "runs/first")
     assert (run / "report.html").stat().st_size > 10_000
@@ -190,21 +206,30 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     assert "reward videoalign: 0.5 vq + 0.5 mq + 1 ta" in planned
     assert "8 GPUs" in planned
 
-    followed = [words[:2] for block in blocks(QUICKSTART) for words in commands(block)] + [["sage-fast", "report"]]
-    for first_hour in (block for block in blocks(README) if block.value == "tests/test_new_user.py"):
+    followed = [words[:2] for block in blocks(QUICKSTART) for words in commands(block)] + [
+        ["sage-fast", "report"]
+    ]
+    for first_hour in (
+        block for block in blocks(README) if block.value == "tests/test_new_user.py"
+    ):
         assert all(words[:2] in followed for words in commands(first_hour))
         for further in re.findall(r"--resume --train.iterations (\d+)", first_hour.text):
-            assert int(further) > load(CONFIGS / "demo.yaml").train.iterations  # more than the last command did
+            # more than the last command did
+            assert int(further) > load(CONFIGS / "demo.yaml").train.iterations
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_init_writes_what_its_configuration_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The user's own settings point at the files beside the configuration; all others stay as shipped."""
+    """The user's own settings point at the files beside the configuration; all others stay as
+    shipped."""
     init(tmp_path, name)
     monkeypatch.chdir(tmp_path)
-    ours, theirs = ((file / leaf).read_text() for file, leaf in ((tmp_path, "config.yaml"), (CONFIGS, f"{name}.yaml")))
+    ours, theirs = (
+        (file / leaf).read_text()
+        for file, leaf in ((tmp_path, "config.yaml"), (CONFIGS, f"{name}.yaml"))
+    )
     pairs = zip(ours.splitlines(), theirs.splitlines(), strict=True)
     differing = [line.split(":")[0].strip() for line, other in pairs if line != other]
     own_reward = ["name", "weights"] if name.startswith("demo") else []
@@ -212,10 +237,15 @@ def test_init_writes_what_its_configuration_names(
     expected = {*FILES, *([] if own_reward else ["slurm.sbatch"])}
     data = load(CONFIGS / f"{name}.yaml").data
     if data.prompts.endswith(".jsonl"):
-        shipped = [read_prompts(str(CONFIGS.parent / source)) for source in (data.prompts, data.eval_prompts)]
+        shipped = [
+            read_prompts(str(CONFIGS.parent / source))
+            for source in (data.prompts, data.eval_prompts)
+        ]
         expected = {file.replace(".txt", ".jsonl") for file in expected}
         expected |= {"images"}
-        assert {*map(str, Path("images").iterdir())} == {prompt.image for prompt in itertools.chain(*shipped)}
+        assert {*map(str, Path("images").iterdir())} == {
+            prompt.image for prompt in itertools.chain(*shipped)
+        }
         assert len(read_prompts("prompts.jsonl")) == len(shipped[0])  # their images are found
     assert sorted(os.listdir()) == sorted(expected)
     if name not in ("demo", "hunyuanvideo15-480p") and "SAGE_FAST_SOAK" not in os.environ:
@@ -232,11 +262,14 @@ def test_init_of_the_real_model_has_its_reward_and_prompts_of_real_videos(
     config = load("config.yaml")
     assert config.reward == load(CONFIGS / "hunyuanvideo15-480p.yaml").reward
     assert config.reward.name == "videoalign"
-    train, heldout = (Path(file).read_text().splitlines() for file in ("prompts.txt", "heldout.txt"))
+    train, heldout = (
+        Path(file).read_text().splitlines() for file in ("prompts.txt", "heldout.txt")
+    )
     assert len(heldout) == len(set(heldout)) == config.eval.num_prompts
     assert len(train) == len(set(train)) >= 2 * config.train.prompts_per_iteration
     assert not set(train) & set(heldout)
-    assert all(len(prompt.split()) > 8 for prompt in train + heldout)  # longer than the captions of the testbed
+    # longer than the captions of the testbed
+    assert all(len(prompt.split()) > 8 for prompt in train + heldout)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -247,7 +280,9 @@ def test_the_next_commands_of_init_can_be_pasted(name: str, tmp_path: Path) -> N
     assert max(map(len, commands)) <= 80
 
 
-def test_init_does_not_obey_its_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_does_not_obey_its_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", str(tmp_path / "a\x1b[2J")]) == 0
     assert "a\\x1b[2J: wrote" in capsys.readouterr().out
 
@@ -269,20 +304,25 @@ def test_a_configuration_says_on_what_evidence(name: str) -> None:
     assert evidence == f"# Evidence: {EVIDENCE_OF.get(name, 'never run')}"
 
 
-def test_init_of_an_unknown_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_of_an_unknown_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", str(tmp_path / "new"), "--config", "demmo"]) == 2
     assert "did you mean 'demo'?" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
 def test_the_reward_of_init_scores_what_it_says() -> None:
-    """Score red, blue and flickering red for a prompt that names red, and red for a prompt without a colour."""
+    """Score red, blue and flickering red for a prompt that names red, and red for a prompt without
+    a colour."""
     from sage_fast.configs.my_rewards import MyReward  # type: ignore[import-not-found]
 
     still = torch.full((5, 3, 8, 8), 0.1)
     still[:, 0, 2:6, 2:6] = 0.9
     flicker = still * torch.tensor([1.0, 0.5, 1.0, 0.5, 1.0])[:, None, None, None]
-    parts = MyReward().score(torch.stack([still, still.flip(1), flicker, still]), ["a red car"] * 3 + ["a car"])
+    parts = MyReward().score(
+        torch.stack([still, still.flip(1), flicker, still]), ["a red car"] * 3 + ["a car"]
+    )
     assert {name: list(part.shape) for name, part in parts.items()} == {"color": [4], "steady": [4]}
     assert parts["color"][0] > 0.95
     assert parts["color"][1] == 0

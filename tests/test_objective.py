@@ -1,4 +1,5 @@
-"""Advantages, surrogates, KL and lambda by hand; the gradient of the whole loss by finite differences."""
+"""Advantages, surrogates, KL and lambda by hand; the gradient of the whole loss by finite
+differences."""
 
 import dataclasses
 import itertools
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.kl_weight import KLController
-from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, Scored, StepConstants, TransitionScores, sage_loss
+from sage_fast.algorithm.objective import (
+    KL_STRATEGIES,
+    SURROGATES,
+    Scored,
+    StepConstants,
+    TransitionScores,
+    sage_loss,
+)
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.loader import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
@@ -38,7 +46,8 @@ def test_advantages_leave_failed_samples_out() -> None:
 
 
 def test_advantages_in_units_of_the_batch() -> None:
-    """All groups share one scale, from the valid samples of unequal groups: a nearly equal one has small advantages."""
+    """All groups share one scale, from the valid samples of unequal groups: a nearly equal one has
+    small advantages."""
     rewards = torch.tensor([[1.0, 3.0, math.nan], [2.0, 2.2, 2.1], [math.nan, 7.0, math.nan]])
     advantages, equal = group_advantages(rewards, rewards.isfinite(), std="batch", eps=0.0)
     std = math.sqrt((1 + 1 + 0.1**2 + 0.1**2) / 5)
@@ -49,11 +58,14 @@ def test_advantages_in_units_of_the_batch() -> None:
 
 
 def test_equal_groups_do_not_change_the_scale_of_the_batch() -> None:
-    """They are left out of the mean over an update, so counting them in the deviation would raise it a second time."""
+    """They are left out of the mean over an update, so counting them in the deviation would raise
+    it a second time."""
     rewards = torch.tensor([[1.0, 3.0, 4.0], [2.0, 2.2, 5.1]])
     alone, _ = group_advantages(rewards, torch.ones(2, 3, dtype=torch.bool), std="batch")
     beside, _ = group_advantages(
-        torch.cat([rewards, torch.full((6, 3), 7.0)]), torch.ones(8, 3, dtype=torch.bool), std="batch"
+        torch.cat([rewards, torch.full((6, 3), 7.0)]),
+        torch.ones(8, 3, dtype=torch.bool),
+        std="batch",
     )
     torch.testing.assert_close(beside[:2], alone, rtol=1e-6, atol=0)
     assert not beside[2:].any()
@@ -82,9 +94,13 @@ def test_advantages_are_clamped() -> None:
 
 
 def test_balanced_rewards_by_hand() -> None:
-    """A plain loop centres each part in its group, divides it by its standard deviation and weights it."""
+    """A plain loop centres each part in its group, divides it by its standard deviation and weights
+    it."""
     generator = torch.Generator().manual_seed(0)
-    parts = {"sharp": torch.rand(6, generator=generator), "bright": 100 * torch.rand(6, generator=generator)}
+    parts = {
+        "sharp": torch.rand(6, generator=generator),
+        "bright": 100 * torch.rand(6, generator=generator),
+    }
     parts["even"] = torch.full((6,), 0.1)  # equal everywhere: nothing to compare
     parts["unused"] = torch.rand(6, generator=generator)
     weights = {"sharp": 1.0, "bright": -0.5, "even": 2.0, "absent": 0.0}
@@ -92,27 +108,34 @@ def test_balanced_rewards_by_hand() -> None:
     parts["bright"][4] = math.nan  # the reward of this part has failed
     expected = [[0.0] * 3, [0.0] * 3]
     for name in ("sharp", "bright"):
-        groups = [[float(parts[name][3 * p + g]) for g in range(3) if valid[p, g]] for p in range(2)]
+        groups = [
+            [float(parts[name][3 * p + g]) for g in range(3) if valid[p, g]] for p in range(2)
+        ]
         centred = [[value - sum(group) / len(group) for value in group] for group in groups]
         for p, group in enumerate(centred):
             deviation = math.sqrt(sum(value**2 for value in group) / len(group))
             for g, value in zip([g for g in range(3) if valid[p, g]], group):
                 expected[p][g] += weights[name] * value / deviation
     found = balanced_rewards(parts, weights, valid)
-    assert found.flatten().tolist() == pytest.approx([value for group in expected for value in group], rel=1e-4)
+    assert found.flatten().tolist() == pytest.approx(
+        [value for group in expected for value in group], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("std", ["group", "batch"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_that_cancel_give_no_advantage(size: int, std: AdvantageStd) -> None:
-    """Two parts that rank a group in opposite order cancel, whatever their scales; other groups are not affected."""
+    """Two parts that rank a group in opposite order cancel, whatever their scales; other groups are
+    not affected."""
     generator = torch.Generator().manual_seed(0)
     first = torch.rand(200, size, generator=generator)
     scales = 10 ** (4 * torch.rand(200, 1, generator=generator) - 2)
     second = 3 - scales * first
     second[0] = first[0]  # these two agree
     valid = torch.ones(200, size, dtype=torch.bool)
-    total = balanced_rewards({"a": first.flatten(), "b": second.flatten()}, {"a": 0.5, "b": 0.5}, valid)
+    total = balanced_rewards(
+        {"a": first.flatten(), "b": second.flatten()}, {"a": 0.5, "b": 0.5}, valid
+    )
     advantages, equal = group_advantages(total, valid, std=std)
     assert equal.tolist() == [False] + [True] * 199
     assert advantages[0].abs().max() > 0.9
@@ -124,15 +147,21 @@ def test_balanced_rewards_over_the_batch_are_gdpo() -> None:
     generator = torch.Generator().manual_seed(0)
     parts = {name: torch.rand(3, 4, generator=generator) for name in "ab"}
     valid = torch.ones(3, 4, dtype=torch.bool)
-    total = sum(2 * (p - p.mean(1, keepdim=True)) / p.std(1, correction=0, keepdim=True) for p in parts.values())
+    total = sum(
+        2 * (p - p.mean(1, keepdim=True)) / p.std(1, correction=0, keepdim=True)
+        for p in parts.values()
+    )
     expected = (total - total.mean()) / total.std(correction=0)
-    balanced = balanced_rewards({name: p.flatten() for name, p in parts.items()}, {"a": 2.0, "b": 2.0}, valid)
+    balanced = balanced_rewards(
+        {name: p.flatten() for name, p in parts.items()}, {"a": 2.0, "b": 2.0}, valid
+    )
     found, _ = group_advantages(balanced, valid, std="batch")
     torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_equal_groups_change_the_scale_of_gdpo_and_not_its_direction() -> None:
-    """Two of three groups are equal: GDPO counts their zeros in the deviation over the batch, and we do not."""
+    """Two of three groups are equal: GDPO counts their zeros in the deviation over the batch, and
+    we do not."""
     varied = torch.tensor([[0.1, 0.5, 0.9, 0.2], [0.4] * 4, [0.7] * 4])
     other = torch.tensor([[0.3, 0.1, 0.2, 0.8], [0.6] * 4, [0.2] * 4])
     total = torch.zeros(3, 4, dtype=torch.float64)
@@ -140,7 +169,9 @@ def test_equal_groups_change_the_scale_of_gdpo_and_not_its_direction() -> None:
         total[0] += (part[0] - part[0].mean()) / part[0].std(correction=0)
     gdpo = (total - total.mean()) / total.std(correction=0)
     balanced = balanced_rewards(
-        {"a": varied.flatten(), "b": other.flatten()}, {"a": 1.0, "b": 1.0}, torch.ones(3, 4, dtype=torch.bool)
+        {"a": varied.flatten(), "b": other.flatten()},
+        {"a": 1.0, "b": 1.0},
+        torch.ones(3, 4, dtype=torch.bool),
     )
     found, equal = group_advantages(balanced, torch.ones(3, 4, dtype=torch.bool), std="batch")
     assert equal.tolist() == [False, True, True]
@@ -167,13 +198,20 @@ def test_balanced_rewards_do_not_follow_the_scale_of_a_part() -> None:
 
 
 def test_one_part_cannot_be_balanced() -> None:
-    config = build(BASE_SETTINGS | {"reward.weights": {"vq": 1, "mq": 0}, "objective.balanced_rewards": True})
-    with pytest.raises(UserError, match=r"balanced_rewards = True: .* one part with a weight, vq.* choice is false"):
+    config = build(
+        BASE_SETTINGS | {"reward.weights": {"vq": 1, "mq": 0}, "objective.balanced_rewards": True}
+    )
+    with pytest.raises(
+        UserError, match=r"balanced_rewards = True: .* one part with a weight, vq.* choice is false"
+    ):
         check_trainable(config)
 
 
 def test_the_mask_of_the_kl_by_hand() -> None:
-    """Mask samples above the limit that move away, for either sign of the advantage. The value is always ratio x A."""
+    """Mask samples above the limit that move away, for either sign of the advantage.
+
+    The value is always ratio x A.
+    """
     log_ratio = torch.tensor([0.1, 0.1, -0.1, -0.1] * 2, requires_grad=True)
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0] * 2)
     kl = torch.tensor([0.3] * 4 + [0.1] * 4)
@@ -188,10 +226,13 @@ def test_the_mask_of_the_kl_by_hand() -> None:
 
 
 def test_a_run_masks_by_its_limit() -> None:
-    """From the second update on, a limit that is never reached masks none, one that is always passed about half."""
+    """From the second update on, a limit that is never reached masks none, one that is always
+    passed about half."""
     masked = [
         tiny_trainer(
-            settings(train__optimizer_steps=2, objective__surrogate="kl_mask", objective__kl_limit=limit)
+            settings(
+                train__optimizer_steps=2, objective__surrogate="kl_mask", objective__kl_limit=limit
+            )
         ).iteration(0)["ratio/clip_fraction"]
         for limit in (1e3, 1e-12)
     ]
@@ -200,8 +241,8 @@ def test_a_run_masks_by_its_limit() -> None:
 
 
 def test_only_a_gradient_that_is_removed_counts_as_clipped() -> None:
-    """Ratios on both sides of the range and within it, with advantages of either sign and none: a row of the table is
-    the ratio, a column the advantage."""
+    """Ratios on both sides of the range and within it, with advantages of either sign and none: a
+    row of the table is the ratio, a column the advantage."""
     ratio = torch.tensor([1.5, 1.1, 1.0, 0.9, 0.5]).repeat_interleave(3)
     log_ratio = ratio.log().requires_grad_()
     advantage = torch.tensor([2.0, -2.0, 0.0]).repeat(5)
@@ -220,10 +261,13 @@ def test_what_counts_as_clipped_has_no_gradient_and_nothing_else(name: str) -> N
     log_ratio, kl = (0.3 * draws[0]).requires_grad_(), draws[1].square()
     coefs = torch.tensor([[1.0, -0.5, 1.0, -0.5, 0.0, 0.125]], dtype=torch.float64).expand(500, 6)
     scores = TransitionScores(
-        log_prob=log_ratio - 1, log_prob_old=-torch.ones(500, dtype=torch.float64), kl_anchor=kl, kl_old=kl,
+        log_prob=log_ratio - 1, log_prob_old=-torch.ones(500, dtype=torch.float64), kl_anchor=kl,
+        kl_old=kl,
         advantage=draws[2], errors=(torch.ones(500), torch.ones(500)),
     )  # fmt: skip
-    scored = Scored(log_ratio=log_ratio, kl_old=kl, advantage=draws[2], noised=(scores, Row(*coefs.unbind(1))))
+    scored = Scored(
+        log_ratio=log_ratio, kl_old=kl, advantage=draws[2], noised=(scores, Row(*coefs.unbind(1)))
+    )
     row, objective = SURROGATES[name], ObjectiveConfig(surrogate=name, clip_range=0.2, kl_limit=0.5)
     (gradient,) = torch.autograd.grad(row.value(scored, objective).sum(), log_ratio)
     clipped = row.clipped(scored, objective).bool()
@@ -235,7 +279,10 @@ def test_surrogates_by_hand() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
     new = ratio.log()
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    kl, objective = torch.full_like(ratio, 0.3), ObjectiveConfig(clip_range=0.2, nft_beta=0.5, advantage_clamp=4.0)
+    kl, objective = (
+        torch.full_like(ratio, 0.3),
+        ObjectiveConfig(clip_range=0.2, nft_beta=0.5, advantage_clamp=4.0),
+    )
     scored = Scored(log_ratio=new, kl_old=kl, advantage=advantage)
     clipped = SURROGATES["clip"].value(scored, objective)
     assert clipped.tolist() == pytest.approx([1.2 * 2, 1.5 * -2, 0.5 * 2, 0.8 * -2])
@@ -244,9 +291,11 @@ def test_surrogates_by_hand() -> None:
 
 
 def test_loss_by_hand() -> None:
-    """The loss is -S A ratio + lambda (beta_pos KL_anchor + beta_vel (logp_old - logp)) inside the clip range."""
+    """The loss is -S A ratio + lambda (beta_pos KL_anchor + beta_vel (logp_old - logp)) inside the
+    clip range."""
     scores = TransitionScores(
-        log_prob=torch.tensor([0.1005]), log_prob_old=torch.tensor([0.1]), kl_anchor=torch.tensor([0.7]),
+        log_prob=torch.tensor([0.1005]), log_prob_old=torch.tensor([0.1]),
+        kl_anchor=torch.tensor([0.7]),
         kl_old=torch.tensor([0.2]), advantage=torch.tensor([2.0]),
     )  # fmt: skip
     ones = torch.ones(1)
@@ -254,7 +303,9 @@ def test_loss_by_hand() -> None:
 
     def total(strategy: str, velocity_term: str = "rollout") -> float:
         kl = KLConfig(strategy=strategy, velocity_term=velocity_term, beta_pos=1.5, beta_vel=0.5)
-        return float(sage_loss(resolved(ObjectiveConfig(clip_range=0.1), kl), scores, constants, 0.01).total)
+        return float(
+            sage_loss(resolved(ObjectiveConfig(clip_range=0.1), kl), scores, constants, 0.01).total
+        )
 
     policy = -3.0 * 2.0 * math.exp(0.0005)
     assert total("none") == pytest.approx(policy, rel=1e-6)
@@ -262,11 +313,15 @@ def test_loss_by_hand() -> None:
     assert total("moving") == pytest.approx(policy + 0.01 * 1.5 * 0.7, rel=1e-6)
     assert total("stepwise") == pytest.approx(policy + 0.01 * 0.5 * -0.0005, rel=1e-6)
     assert total("stepwise", "closed_form") == pytest.approx(policy + 0.01 * 0.5 * 0.2, rel=1e-6)
-    assert total("dual", "closed_form") == pytest.approx(policy + 0.01 * (1.5 * 0.7 + 0.5 * 0.2), rel=1e-6)
+    assert total("dual", "closed_form") == pytest.approx(
+        policy + 0.01 * (1.5 * 0.7 + 0.5 * 0.2), rel=1e-6
+    )
 
 
 def test_lambda_warm_up_and_feedback() -> None:
-    config = KLConfig(lambda_min=1.0, lambda_max=11.0, warmup_steps=10, target=1.0, history=2, feedback="paper")
+    config = KLConfig(
+        lambda_min=1.0, lambda_max=11.0, warmup_steps=10, target=1.0, history=2, feedback="paper"
+    )
     controller = KLController(config)
     assert controller.value == 1.0
     for k in range(1, 11):
@@ -290,7 +345,9 @@ def test_lambda_warm_up_and_feedback() -> None:
 def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
     """If the KL is too large, `paper` lowers lambda."""
     controller = KLController(
-        KLConfig(lambda_min=0.1, lambda_max=1.0, warmup_steps=1, target=1.0, history=1, feedback=feedback)
+        KLConfig(
+            lambda_min=0.1, lambda_max=1.0, warmup_steps=1, target=1.0, history=1, feedback=feedback
+        )
     )
     controller.update(9.0)
     controller.update(9.0)
@@ -310,10 +367,12 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
 
 
 LOSSES = itertools.product(
-    KL_STRATEGIES, (("clip", "plain"), ("clip", "normalised"), ("log_prob", "plain")), ("rollout", "closed_form")
+    KL_STRATEGIES,
+    (("clip", "plain"), ("clip", "normalised"), ("log_prob", "plain")),
+    ("rollout", "closed_form"),
 )
-"""KL strategy, kind of loss and ratio, velocity term. `make test` has each strategy with one loss and `dual` with all,
-`make soak` the rest."""
+"""KL strategy, kind of loss and ratio, velocity term. `make test` has each strategy with one loss
+and `dual` with all, `make soak` the rest."""
 
 
 @pytest.mark.parametrize(
@@ -329,13 +388,16 @@ LOSSES = itertools.product(
 def test_gradient_of_the_whole_loss(
     strategy: str, kind: str, ratio: str, velocity_term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare the directional derivative of the loss in the weights with central differences, in float64.
+    """Compare the directional derivative of the loss in the weights with central differences, in
+    float64.
 
     The weights first move away from rollout and anchor, so that no term or gradient is zero.
     """
     config = settings(
-        kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
-        objective__surrogate=kind, objective__ratio=ratio, objective__clip_range=0.05, sampling__steps=3,
+        kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3,
+        kl__lambda_max=0.3,
+        objective__surrogate=kind, objective__ratio=ratio, objective__clip_range=0.05,
+        sampling__steps=3,
         sampling__num_frames=17, train__group_size=2, train__optimizer_steps=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
@@ -381,6 +443,8 @@ def test_advantages_of_rewards_that_hardly_differ_are_exact() -> None:
     """In float32 the differences of 1e-2 around 2 would be off by 1e-5."""
     rewards = 2 + 1e-2 * torch.tensor([[0.1, 0.2, 0.7, -0.4], [0.3, 0.1, -0.2, 0.4]])
     exact = rewards.double()
-    expected = (exact - exact.mean(1, keepdim=True)) / (exact.std(1, correction=0, keepdim=True) + 1e-6)
+    expected = (exact - exact.mean(1, keepdim=True)) / (
+        exact.std(1, correction=0, keepdim=True) + 1e-6
+    )
     found, _ = group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool))
     torch.testing.assert_close(found.double(), expected, rtol=1e-12, atol=1e-12)

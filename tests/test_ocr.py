@@ -40,10 +40,14 @@ def reward() -> OCRReward:
     return OCRReward(num_frames=3)
 
 
-def frame(text: str = "", *, font: str = "DejaVuSans", size: int = 30, x: int = 20, y: int = 60) -> Tensor:
+def frame(
+    text: str = "", *, font: str = "DejaVuSans", size: int = 30, x: int = 20, y: int = 60
+) -> Tensor:
     """Black text on white, float32 `[3, H, W]`; lines are split at line breaks."""
     image = Image.new("RGB", SIZE, "white")
-    ImageDraw.Draw(image).text((x, y), text, fill="black", font=ImageFont.truetype(FONTS / f"{font}.ttf", size))
+    ImageDraw.Draw(image).text(
+        (x, y), text, fill="black", font=ImageFont.truetype(FONTS / f"{font}.ttf", size)
+    )
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 
@@ -53,30 +57,39 @@ def chinese(text: str) -> Tensor:
     return torch.from_numpy(image).permute(2, 0, 1) / 255
 
 
-def scores(reward: OCRReward, frames: Sequence[Tensor], prompt: str, **metadata: Any) -> dict[str, float]:
+def scores(
+    reward: OCRReward, frames: Sequence[Tensor], prompt: str, **metadata: Any
+) -> dict[str, float]:
     parts = reward.score(torch.stack([*frames])[None], [prompt], [metadata])
     return {part: round(float(value), 5) for part, value in parts.items()}
 
 
 def of(value: float, share: float = 0.0) -> dict[str, float]:
-    return {"ocr": value, "ocr_best": value, "ocr_stays": value, "ocr_share": share}  # of frames that are alike
+    # of frames that are alike
+    return {"ocr": value, "ocr_best": value, "ocr_stays": value, "ocr_share": share}
 
 
-# -- rendered text ----------------------------------------------------------------------------------------------------
+# -- rendered text ---------------------------------------------------------------------------------
 
 
 def test_right_text_one_wrong_letter_and_none(reward: OCRReward) -> None:
     prompt = 'a shop with a sign "OPEN DOOR" above its window'
-    videos = torch.stack([frame(text).expand(3, -1, -1, -1) for text in ("OPEN DOOR", "OPEN DOOB", "", "MILK")])
+    videos = torch.stack(
+        [frame(text).expand(3, -1, -1, -1) for text in ("OPEN DOOR", "OPEN DOOB", "", "MILK")]
+    )
     parts = reward.score(videos, [prompt] * 4)
     assert parts["ocr"].tolist() == [1, 7 / 8, 0, 0]
     assert parts["ocr_share"].tolist() == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("font", ["DejaVuSans", "DejaVuSerif-Bold", "DejaVuSansMono", "DejaVuSerif-Italic"])
+@pytest.mark.parametrize(
+    "font", ["DejaVuSans", "DejaVuSerif-Bold", "DejaVuSansMono", "DejaVuSerif-Italic"]
+)
 @pytest.mark.parametrize("size", [14, 30, 52])
 def test_other_fonts_and_sizes(font: str, size: int, reward: OCRReward) -> None:
-    found = reward.score(frame("Fresh Fish", font=font, size=size, x=5)[None, None], ['a stall: "FRESH FISH"'])
+    found = reward.score(
+        frame("Fresh Fish", font=font, size=size, x=5)[None, None], ['a stall: "FRESH FISH"']
+    )
     assert found["ocr"].tolist() == [1]
 
 
@@ -96,9 +109,13 @@ def test_text_that_flickers_does_not_stay(reward: OCRReward) -> None:
 def test_several_texts_count_alike_in_any_order_and_on_several_lines(reward: OCRReward) -> None:
     prompt = 'two signs, "NORTH" and "SOUTH"'
     assert scores(reward, [frame("SOUTH\n\nNORTH", y=20)], prompt) == of(1, 1)
-    assert scores(reward, [frame("NORTH")], prompt) == of((1 + 3 / 5) / 2), "south is two letters from north"
+    assert scores(reward, [frame("NORTH")], prompt) == of((1 + 3 / 5) / 2), (
+        "south is two letters from north"
+    )
     assert scores(reward, [frame("OPEN\nLATE", y=20)], 'a sign "OPEN LATE"') == of(1, 1)
-    assert scores(reward, [frame("OPEN LATE\n\n24 hours", y=20)], 'a sign "OPEN LATE"') == of(1, 1), "more than asked"
+    assert scores(reward, [frame("OPEN LATE\n\n24 hours", y=20)], 'a sign "OPEN LATE"') == of(
+        1, 1
+    ), "more than asked"
 
 
 def test_chinese(reward: OCRReward) -> None:
@@ -134,7 +151,9 @@ def test_a_video_of_nan_has_no_score(reward: OCRReward) -> None:
 
 
 def test_threads_are_bounded_and_nothing_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     given: list[dict[str, Any]] = []
     made = ocr_module.RapidOCR
@@ -157,7 +176,8 @@ def test_threads_are_bounded_and_nothing_is_printed(
 
 @pytest.mark.parametrize(
     ("text", "read", "score"),
-    [("open", "open", 1), ("open", "opem", 0.75), ("open", "pen", 0.75), ("open", "opens", 0.75), ("open", "", 0),
+    [("open", "open", 1), ("open", "opem", 0.75), ("open", "pen", 0.75), ("open", "opens", 0.75),
+     ("open", "", 0),
      ("open", "0123", 0), ("a", "aa", 0), ("a", "x" * 10_000, 0), ("kitten", "sitting", 0.5),
      ("open", "now open late", 1), ("open", "now op en late", 1), ("open", "reopened", 0)],
 )  # fmt: skip
@@ -168,17 +188,20 @@ def test_similarity(text: str, read: str, score: float) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_similarity_is_that_of_the_nearest_run_of_lines(seed: int) -> None:
     draw = random.Random(seed)
-    text, *lines = ("".join(draw.choices("abc", k=draw.randint(1, 5))) for _ in range(draw.randint(1, 6)))
+    text, *lines = (
+        "".join(draw.choices("abc", k=draw.randint(1, 5))) for _ in range(draw.randint(1, 6))
+    )
     runs = ["".join(lines[i:j]) for i, j in itertools.combinations(range(len(lines) + 1), 2)]
     assert similarity(text, lines) == max([0, *(similarity(text, [run]) for run in runs)])
 
 
-# -- the text of a prompt ---------------------------------------------------------------------------------------------
+# -- the text of a prompt --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "prompt",
-    ['a sign "OPEN"', "写着“欢迎光临”", 'two, "A" and “B”', 'twice "A" and "A"', "none", 'one " alone', '""',
+    ['a sign "OPEN"', "写着“欢迎光临”", 'two, "A" and “B”', 'twice "A" and "A"', "none",
+     'one " alone', '""',
      '“” and "x"', "it's 'single'", '"a“b”c"', 'line\n"b"', '"a\nb"'],
 )  # fmt: skip
 def test_the_rule_of_quoted_text_is_that_of_the_published_encoder(prompt: str) -> None:
@@ -189,7 +212,9 @@ def test_the_rule_of_quoted_text_is_that_of_the_published_encoder(prompt: str) -
 def test_metadata_may_name_the_text() -> None:
     check = OCRReward.check_prompt
     assert check('a sign "OPEN Door"', {}) == ["opendoor"]
-    assert check("a sign \u201cDON\u2019T A\u2014Z\u201d", {}) == ["don'ta-z"], "as the reader spells them"
+    assert check("a sign \u201cDON\u2019T A\u2014Z\u201d", {}) == ["don'ta-z"], (
+        "as the reader spells them"
+    )
     assert check("a shop", {"text": "\uff2f\uff30\uff25\uff2e"}) == ["open"]
     assert check('a "shop"', {"text": ["A", "b c"]}) == ["a", "bc"]
     for metadata in ({}, {"text": ""}, {"text": []}, {"text": [" "]}):
@@ -202,28 +227,51 @@ def test_metadata_may_name_the_text() -> None:
 
 @pytest.mark.parametrize("held_out", [False, True])
 def test_a_prompt_without_a_text_is_refused_before_a_run(
-    held_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    held_out: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, wrong in (("p.jsonl", not held_out), ("h.jsonl", held_out)):
         rows = [{"prompt": "a red circle moves left quickly", "text": "O"}]
         rows += [{"prompt": "a blue square moves up slowly"}] if wrong else []
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("c.yaml").write_text("model: {dtype: float32}\nreward: {name: ocr, weights: {ocr: 1}}\noutput: run\n")
+    Path("c.yaml").write_text(
+        "model: {dtype: float32}\nreward: {name: ocr, weights: {ocr: 1}}\noutput: run\n"
+    )
     own = ["--data.prompts", "p.jsonl", "--data.eval_prompts", "h.jsonl"]
     for dry in ([], ["--dry-run"]):
         assert main(["train", "c.yaml", *own, *dry]) == 2
         error = capsys.readouterr().err
-        assert "reward.name = 'ocr': prompt 'a blue square moves up slowly': no text in quotation marks" in error
+        assert (
+            "reward.name = 'ocr': prompt 'a blue square moves up slowly': no text in quotation "
+            "marks" in error
+        )
     assert not Path("run").exists()
     if held_out:  # a judge sees these alone
-        assert main(["train", "c.yaml", *own, "--dry-run", "--reward.name", "testbed", "--eval.judge", "ocr"]) == 2
+        assert (
+            main(
+                [
+                    "train",
+                    "c.yaml",
+                    *own,
+                    "--dry-run",
+                    "--reward.name",
+                    "testbed",
+                    "--eval.judge",
+                    "ocr",
+                ]
+            )
+            == 2
+        )
         assert "eval.judge = 'ocr': prompt 'a blue square" in capsys.readouterr().err
 
 
 def test_the_shipped_prompts_have_texts() -> None:
     sets = [
-        read_prompts(str(REPOSITORY / "configs" / "prompts" / f"{name}.txt")) for name in ("quoted", "quoted-heldout")
+        read_prompts(str(REPOSITORY / "configs" / "prompts" / f"{name}.txt"))
+        for name in ("quoted", "quoted-heldout")
     ]
     for prompts in sets:
         assert all(OCRReward.check_prompt(prompt.text, {}) for prompt in prompts)
@@ -242,12 +290,19 @@ def test_it_is_a_reward_by_its_name(tmp_path: Path) -> None:
         CompositeReward.of(RewardConfig(name="ocr", args={"num_frames": 0}))
 
 
-# -- in the loop ------------------------------------------------------------------------------------------------------
+# -- in the loop -----------------------------------------------------------------------------------
 
 
-def test_two_iterations_with_published_weights_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Published networks score what a run decodes. It draws shapes, not letters: a brightness tells samples apart."""
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a red circle moves left quickly", "text": "O"}\n')
+def test_two_iterations_with_published_weights_and_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published networks score what a run decodes.
+
+    It draws shapes, not letters: a brightness tells samples apart.
+    """
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "a red circle moves left quickly", "text": "O"}\n'
+    )
     read, calls = ocr_module.RapidOCR.__call__, list[int]()
 
     def fails_twice(self: Any, *given: Any, **more: Any) -> Any:
@@ -261,8 +316,10 @@ def test_two_iterations_with_published_weights_and_a_failure(tmp_path: Path, mon
     run, config = tmp_path / "run", tmp_path / "config.yaml"
     config.write_text(dump(
         settings(
-            output=str(run), data__prompts=prompts, data__eval_prompts=prompts, sampling__num_frames=5,
-            sampling__batch_size=2, sampling__steps=2, train__prompts_per_iteration=1, train__group_size=4,
+            output=str(run), data__prompts=prompts, data__eval_prompts=prompts,
+            sampling__num_frames=5,
+            sampling__batch_size=2, sampling__steps=2, train__prompts_per_iteration=1,
+            train__group_size=4,
             train__iterations=2, eval__num_prompts=1, eval__steps=2, tracking__trackers=[],
             reward__several=[
                 {"name": "ocr", "args": {"num_frames": 2}, "weights": {"ocr": 1.0}},
@@ -273,9 +330,13 @@ def test_two_iterations_with_published_weights_and_a_failure(tmp_path: Path, mon
     assert main(["train", str(config)]) == 0
     metrics = read_metrics(run)
     assert metrics["iteration"].tolist() == [0, 1]
-    assert metrics["reward/retried"].tolist() == [2, 2], "a batch whose call failed is scored again, one by one"
+    assert metrics["reward/retried"].tolist() == [2, 2], (
+        "a batch whose call failed is scored again, one by one"
+    )
     assert metrics["reward/dropped"].sum() == 0
-    parts = np.stack([metrics[f"reward_part/{part}"] for part in ("ocr", "ocr_best", "ocr_stays", "ocr_share")])
+    parts = np.stack(
+        [metrics[f"reward_part/{part}"] for part in ("ocr", "ocr_best", "ocr_stays", "ocr_share")]
+    )
     assert ((parts >= 0) & (parts <= 1)).all()
     assert len(calls) >= 2 * (2 * 4 + 2)
     assert (metrics["grad_norm"] > 0).all()

@@ -50,7 +50,7 @@ def loaded(path: Path) -> Any:
     return load_model(ModelConfig(path=str(path), dtype="float32"), SAMPLING, CPU, 0)
 
 
-# -- config.json ------------------------------------------------------------------------------------------------------
+# -- config.json -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,9 @@ def loaded(path: Path) -> Any:
         ("vae", {"use_tiling": True}),
     ],
 )
-def test_a_field_that_the_class_does_not_know_is_a_note(testbed: Path, part: str, fields: dict[str, Any]) -> None:
+def test_a_field_that_the_class_does_not_know_is_a_note(
+    testbed: Path, part: str, fields: dict[str, Any]
+) -> None:
     expected = loaded(testbed)
     assert expected.notes == []
     change(testbed / part / "config.json", **fields)
@@ -75,7 +77,8 @@ def test_a_field_that_the_class_does_not_know_is_a_note(testbed: Path, part: str
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_layers": "three"}, {"patch_size": None}, {"attention_head_dim": []}, {"mlp_ratio": "four"},
+    [{"num_layers": "three"}, {"patch_size": None}, {"attention_head_dim": []},
+     {"mlp_ratio": "four"},
      {"rope_theta": None}, {"rope_theta": "256"}, {"qk_norm": None}, {"rope_axes_dim": None}],
     ids=str,
 )  # fmt: skip
@@ -87,11 +90,14 @@ def test_values_of_another_type_are_one_line(testbed: Path, fields: dict[str, An
 
 @pytest.mark.parametrize("value", [None, "1.03", [1]], ids=str)
 @pytest.mark.parametrize("field", ["scaling_factor", "spatial_compression_ratio"])
-def test_values_of_another_type_in_the_autoencoder_are_one_line(checkpoint: Path, tmp_path: Path, field: str, value: Any
+def test_values_of_another_type_in_the_autoencoder_are_one_line(checkpoint: Path, tmp_path: Path,
+    field: str, value: Any
 ) -> None:  # fmt: skip
     copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
     change(copied / "vae" / "config.json", **{field: value})
-    assert f"vae/config.json describes no model: {field} is " in refusal(lambda: check_weights(find_spec(str(copied))))
+    assert f"vae/config.json describes no model: {field} is " in refusal(
+        lambda: check_weights(find_spec(str(copied)))
+    )
     assert " vae/" in refusal(lambda: loaded(copied))
 
 
@@ -99,11 +105,16 @@ def test_values_of_another_type_in_the_autoencoder_are_one_line(checkpoint: Path
 def test_rotary_axes_that_do_not_fill_a_head_are_one_line(testbed: Path, axes: list[Any]) -> None:
     change(testbed / "transformer" / "config.json", rope_axes_dim=axes)
     text = refusal(lambda: find_spec(str(testbed)))
-    assert f"its transformer has rope_axes_dim = {axes}; expected 3 even numbers with the sum 16" in text
+    assert (
+        f"its transformer has rope_axes_dim = {axes}; expected 3 even numbers with the sum 16"
+        in text
+    )
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long"])
-@pytest.mark.parametrize("file", ["transformer/config.json", "vae/config.json", f"transformer/{INDEX}"])
+@pytest.mark.parametrize(
+    "file", ["transformer/config.json", "vae/config.json", f"transformer/{INDEX}"]
+)
 def test_json_that_python_cannot_hold_is_one_line(testbed: Path, file: str, text: str) -> None:
     (testbed / file).write_text(text)
     for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
@@ -111,8 +122,12 @@ def test_json_that_python_cannot_hold_is_one_line(testbed: Path, file: str, text
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long"])
-@pytest.mark.parametrize("file", ["model_index.json", "scheduler/scheduler_config.json", "guider/guider_config.json"])
-def test_json_that_says_nothing_is_as_none(checkpoint: Path, tmp_path: Path, file: str, text: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["model_index.json", "scheduler/scheduler_config.json", "guider/guider_config.json"]
+)
+def test_json_that_says_nothing_is_as_none(
+    checkpoint: Path, tmp_path: Path, file: str, text: str
+) -> None:
     copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
     (copied / file).write_text(text)
     spec = find_spec(str(copied))
@@ -123,11 +138,16 @@ def test_json_that_says_nothing_is_as_none(checkpoint: Path, tmp_path: Path, fil
 @pytest.mark.parametrize("part", ["transformer", "vae"])
 @pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "gguf"])
 def test_quantized_weights_are_one_line(testbed: Path, part: str, method: str) -> None:
-    change(testbed / part / "config.json", quantization_config={"quant_method": method, "load_in_4bit": True})
-    assert f"its {part} is quantized; expected weights in float32" in refusal(lambda: find_spec(str(testbed)))
+    change(
+        testbed / part / "config.json",
+        quantization_config={"quant_method": method, "load_in_4bit": True},
+    )
+    assert f"its {part} is quantized; expected weights in float32" in refusal(
+        lambda: find_spec(str(testbed))
+    )
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,7 +163,10 @@ def test_weights_of_another_shape_are_one_line_before_they_are_loaded(
 ) -> None:
     change(testbed / part / "config.json", **fields)
     for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
-        assert f" in {part}/diffusion_pytorch_model.safetensors; its config.json asks for [" in refusal(call)
+        assert (
+            f" in {part}/diffusion_pytorch_model.safetensors; its config.json asks for ["
+            in refusal(call)
+        )
 
 
 def test_one_tensor_of_another_shape_is_named(testbed: Path) -> None:
@@ -151,9 +174,13 @@ def test_one_tensor_of_another_shape_is_named(testbed: Path) -> None:
     tensors = load_file(file)
     tensors["proj_out.bias"] = tensors["proj_out.bias"][:-1].contiguous()
     save_file(tensors, file, {"format": "pt"})
-    assert "proj_out.bias has shape [31] and type F16 in" in refusal(lambda: check_weights(find_spec(str(testbed))))
+    assert "proj_out.bias has shape [31] and type F16 in" in refusal(
+        lambda: check_weights(find_spec(str(testbed)))
+    )
     file.write_bytes(file.read_bytes()[:100])
-    assert f"cannot read transformer/{file.name}: " in refusal(lambda: check_weights(find_spec(str(testbed))))
+    assert f"cannot read transformer/{file.name}: " in refusal(
+        lambda: check_weights(find_spec(str(testbed)))
+    )
 
 
 def test_another_autoencoder_is_not_taken_for_ours(testbed: Path) -> None:
@@ -185,16 +212,22 @@ def test_the_weights_of_a_checkpoint_are_what_its_index_lists(testbed: Path) -> 
     files = sharded(folder)
     assert len({*files.values()}) > 1
     (folder / "old_backup.safetensors").write_bytes(b"torn")
-    save_file({"proj_out.bias": torch.zeros(3)}, folder / "diffusion_pytorch_model.fp16.safetensors")
+    save_file(
+        {"proj_out.bias": torch.zeros(3)}, folder / "diffusion_pytorch_model.fp16.safetensors"
+    )
     check_weights(find_spec(str(testbed)))
     loaded(testbed)
     last = max(files.values())
     (folder / last).rename(folder / "elsewhere")
-    assert f"cannot read transformer/{last}" in refusal(lambda: check_weights(find_spec(str(testbed))))
+    assert f"cannot read transformer/{last}" in refusal(
+        lambda: check_weights(find_spec(str(testbed)))
+    )
     (folder / "elsewhere").rename(folder / last)
     for text in ("[]", "{", '{"weight_map": 3}', "{}"):
         (folder / INDEX).write_text(text)
-        assert f"cannot read transformer/{INDEX}" in refusal(lambda: check_weights(find_spec(str(testbed))))
+        assert f"cannot read transformer/{INDEX}" in refusal(
+            lambda: check_weights(find_spec(str(testbed)))
+        )
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])
@@ -203,7 +236,9 @@ def test_the_weights_of_a_checkpoint_are_what_its_index_lists(testbed: Path) -> 
     ["diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin", "model.safetensors",
      "diffusion_pytorch_model.non_ema.bin", ""],
 )  # fmt: skip
-def test_weights_under_another_name_are_one_line_that_names_both(testbed: Path, part: str, name: str) -> None:
+def test_weights_under_another_name_are_one_line_that_names_both(
+    testbed: Path, part: str, name: str
+) -> None:
     file = testbed / part / "diffusion_pytorch_model.safetensors"
     if name.endswith("bin"):
         torch.save(load_file(file), file.with_name(name))
@@ -211,10 +246,14 @@ def test_weights_under_another_name_are_one_line_that_names_both(testbed: Path, 
         shutil.copy(file, file.with_name(name))
     file.unlink()
     for call in (lambda: check_weights(find_spec(str(testbed))), lambda: loaded(testbed)):
-        assert f"{part}/ holds no {file.name} and no index; save_pretrained writes them" in refusal(call)
+        assert f"{part}/ holds no {file.name} and no index; save_pretrained writes them" in refusal(
+            call
+        )
 
 
-@pytest.mark.parametrize("place", ["../other/{}", "{folder}/../other/{}", "./{}", "sub/../../other/{}"])
+@pytest.mark.parametrize(
+    "place", ["../other/{}", "{folder}/../other/{}", "./{}", "sub/../../other/{}"]
+)
 def test_an_index_names_files_beside_it(testbed: Path, place: str) -> None:
     """What lies outside the checkpoint is not read, were it a sound file."""
     folder, other = testbed / "transformer", testbed / "other"
@@ -246,7 +285,12 @@ def test_a_weight_in_another_file_than_the_index_says(testbed: Path) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    [{"metadata": {}}, {"weight_map": {"proj_out.bias": 1}, "metadata": {}}, {"weight_map": {}}, {"no.such": "x"}],
+    [
+        {"metadata": {}},
+        {"weight_map": {"proj_out.bias": 1}, "metadata": {}},
+        {"weight_map": {}},
+        {"no.such": "x"},
+    ],
     ids=str,
 )
 def test_an_index_of_another_form_is_one_line(testbed: Path, index: dict[str, Any]) -> None:
@@ -256,7 +300,9 @@ def test_an_index_of_another_form_is_one_line(testbed: Path, index: dict[str, An
 
 
 @pytest.mark.parametrize("name", ["index", "file"])
-def test_a_weight_that_nothing_asks_for_is_refused_at_the_dry_run_too(testbed: Path, name: str) -> None:
+def test_a_weight_that_nothing_asks_for_is_refused_at_the_dry_run_too(
+    testbed: Path, name: str
+) -> None:
     folder = testbed / "transformer"
     file = folder / "diffusion_pytorch_model.safetensors"
     if name == "file":
@@ -271,13 +317,17 @@ def test_a_weight_that_nothing_asks_for_is_refused_at_the_dry_run_too(testbed: P
 
 
 @pytest.mark.parametrize("key", ["proj_out.bias", "x_embedder.proj.weight"])
-def test_a_weight_that_the_index_does_not_list_is_refused_at_the_dry_run_too(testbed: Path, key: str) -> None:
+def test_a_weight_that_the_index_does_not_list_is_refused_at_the_dry_run_too(
+    testbed: Path, key: str
+) -> None:
     """It is in a file, and is not loaded."""
     folder = testbed / "transformer"
     files = sharded(folder)
     del files[key]
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    assert f"lacks 1 weights, such as {key}" in refusal(lambda: check_weights(find_spec(str(testbed))))
+    assert f"lacks 1 weights, such as {key}" in refusal(
+        lambda: check_weights(find_spec(str(testbed)))
+    )
     assert key in refusal(lambda: loaded(testbed))
 
 
@@ -307,7 +357,9 @@ def test_text_encoders_are_whole(checkpoint: Path, tmp_path: Path, part: str, da
 
 def encoder_refusal(checkpoint: Path) -> str:
     spec = find_spec(str(checkpoint))
-    return refusal(lambda: spec.load_encoder(torch.float32, CPU, SAMPLING)).partition("cannot read the encoders: ")[2]
+    return refusal(lambda: spec.load_encoder(torch.float32, CPU, SAMPLING)).partition(
+        "cannot read the encoders: "
+    )[2]
 
 
 @pytest.mark.parametrize(
@@ -341,20 +393,29 @@ def test_encoders_and_tokenizers_of_another_form_are_one_line(
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
-def test_encoders_in_another_type_are_refused(checkpoint: Path, tmp_path: Path, part: str, dtype: torch.dtype) -> None:
+def test_encoders_in_another_type_are_refused(
+    checkpoint: Path, tmp_path: Path, part: str, dtype: torch.dtype
+) -> None:
     """transformers casts them without the scales that another program keeps elsewhere."""
     copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
     file = copied / part / "model.safetensors"
     tensors = load_file(file)
-    save_file({key: p.to(dtype) if p.ndim == 2 else p for key, p in tensors.items()}, file, {"format": "pt"})
+    save_file(
+        {key: p.to(dtype) if p.ndim == 2 else p for key, p in tensors.items()},
+        file,
+        {"format": "pt"},
+    )
     assert f"{part}/model.safetensors holds weights in " in encoder_refusal(copied)
     save_file(tensors | {"position_ids": torch.arange(3)}, file, {"format": "pt"})
     find_spec(str(copied)).load_encoder(torch.float32, CPU, SAMPLING)
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
-def test_encoders_of_another_model_are_one_line(checkpoint: Path, tmp_path: Path, part: str) -> None:
-    """Words of another width fit no transformer; tokens without a row of the embedding stop a GPU."""
+def test_encoders_of_another_model_are_one_line(
+    checkpoint: Path, tmp_path: Path, part: str
+) -> None:
+    """Words of another width fit no transformer; tokens without a row of the embedding stop a
+    GPU."""
     copied = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
     loader = Qwen2_5_VLTextModel if part == "text_encoder" else T5EncoderModel
     network = loader.from_pretrained(checkpoint / part)
@@ -376,19 +437,24 @@ def test_a_stale_index_beside_newer_weights_is_a_note(testbed: Path) -> None:
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     network.save_pretrained(folder, max_shard_size="500KB")
     assert loaded(testbed).notes == []
-    save_file({name: 2 * p for name, p in network.state_dict().items()}, folder / "diffusion_pytorch_model.safetensors",
+    save_file({name: 2 * p for name, p in network.state_dict().items()},
+        folder / "diffusion_pytorch_model.safetensors",
               {"format": "pt"})  # fmt: skip
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     os.utime(index, (0, 0))
     (note,) = loaded(testbed).notes
-    assert note.endswith("is newer than its index, whose files are loaded: remove the index to load it")
+    assert note.endswith(
+        "is newer than its index, whose files are loaded: remove the index to load it"
+    )
     index.unlink()
     model = loaded(testbed)
     assert model.notes == []
-    assert torch.equal(model.policy.networks["transformer"].proj_out.bias, 2 * network.proj_out.bias)
+    assert torch.equal(
+        model.policy.networks["transformer"].proj_out.bias, 2 * network.proj_out.bias
+    )
 
 
-# -- scheduler and guider ---------------------------------------------------------------------------------------------
+# -- scheduler and guider --------------------------------------------------------------------------
 
 
 def notes(checkpoint: Path, tmp_path: Path, part: str, **fields: Any) -> list[str]:
@@ -401,15 +467,43 @@ def notes(checkpoint: Path, tmp_path: Path, part: str, **fields: Any) -> list[st
 @pytest.mark.parametrize(
     ("part", "fields", "words"),
     [
-        ("scheduler", {"shift": None}, "sampling.shift = 5, and the checkpoint's scheduler has shift None"),
-        ("scheduler", {"shift": "5"}, "sampling.shift = 5, and the checkpoint's scheduler has shift '5'"),
-        ("scheduler", {"use_dynamic_shifting": True}, "the checkpoint's scheduler has use_dynamic_shifting True"),
-        ("scheduler", {"use_karras_sigmas": True}, "the checkpoint's scheduler has use_karras_sigmas True"),
-        ("scheduler", {"shift_terminal": 0.02}, "the checkpoint's scheduler has shift_terminal 0.02"),
-        ("scheduler", {"stochastic_sampling": True}, "the checkpoint's scheduler has stochastic_sampling True"),
+        (
+            "scheduler",
+            {"shift": None},
+            "sampling.shift = 5, and the checkpoint's scheduler has shift None",
+        ),
+        (
+            "scheduler",
+            {"shift": "5"},
+            "sampling.shift = 5, and the checkpoint's scheduler has shift '5'",
+        ),
+        (
+            "scheduler",
+            {"use_dynamic_shifting": True},
+            "the checkpoint's scheduler has use_dynamic_shifting True",
+        ),
+        (
+            "scheduler",
+            {"use_karras_sigmas": True},
+            "the checkpoint's scheduler has use_karras_sigmas True",
+        ),
+        (
+            "scheduler",
+            {"shift_terminal": 0.02},
+            "the checkpoint's scheduler has shift_terminal 0.02",
+        ),
+        (
+            "scheduler",
+            {"stochastic_sampling": True},
+            "the checkpoint's scheduler has stochastic_sampling True",
+        ),
         ("guider", {"guidance_rescale": 0.7}, "the checkpoint's guider has guidance_rescale 0.7"),
         ("guider", {"stop": 0.8}, "the checkpoint's guider has stop 0.8"),
-        ("guider", {"use_original_formulation": True}, "the checkpoint's guider has use_original_formulation True"),
+        (
+            "guider",
+            {"use_original_formulation": True},
+            "the checkpoint's guider has use_original_formulation True",
+        ),
         ("guider", {"guidance_scale": None}, "and the checkpoint's guider has None"),
         (
             "guider",
@@ -427,15 +521,21 @@ def test_what_samples_otherwise_is_said(
 
 
 def test_another_scheduler_is_not_taken_for_ours(checkpoint: Path, tmp_path: Path) -> None:
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
-    (note,) = notes(checkpoint, tmp_path, "scheduler", **scheduler.config, _class_name="UniPCMultistepScheduler")
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+    )
+    (note,) = notes(
+        checkpoint, tmp_path, "scheduler", **scheduler.config, _class_name="UniPCMultistepScheduler"
+    )
     assert note.startswith("the checkpoint's scheduler is UniPCMultistepScheduler (")
     assert "flow_shift 5.0" in note
 
 
 @pytest.mark.parametrize("text", ["[1]", '"text"', "3", "[]", "{", "null"])
 @pytest.mark.parametrize("part", ["scheduler", "guider"])
-def test_a_part_that_states_nothing_is_said(checkpoint: Path, tmp_path: Path, part: str, text: str) -> None:
+def test_a_part_that_states_nothing_is_said(
+    checkpoint: Path, tmp_path: Path, part: str, text: str
+) -> None:
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
     (other / part / f"{part}_config.json").write_text(text)
     (note,) = find_spec(str(other)).notes(SamplingConfig(guidance_scale=GUIDANCE_SCALE))
@@ -444,4 +544,9 @@ def test_a_part_that_states_nothing_is_said(checkpoint: Path, tmp_path: Path, pa
 
 
 def test_what_does_not_act_is_not_said(checkpoint: Path, tmp_path: Path) -> None:
-    assert notes(checkpoint, tmp_path, "scheduler", base_shift=0.3, max_shift=2.0, a_field_of_tomorrow=3) == []
+    assert (
+        notes(
+            checkpoint, tmp_path, "scheduler", base_shift=0.3, max_shift=2.0, a_field_of_tomorrow=3
+        )
+        == []
+    )

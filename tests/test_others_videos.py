@@ -43,9 +43,11 @@ EACH_ONCE = [*range(FRAMES)]
 # name -> file, arguments of ffmpeg, frames a second
 WHOLE = {
     "constant": ("a.mp4", [*ramp(), *H264], 24.0),
-    "with B frames": ("a.mp4", [*ramp(), "-c:v", "libx264", "-crf", "10", "-bf", "3", "-pix_fmt", "yuv420p"], 24.0),
+    "with B frames": ("a.mp4", [*ramp(), "-c:v", "libx264", "-crf", "10", "-bf", "3", "-pix_fmt",
+        "yuv420p"], 24.0),
     # 12 frames, a second of nothing new, 12 frames: 24 frames in 2 s
-    "a gap": ("a.mp4", [*ramp(), "-vf", "setpts='if(lt(N,12),N,N+24)/24/TB'", "-fps_mode", "passthrough", *H264], 12.0),
+    "a gap": ("a.mp4", [*ramp(), "-vf", "setpts='if(lt(N,12),N,N+24)/24/TB'", "-fps_mode",
+        "passthrough", *H264], 12.0),
     # frame n at n^2 / 240 s, 2.2 s for 23 intervals, and the last as long as ffmpeg makes it
     "slowing": (
         "a.mkv",
@@ -54,24 +56,31 @@ WHOLE = {
     ),
     "quickening": (
         "a.mkv",
-        [*ramp("240"), "-vf", "settb=1/240,setpts=-(25-N)*(25-N)+700", "-fps_mode", "passthrough", *H264],
+        [*ramp("240"), "-vf", "settb=1/240,setpts=-(25-N)*(25-N)+700", "-fps_mode", "passthrough",
+         *H264],
         None,
     ),
-    "sound longer than the picture": ("a.mp4", [*ramp(), "-f", "lavfi", "-i", "sine=d=4", *H264], 24.0),
+    "sound longer than the picture": ("a.mp4", [*ramp(), "-f", "lavfi", "-i", "sine=d=4", *H264],
+        24.0),
     "sound longer, mkv": ("a.mkv", [*ramp(), "-f", "lavfi", "-i", "sine=d=4", *H264], 24.0),
     "sound shorter": ("a.mp4", [*ramp(), "-f", "lavfi", "-i", "sine=d=0.2", *H264], 24.0),
-    "sound that begins earlier": ("a.mp4", ["-itsoffset", "1", *ramp(), "-f", "lavfi", "-i", "sine=d=2", *H264], 24.0),
+    "sound that begins earlier": ("a.mp4", ["-itsoffset", "1", *ramp(), "-f", "lavfi", "-i",
+        "sine=d=2", *H264], 24.0),
     "webm": ("a.webm", [*ramp("30"), "-c:v", "libvpx-vp9", "-crf", "10", "-b:v", "0"], 30.0),
-    "ntsc": ("a.webm", [*ramp("24000/1001"), "-c:v", "libvpx-vp9", "-crf", "10", "-b:v", "0"], 24000 / 1001),
+    "ntsc": ("a.webm", [*ramp("24000/1001"), "-c:v", "libvpx-vp9", "-crf", "10", "-b:v", "0"],
+        24000 / 1001),
     "mkv": ("a.mkv", [*ramp("16"), *H264], 16.0),
     "avi": ("a.avi", [*ramp("12"), "-c:v", "mjpeg", "-q:v", "2"], 12.0),
     "mov": ("a.mov", [*ramp("25"), *H264], 25.0),
     "gif": ("a.gif", [*ramp("10")], 10.0),
     "in a transport stream": ("a.ts", [*ramp("25"), *H264], 25.0),
-    "fragments": ("a.mp4", [*ramp(), *H264, "-g", "6", "-movflags", "frag_keyframe+empty_moov"], 24.0),
-    "10 bits": ("a.mp4", [*ramp(), "-c:v", "libx264", "-crf", "10", "-pix_fmt", "yuv420p10le"], 24.0),
+    "fragments": ("a.mp4", [*ramp(), *H264, "-g", "6", "-movflags", "frag_keyframe+empty_moov"],
+        24.0),
+    "10 bits": ("a.mp4", [*ramp(), "-c:v", "libx264", "-crf", "10", "-pix_fmt", "yuv420p10le"],
+        24.0),
     "grey": ("a.mkv", [*ramp(), "-c:v", "ffv1", "-pix_fmt", "gray"], 24.0),
-    "no sub-sampling": ("a.mp4", [*ramp(), "-c:v", "libx264", "-crf", "10", "-pix_fmt", "yuv444p"], 24.0),
+    "no sub-sampling": ("a.mp4", [*ramp(), "-c:v", "libx264", "-crf", "10", "-pix_fmt", "yuv444p"],
+        24.0),
     "odd size": ("a.mkv", [*ramp(size="63x47"), "-c:v", "ffv1", "-pix_fmt", "yuv444p"], 24.0),
     "alpha that is opaque": ("a.mov", [*ramp(), "-c:v", "qtrle", "-pix_fmt", "argb"], 24.0),
     "a slow rate": ("a.mp4", [*ramp("0.5"), *H264], 0.5),
@@ -99,13 +108,17 @@ def test_each_frame_is_read_once_at_the_rate_of_the_picture(name: str, tmp_path:
 
 def test_a_file_is_shown_upright_with_square_pixels_and_without_its_cover(tmp_path: Path) -> None:
     ffmpeg("-f", "lavfi", "-i", "color=red:s=64x48:r=24:d=0.2", *H264, tmp_path / "a.mp4")
-    ffmpeg("-display_rotation", "90", "-i", tmp_path / "a.mp4", "-c", "copy", tmp_path / "turned.mp4")
+    ffmpeg(
+        "-display_rotation", "90", "-i", tmp_path / "a.mp4", "-c", "copy", tmp_path / "turned.mp4"
+    )
     assert read_video(tmp_path / "turned.mp4").shape[-2:] == (64, 48)
     ffmpeg("-i", tmp_path / "a.mp4", "-vf", "setsar=2", *H264, tmp_path / "wide.mp4")
     assert read_video(tmp_path / "wide.mp4").shape[-2:] == (48, 128)
     ffmpeg("-f", "lavfi", "-i", "color=blue:s=320x240", "-frames:v", "1", tmp_path / "cover.png")
     covered = ["-map", "1", "-map", "0", "-c", "copy", "-disposition:v:0", "attached_pic"]
-    ffmpeg("-i", tmp_path / "a.mp4", "-i", tmp_path / "cover.png", *covered, tmp_path / "covered.mp4")
+    ffmpeg(
+        "-i", tmp_path / "a.mp4", "-i", tmp_path / "cover.png", *covered, tmp_path / "covered.mp4"
+    )
     found = read_video(tmp_path / "covered.mp4")
     assert found.shape == read_video(tmp_path / "a.mp4").shape
     assert found[:, 0].mean() > 0.9
@@ -135,9 +148,28 @@ def test_our_own_files_have_the_rate_that_they_were_saved_at(fps: float, tmp_pat
 @pytest.mark.parametrize(
     ("file", "arguments", "why"),
     [
-        ("a.mp4", ["-vf", "format=yuv420p10le", "-c:v", "libx264", "-x264-params", "transfer=smpte2084"], "is HDR"),
-        ("a.mp4", ["-vf", "format=yuv420p10le", "-c:v", "libx264", "-x264-params", "transfer=arib-std-b67"], "is HDR"),
-        ("a.mov", ["-vf", "format=rgba,colorchannelmixer=aa=0.5", "-c:v", "qtrle"], "frame 0 has transparent pixels"),
+        (
+            "a.mp4",
+            ["-vf", "format=yuv420p10le", "-c:v", "libx264", "-x264-params", "transfer=smpte2084"],
+            "is HDR",
+        ),
+        (
+            "a.mp4",
+            [
+                "-vf",
+                "format=yuv420p10le",
+                "-c:v",
+                "libx264",
+                "-x264-params",
+                "transfer=arib-std-b67",
+            ],
+            "is HDR",
+        ),
+        (
+            "a.mov",
+            ["-vf", "format=rgba,colorchannelmixer=aa=0.5", "-c:v", "qtrle"],
+            "frame 0 has transparent pixels",
+        ),
         ("a.webm", ["-vf", "drawbox=t=fill", "-vn", "-f", "lavfi", "-i", "sine=d=1"], None),
     ],
 )
@@ -168,7 +200,9 @@ def test_a_file_that_is_cut_off_is_no_video(name: str, share: float, tmp_path: P
     ffmpeg(*arguments, tmp_path / file)
     content = (tmp_path / file).read_bytes()
     if name == "constant":  # its index at the front, as in a download that was stopped
-        ffmpeg("-i", tmp_path / file, "-c", "copy", "-movflags", "+faststart", tmp_path / "front.mp4")
+        ffmpeg(
+            "-i", tmp_path / file, "-c", "copy", "-movflags", "+faststart", tmp_path / "front.mp4"
+        )
         content = (tmp_path / "front.mp4").read_bytes()
     (tmp_path / file).write_bytes(content[: int(share * len(content))])
     with pytest.raises(UserError, match=rf"{file}: cannot be read as a video: .*"):
@@ -190,7 +224,9 @@ def test_a_list_of_other_files_is_no_video(tmp_path: Path) -> None:
     """A playlist or a script of ffmpeg could name any address."""
     save_mp4(tmp_path / "a.mp4", torch.rand(5, 3, 128, 128), 8)
     (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")
-    (tmp_path / "play.m3u8").write_text("#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:1/a.ts\n#EXT-X-ENDLIST\n")
+    (tmp_path / "play.m3u8").write_text(
+        "#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:1/a.ts\n#EXT-X-ENDLIST\n"
+    )
     for name in ("list.mp4", "play.m3u8"):
         with pytest.raises(UserError, match=f"{name}: cannot be read as a video"):
             read_clip(tmp_path / name)
@@ -204,7 +240,7 @@ def test_any_name_is_a_name(name: str, tmp_path: Path) -> None:
     assert read_clip(tmp_path / name).frames.shape == (5, 3, 128, 128)
 
 
-# -- videos.csv -------------------------------------------------------------------------------------------------------
+# -- videos.csv ------------------------------------------------------------------------------------
 
 
 def folder_with(folder: Path, table: bytes | str, *names: str) -> Path:
@@ -250,8 +286,14 @@ def test_commas_in_prompts_do_not_decide_what_separates(tmp_path: Path) -> None:
         ("file,prompt,IMAGE\na.mp4,one,1\n", "column 'IMAGE': did you mean 'image'?"),
         ("filename,prompt\na.mp4,one\n", "column 'filename': did you mean 'file'?"),
         ("file,prompt,r,r\na.mp4,one,1,2\n", "column 'r' stands there twice"),
-        ("file;prompt;r\na.mp4;one;0,5\n", "video 1: r = '0,5': expected a decimal point, as '0.5'"),
-        ("file,prompt\na.mp4,one\na.mp4,one\n", "video 2: 'a.mp4' with this prompt is video 1 already"),
+        (
+            "file;prompt;r\na.mp4;one;0,5\n",
+            "video 1: r = '0,5': expected a decimal point, as '0.5'",
+        ),
+        (
+            "file,prompt\na.mp4,one\na.mp4,one\n",
+            "video 2: 'a.mp4' with this prompt is video 1 already",
+        ),
         ("file|prompt\na.mp4|one\n", "column 'file' is missing; expected one of file|prompt"),
         ("file,prompt\n" + 5000 * "x" + ".mp4,one\n", "no such file"),
         ("file,prompt\nC.mp4,one\n", "'C.mp4': no such file"),
@@ -259,7 +301,9 @@ def test_commas_in_prompts_do_not_decide_what_separates(tmp_path: Path) -> None:
         ("file,prompt\na.mp4,one\n".encode("utf-16"), "not a CSV file in UTF-8"),
     ],
 )
-def test_a_table_that_means_something_else_is_refused(table: bytes | str, why: str, tmp_path: Path) -> None:
+def test_a_table_that_means_something_else_is_refused(
+    table: bytes | str, why: str, tmp_path: Path
+) -> None:
     folder = folder_with(tmp_path / "x", table)
     with pytest.raises(UserError, match=re.escape(why)) as error:
         read_folder("x", folder)
@@ -268,7 +312,9 @@ def test_a_table_that_means_something_else_is_refused(table: bytes | str, why: s
 
 def test_names_of_another_system_are_found(tmp_path: Path) -> None:
     table = "file,prompt\nsub\\a.mp4,one\ncaf\u00e9.mp4,two\n b.mp4 ,three\n"
-    found = read_folder("x", folder_with(tmp_path / "x", table, "sub/a.mp4", "cafe\u0301.mp4", "b.mp4"))
+    found = read_folder(
+        "x", folder_with(tmp_path / "x", table, "sub/a.mp4", "cafe\u0301.mp4", "b.mp4")
+    )
     assert all(file.is_file() for file in found.shown.values())
     assert len(found.shown) == 3
 
@@ -276,7 +322,9 @@ def test_names_of_another_system_are_found(tmp_path: Path) -> None:
 def test_what_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     table = "file,prompt,seed,r,kind\na.mp4,one,4.61169E+18,1,x\nb.mp4,two,7,broken,y\n"
-    found = read_folder("x", folder_with(tmp_path / "x", table, "a.mp4", "b.mp4", "c.mp4", "d.WEBM"))
+    found = read_folder(
+        "x", folder_with(tmp_path / "x", table, "a.mp4", "b.mp4", "c.mp4", "d.WEBM")
+    )
     assert found.seeds is None
     assert found.scores == {}
     assert "does not name 2 videos beside it, such as 'c.mp4'" in caplog.text

@@ -21,7 +21,8 @@ def python(code: str, path: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def test_our_kernels_do_not_shadow_the_package_of_that_name(tmp_path: Path) -> None:
-    """`import kernels` in the repository root finds an installed package; diffusers and our own kernels import too."""
+    """`import kernels` in the repository root finds an installed package; diffusers and our own
+    kernels import too."""
     installed = tmp_path / "kernels"
     installed.mkdir()
     (installed / "__init__.py").write_text("WHO = 'the installed one'\n")
@@ -33,11 +34,14 @@ def test_our_kernels_do_not_shadow_the_package_of_that_name(tmp_path: Path) -> N
         "import sage_fast.kernels.transition_step as ours; print(ours.__name__)\n"
     )
     done = python(code, REPOSITORY)
-    assert done.stdout.splitlines() == ["the installed one", "sage_fast.kernels.transition_step"], done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["the installed one", "sage_fast.kernels.transition_step"], (
+        done.stderr[-2000:]
+    )
 
 
 def test_only_three_folders_beside_the_package_are_part_of_it(tmp_path: Path) -> None:
-    """A module of the tests that is imported twice, under two names, would have two of each of its classes."""
+    """A module of the tests that is imported twice, under two names, would have two of each of its
+    classes."""
     code = (
         "import importlib\nfrom importlib.resources import files\n"
         "import sage_fast.benchmarks, sage_fast.kernels\n"
@@ -51,12 +55,16 @@ def test_only_three_folders_beside_the_package_are_part_of_it(tmp_path: Path) ->
     assert done.stdout.splitlines() == [
         "sage_fast.kernels sage_fast.benchmarks",
         "True",
-        *(f"No module named 'sage_fast.{name}'" for name in ("tests", "studies", "scripts", "docs")),
+        *(
+            f"No module named 'sage_fast.{name}'"
+            for name in ("tests", "studies", "scripts", "docs")
+        ),
     ], done.stderr[-2000:]
 
 
 def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
-    """It has every tracked file of the package, its configurations and kernels, the compiled operators, and no test.
+    """It has every tracked file of the package, its configurations and kernels, the compiled
+    operators, and no test.
 
     Of the benchmarks it has what `sage-fast bench` and `profile` import.
     """
@@ -67,19 +75,30 @@ def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
         text=True,
         check=True,
     ).stdout.splitlines()
-    in_checkout = re.compile(r"benchmarks/(bench_\w+|conftest|nsight|passes|scaling|training_ops)\.py")
+    in_checkout = re.compile(
+        r"benchmarks/(bench_\w+|conftest|nsight|passes|scaling|training_ops)\.py"
+    )
     shipped = [name for name in tracked if not in_checkout.fullmatch(name)]
     expected = {name if name.startswith("sage_fast/") else f"sage_fast/{name}" for name in shipped}
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name for name in names if ".dist-info/" not in name} == expected | {"sage_fast/_C.abi3.so"}
-    assert {"sage_fast/py.typed", "sage_fast/configs/demo.yaml", "sage_fast/kernels/transition_step.py"} <= names
+    assert {name for name in names if ".dist-info/" not in name} == expected | {
+        "sage_fast/_C.abi3.so"
+    }
+    assert {
+        "sage_fast/py.typed",
+        "sage_fast/configs/demo.yaml",
+        "sage_fast/kernels/transition_step.py",
+    } <= names
 
 
 def test_the_wheel_installs_on_every_later_python(wheel: Path) -> None:
-    """The tag says Python's stable ABI, and the extension keeps to it: it uses no symbol of Python."""
+    """The tag says Python's stable ABI, and the extension keeps to it: it uses no symbol of
+    Python."""
     assert re.fullmatch(r"sage_fast-[\d.]+-cp311-abi3-linux_\w+", wheel.stem)
     with zipfile.ZipFile(wheel) as files:
-        (metadata,) = (files.read(name).decode() for name in files.namelist() if name.endswith("WHEEL"))
+        (metadata,) = (
+            files.read(name).decode() for name in files.namelist() if name.endswith("WHEEL")
+        )
         extension = files.read("sage_fast/_C.abi3.so")
     assert "Tag: cp311-abi3-linux_" in metadata
     assert b"transition_step" in extension
@@ -99,7 +118,11 @@ def test_without_the_extension_the_reference_serves_and_says_so(tmp_path: Path) 
     """Use a copy of the package without its compiled part."""
     import shutil
 
-    shutil.copytree(REPOSITORY / "sage_fast", tmp_path / "sage_fast", ignore=shutil.ignore_patterns("*.so", "base"))
+    shutil.copytree(
+        REPOSITORY / "sage_fast",
+        tmp_path / "sage_fast",
+        ignore=shutil.ignore_patterns("*.so", "base"),
+    )
     code = (
         "import torch\nfrom sage_fast.ops import implementation, transition_step\n"
         "print(implementation(torch.device('cpu')))\n"
@@ -107,7 +130,9 @@ def test_without_the_extension_the_reference_serves_and_says_so(tmp_path: Path) 
         "print(transition_step(x, x, c, s, torch.arange(2))[0].shape)\n"
     )
     done = python(code, tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.stdout.splitlines() == ["PyTorch reference", "torch.Size([2, 5])"], done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["PyTorch reference", "torch.Size([2, 5])"], done.stderr[
+        -2000:
+    ]
     assert done.stderr.count("C++ operators are not built") == 1
 
 
@@ -134,9 +159,12 @@ def damaged(folder: Path, kind: str) -> None:
         file.write_bytes(whole[: len(whole) // 50])
     else:  # of another torch: a symbol that this one has not
         source.write_text(
-            "void a_symbol_of_another_torch(); static struct A { A() { a_symbol_of_another_torch(); } } a;"
+            "void a_symbol_of_another_torch(); static struct A { A() { "
+            "a_symbol_of_another_torch(); } } a;"
         )
-        subprocess.run(["c++", "-shared", "-fPIC", "-Wl,-z,now", str(source), "-o", str(file)], check=True)
+        subprocess.run(
+            ["c++", "-shared", "-fPIC", "-Wl,-z,now", str(source), "-o", str(file)], check=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -149,22 +177,34 @@ def damaged(folder: Path, kind: str) -> None:
         ("of another torch", "undefined symbol: .*another_torch"),
     ],
 )
-def test_an_extension_that_cannot_be_loaded_costs_speed_and_one_line(kind: str, reason: str, tmp_path: Path) -> None:
+def test_an_extension_that_cannot_be_loaded_costs_speed_and_one_line(
+    kind: str, reason: str, tmp_path: Path
+) -> None:
     import shutil
 
-    shutil.copytree(REPOSITORY / "sage_fast", tmp_path / "sage_fast", ignore=shutil.ignore_patterns("*.so", "base"))
+    shutil.copytree(
+        REPOSITORY / "sage_fast",
+        tmp_path / "sage_fast",
+        ignore=shutil.ignore_patterns("*.so", "base"),
+    )
     damaged(tmp_path / "sage_fast", kind)
     done = python(SERVED, tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.stdout.splitlines() == ["PyTorch reference", "torch.Size([2, 5])"], done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["PyTorch reference", "torch.Size([2, 5])"], done.stderr[
+        -2000:
+    ]
     (line,) = done.stderr.splitlines()
-    assert re.match(f"the C\\+\\+ operators cannot be loaded \\(.*{reason}.*\\); the CPU runs the slower", line), line
+    assert re.match(
+        f"the C\\+\\+ operators cannot be loaded \\(.*{reason}.*\\); the CPU runs the slower", line
+    ), line
 
 
 def test_of_two_builds_the_one_that_can_be_loaded_serves(tmp_path: Path) -> None:
     """Two machines share a disk; the newer build is of the other."""
     import shutil
 
-    shutil.copytree(REPOSITORY / "sage_fast", tmp_path / "sage_fast", ignore=shutil.ignore_patterns("base"))
+    shutil.copytree(
+        REPOSITORY / "sage_fast", tmp_path / "sage_fast", ignore=shutil.ignore_patterns("base")
+    )
     other = tmp_path / "sage_fast" / "_C.other.so"
     other.write_bytes(b"\x7fELF\x01\x01\x01" + bytes(60))
     done = python(SERVED, tmp_path, PYTHONPATH=str(tmp_path))
@@ -174,7 +214,10 @@ def test_of_two_builds_the_one_that_can_be_loaded_serves(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("setting", ["reference", ""])
 def test_the_reference_can_be_forced(setting: str, tmp_path: Path) -> None:
-    code = "import torch; from sage_fast.ops import implementation; print(implementation(torch.device('cpu')))"
+    code = (
+        "import torch; from sage_fast.ops import implementation; "
+        "print(implementation(torch.device('cpu')))"
+    )
     done = python(code, tmp_path, SAGE_FAST_OPS=setting)
     assert done.stdout.strip() == ("PyTorch reference" if setting else "C++")
 

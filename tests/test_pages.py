@@ -1,4 +1,5 @@
-"""The pages in Debian's Chromium, 390 and 1400 pixels wide: no console error, no violation of axe, every video plays.
+"""The pages in Debian's Chromium, 390 and 1400 pixels wide: no console error, no violation of axe,
+every video plays.
 
 Skipped if there is no browser.
 """
@@ -16,11 +17,17 @@ from sage_fast.report.page import write_report
 from studies import blind
 from tests.test_judging import run_folder
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 if CHROMIUM is None:
     pytest.skip("no chromium: the pages are not opened", allow_module_level=True)
-sync_api: Any = pytest.importorskip("playwright.sync_api", reason="no playwright: the pages are not opened")
-axe: Any = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe: the pages are not opened")
+sync_api: Any = pytest.importorskip(
+    "playwright.sync_api", reason="no playwright: the pages are not opened"
+)
+axe: Any = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="no axe: the pages are not opened"
+)
 
 pytestmark = pytest.mark.charts
 WIDTHS = (390, 1400)
@@ -29,7 +36,8 @@ WIDTHS = (390, 1400)
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # for root
+        # for root
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
 
@@ -39,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report, a comparison of three runs and a blind page of two, with prompts of every kind."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [
-        str(run_folder(folder / name, gain, eta=gain)) for name, gain in (("one", 0.0), ("two", -0.2), ("<3>", 0.3))
+        str(run_folder(folder / name, gain, eta=gain))
+        for name, gain in (("one", 0.0), ("two", -0.2), ("<3>", 0.3))
     ]
     assert main(["compare", *runs, "--folder", str(folder)]) == 0
     assert blind.main(["make", *runs[:2], "--pairs", "3", "--folder", str(folder)]) == 0
@@ -54,13 +63,17 @@ def opened(browser: Any, file: Path, width: int) -> tuple[Any, list[str]]:
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on(
-        "request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or complaints.append(request.url)
+        "request",
+        lambda request: (
+            request.url.startswith(("file:", "data:", "blob:")) or complaints.append(request.url)
+        ),
     )
     page.goto(file.as_uri())
     return page, complaints
 
 
-PLAYED = """() => Promise.all([...document.querySelectorAll("video")].map((video) => new Promise((done) => {
+PLAYED = """() => Promise.all(
+[...document.querySelectorAll("video")].map((video) => new Promise((done) => {
   const played = () => video.currentTime > 0 && video.videoWidth > 0 && done(true);
   video.addEventListener("timeupdate", played);
   video.addEventListener("error", () => done(video.error.message));
@@ -72,7 +85,9 @@ PLAYED = """() => Promise.all([...document.querySelectorAll("video")].map((video
 def sound(page: Any, complaints: list[str], videos: int) -> None:
     assert page.evaluate(PLAYED) == [True] * videos
     width = page.viewport_size["width"]
-    assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page itself does not scroll sideways"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, (
+        "the page itself does not scroll sideways"
+    )
     violations = axe.Axe().run(page).response["violations"]
     assert {v["id"]: [node["html"][:200] for node in v["nodes"]] for v in violations} == {}
     assert complaints == []
@@ -80,10 +95,15 @@ def sound(page: Any, complaints: list[str], videos: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("name", "videos"), [("comparison", 15), ("report", 10)])
-def test_pages_open_and_play(name: str, videos: int, width: int, browser: Any, folder: Path) -> None:
+def test_pages_open_and_play(
+    name: str, videos: int, width: int, browser: Any, folder: Path
+) -> None:
     page, complaints = opened(browser, folder / f"{name}.html", width)
     sound(page, complaints, videos)
-    cut = "[...document.querySelectorAll('.scroll')].filter((table) => table.scrollWidth > table.clientWidth).length"
+    cut = (
+        "[...document.querySelectorAll('.scroll')].filter((table) => table.scrollWidth > "
+        "table.clientWidth).length"
+    )
     assert page.evaluate(cut) == 0, "no table is cut"
     page.close()
 
@@ -120,17 +140,24 @@ def test_a_voter_votes(width: int, browser: Any, folder: Path, tmp_path: Path) -
     download.value.save_as(votes)
     assert json.loads(votes.read_text())["voter"] == "Ann <b> 1/2"
     rates, _ = blind.count_votes(folder / "blind-key.json", [votes])
-    assert [(rate.wins, rate.same, rate.losses) for rate in rates] == [(3, 0, 0), (3, 0, 0), (0, 3, 0)]
+    assert [(rate.wins, rate.same, rate.losses) for rate in rates] == [
+        (3, 0, 0),
+        (3, 0, 0),
+        (0, 3, 0),
+    ]
     assert complaints == []
     page.context.close()
 
 
 def test_small_videos_are_not_blown_up(browser: Any, folder: Path) -> None:
-    """A video of 32 pixels is shown at 160 at most, at any page width, and no wider than its place."""
+    """A video of 32 pixels is shown at 160 at most, at any page width, and no wider than its
+    place."""
     for name in ("comparison", "report"):
         page, complaints = opened(browser, folder / f"{name}.html", 1400)
         assert page.evaluate(PLAYED)
-        sizes = page.evaluate("[...document.querySelectorAll('video')].map((v) => [v.videoWidth, v.clientWidth])")
+        sizes = page.evaluate(
+            "[...document.querySelectorAll('video')].map((v) => [v.videoWidth, v.clientWidth])"
+        )
         assert all(shown <= max(160, width) for width, shown in sizes), sizes
         assert complaints == []
         page.close()
@@ -138,20 +165,29 @@ def test_small_videos_are_not_blown_up(browser: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) -> None:
-    """Search works, links are underlined, text and code have contrast, no table is cut, and colours can be switched."""
+    """Search works, links are underlined, text and code have contrast, no table is cut, and colours
+    can be switched."""
     page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
-    page.on("request", lambda request: request.url.startswith("file:") or complaints.append(request.url))
+    page.on(
+        "request", lambda request: request.url.startswith("file:") or complaints.append(request.url)
+    )
     page.goto((site / "how-to" / "choose-settings.html").as_uri())
-    cut = "[...document.querySelectorAll('.md-typeset__scrollwrap')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+    cut = (
+        "[...document.querySelectorAll('.md-typeset__scrollwrap')].filter((e) => e.scrollWidth > "
+        "e.clientWidth + 1)"
+    )
     assert page.evaluate(f"{cut}.length") == 0
     links = "[...document.querySelectorAll('.md-typeset p a:not(.headerlink)')]"
     assert page.evaluate(f"{links}.length") > 5
-    assert page.evaluate(f"{links}.every((a) => getComputedStyle(a).textDecorationLine === 'underline')")
+    assert page.evaluate(
+        f"{links}.every((a) => getComputedStyle(a).textDecorationLine === 'underline')"
+    )
     page.fill("input.md-search__input", "velocity KL")
     found = page.locator(".md-search-result__item")
-    for _ in range(120):  # the page misses what is typed before its search has loaded: press a key again
+    # the page misses what is typed before its search has loaded: press a key again
+    for _ in range(120):
         if found.count():
             break
         page.press("input.md-search__input", "End")

@@ -14,7 +14,16 @@ from sage_fast.util.errors import UserError
 from studies.pairs.judge import PairsJudge
 from studies.pairs.model import Pairs, embed
 from studies.pairs.reward import pairs_reward
-from studies.pairs.world import APART, BASE, heldout_prompts, parse, paths, render, scenes, train_prompts
+from studies.pairs.world import (
+    APART,
+    BASE,
+    heldout_prompts,
+    parse,
+    paths,
+    render,
+    scenes,
+    train_prompts,
+)
 from studies.race.runs import SECOND, Cell, config_of
 
 pytestmark = pytest.mark.soak
@@ -34,7 +43,9 @@ def test_the_captions_for_evaluation_are_not_trained_on_and_name_every_word() ->
     assert len(set(heldout_prompts())) == 24
     for place, attribute in itertools.product(range(2), ("shape", "direction")):
         assert len({getattr(parse(prompt)[place], attribute) for prompt in heldout_prompts()}) >= 3
-    with pytest.raises(UserError, match="such as 'a red circle moves left and a green circle moves left'"):
+    with pytest.raises(
+        UserError, match="such as 'a red circle moves left and a green circle moves left'"
+    ):
         parse("a red circle moves left and a green circle moves lef")
 
 
@@ -87,6 +98,8 @@ def test_a_run_of_the_race_trains_in_this_world() -> None:
     setup.encode()
     before = evaluate(setup, iteration=0)[0]["reward"]
     assert 0.3 < sum(before) / len(before) < 1.5  # it follows prompts, and much is left to learn
-    row = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings).iteration(0)
+    row = Trainer(
+        setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings
+    ).iteration(0)
     assert setup.model.policy.uses_guidance
     assert row["reward/mean"] > 0.2

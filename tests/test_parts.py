@@ -1,4 +1,5 @@
-"""Checkpoints and weights that every rank writes: who writes what, any number of readers, and files that do not fit."""
+"""Checkpoints and weights that every rank writes: who writes what, any number of readers, and files
+that do not fit."""
 
 import contextlib
 import errno
@@ -55,7 +56,8 @@ HELD: dict[str, Spans] = {
 
 
 class Held:
-    """A policy, and the storage of its snapshots, that has these parts of `WEIGHTS`; a weight is its name."""
+    """A policy, and the storage of its snapshots, that has these parts of `WEIGHTS`; a weight is
+    its name."""
 
     def __init__(self, spans: Mapping[str, tuple[int, int]]) -> None:
         self.spans, self.states = spans, self
@@ -91,7 +93,9 @@ def test_any_ranks_read_what_any_ranks_wrote(writers: str, tmp_path: Path) -> No
     held = HELD[writers]
     for layout, own in layouts(held):
         layout.write(tmp_path, "trainable", own)
-    sizes = [sum(t.numel() for t in load_file(file).values()) for file in sorted(tmp_path.iterdir())]
+    sizes = [
+        sum(t.numel() for t in load_file(file).values()) for file in sorted(tmp_path.iterdir())
+    ]
     assert sum(sizes) == 40, "every element once"
     if "rows" not in writers:
         assert max(sizes) <= -(-40 // len(held)) + len(WEIGHTS)
@@ -117,22 +121,34 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "ema-00001-of-00003.safetensors is not one of the 2 files of ema",
     ),
     "overlap": (
-        lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(0, 1)),
-        f"vector: expected elements 0 to 4, each once; got 0 to 2 in {FILES[0]}, 1 to 3 in {FILES[1]}",
+        lambda folder: rewrite(
+            folder / FILES[1], lambda places: places["vector"].__setitem__(0, 1)
+        ),
+        f"vector: expected elements 0 to 4, each once; got 0 to 2 in {FILES[0]}, 1 to 3 in "
+        f"{FILES[1]}",
     ),
     "gap": (
-        lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(0, 3)),
-        f"vector: expected elements 0 to 4, each once; got 0 to 2 in {FILES[0]}, 3 to 5 in {FILES[1]}",
+        lambda folder: rewrite(
+            folder / FILES[1], lambda places: places["vector"].__setitem__(0, 3)
+        ),
+        f"vector: expected elements 0 to 4, each once; got 0 to 2 in {FILES[0]}, 3 to 5 in "
+        f"{FILES[1]}",
     ),
     "an end": (
-        lambda folder: rewrite(folder / FILES[1], lambda places: places["vector"].__setitem__(1, 6)),
-        f"vector: expected elements 0 to 6, each once; got 0 to 2 in {FILES[0]}, 2 to 4 in {FILES[1]}",
+        lambda folder: rewrite(
+            folder / FILES[1], lambda places: places["vector"].__setitem__(1, 6)
+        ),
+        f"vector: expected elements 0 to 6, each once; got 0 to 2 in {FILES[0]}, 2 to 4 in "
+        f"{FILES[1]}",
     ),
     "other file": (
         lambda folder: save_file({"vector": torch.zeros(2)}, folder / FILES[0]),
         f"{FILES[0]}: not a file of parts of weights",
     ),
-    "torn": (lambda folder: os.truncate(folder / FILES[0], 30), f"{FILES[0]}: not a file of parts of weights"),
+    "torn": (
+        lambda folder: os.truncate(folder / FILES[0], 30),
+        f"{FILES[0]}: not a file of parts of weights",
+    ),
     "of another model": (
         lambda folder: [
             rewrite(folder / FILES[0], lambda places: places.update(vector=[0, 2])),
@@ -156,7 +172,7 @@ def test_files_that_do_not_fit_are_named(fault: str, tmp_path: Path) -> None:
     assert message in str(error.value)
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 
 
 class Casts(TorchDispatchMode):
@@ -171,20 +187,30 @@ class Casts(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and out.device.type == "cpu":
             self.made.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
-            self.peak = max(self.peak, sum(size for storage, size in self.made if not storage.expired()))
+            self.peak = max(
+                self.peak, sum(size for storage, size in self.made if not storage.expired())
+            )
         return out
 
 
 def test_a_model_reaches_its_device_one_tensor_at_a_time() -> None:
-    """The device is a stand-in without memory: what is left in the host's is what a rank takes there."""
+    """The device is a stand-in without memory: what is left in the host's is what a rank takes
+    there."""
     with Casts() as casts:
-        network = _load(Testbed(), "model.path", str(TESTBED), "transformer", torch.float64, torch.device("meta"))
+        network = _load(
+            Testbed(),
+            "model.path",
+            str(TESTBED),
+            "transformer",
+            torch.float64,
+            torch.device("meta"),
+        )
     sizes = [size for _, size in casts.made]
     assert sum(sizes) == sum(p.nbytes for p in network.parameters())
     assert casts.peak <= 2 * max(sizes)
 
 
-# -- engines on two ranks ---------------------------------------------------------------------------------------------
+# -- engines on two ranks --------------------------------------------------------------------------
 
 
 def engine_of(name: str) -> Engine:
@@ -201,13 +227,19 @@ def engine_of(name: str) -> Engine:
 def state_of(engine: Engine) -> dict[str, Tensor]:
     """Trained weights and averages, joined by the policy."""
     policy = engine.policy
-    found = {f"trainable {name}": policy.states.whole(p).clone() for name, p in policy.parameters().items()}
+    found = {
+        f"trainable {name}": policy.states.whole(p).clone()
+        for name, p in policy.parameters().items()
+    }
     with engine.averaged_weights():
-        found |= {f"ema {name}": policy.states.whole(p).clone() for name, p in policy.parameters().items()}
+        found |= {
+            f"ema {name}": policy.states.whole(p).clone() for name, p in policy.parameters().items()
+        }
     return found
 
 
-TENSOR_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
+TENSOR_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor",
+    "reduce_scatter_tensor",
                       "all_to_all_single")  # fmt: skip
 
 
@@ -221,7 +253,9 @@ def on_two_ranks(folder: Path, names: Sequence[str]) -> None:
         if before is not None and before.name.split()[0] == name.split()[0]:
             assert load_checkpoint(before, engine) is not None
             expected = torch.load(before / "state.pt")
-            assert all(torch.equal(value, expected[key]) for key, value in state_of(engine).items()), name
+            assert all(
+                torch.equal(value, expected[key]) for key, value in state_of(engine).items()
+            ), name
         muon_step(engine, 0, [rank()])
         with mock.patch.multiple(dist, **dict.fromkeys(TENSOR_COLLECTIVES, None)):
             (run / "parts").mkdir(parents=True, exist_ok=True)
@@ -241,11 +275,17 @@ def full_disk(folder: Path, engine: Engine) -> None:
     save_checkpoint(folder / "disk", 1, engine, {}, None)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
     for number, place, name in ((1, parts, "save_tensors"), (0, Path, "mkdir")):
-        failing = mock.patch.object(place, name, side_effect=full) if rank() == number else contextlib.nullcontext()
+        failing = (
+            mock.patch.object(place, name, side_effect=full)
+            if rank() == number
+            else contextlib.nullcontext()
+        )
         with failing, pytest.raises((OSError, RankError), match="No space left on device"):
             save_checkpoint(folder / "disk", 2, engine, {}, None)
     dist.barrier()
-    assert [iteration_of(checkpoint) for checkpoint in RunFolder(folder / "disk").checkpoints()] == [1]
+    assert [
+        iteration_of(checkpoint) for checkpoint in RunFolder(folder / "disk").checkpoints()
+    ] == [1]
     assert load_checkpoint(folder / "disk", engine) is not None
 
 
@@ -253,31 +293,47 @@ NAMES = ["lora plain", "full plain", "full zero2", "full zero3"]
 
 
 @needs_deepspeed
-@pytest.mark.fault("the disk of one of two ranks is full", "both end, and the checkpoint before stays")
+@pytest.mark.fault(
+    "the disk of one of two ranks is full", "both end, and the checkpoint before stays"
+)
 def test_every_rank_writes_its_part_and_one_rank_goes_on(tmp_path: Path) -> None:
     assert run_ranks(on_two_ranks, 2, tmp_path, NAMES) == [0, 0], screens(tmp_path)
     for name in NAMES:
         (checkpoint,) = RunFolder(tmp_path / name).checkpoints()
-        sizes = [file.stat().st_size for file in sorted((checkpoint / "training").glob("trainable-*"))]
+        sizes = [
+            file.stat().st_size for file in sorted((checkpoint / "training").glob("trainable-*"))
+        ]
         assert max(sizes) < 0.7 * sum(sizes), "about a half each"
         expected = torch.load(tmp_path / name / "state.pt")
         engine = engine_of(f"{name.split()[0]} plain")
         found = load_checkpoint(tmp_path / name, engine)
         assert found is not None
         assert found[2] is not None
-        assert {key: value for key, value in state_of(engine).items() if not torch.equal(value, expected[key])} == {}
+        assert {
+            key: value
+            for key, value in state_of(engine).items()
+            if not torch.equal(value, expected[key])
+        } == {}
         for key, value in found[2].items():
             assert torch.equal(value, expected[f"trainable {key}"]), "the anchor"
-        averages = {key.removeprefix("ema "): value for key, value in expected.items() if key.startswith("ema ")}
+        averages = {
+            key.removeprefix("ema "): value
+            for key, value in expected.items()
+            if key.startswith("ema ")
+        }
         if name.startswith("lora"):
             saved = load_file(checkpoint / LORA_FILE)
-            exported = {key.replace(".weight", ".default.weight"): value for key, value in saved.items()}
+            exported = {
+                key.replace(".weight", ".default.weight"): value for key, value in saved.items()
+            }
         else:
             shards = sorted((checkpoint / "transformer").glob("*.safetensors"))
             assert [file.name for file in shards] == [
                 f"diffusion_pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)
             ]
-            assert max(file.stat().st_size for file in shards) < 0.6 * sum(file.stat().st_size for file in shards)
+            assert max(file.stat().st_size for file in shards) < 0.6 * sum(
+                file.stat().st_size for file in shards
+            )
             loaded, info = TestbedTransformer.from_pretrained(
                 checkpoint, subfolder="transformer", output_loading_info=True
             )
@@ -285,4 +341,6 @@ def test_every_rank_writes_its_part_and_one_rank_goes_on(tmp_path: Path) -> None
             assert not info["unexpected_keys"]
             exported = loaded.state_dict()
         assert exported.keys() >= averages.keys()
-        assert {key for key, value in averages.items() if not torch.equal(value, exported[key])} == set()
+        assert {
+            key for key, value in averages.items() if not torch.equal(value, exported[key])
+        } == set()

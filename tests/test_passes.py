@@ -1,4 +1,5 @@
-"""Passes of a block over its tokens besides matmuls and attention, counted by `sage_fast.benchmarks.passes`."""
+"""Passes of a block over its tokens besides matmuls and attention, counted by
+`sage_fast.benchmarks.passes`."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,9 +14,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "rollout-engine.md"
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize(("tuning", "forward", "backward"), [("lora", 25.8, 48.6), ("full", 26.6, 45.1)])
-def test_passes_of_a_block(tuning: Literal["lora", "full"], forward: float, backward: float) -> None:
-    """No more passes than the page says, and none of them in PyTorch's kernel for strided operands."""
+@pytest.mark.parametrize(
+    ("tuning", "forward", "backward"), [("lora", 25.8, 48.6), ("full", 26.6, 45.1)]
+)
+def test_passes_of_a_block(
+    tuning: Literal["lora", "full"], forward: float, backward: float
+) -> None:
+    """No more passes than the page says, and none of them in PyTorch's kernel for strided
+    operands."""
     counted = count_block(ModelConfig(tuning=tuning))
     for traffic, most in zip(counted, (forward, backward), strict=True):
         assert sum(traffic.passes.values()) <= most, traffic.passes

@@ -32,12 +32,16 @@ NAMES = [*MODEL_NAMES, "random:testbed", "random:hunyuanvideo15-480p", "owner/na
 REWARD = "def score(videos, prompts):\n    return {{'{0}': videos.mean((1, 2, 3, 4))}}\n"
 
 
-# -- the schema -------------------------------------------------------------------------------------------------------
+# -- the schema ------------------------------------------------------------------------------------
 
 
 def test_every_text_says_what_it_names() -> None:
     """A new setting of text is marked with `names`, or is said here to be no path."""
-    texts = {name for name, setting in settings_of(Config).items() if setting.is_text and not setting.choices}
+    texts = {
+        name
+        for name, setting in settings_of(Config).items()
+        if setting.is_text and not setting.choices
+    }
     named = {name for name, setting in settings_of(Config).items() if setting.names is not None}
     assert texts - named == VALUES
     assert named - texts == {"reward.args", "reward.several"}
@@ -49,7 +53,7 @@ def test_the_shipped_names_are_one_list() -> None:
     assert {*PROMPT_SETS} == {*SETS}
 
 
-# -- ~ and variables --------------------------------------------------------------------------------------------------
+# -- ~ and variables -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -102,7 +106,9 @@ def test_paths_that_cannot_be_expanded(typed: str, message: str, home: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["a$UNSET", "a$RUNS", "a${UNSET}", "~", "a ~/~b"])
-def test_the_settings_of_a_run_are_read_again_whatever_its_folders_are_called(name: str, home: Path) -> None:
+def test_the_settings_of_a_run_are_read_again_whatever_its_folders_are_called(
+    name: str, home: Path
+) -> None:
     """A run's record holds whole paths, and so does what a shell completes."""
     folder = home / name
     (folder / "cache").mkdir(parents=True)
@@ -127,7 +133,10 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "model": ("{0}/x", "{1}/x"),
     "plugin": ("{0}/my:Mine", "{1}/my:Mine"),
     "arguments": ({"a": ["~/x"]}, {"a": ["{home}/x"]}),
-    "rewards": ([{"name": "{0}/my:Mine", "weights": {"a": 1}}], [{"name": "{1}/my:Mine", "weights": {"a": 1}}]),
+    "rewards": (
+        [{"name": "{0}/my:Mine", "weights": {"a": 1}}],
+        [{"name": "{1}/my:Mine", "weights": {"a": 1}}],
+    ),
 }
 """Kind of place -> a value, and the value it stands for."""
 
@@ -141,7 +150,11 @@ def filled(value: Any, *places: str, home: Path) -> Any:
     return value.format(*places, home=home) if isinstance(value, str) else value
 
 
-PLACED = {name: setting.names for name, setting in settings_of(Config).items() if setting.names is not None}
+PLACED = {
+    name: setting.names
+    for name, setting in settings_of(Config).items()
+    if setting.names is not None
+}
 
 
 @pytest.mark.parametrize("name", PLACED)
@@ -163,15 +176,22 @@ def test_every_place_of_a_setting_is_expanded(name: str, sign: str, home: Path) 
 
 def test_secrets_of_arguments_stay(home: Path) -> None:
     args = {"token": "${UNSET}", "price": "$UNSET"}
-    (home / "c.yaml").write_text("reward: {name: vlm, args: {token: '${UNSET}', price: '$UNSET'}}\n")
+    (home / "c.yaml").write_text(
+        "reward: {name: vlm, args: {token: '${UNSET}', price: '$UNSET'}}\n"
+    )
     assert load(home / "c.yaml").reward.args == args
 
 
 def test_an_unset_variable_is_one_line_that_names_the_setting(home: Path) -> None:
     (home / "c.yaml").write_text("data: {prompts: $UNSET/x}\n")
-    with pytest.raises(UserError, match=r"c.yaml: data.prompts = '\$UNSET/x': the environment variable UNSET is not"):
+    with pytest.raises(
+        UserError,
+        match=r"c.yaml: data.prompts = '\$UNSET/x': the environment variable UNSET is not",
+    ):
         load(home / "c.yaml")
-    with pytest.raises(UserError, match=r"^output = '\$UNSET/x': the environment variable UNSET is not set"):
+    with pytest.raises(
+        UserError, match=r"^output = '\$UNSET/x': the environment variable UNSET is not set"
+    ):
         load(None, {"output": "$UNSET/x"})
 
 
@@ -187,7 +207,8 @@ def actions(command: str) -> list[argparse.Action]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_path_of_an_option_is_expanded(command: str, home: Path) -> None:
-    """An option that holds a path has one of two types; sources have labels and are read by `labelled`."""
+    """An option that holds a path has one of two types; sources have labels and are read by
+    `labelled`."""
     for action in actions(command):
         holds_path = action.type in (TypedFile, TypedPath)
         is_called_so = action.metavar in PATHS or action.dest in ("folder", "json")
@@ -203,7 +224,9 @@ def test_every_path_of_an_option_is_expanded(command: str, home: Path) -> None:
     for action in actions(command):
         if action.type in (TypedFile, TypedPath):
             value = getattr(options, action.dest)
-            assert [str(each) for each in (value if isinstance(value, list) else [value])] == [f"{home}/x"]
+            assert [str(each) for each in (value if isinstance(value, list) else [value])] == [
+                f"{home}/x"
+            ]
 
 
 def test_sources_are_expanded(home: Path) -> None:
@@ -225,7 +248,9 @@ def test_sources_are_expanded(home: Path) -> None:
         ["compare", "first=$UNSET/x"],
     ],
 )
-def test_an_option_with_an_unset_variable(words: list[str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_with_an_unset_variable(
+    words: list[str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert "the environment variable UNSET is not set" in capsys.readouterr().err
     assert os.listdir() == []
@@ -238,7 +263,7 @@ def test_no_folder_is_called_after_home(home: Path, capsys: pytest.CaptureFixtur
     assert os.listdir() == []
 
 
-# -- relative to the file that names it -------------------------------------------------------------------------------
+# -- relative to the file that names it ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -268,7 +293,10 @@ def test_a_file_means_its_own_folder(folders: tuple[Path, Path]) -> None:
     module = f"places_rewards_{b.parent.name[-1]}:score"
     for file in (Path("../B/config.yaml"), b / "config.yaml"):
         config = load(file)
-        assert read_prompts(config.data.prompts)[0].text == read_prompts(config.data.eval_prompts)[0].text
+        assert (
+            read_prompts(config.data.prompts)[0].text
+            == read_prompts(config.data.eval_prompts)[0].text
+        )
         assert read_prompts(config.data.prompts)[0].text == "a prompt of B"
         assert config.data.embedding_cache == f"{b}/cache"
         assert config.model.path == config.model.weights == f"{b}/weights"
@@ -313,17 +341,23 @@ def test_a_written_configuration_means_the_same_from_anywhere(
     assert load(tmp_path / "run" / "config.yaml") == config
 
 
-def test_an_argument_that_only_the_current_folder_has_is_not_taken(folders: tuple[Path, Path]) -> None:
+def test_an_argument_that_only_the_current_folder_has_is_not_taken(
+    folders: tuple[Path, Path],
+) -> None:
     a, b = folders
     (a / "only" / "here").mkdir(parents=True)
     (a / "words.txt").write_text("red\n")
     (a / "red").mkdir()
     for text in ("only/here", "words.txt"):
         (b / "c.yaml").write_text(f"reward: {{args: {{path: {text}}}}}\n")
-        with pytest.raises(UserError, match=f"reward.args = '{text}': is in the current folder and not in {b}"):
+        with pytest.raises(
+            UserError, match=f"reward.args = '{text}': is in the current folder and not in {b}"
+        ):
             load("../B/c.yaml")
         assert load(None, {"reward.args.path": text}).reward.args == {"path": f"{a}/{text}"}
-    (b / "c.yaml").write_text("reward: {args: {colour: red, hub: owner/name, long: " + "x" * 5000 + "}}\n")
+    (b / "c.yaml").write_text(
+        "reward: {args: {colour: red, hub: owner/name, long: " + "x" * 5000 + "}}\n"
+    )
     args = load("../B/c.yaml").reward.args
     assert args == {"colour": "red", "hub": "owner/name", "long": "x" * 5000}, "no paths"
 
@@ -342,12 +376,16 @@ def test_what_has_moved_keeps_its_name(tmp_path: Path) -> None:
         assert not is_moved(old, f"{tmp_path}/new/other.txt")
         assert not is_moved(new, old)
     (tmp_path / "old" / "heldout.txt").write_text("a\n")
-    assert not is_moved(f"{tmp_path}/old/heldout.txt", f"{tmp_path}/new/heldout.txt"), "both are there"
+    assert not is_moved(f"{tmp_path}/old/heldout.txt", f"{tmp_path}/new/heldout.txt"), (
+        "both are there"
+    )
     assert not is_moved("testbed", "testbed-i2v")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_that_are_no_paths_stay(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_no_paths_stay(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "testbed").mkdir()  # ./testbed is this one
     (tmp_path / "c.yaml").write_text(f"model: {{path: '{name}'}}\n")
     assert load(tmp_path / "c.yaml").model.path == name
@@ -355,13 +393,18 @@ def test_names_that_are_no_paths_stay(name: str, tmp_path: Path, monkeypatch: py
     assert load(None, {"model.path": "./testbed"}).model.path == f"{tmp_path}/testbed"
 
 
-def test_a_hub_id_is_no_folder_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in B means the hub, and A has a folder of that name: which one is meant is asked, not guessed."""
+def test_a_hub_id_is_no_folder_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in B means the hub, and A has a folder of that name: which one is meant is asked, not
+    guessed."""
     for folder in ("A/owner/name", "B"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "B" / "c.yaml").write_text("model: {path: owner/name}\n")
     monkeypatch.chdir(tmp_path / "A")
-    with pytest.raises(UserError, match="a hub id, and a folder of that name is in the current folder"):
+    with pytest.raises(
+        UserError, match="a hub id, and a folder of that name is in the current folder"
+    ):
         find_spec(load("../B/c.yaml").model.path)
     assert load(None, {"model.path": "owner/name"}).model.path == f"{tmp_path}/A/owner/name"
 
@@ -375,7 +418,7 @@ def test_a_model_family_and_its_checkpoint(folders: tuple[Path, Path]) -> None:
     assert split_family(path) == (f"{b}/my_places_family:Mine", f"{b}/weights")
 
 
-# -- code -------------------------------------------------------------------------------------------------------------
+# -- code ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -415,11 +458,15 @@ def test_places_of_code_with_another_form(place: str) -> None:
         split_place(place, "reward.name")
 
 
-def test_the_module_of_the_folder_is_imported(module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the current folder, and what stands before on Python's path, hold of its name; with its neighbours."""
+def test_the_module_of_the_folder_is_imported(
+    module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the current folder, and what stands before on Python's path, hold of its name; with
+    its neighbours."""
     module("A", "places_mine", "X = 'A'\n")
     module("A", "places_help", "Y = 'A'\n")
-    b = module("B", "places_mine", "import places_help\nX = 'B' + places_help.Y\ndef late():\n    import places_late\n"
+    b = module("B", "places_mine",
+        "import places_help\nX = 'B' + places_help.Y\ndef late():\n    import places_late\n"
                "    return places_late.Z\n")  # fmt: skip
     module("B", "places_help", "Y = 'B'\n")
     module("A", "places_late", "Z = 'A'\n")
@@ -443,16 +490,24 @@ def test_two_modules_of_one_name_are_refused(module: Callable[..., Path]) -> Non
     a, b = module("A", "places_same", "X = 1\n"), module("B", "places_same", "X = 2\n")
     assert import_plugin(f"{a}/places_same:X", "reward.name") == 1
     assert import_plugin(f"{a}/places_same:X", "reward.name") == 1
-    with pytest.raises(UserError, match=r"Python imports 'places_same' from .*A/places_same.py, not from .*B; rename"):
+    with pytest.raises(
+        UserError,
+        match=r"Python imports 'places_same' from .*A/places_same.py, not from .*B; rename",
+    ):
         import_plugin(f"{b}/places_same:X", "eval.judge")
 
 
 def test_two_neighbours_of_one_name_are_refused(module: Callable[..., Path]) -> None:
-    a, b = module("A", "places_one", "import places_aid\n"), module("B", "places_two", "import places_aid\n")
+    a, b = (
+        module("A", "places_one", "import places_aid\n"),
+        module("B", "places_two", "import places_aid\n"),
+    )
     module("A", "places_aid", "X = 1\n")
     module("B", "places_aid", "X = 2\n")
     import_plugin(f"{a}/places_one:places_aid", "reward.name")
-    with pytest.raises(UserError, match=r"Python imports 'places_aid' from .*A/places_aid.py, not from .*B; rename"):
+    with pytest.raises(
+        UserError, match=r"Python imports 'places_aid' from .*A/places_aid.py, not from .*B; rename"
+    ):
         import_plugin(f"{b}/places_two:places_aid", "eval.judge")
 
 
@@ -463,12 +518,16 @@ def test_a_module_that_only_the_current_folder_has_is_not_taken(
     (a.parent / "B").mkdir()
     (a.parent / "B" / "c.yaml").write_text("reward: {name: 'places_alone:X'}\n")
     monkeypatch.chdir(a)
-    with pytest.raises(UserError, match=r"reward.name = 'places_alone:X': no module .* the current folder has one"):
+    with pytest.raises(
+        UserError, match=r"reward.name = 'places_alone:X': no module .* the current folder has one"
+    ):
         load("../B/c.yaml")
     assert load(None, {"reward.name": "places_alone:X"}).reward.name == f"{a}/places_alone:X"
 
 
-def test_a_worker_imports_the_same_file(module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_imports_the_same_file(
+    module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sage_fast.config.schema import RewardConfig
     from sage_fast.rewards import CompositeReward
 
@@ -476,22 +535,28 @@ def test_a_worker_imports_the_same_file(module: Callable[..., Path], monkeypatch
     b = module("B", "places_worker", REWARD.format("b"))
     monkeypatch.chdir(b.parent / "A")
     config = RewardConfig(name=f"{b}/places_worker:score", weights={"b": 1.0}, workers=1)
-    assert load_reward(RewardEntry(name=config.name))(torch.zeros(1, 5, 3, 8, 8), ["a"]).keys() == {"b"}
+    assert load_reward(RewardEntry(name=config.name))(torch.zeros(1, 5, 3, 8, 8), ["a"]).keys() == {
+        "b"
+    }
     scores = CompositeReward.of(config)(torch.ones(1, 5, 3, 8, 8), ["a"])
     assert scores.rewards.tolist() == [1.0]
 
 
 def test_a_run_from_another_folder(folders: tuple[Path, Path]) -> None:
-    """As a command: prompts and rewards of B, though A, where it starts, has files of the same names."""
+    """As a command: prompts and rewards of B, though A, where it starts, has files of the same
+    names."""
     a, b = folders
     (b / "c.yaml").write_text(
-        "data: {prompts: prompts.txt, eval_prompts: prompts.txt}\nmodel: {path: 'random:testbed', dtype: float32}\n"
+        "data: {prompts: prompts.txt, eval_prompts: prompts.txt}\nmodel: {path: 'random:testbed', "
+        "dtype: float32}\n"
         f"reward: {{name: 'places_rewards_{b.parent.name[-1]}:score', weights: {{b: 1}}}}\n"
         "sampling: {num_frames: 9, height: 32, width: 32}\n"
     )
     for where, file in ((a, "../B/c.yaml"), (b.parent, "B/c.yaml")):
         words = [sys.executable, "-m", "sage_fast", "train", file, "--dry-run"]
-        done = subprocess.run(words, cwd=where, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+        done = subprocess.run(
+            words, cwd=where, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
+        )
         assert done.returncode == 0, done.stderr
         assert f"{b}/prompts.txt: 1 prompts" in done.stdout
         assert f"reward {b}/places_rewards_{b.parent.name[-1]}:score: 1 b" in done.stdout

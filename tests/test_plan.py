@@ -24,12 +24,25 @@ from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.cost import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
+from sage_fast.models.hunyuan15.spec import (
+    HunyuanVideo15,
+    attention_flops,
+    decode_flops,
+    forward_flops,
+)
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.tools.plan import MEASURED_FLOPS, Plan, checkpoint_bytes, dry_run, format_plan, plan, reward_sizes
+from sage_fast.tools.plan import (
+    MEASURED_FLOPS,
+    Plan,
+    checkpoint_bytes,
+    dry_run,
+    format_plan,
+    plan,
+    reward_sizes,
+)
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
@@ -38,7 +51,9 @@ SIZE = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832
 PUBLISHED = build(SIZE | {"kl.strategy": "dual", "model.gradient_checkpointing": "full"})
 
 
-def forward(transformer: torch.nn.Module, space: tuple[int, int, int], text: int, image: int) -> torch.Tensor:
+def forward(
+    transformer: torch.nn.Module, space: tuple[int, int, int], text: int, image: int
+) -> torch.Tensor:
     config = transformer.config
     with torch.device("cpu"):
         return transformer(
@@ -50,30 +65,52 @@ def forward(transformer: torch.nn.Module, space: tuple[int, int, int], text: int
         )[0]  # fmt: skip
 
 
-@pytest.mark.parametrize(("space", "text", "image"), [((5, 6, 7), 9, 0), ((2, 16, 16), 40, 0), ((2, 8, 8), 9, 90)])
+@pytest.mark.parametrize(
+    ("space", "text", "image"), [((5, 6, 7), 9, 0), ((2, 16, 16), 40, 0), ((2, 8, 8), 9, 90)]
+)
 def test_forward_flops(space: tuple[int, int, int], text: int, image: int) -> None:
     transformer = HunyuanVideo15Transformer3DModel(
-        num_attention_heads=8, attention_head_dim=32, num_layers=3, num_refiner_layers=1, rope_axes_dim=(8, 12, 12),
+        num_attention_heads=8, attention_head_dim=32, num_layers=3, num_refiner_layers=1,
+        rope_axes_dim=(8, 12, 12),
         text_embed_dim=48, text_embed_2_dim=8, image_embed_dim=160,
     )  # fmt: skip
     counter = FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter, torch.no_grad():  # the CPU's fused attention is not counted
+    # the CPU's fused attention is not counted
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        counter,
+        torch.no_grad(),
+    ):
         forward(transformer, space, text, image)
     tokens = space[0] * space[1] * space[2]
-    assert forward_flops(transformer.config, tokens, text, image) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert forward_flops(transformer.config, tokens, text, image) == pytest.approx(
+        counter.get_total_flops(), rel=0.02
+    )
 
 
 def test_published_model() -> None:
-    """8.3 B parameters, 32,760 tokens, 6.6e14 FLOPs a forward, 73 % of it attention; 2.64e15 to train a sample-step."""
+    """8.3 B parameters, 32,760 tokens, 6.6e14 FLOPs a forward, 73 % of it attention; 2.64e15 to
+    train a sample-step."""
     result = plan(PUBLISHED)
     assert result.parameters == pytest.approx(8.3e9, rel=0.01)
     assert result.latent_shape == (32, 21, 30, 52)
     assert result.tokens == 32_760
     assert result.flops["forward"] == pytest.approx(6.6e14, rel=0.01)
-    published = {"num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "num_refiner_layers": 2}
-    assert attention_flops(published, 32_760, 200) / result.flops["forward"] == pytest.approx(0.73, abs=0.005)
-    assert result.flops["training"] / result.forwards["training"] == pytest.approx(2.64e15, rel=0.005)
-    assert result.flops["decode"] / result.samples / result.flops["forward"] == pytest.approx(1.2, abs=0.05)
+    published = {
+        "num_attention_heads": 16,
+        "attention_head_dim": 128,
+        "num_layers": 54,
+        "num_refiner_layers": 2,
+    }
+    assert attention_flops(published, 32_760, 200) / result.flops["forward"] == pytest.approx(
+        0.73, abs=0.005
+    )
+    assert result.flops["training"] / result.forwards["training"] == pytest.approx(
+        2.64e15, rel=0.005
+    )
+    assert result.flops["decode"] / result.samples / result.flops["forward"] == pytest.approx(
+        1.2, abs=0.05
+    )
     assert result.memory["autoencoder"] == 2 * 1_260_634_115
     text = format_plan(result)
     assert "8,326,608,160" in text
@@ -83,7 +120,8 @@ def test_published_model() -> None:
 
 
 def test_auto_costs_what_the_mode_costs_that_the_run_would_choose() -> None:
-    """The fastest that fits: on 80 GB a LoRA keeps what attention gave, and all of some blocks; on 40 GB nothing."""
+    """The fastest that fits: on 80 GB a LoRA keeps what attention gave, and all of some blocks; on
+    40 GB nothing."""
 
     def planned(mode: str, gpu_memory: float) -> Plan:
         given = {"model.gradient_checkpointing": mode, "sampling.cuda_graphs": False}
@@ -93,13 +131,19 @@ def test_auto_costs_what_the_mode_costs_that_the_run_would_choose() -> None:
         auto, chosen = planned("auto", gpu_memory), planned(mode, gpu_memory)
         assert auto.flops == chosen.flops
         assert sum(auto.memory.values()) == sum(chosen.memory.values())
-        assert auto.memory[f"activations, auto chooses {mode}"] == chosen.memory[f"activations, checkpointing {mode}"]
+        assert (
+            auto.memory[f"activations, auto chooses {mode}"]
+            == chosen.memory[f"activations, checkpointing {mode}"]
+        )
     auto, slower, faster = planned("auto", 80e9), planned("attention", 80e9), planned("none", 80e9)
     (name,) = (part for part in auto.memory if part.startswith("activations"))
     found = re.fullmatch(r"activations, auto chooses attention in (\d+) of 54 blocks", name)
     assert found is not None
     share = int(found[1]) / 54
-    for of_plan, key in ((lambda p: p.flops, "training"), (lambda p: {"all": sum(p.memory.values())}, "all")):
+    for of_plan, key in (
+        (lambda p: p.flops, "training"),
+        (lambda p: {"all": sum(p.memory.values())}, "all"),
+    ):
         mean = share * of_plan(slower)[key] + (1 - share) * of_plan(faster)[key]
         assert of_plan(auto)[key] == pytest.approx(mean, rel=1e-9)
     assert 0.8 * 80e9 < sum(auto.memory.values()) < 0.9 * 80e9 < sum(faster.memory.values())
@@ -108,10 +152,13 @@ def test_auto_costs_what_the_mode_costs_that_the_run_would_choose() -> None:
 
 
 def test_graphs_take_their_memory_before_activations() -> None:
-    """It costs the recomputation of two blocks at most, at 480p; without room for a graph there is none."""
+    """It costs the recomputation of two blocks at most, at 480p; without room for a graph there is
+    none."""
 
     def planned(gpu_memory: float, **overrides: str) -> Plan:
-        config = load(Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p.yaml", overrides)
+        config = load(
+            Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p.yaml", overrides
+        )
         return plan(config, ranks=8, gpu_memory=gpu_memory)
 
     graphed, without = planned(80e9), planned(80e9, **{"sampling.cuda_graphs": "false"})
@@ -124,7 +171,12 @@ def test_graphs_take_their_memory_before_activations() -> None:
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_the_size_of_a_checkpoint(tuning: str, tmp_path: Path) -> None:
     """Whatever the engine; the names of tensors and optimizer states are a few kilobytes."""
-    given = {"model__tuning": tuning, "model__lora_rank": 64, "train__ema_decay": 0.9, "kl__strategy": "fixed"}
+    given = {
+        "model__tuning": tuning,
+        "model__lora_rank": 64,
+        "train__ema_decay": 0.9,
+        "kl__strategy": "fixed",
+    }
     trainer = tiny_trainer(settings(**given))
     for index in range(2):  # a LoRA's A is first updated in the second
         trainer.iteration(index)
@@ -132,12 +184,15 @@ def test_the_size_of_a_checkpoint(tuning: str, tmp_path: Path) -> None:
     files = [file for file in tmp_path.rglob("*") if file.suffix in (".safetensors", ".pt")]
     config = settings(**given, train__engine="zero3")
     policy = tiny_model(settings(**given)).policy
-    expected = checkpoint_bytes(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy)
+    expected = checkpoint_bytes(
+        config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy
+    )
     assert sum(file.stat().st_size for file in files) == pytest.approx(expected, rel=0.02)
 
 
 def test_start_and_checkpoints_of_all_weights() -> None:
-    """8.33 B in bfloat16 files; a checkpoint has trained weights, anchor, Muon's state, and weights for export."""
+    """8.33 B in bfloat16 files; a checkpoint has trained weights, anchor, Muon's state, and weights
+    for export."""
     config = load(Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p-full.yaml")
     result = plan(config, ranks=8)
     assert result.loaded == 2 * 8_326_608_160 + result.memory["autoencoder"]
@@ -151,8 +206,11 @@ def test_start_and_checkpoints_of_all_weights() -> None:
 
 
 def test_the_second_time_is_at_the_rates_of_a_measured_iteration() -> None:
-    """Rollout and anchor of the same settings take its seconds; what `auto` recomputes depends on the free memory."""
-    iteration = json.loads((ROOT / "benchmarks" / "results" / "2026-11-27-h200-iteration.json").read_text())
+    """Rollout and anchor of the same settings take its seconds; what `auto` recomputes depends on
+    the free memory."""
+    iteration = json.loads(
+        (ROOT / "benchmarks" / "results" / "2026-11-27-h200-iteration.json").read_text()
+    )
     phases = iteration["phases"]
     rates = {part: phases[phase]["flops_per_second"] for phase, part in PART_OF_PLAN.items()}
     assert rates == pytest.approx(MEASURED_FLOPS, rel=2e-3)
@@ -164,8 +222,10 @@ def test_the_second_time_is_at_the_rates_of_a_measured_iteration() -> None:
 
 
 def test_the_run_holds_its_evaluations() -> None:
-    """As often and of as many videos as the run evaluates, at the guidance of evaluations, on the busiest GPU."""
-    given = {"train.iterations": 200, "eval.interval": 50, "eval.num_prompts": 10, "eval.seeds_per_prompt": 2,
+    """As often and of as many videos as the run evaluates, at the guidance of evaluations, on the
+    busiest GPU."""
+    given = {"train.iterations": 200, "eval.interval": 50, "eval.num_prompts": 10,
+        "eval.seeds_per_prompt": 2,
              "eval.steps": 30, "eval.guidance_scale": 6.0}  # fmt: skip
     result = plan(build(SIZE | given), ranks=8)
     evaluations, forward = result.evaluations, result.flops["forward"]
@@ -175,7 +235,11 @@ def test_the_run_holds_its_evaluations() -> None:
     assert evaluations.busiest == 3 / 20
     assert plan(build(SIZE | given | {"eval.interval": 0})).evaluations.count == 2
     assert plan(build(SIZE | given | {"eval.interval": 199})).evaluations.count == 3
-    seconds = 200 * sum(f * result.busiest[part] for part, f in result.flops.items() if part != "forward") / 789e12
+    seconds = (
+        200
+        * sum(f * result.busiest[part] for part, f in result.flops.items() if part != "forward")
+        / 789e12
+    )
     seconds += 5 * evaluations.busiest * evaluations.flops / 789e12
     text = format_plan(result)
     assert "the run: 200 iterations, 5 evaluations of 20 videos" in text
@@ -188,15 +252,20 @@ def test_the_run_holds_its_evaluations() -> None:
 
 def test_what_the_run_costs_at_a_price() -> None:
     found = re.search(
-        r"GPU-hours +(\S+) +(\S+)\n +at 2.5 an hour +(\S+) +(\S+)$", format_plan(plan(build(SIZE)), 2.5), re.M
+        r"GPU-hours +(\S+) +(\S+)\n +at 2.5 an hour +(\S+) +(\S+)$",
+        format_plan(plan(build(SIZE)), 2.5),
+        re.M,
     )
     assert found is not None
-    hours, prices = ([float(text.replace(",", "")) for text in found.groups()[i : i + 2]] for i in (0, 2))
+    hours, prices = (
+        [float(text.replace(",", "")) for text in found.groups()[i : i + 2]] for i in (0, 2)
+    )
     assert prices == pytest.approx([2.5 * hour for hour in hours], rel=0.01)
 
 
 def test_the_time_of_rewards_that_a_run_has_measured_enters_its_plan(tmp_path: Path) -> None:
-    """Of a run in the output folder: the median over its iterations, added to the times of the iteration and run."""
+    """Of a run in the output folder: the median over its iterations, added to the times of the
+    iteration and run."""
     config = settings(output=str(tmp_path / "run"), train__iterations=100)
     before = dry_run(config, 2, 80e9)
     assert "Rewards and communication are not counted." in " ".join(before.split())
@@ -228,7 +297,9 @@ def test_a_sample_shared_by_two_gpus_takes_half_the_time_of_each() -> None:
 def test_long_times_are_in_days_without_an_exponent() -> None:
     text = format_plan(plan(build(SIZE | {"train.iterations": 3000})))
     found = re.search(
-        r"all of the run +\S+ +([\d.]+) days +([\d.]+) days\n +GPU-hours +([\d,]+) +([\d,]+)$", text, re.M
+        r"all of the run +\S+ +([\d.]+) days +([\d.]+) days\n +GPU-hours +([\d,]+) +([\d,]+)$",
+        text,
+        re.M,
     )
     assert found is not None
     days, hours = float(found[1]), float(found[3].replace(",", ""))
@@ -239,17 +310,25 @@ def test_long_times_are_in_days_without_an_exponent() -> None:
 def test_rewards_take_memory_on_their_ranks() -> None:
     """Those that say how much; `auto` leaves room for them. Others are named as not counted."""
     given = SIZE | {"model.gradient_checkpointing": "auto"}
-    scored = build(given | {"reward.name": "videoalign", "reward.args": {"path": "x"}, "eval.judge": "pickscore"})
+    scored = build(
+        given
+        | {"reward.name": "videoalign", "reward.args": {"path": "x"}, "eval.judge": "pickscore"}
+    )
     sizes = reward_sizes(scored.named_rewards)
     assert sizes == {"reward videoalign": 2 * 2_208_561_664, "reward pickscore": 4 * 986_109_441}
     result = plan(scored, rewards=sizes)
     assert sizes.items() <= result.memory.items()
-    recomputed = [plan(scored, gpu_memory=80e9, rewards=given).flops["training"] for given in ({}, sizes)]
+    recomputed = [
+        plan(scored, gpu_memory=80e9, rewards=given).flops["training"] for given in ({}, sizes)
+    ]
     assert recomputed[0] < recomputed[1], "fewer blocks keep their activations"
     assert "Not counted: fragmentation." in format_plan(result)
-    elsewhere = [{"reward.name": "http://host:8000"}, {"reward.name": "videoalign", "reward.args": {"path": "x"},
+    elsewhere = [{"reward.name": "http://host:8000"}, {"reward.name": "videoalign",
+        "reward.args": {"path": "x"},
                  "reward.device": "cuda:7"}]  # fmt: skip
-    assert [sum(reward_sizes(build(SIZE | other).named_rewards).values()) for other in elsewhere] == [0, 0]
+    assert [
+        sum(reward_sizes(build(SIZE | other).named_rewards).values()) for other in elsewhere
+    ] == [0, 0]
     workers = build(SIZE | {"reward.name": "pickscore", "reward.workers": 2})
     assert sum(reward_sizes(workers.named_rewards).values()) == 2 * 4 * 986_109_441
     unknown = build(SIZE | {"reward.name": "tests.tiny:BrightnessReward"})
@@ -259,7 +338,8 @@ def test_rewards_take_memory_on_their_ranks() -> None:
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_disk_of_a_run(tuning: str) -> None:
-    """The checkpoints that are kept, the best and the next one while it is written, and the final weights."""
+    """The checkpoints that are kept, the best and the next one while it is written, and the final
+    weights."""
     given = SIZE | {"model.tuning": tuning, "train.keep_checkpoints": 3}
     result, lean = plan(build(given)), plan(build(given | {"train.keep_best": False}))
     weights = 4.0 * (result.trainable if tuning == "lora" else result.parameters)
@@ -273,12 +353,17 @@ def test_samples_are_spread_over_ranks_and_weights_are_not() -> None:
     assert two.flops == one.flops
     for part in ("trajectories (fp32 latents)", "stored velocities"):
         assert two.memory[part] == one.memory[part] / 2
-    assert two.memory["frozen weights"] == one.memory["frozen weights"] == pytest.approx(2 * one.parameters, rel=1e-3)
+    assert (
+        two.memory["frozen weights"]
+        == one.memory["frozen weights"]
+        == pytest.approx(2 * one.parameters, rel=1e-3)
+    )
 
 
 def test_the_time_is_that_of_the_rank_with_the_most_samples() -> None:
     """8 samples: on 6 ranks some have two, so that it takes as long as on 4."""
-    times = {ranks: re.findall(r"together +[\d,]+ +\S+ +(.+?)  ", format_plan(plan(PUBLISHED, ranks=ranks)))
+    times = {ranks: re.findall(r"together +[\d,]+ +\S+ +(.+?)  ", format_plan(plan(PUBLISHED,
+        ranks=ranks)))
              for ranks in (4, 6, 8)}  # fmt: skip
     assert len(times[4]) == 1
     assert times[6] == times[4] != times[8]
@@ -289,25 +374,31 @@ def test_trained_parameters_are_those_of_peft() -> None:
     policy = tiny_model(config).policy
     result = plan(config, tiny_spec(policy))
     assert result.trainable == sum(p.numel() for p in policy.parameters().values())
-    assert result.parameters == sum(p.numel() for n, p in policy.transformer.named_parameters() if ".lora_" not in n)
+    assert result.parameters == sum(
+        p.numel() for n, p in policy.transformer.named_parameters() if ".lora_" not in n
+    )
     full = settings(model__tuning="full")
     assert plan(full, tiny_spec(policy)).trainable > 0.8 * result.parameters
 
 
 def layers(count: int, heads: int = 4, width: int = 16) -> HunyuanVideo15Transformer3DModel:
     return HunyuanVideo15Transformer3DModel(
-        num_attention_heads=heads, attention_head_dim=width, num_layers=count, num_refiner_layers=1, text_embed_dim=32,
+        num_attention_heads=heads, attention_head_dim=width, num_layers=count, num_refiner_layers=1,
+        text_embed_dim=32,
         rope_axes_dim=(width // 2, width // 4, width // 4), text_embed_2_dim=8, image_embed_dim=8,
     )  # fmt: skip
 
 
-BLOCK = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 1, "num_refiner_layers": 0, "mlp_ratio": 4.0,
-         "patch_size": 1, "patch_size_t": 1, "in_channels": 0, "out_channels": 0, "text_embed_dim": 0}  # fmt: skip
+BLOCK = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 1,
+    "num_refiner_layers": 0, "mlp_ratio": 4.0,
+         "patch_size": 1, "patch_size_t": 1, "in_channels": 0, "out_channels": 0,
+         "text_embed_dim": 0}  # fmt: skip
 """One block and nothing around it."""
 
 
 def block_and_inputs(tuning: str, dtype: torch.dtype) -> tuple[torch.nn.Module, list]:
-    """A block of 256 values a token, as it is trained, and its inputs: 120 video and 40 text tokens."""
+    """A block of 256 values a token, as it is trained, and its inputs: 120 video and 40 text
+    tokens."""
     transformer = layers(2, heads=4, width=64)
     if tuning == "lora":
         transformer.transformer_blocks.to(dtype)
@@ -322,7 +413,8 @@ def block_and_inputs(tuning: str, dtype: torch.dtype) -> tuple[torch.nn.Module, 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_training_flops(tuning: str) -> None:
-    """Without fused attention PyTorch counts 2, not 2.5, for its backward: the formula is higher by just that half."""
+    """Without fused attention PyTorch counts 2, not 2.5, for its backward: the formula is higher by
+    just that half."""
     block, inputs = block_and_inputs(tuning, torch.float32)
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:
@@ -332,7 +424,8 @@ def test_training_flops(tuning: str) -> None:
     formula = training_flops(
         forward_flops(BLOCK, 120, 40), attention, checkpointing="none", frozen_base=tuning == "lora"
     )
-    # The rows that the video's queries, keys and values leave for the text are multiplied too: 0.6 % of them at 480p.
+    # The rows that the video's queries, keys and values leave for the text are multiplied too: 0.6
+    # % of them at 480p.
     spare = 40 * 6 * 256**2 * (2 if tuning == "lora" else 3)
     assert formula - 0.5 * attention == pytest.approx(counter.get_total_flops() - spare, rel=0.02)
 
@@ -349,16 +442,22 @@ def test_training_flops(tuning: str) -> None:
     ],
 )
 def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> None:
-    """The peak of live tensors from the forward to the end of the backward, through three blocks as they are trained.
+    """The peak of live tensors from the forward to the end of the backward, through three blocks as
+    they are trained.
 
-    What a further 1,024 video tokens add to it, so that nothing else counts: weights and their gradients, text.
+    What a further 1,024 video tokens add to it, so that nothing else counts: weights and their
+    gradients, text.
     """
     peaks = {}
     for frames in (4, 8):
         transformer = layers(3, heads=4, width=32)
         if tuning == "lora":
             torch.nn.Module.to(transformer, dtype)
-        make_trainable(HunyuanVideo15(), transformer, ModelConfig(tuning=tuning, lora_rank=rank or 1, lora_alpha=1))
+        make_trainable(
+            HunyuanVideo15(),
+            transformer,
+            ModelConfig(tuning=tuning, lora_rank=rank or 1, lora_alpha=1),
+        )
         set_checkpointing(transformer, mode)
         policy = HunyuanVideo15Policy(transformer, dtype=dtype)
         embeddings = {"": TextEmbedding(text=torch.randn(4, 32), glyphs=torch.zeros(0, 8))}
@@ -370,21 +469,29 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
             p.grad = torch.zeros_like(p)  # as in every micro-batch but the first
         weights = [p._buffer for p in policy.forward.fused_linears]
         gradients = [p.grad for p in policy.parameters().values()]
-        with Live(x, *transformer.parameters(), *weights, *gradients, policy.forward._rotary_of(x)) as live:
+        with Live(
+            x, *transformer.parameters(), *weights, *gradients, policy.forward._rotary_of(x)
+        ) as live:
             if tuning == "full":
                 at = policy.condition(sigma, [embeddings[""]])
             policy.velocity(x, at).float().square().mean().backward()
         peaks[frames] = live.peak
     architecture = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 3}
     formula = activation_bytes(mode, architecture, 1024, dtype.itemsize, rank=rank)
-    # With all weights trained and checkpointing the peak is that of the block before the last: one input less.
+    # With all weights trained and checkpointing the peak is that of the block before the last: one
+    # input less.
     less = 1024 * 128 * dtype.itemsize if tuning == "full" and mode != "none" else 0
     assert peaks[8] - peaks[4] == pytest.approx(formula - less, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("rank", "dtype", "casts"),
-    [(24, torch.bfloat16, False), (16, torch.float32, False), (0, torch.bfloat16, True), (0, torch.bfloat16, False)],
+    [
+        (24, torch.bfloat16, False),
+        (16, torch.float32, False),
+        (0, torch.bfloat16, True),
+        (0, torch.bfloat16, False),
+    ],
     ids=["lora", "lora in float32", "full in float32", "full in bfloat16"],
 )
 @pytest.mark.parametrize(
@@ -398,15 +505,26 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
 ) -> None:
     """What a pool reuses within a capture is what the allocator reuses within a step."""
     text, batch, steps = 24, 2, 3
-    architecture = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 3, "out_channels": 32}
+    architecture = {
+        "num_attention_heads": 4,
+        "attention_head_dim": 64,
+        "num_layers": 3,
+        "out_channels": 32,
+    }
     transformer = layers(3, heads=4, width=64)
     if not casts:
         torch.nn.Module.to(transformer, dtype)
     tuning: Tuning = "lora" if rank else "full"
-    make_trainable(HunyuanVideo15(), transformer, ModelConfig(tuning=tuning, lora_rank=rank or 1, lora_alpha=1))
+    make_trainable(
+        HunyuanVideo15(), transformer, ModelConfig(tuning=tuning, lora_rank=rank or 1, lora_alpha=1)
+    )
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=guidance)
-    pictured = {"image": torch.randn(image, 8), "frame": torch.randn(32, 1, 16, 16)} if image else {}
-    embeddings = {"": TextEmbedding(text=torch.randn(text, 32), glyphs=torch.zeros(0, 8), **pictured)}
+    pictured = (
+        {"image": torch.randn(image, 8), "frame": torch.randn(32, 1, 16, 16)} if image else {}
+    )
+    embeddings = {
+        "": TextEmbedding(text=torch.randn(text, 32), glyphs=torch.zeros(0, 8), **pictured)
+    }
     table = transition_table(sigma_schedule(steps, 3.0), "sage", 0.7)
     conditions = policy.conditioning_table(table.sigmas[:-1], embeddings).of([""] * batch)
     x, step = torch.randn(batch, 32, 8, 16, 16), torch.zeros(1, dtype=torch.int64)
@@ -416,12 +534,18 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     with Live(x, *transformer.parameters(), *weights) as live:
         denoise(policy, coefs, conditions.at(step), seeds, x, step)
     tokens, passes = 8 * 16 * 16 + text + image, 1 if guidance == 1 else 2
-    expected = step_bytes(architecture, tokens, dtype.itemsize, rank=rank, batch_size=batch, casts=casts)
+    expected = step_bytes(
+        architecture, tokens, dtype.itemsize, rank=rank, batch_size=batch, casts=casts
+    )
     # Latents are an eighth as wide as a token here, and the last block casts fewer matrices.
     assert live.peak == pytest.approx(expected, rel=0.05)
-    shared, own = condition_bytes(architecture, text, image, dtype.itemsize, steps=steps, passes=passes, frame=(16, 16))
+    shared, own = condition_bytes(
+        architecture, text, image, dtype.itemsize, steps=steps, passes=passes, frame=(16, 16)
+    )
     assert own == conditions.context.nbytes
-    assert shared + own == sum(leaf.nbytes for leaf in tree_leaves(conditions) if isinstance(leaf, torch.Tensor))
+    assert shared + own == sum(
+        leaf.nbytes for leaf in tree_leaves(conditions) if isinstance(leaf, torch.Tensor)
+    )
 
 
 def test_the_page_has_the_time_of_each_way_to_guide() -> None:
@@ -432,21 +556,26 @@ def test_the_page_has_the_time_of_each_way_to_guide() -> None:
     found = []
     for name, scale in (("", 1), ("", 6), ("-distilled", 1)):
         given = {"sampling.guidance_scale": str(scale)}
-        text = format_plan(plan(load(repository / "configs" / f"hunyuanvideo15-480p{name}.yaml", given), ranks=8))
+        text = format_plan(
+            plan(load(repository / "configs" / f"hunyuanvideo15-480p{name}.yaml", given), ranks=8)
+        )
         found += re.findall(r"^  together  .* (\S+ min)  +\S+ min$", text, re.M)
     assert [f"{float(time.split()[0]):.1f} min" for time in found] == times
 
 
 def test_guidance_keeps_two_passes_and_runs_one_backward_at_a_time() -> None:
     architecture = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 3}
-    one, two = (activation_bytes("full", architecture, 100, 2, rank=0, passes=passes) for passes in (1, 2))
+    one, two = (
+        activation_bytes("full", architecture, 100, 2, rank=0, passes=passes) for passes in (1, 2)
+    )
     assert two - one == 3 * 100 * 128 * 2  # the inputs of the blocks
 
 
 @pytest.mark.parametrize(("frames", "height"), [(1, 6), (5, 4)])
 def test_decode_flops(frames: int, height: int) -> None:
     vae = AutoencoderKLHunyuanVideo15(
-        latent_channels=32, block_out_channels=(8, 16, 16, 32, 64), layers_per_block=1, spatial_compression_ratio=16,
+        latent_channels=32, block_out_channels=(8, 16, 16, 32, 64), layers_per_block=1,
+        spatial_compression_ratio=16,
         temporal_compression_ratio=4,
     ).requires_grad_(False)  # fmt: skip
     latents = torch.randn(1, 32, frames, height, 5)
@@ -464,15 +593,23 @@ def test_counts_of_an_iteration() -> None:
     result = plan(config, tiny_model(config).spec)
     assert result.samples == 6
     assert result.forwards == {"rollout": 6 * 8 * 2, "training": 6 * 4 * 2, "anchor": 6 * 4 * 2}
-    assert result.memory["trajectories (fp32 latents)"] == 4 * 1536 * 6 * 8  # 4 steps with gaps: 2 states each
+    # 4 steps with gaps: 2 states each
+    assert result.memory["trajectories (fp32 latents)"] == 4 * 1536 * 6 * 8
     assert result.memory["stored velocities"] == 4 * 1536 * 6 * 4
-    config.objective.ratio, config.train.optimizer_steps = "centred", 2  # its KL needs those of the rollout too
+    # its KL needs those of the rollout too
+    config.objective.ratio, config.train.optimizer_steps = (
+        "centred",
+        2,
+    )
     result = plan(config, tiny_model(config).spec)
     assert result.memory["stored velocities"] == 2 * 4 * 1536 * 6 * 4
 
 
 def test_flash4_sums_a_gradient_in_float32() -> None:
     """270 MB for a sample at 480p, 81 frames."""
-    configs = [build(SIZE | {"model.attention": name, "train.batch_size": 1}) for name in ("sdpa", "flash4")]
+    configs = [
+        build(SIZE | {"model.attention": name, "train.batch_size": 1})
+        for name in ("sdpa", "flash4")
+    ]
     plain, flash4 = (HunyuanVideo15().cost(config).activations for config in configs)
     assert [flash4[mode] - plain[mode] for mode in MODES] == [4 * (32_760 + 200) * 2048] * 3

@@ -1,4 +1,5 @@
-"""The plan of an iteration against its rules written out, and the work that it takes for many samples."""
+"""The plan of an iteration against its rules written out, and the work that it takes for many
+samples."""
 
 import random
 import sys
@@ -14,8 +15,11 @@ from sage_fast.config.loader import build
 from sage_fast.util.seeding import permutation
 
 
-def assigned_by_the_rules(tokens: list[int], ranks: int, batch_size: int, rollouts: Rollouts) -> list[list[int]]:
-    """The rules of `assign_to_ranks` as they are said: the work of each rank is counted anew for every batch."""
+def assigned_by_the_rules(
+    tokens: list[int], ranks: int, batch_size: int, rollouts: Rollouts
+) -> list[list[int]]:
+    """The rules of `assign_to_ranks` as they are said: the work of each rank is counted anew for
+    every batch."""
     size, prefixes = rollouts.group_size, rollouts.prefixes
     group_of = [sample // size for sample in range(len(tokens))]
     work = [rollouts.count(range(g * size, g * size + size), tokens) for g in range(len(prefixes))]
@@ -44,7 +48,9 @@ def assigned_by_the_rules(tokens: list[int], ranks: int, batch_size: int, rollou
         return max(counts), sum(counts)
 
     best = min(found, key=longest)
-    return [sorted(share, key=lambda s: (tokens[s], rollouts.windows[group_of[s]], s)) for share in best]
+    return [
+        sorted(share, key=lambda s: (tokens[s], rollouts.windows[group_of[s]], s)) for share in best
+    ]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -53,7 +59,9 @@ def test_samples_are_assigned_by_the_rules(seed: int) -> None:
     for _ in range(60):
         size, groups = random_of.randint(1, 8), random_of.randint(1, 6)
         ranks, steps = random_of.randint(1, size * groups), random_of.randint(1, 12)
-        tokens = [count for _ in range(groups) for count in [random_of.choice([1, 3, 5, 7, 100])] * size]
+        tokens = [
+            count for _ in range(groups) for count in [random_of.choice([1, 3, 5, 7, 100])] * size
+        ]
         windows = [random_of.randint(0, steps) for _ in range(groups)]
         shared, batch_size = random_of.random() < 0.6, random_of.randint(1, 9)
         rollouts = Rollouts(steps=steps, group_size=size, windows=windows, shared=shared)
@@ -61,18 +69,28 @@ def test_samples_are_assigned_by_the_rules(seed: int) -> None:
         assert assign_to_ranks(tokens, ranks, batch_size, rollouts) == expected
 
 
-WINDOWS = {"sampling.sde_window": 2, "sampling.window_per_prompt": True, "sampling.shared_initial_noise": True}
+WINDOWS = {
+    "sampling.sde_window": 2,
+    "sampling.window_per_prompt": True,
+    "sampling.shared_initial_noise": True,
+}
 
 
 def resolved_of(prompts: int, group_size: int, **others: Any) -> Resolved:
-    sizes = {"train.prompts_per_iteration": prompts, "train.group_size": group_size, "sampling.steps": 6}
+    sizes = {
+        "train.prompts_per_iteration": prompts,
+        "train.group_size": group_size,
+        "sampling.steps": 6,
+    }
     return Resolved(build(WINDOWS | sizes | others))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_updates_are_the_parts_of_each_samples_own_order(count: int) -> None:
     """Each update has every kept sample, at its own share of its steps, position by position."""
-    resolved = resolved_of(3, 4, **{"sampling.sde_window": 5, "train.optimizer_steps": count, "seed": count})
+    resolved = resolved_of(
+        3, 4, **{"sampling.sde_window": 5, "train.optimizer_steps": count, "seed": count}
+    )
     plan = plan_iteration(resolved, ["a", "bb"], len, 2, ranks=2)
     kept = [number % 5 != 1 for number in range(len(plan.samples))]
     orders = []
@@ -94,7 +112,8 @@ def test_updates_are_the_parts_of_each_samples_own_order(count: int) -> None:
 
 
 def lines_run(prompts: int, group_size: int) -> int:
-    """Return how many lines of iteration_plan.py the plan of an iteration runs, with its updates."""
+    """Return how many lines of iteration_plan.py the plan of an iteration runs, with its
+    updates."""
     resolved, lines = resolved_of(prompts, group_size), 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -116,7 +135,10 @@ def lines_run(prompts: int, group_size: int) -> int:
 
 
 @pytest.mark.parametrize(("prompts", "group_size"), [(24, 4), (2, 48)])
-def test_the_work_grows_with_the_samples_and_not_with_their_square(prompts: int, group_size: int) -> None:
-    """Four times the samples, in more groups or in larger ones, take four times the work, and a logarithm."""
+def test_the_work_grows_with_the_samples_and_not_with_their_square(
+    prompts: int, group_size: int
+) -> None:
+    """Four times the samples, in more groups or in larger ones, take four times the work, and a
+    logarithm."""
     more = (4 * prompts, group_size) if prompts > group_size else (prompts, 4 * group_size)
     assert lines_run(*more) < 6 * lines_run(prompts, group_size)

@@ -32,13 +32,21 @@ from sage_fast.run.weights import save_weights
 from sage_fast.util.captions import Caption
 from sage_fast.util.errors import UserError
 from tests.tiny import captions
-from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
+from tests.tiny_checkpoint import (
+    GUIDANCE_SCALE,
+    IMAGE_DIM,
+    SHIFT,
+    tiny_transformer,
+    write_tiny_checkpoint,
+)
 
 CPU = torch.device("cpu")
 SPACE = (32, 2, 3, 4)
 PLAIN = "the cat sings"
 QUOTED = 'a sign that says "the END" and “bye”'
-LONG = "a red bird is flying over the sea, and the sea is blue, and the wind is rising in the evening"
+LONG = (
+    "a red bird is flying over the sea, and the sea is blue, and the wind is rising in the evening"
+)
 # float32 sums in another order (padded or not) differ by a few ulp of 1
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -64,7 +72,12 @@ def pipeline(checkpoint: Path) -> HunyuanVideo15Pipeline:
 
 
 def load(checkpoint: Path | str, guidance_scale: float = 1.0, **settings: object) -> Model:
-    settings = {"dtype": "float32", "lora_rank": 4, "lora_alpha": 12, "gradient_checkpointing": "none"} | settings
+    settings = {
+        "dtype": "float32",
+        "lora_rank": 4,
+        "lora_alpha": 12,
+        "gradient_checkpointing": "none",
+    } | settings
     config = ModelConfig(path=str(checkpoint), **settings)  # type: ignore[arg-type]
     return load_model(config, SamplingConfig(guidance_scale=guidance_scale), CPU, seed=3)
 
@@ -85,10 +98,14 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def velocity(policy: HunyuanVideo15Policy, x: Tensor, sigma: Tensor, texts: Sequence[TextEmbedding]) -> Tensor:
+def velocity(
+    policy: HunyuanVideo15Policy, x: Tensor, sigma: Tensor, texts: Sequence[TextEmbedding]
+) -> Tensor:
     """Return the velocity of each sample alone, since a batch has prompts of one length."""
     samples = zip(x.split(1), sigma.split(1), texts, strict=True)
-    return torch.cat([policy.velocity(x, policy.condition(sigma, [text])) for x, sigma, text in samples])
+    return torch.cat(
+        [policy.velocity(x, policy.condition(sigma, [text])) for x, sigma, text in samples]
+    )
 
 
 def perturb_adapter(policy: HunyuanVideo15Policy) -> None:
@@ -100,7 +117,7 @@ def perturb_adapter(policy: HunyuanVideo15Policy) -> None:
                 p.normal_(std=0.1, generator=generator)
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -125,7 +142,9 @@ def test_load_model_stores_weights_as_the_tuning_needs_them(
     assert v.isfinite().all()
 
 
-def test_bfloat16_stays_near_float32(checkpoint: Path, model: Model, embeddings: dict[str, TextEmbedding]) -> None:
+def test_bfloat16_stays_near_float32(
+    checkpoint: Path, model: Model, embeddings: dict[str, TextEmbedding]
+) -> None:
     x, sigma = noise(1, *SPACE), torch.tensor([0.7])
     exact = velocity(model.policy, x, sigma, [embeddings[QUOTED]])
     for tuning in ("lora", "full"):
@@ -160,20 +179,28 @@ def test_a_checkpoint_of_the_hub_is_refused_likewise(
     """The task is known only once the checkpoint is read."""
     other = changed(checkpoint, tmp_path, "transformer", task_type="sr")
     monkeypatch.setattr("sage_fast.models.load.reachable", lambda path: str(other))
-    with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'sr'"):
+    with pytest.raises(
+        UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'sr'"
+    ):
         load("owner/name")
 
 
-def test_another_shift_or_guidance_than_the_checkpoints_is_said(checkpoint: Path, tmp_path: Path) -> None:
-    assert load(checkpoint, guidance_scale=GUIDANCE_SCALE).notes == []  # the published 480p pipeline
-    assert load(checkpoint).notes == ["sampling.guidance_scale = 1, and the checkpoint's guider has 6"]
+def test_another_shift_or_guidance_than_the_checkpoints_is_said(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    # the published 480p pipeline
+    assert load(checkpoint, guidance_scale=GUIDANCE_SCALE).notes == []
+    assert load(checkpoint).notes == [
+        "sampling.guidance_scale = 1, and the checkpoint's guider has 6"
+    ]
     other = changed(checkpoint, tmp_path, "scheduler", shift=9.0)
     assert load(other, guidance_scale=GUIDANCE_SCALE).notes == [
         "sampling.shift = 5, and the checkpoint's scheduler has shift 9"
     ]
     (other / "guider" / "guider_config.json").unlink()
     assert load(other).notes == [
-        "the checkpoint lacks scheduler/ or guider/: sampling.shift and sampling.guidance_scale are not compared"
+        "the checkpoint lacks scheduler/ or guider/: sampling.shift and sampling.guidance_scale "
+        "are not compared"
     ]
 
 
@@ -198,13 +225,18 @@ def test_a_crop_that_does_not_end_at_the_prompt_is_refused(
     template = (other / "tokenizer" / "chat_template.jinja").read_text()
     assert template.count(" * 108 ") == 1
     (other / "tokenizer" / "chat_template.jinja").unlink()
-    (other / "tokenizer" / "chat_template.jinja").write_text(template.replace(" * 108 ", f" * {tokens} "))
+    (other / "tokenizer" / "chat_template.jinja").write_text(
+        template.replace(" * 108 ", f" * {tokens} ")
+    )
     with pytest.raises(UserError, match=message):
         load(other).load_encoder(SamplingConfig())
 
 
 def test_loading_and_saving_say_nothing(
-    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    checkpoint: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("error")
@@ -233,11 +265,14 @@ def test_latent_shape_and_decode_equal_the_pipeline(
         with torch.no_grad():
             stock = pipeline.vae.decode(scaled, return_dict=False)[0]
         torch.testing.assert_close(
-            video[None], pipeline.video_processor.postprocess_video(stock, output_type="pt"), rtol=0, atol=1e-5
+            video[None],
+            pipeline.video_processor.postprocess_video(stock, output_type="pt"),
+            rtol=0,
+            atol=1e-5,
         )
 
 
-# -- text -------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prompt", ["", PLAIN, QUOTED])
@@ -253,7 +288,9 @@ def test_embeddings_are_the_valid_tokens_of_the_pipeline(
     # cropping the system message loses no token: the prompt, end of message, start of answer
     assert len(embedding.text) == len(pipeline.tokenizer(prompt or " ").input_ids) + 2
     # ByT5 reads `Text "the END". Text "bye". ` byte by byte, then the end of sequence
-    assert len(embedding.glyphs) == (len('Text "the END". Text "bye". ') + 1 if prompt == QUOTED else 0)
+    assert len(embedding.glyphs) == (
+        len('Text "the END". Text "bye". ') + 1 if prompt == QUOTED else 0
+    )
 
 
 @torch.no_grad()
@@ -266,12 +303,18 @@ def test_prompts_of_one_length_share_a_batch_whatever_they_quote(
     x, sigma = noise(2, *SPACE), torch.tensor([0.8, 0.2])
     alone = velocity(model.policy, x, sigma, texts)
     assert (alone - velocity(model.policy, x, sigma, texts[::-1])).abs().max() > 0.01
-    torch.testing.assert_close(model.policy.velocity(x, model.policy.condition(sigma, texts)), alone, **ROUNDING)
+    torch.testing.assert_close(
+        model.policy.velocity(x, model.policy.condition(sigma, texts)), alone, **ROUNDING
+    )
     table = model.policy.conditioning_table(torch.tensor([0.8, 0.2]), dict(enumerate(texts)))
-    torch.testing.assert_close(model.policy.velocity(x, table.at([0, 1], torch.tensor([0, 1]))), alone, **ROUNDING)
+    torch.testing.assert_close(
+        model.policy.velocity(x, table.at([0, 1], torch.tensor([0, 1]))), alone, **ROUNDING
+    )
 
 
-def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str, TextEmbedding]) -> None:
+def test_cache_is_read_without_the_encoders(
+    tmp_path: Path, embeddings: dict[str, TextEmbedding]
+) -> None:
     calls = []
 
     def factory():
@@ -282,11 +325,15 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
         assert list(found) == [PLAIN, QUOTED]
         for prompt in found:
             torch.testing.assert_close(found[prompt].text, embeddings[prompt].text, rtol=0, atol=0)
-            torch.testing.assert_close(found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0)
+            torch.testing.assert_close(
+                found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0
+            )
 
     found = encode_cached(captions(PLAIN, QUOTED, PLAIN), factory, tmp_path, "m", TextEmbedding)
     check(found)
-    maps = Path("/proc/self/maps").read_text()  # mapped into memory, so that the ranks of a node share it
+    maps = Path(
+        "/proc/self/maps"
+    ).read_text()  # mapped into memory, so that the ranks of a node share it
     assert all(str(file) in maps for file in tmp_path.iterdir())
     assert calls == ["load", PLAIN, QUOTED]
     check(encode_cached(captions(PLAIN, QUOTED), factory, tmp_path, "m", TextEmbedding))
@@ -317,7 +364,11 @@ def without_checksum(file: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [*map(flip, (0, 7, 100, 1001)), lambda file, other: shutil.copyfile(other, file), without_checksum],
+    [
+        *map(flip, (0, 7, 100, 1001)),
+        lambda file, other: shutil.copyfile(other, file),
+        without_checksum,
+    ],
     ids=["bit 0", "bit 7", "bit 100", "bit 1001", "another prompt's file", "without checksum"],
 )
 def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
@@ -326,7 +377,11 @@ def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
 ) -> None:  # fmt: skip
     def encode() -> dict[str, TextEmbedding]:
         return encode_cached(
-            captions(PLAIN, QUOTED), lambda: lambda read: embeddings[read.text], tmp_path, "m", TextEmbedding
+            captions(PLAIN, QUOTED),
+            lambda: lambda read: embeddings[read.text],
+            tmp_path,
+            "m",
+            TextEmbedding,
         )
 
     encode()
@@ -353,17 +408,28 @@ def test_interrupted_encoding_leaves_whole_files_alone(
 
     monkeypatch.setattr("sage_fast.util.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        encode_cached(captions(PLAIN, QUOTED), lambda: lambda read: embeddings[read.text], tmp_path, "m", TextEmbedding)
+        encode_cached(
+            captions(PLAIN, QUOTED),
+            lambda: lambda read: embeddings[read.text],
+            tmp_path,
+            "m",
+            TextEmbedding,
+        )
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
 
 
-# -- velocity ---------------------------------------------------------------------------------------------------------
+# -- velocity --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def stock_velocity(pipeline: HunyuanVideo15Pipeline, x: Tensor, sigma: Tensor, prompts: list[str]) -> Tensor:
-    """Call the stock transformer as the stock pipeline does: 1000 + 256 + 729 tokens and their masks."""
-    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompts, device=CPU, batch_size=len(prompts))
+def stock_velocity(
+    pipeline: HunyuanVideo15Pipeline, x: Tensor, sigma: Tensor, prompts: list[str]
+) -> Tensor:
+    """Call the stock transformer as the stock pipeline does: 1000 + 256 + 729 tokens and their
+    masks."""
+    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(
+        prompts, device=CPU, batch_size=len(prompts)
+    )
     return pipeline.transformer(
         hidden_states=torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1),
         timestep=1000 * sigma,
@@ -380,7 +446,10 @@ def stock_velocity(pipeline: HunyuanVideo15Pipeline, x: Tensor, sigma: Tensor, p
     "prompts", [[PLAIN], [QUOTED], [PLAIN, QUOTED, LONG]], ids=["plain", "glyphs", "mixed lengths"]
 )
 def test_velocity_without_padding_equals_the_padded_stock_forward(
-    pipeline: HunyuanVideo15Pipeline, model: Model, embeddings: dict[str, TextEmbedding], prompts: list[str]
+    pipeline: HunyuanVideo15Pipeline,
+    model: Model,
+    embeddings: dict[str, TextEmbedding],
+    prompts: list[str],
 ) -> None:
     x, sigma = noise(len(prompts), *SPACE), torch.tensor([0.9876543, 0.5, 0.01])[: len(prompts)]
     with torch.no_grad():
@@ -390,7 +459,9 @@ def test_velocity_without_padding_equals_the_padded_stock_forward(
     torch.testing.assert_close(v, stock_velocity(pipeline, x, sigma, prompts), **ROUNDING)
 
 
-def test_timestep_stays_float32_in_a_bfloat16_model(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
+def test_timestep_stays_float32_in_a_bfloat16_model(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding]
+) -> None:
     policy = load(checkpoint, dtype="bfloat16").policy
     time_embed = policy.transformer.time_embed
     sigma = torch.tensor([0.9987654])
@@ -399,7 +470,9 @@ def test_timestep_stays_float32_in_a_bfloat16_model(checkpoint: Path, embeddings
     seen: list[Tensor] = []
     hooks = [
         time_embed.time_proj.register_forward_hook(lambda module, args, out: seen.append(args[0])),
-        time_embed.timestep_embedder.register_forward_hook(lambda module, args, out: seen.append(out)),
+        time_embed.timestep_embedder.register_forward_hook(
+            lambda module, args, out: seen.append(out)
+        ),
     ]
     velocity(policy, noise(1, *SPACE), sigma, [embeddings[PLAIN]])
     for hook in hooks:
@@ -416,7 +489,10 @@ def test_timestep_stays_float32_in_a_bfloat16_model(checkpoint: Path, embeddings
 
 @pytest.mark.parametrize("guidance_scale", [1.0, GUIDANCE_SCALE])
 def test_ode_rollout_reproduces_the_pipeline(
-    checkpoint: Path, pipeline: HunyuanVideo15Pipeline, embeddings: dict[str, TextEmbedding], guidance_scale: float
+    checkpoint: Path,
+    pipeline: HunyuanVideo15Pipeline,
+    embeddings: dict[str, TextEmbedding],
+    guidance_scale: float,
 ) -> None:
     steps, prompts = 4, [PLAIN, QUOTED]
     model = load(checkpoint, guidance_scale)
@@ -425,7 +501,10 @@ def test_ode_rollout_reproduces_the_pipeline(
     conditions = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
     samples = zip(prompts, torch.tensor([1, 2]).split(1), latents.split(1))
     ours = torch.cat(
-        [rollout(model.policy, table, table.coefficients(), conditions, [key], *sample) for key, *sample in samples]
+        [
+            rollout(model.policy, table, table.coefficients(), conditions, [key], *sample)
+            for key, *sample in samples
+        ]
     )
     keys = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
     texts = dict(zip(keys, pipeline.encode_prompt(prompts, device=CPU, batch_size=2)))
@@ -444,21 +523,29 @@ def test_ode_rollout_reproduces_the_pipeline(
     torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 if guidance_scale > 1 else 2e-6)
 
 
-# -- trainable weights ------------------------------------------------------------------------------------------------
+# -- trainable weights -----------------------------------------------------------------------------
 
 
 def test_fresh_lora_is_the_base_model_exactly(
     checkpoint: Path, model: Model, embeddings: dict[str, TextEmbedding]
 ) -> None:
-    base = HunyuanVideo15Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer").eval()
-    x, sigma, text = noise(2, *SPACE), torch.tensor([0.8, 0.2]), [embeddings[PLAIN], embeddings[QUOTED]]
+    base = HunyuanVideo15Transformer3DModel.from_pretrained(
+        checkpoint, subfolder="transformer"
+    ).eval()
+    x, sigma, text = (
+        noise(2, *SPACE),
+        torch.tensor([0.8, 0.2]),
+        [embeddings[PLAIN], embeddings[QUOTED]],
+    )
     with torch.no_grad():
         expected = velocity(HunyuanVideo15Policy(base, dtype=torch.float32), x, sigma, text)
         torch.testing.assert_close(velocity(model.policy, x, sigma, text), expected, rtol=0, atol=0)
 
 
 @torch.no_grad()
-def test_base_policy_is_the_initial_snapshot(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
+def test_base_policy_is_the_initial_snapshot(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding]
+) -> None:
     policy = load(checkpoint).policy
     x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), [embeddings[QUOTED]]
     initial, before = policy.snapshot(), velocity(policy, x, sigma, text)
@@ -496,7 +583,10 @@ def test_states_come_back_bit_for_bit(checkpoint: Path) -> None:
     assert equal_states(policy.snapshot(), trained)
 
     last = list(initial)[-1]
-    for broken in ({**initial, last: initial[last][:1]}, {n: t for n, t in initial.items() if n != last}):
+    for broken in (
+        {**initial, last: initial[last][:1]},
+        {n: t for n, t in initial.items() if n != last},
+    ):
         with pytest.raises(ValueError, match=last.replace(".", r"\.")), policy.using(broken):
             pass
         assert equal_states(policy.snapshot(), trained)  # no half-loaded state
@@ -504,7 +594,9 @@ def test_states_come_back_bit_for_bit(checkpoint: Path) -> None:
     assert equal_states(policy.snapshot(), initial)
 
 
-def test_seed_decides_the_adapter_and_leaves_the_global_generator_alone(checkpoint: Path, model: Model) -> None:
+def test_seed_decides_the_adapter_and_leaves_the_global_generator_alone(
+    checkpoint: Path, model: Model
+) -> None:
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
@@ -513,11 +605,15 @@ def test_seed_decides_the_adapter_and_leaves_the_global_generator_alone(checkpoi
     assert equal_states(again, model.policy.snapshot())
 
 
-def gradients(policy: HunyuanVideo15Policy, texts: Sequence[TextEmbedding]) -> tuple[Tensor, dict[str, Tensor | None]]:
+def gradients(
+    policy: HunyuanVideo15Policy, texts: Sequence[TextEmbedding]
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     batch = len(texts)
     v = velocity(policy, noise(batch, *SPACE), torch.linspace(0.9, 0.2, batch), texts)
     parameters = policy.parameters()
-    found = torch.autograd.grad(v.float(), list(parameters.values()), noise(*v.shape, seed=9), allow_unused=True)
+    found = torch.autograd.grad(
+        v.float(), list(parameters.values()), noise(*v.shape, seed=9), allow_unused=True
+    )
     return v.detach(), dict(zip(parameters, found))
 
 
@@ -531,14 +627,20 @@ def test_every_trainable_parameter_gets_a_gradient(
     assert [name for name, g in found.items() if g is None or not g.any()] == []
     _, found = gradients(policy, [embeddings[PLAIN]])
     idle = {".".join(name.split(".")[:1]) for name, g in found.items() if g is None or not g.any()}
-    assert idle == ({"context_embedder_2"} if tuning == "full" else set())  # used only if a prompt quotes text
+    # used only if a prompt quotes text
+    assert idle == ({"context_embedder_2"} if tuning == "full" else set())
 
 
-def test_frozen_dead_ends_are_dead_and_all_there_are(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
+def test_frozen_dead_ends_are_dead_and_all_there_are(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding]
+) -> None:
     policy = load(checkpoint, tuning="full").policy
     frozen = {name for name, p in policy.transformer.named_parameters() if not p.requires_grad}
     roots = (
-        *(f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out")),
+        *(
+            f"transformer_blocks.1.{part}"
+            for part in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out")
+        ),
         "transformer_blocks.1.ff_context",
         "image_embedder",
     )
@@ -548,10 +650,14 @@ def test_frozen_dead_ends_are_dead_and_all_there_are(checkpoint: Path, embedding
     _, found = gradients(policy, [embeddings[PLAIN], embeddings[QUOTED]])
     assert {name for name, g in found.items() if g is None or not g.any()} == frozen
     freeze_dead_ends(policy.transformer)
-    assert {name for name, p in policy.transformer.named_parameters() if not p.requires_grad} == frozen
+    assert {
+        name for name, p in policy.transformer.named_parameters() if not p.requires_grad
+    } == frozen
 
 
-@pytest.mark.parametrize(("tuning", "dtype"), [("lora", "bfloat16"), ("full", "bfloat16"), ("lora", "float32")])
+@pytest.mark.parametrize(
+    ("tuning", "dtype"), [("lora", "bfloat16"), ("full", "bfloat16"), ("lora", "float32")]
+)
 def test_gradient_checkpointing_changes_no_bit(
     checkpoint: Path, embeddings: dict[str, TextEmbedding], tuning: str, dtype: str
 ) -> None:
@@ -572,7 +678,7 @@ def test_gradient_checkpointing_changes_no_bit(
             torch.testing.assert_close(recomputed[name], g, rtol=0, atol=0, msg=message)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -588,22 +694,29 @@ def test_saved_lora_loads_into_stock_diffusers_and_trains_on(
     expected = velocity(trained, x, sigma, text)
 
     # rank and alpha come from the file (scaling 12 / 4, not the 64 / 64 given here)
-    resumed = load(checkpoint, dtype=dtype, weights=str(tmp_path), lora_rank=64, lora_alpha=64).policy
+    resumed = load(
+        checkpoint, dtype=dtype, weights=str(tmp_path), lora_rank=64, lora_alpha=64
+    ).policy
     assert equal_states(resumed.snapshot(), trained.snapshot())
     assert resumed.transformer.peft_config["default"].lora_alpha == 12
     torch.testing.assert_close(velocity(resumed, x, sigma, text), expected, rtol=0, atol=0)
 
-    stock = HunyuanVideo15Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer", dtype=trained.dtype)
+    stock = HunyuanVideo15Transformer3DModel.from_pretrained(
+        checkpoint, subfolder="transformer", dtype=trained.dtype
+    )
     stock.load_lora_adapter(tmp_path, weight_name=LORA_FILE, prefix=None)
     v = velocity(HunyuanVideo15Policy(stock.eval(), dtype=trained.dtype), x, sigma, text)
-    rounding = {"rtol": 0, "atol": 0} if dtype == "float32" else {"rtol": 0.02, "atol": 0.02}  # stock: bf16 adapter
+    # stock: bf16 adapter
+    rounding = {"rtol": 0, "atol": 0} if dtype == "float32" else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(v, expected, **rounding)
 
 
 def test_lora_of_a_pipeline_loads_too(checkpoint: Path, model: Model, tmp_path: Path) -> None:
     """A pipeline writes `transformer.` before each name; this file is bfloat16."""
     save_weights(model.policy, tmp_path)
-    tensors = {f"transformer.{key}": t.bfloat16() for key, t in load_file(tmp_path / LORA_FILE).items()}
+    tensors = {
+        f"transformer.{key}": t.bfloat16() for key, t in load_file(tmp_path / LORA_FILE).items()
+    }
     file = tmp_path / "from_pipeline.safetensors"
     save_file(tensors, file)
     policy = load(checkpoint, dtype="bfloat16", weights=str(file)).policy
@@ -613,7 +726,9 @@ def test_lora_of_a_pipeline_loads_too(checkpoint: Path, model: Model, tmp_path: 
 
 
 @torch.no_grad()
-def test_full_weights_come_back(checkpoint: Path, embeddings: dict[str, TextEmbedding], tmp_path: Path) -> None:
+def test_full_weights_come_back(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding], tmp_path: Path
+) -> None:
     trained = load(checkpoint, tuning="full", dtype="bfloat16").policy
     config = tmp_path / "transformer" / "config.json"
     for p in trained.parameters().values():
@@ -625,10 +740,12 @@ def test_full_weights_come_back(checkpoint: Path, embeddings: dict[str, TextEmbe
     resumed = load(checkpoint, tuning="full", dtype="bfloat16", weights=str(tmp_path)).policy
     assert equal_states(resumed.snapshot(), trained.snapshot())
     x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), [embeddings[QUOTED]]
-    torch.testing.assert_close(velocity(resumed, x, sigma, text), velocity(trained, x, sigma, text), rtol=0, atol=0)
+    torch.testing.assert_close(
+        velocity(resumed, x, sigma, text), velocity(trained, x, sigma, text), rtol=0, atol=0
+    )
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def message(checkpoint: Path | str, **settings: object) -> str:
@@ -639,13 +756,16 @@ def message(checkpoint: Path | str, **settings: object) -> str:
 
 def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path: Path) -> None:
     assert message("/nowhere/at/all") == (
-        "model.path = '/nowhere/at/all': no such folder; expected one of testbed, testbed-i2v; or a local folder in "
-        "diffusers format, or a hub id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+        "model.path = '/nowhere/at/all': no such folder; expected one of testbed, testbed-i2v; or "
+        "a local folder in diffusers format, or a hub id such as "
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     )
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
     (copy / "vae" / "config.json").rename(tmp_path / "vae.json")
-    assert message(copy) == (f"model.path = '{copy}': no checkpoint in diffusers format; vae/config.json is missing")
+    assert message(copy) == (
+        f"model.path = '{copy}': no checkpoint in diffusers format; vae/config.json is missing"
+    )
     (tmp_path / "vae.json").rename(copy / "vae" / "config.json")
     with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the encoders: "):
         load(copy).load_encoder(SamplingConfig())
@@ -653,16 +773,23 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
     tensors = load_file(weights)
     tensors.pop("decoder.conv_in.conv.weight")
     save_file(tensors, weights, metadata={"format": "pt"})
-    assert message(copy) == f"model.path = '{copy}': vae lacks 1 weights, such as decoder.conv_in.conv.weight"
+    assert (
+        message(copy)
+        == f"model.path = '{copy}': vae lacks 1 weights, such as decoder.conv_in.conv.weight"
+    )
     weights.write_bytes(weights.read_bytes()[:1000])
     assert message(copy).startswith(f"model.path = '{copy}': cannot read vae/{weights.name}: ")
     weights.unlink()
-    assert message(copy).startswith(f"model.path = '{copy}': vae/ holds no {weights.name} and no index")
+    assert message(copy).startswith(
+        f"model.path = '{copy}': vae/ holds no {weights.name} and no index"
+    )
     config = copy / "transformer" / "config.json"
-    config.write_text(config.read_text().replace("HunyuanVideo15Transformer3DModel", "WanTransformer3DModel"))
+    config.write_text(
+        config.read_text().replace("HunyuanVideo15Transformer3DModel", "WanTransformer3DModel")
+    )
     assert message(copy) == (
-        f"model.path = '{copy}' holds a WanTransformer3DModel; "
-        "expected one of ['HunyuanVideo15Transformer3DModel', 'TestbedTransformer']"
+        f"model.path = '{copy}' holds a WanTransformer3DModel; expected one of "
+        "['HunyuanVideo15Transformer3DModel', 'TestbedTransformer']"
     )
 
 
@@ -676,7 +803,10 @@ def test_hub_model_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("targets", "substance"),
     [
-        (r"blocks\.\d+\.attn\.to_q", "Target modules blocks\\.\\d+\\.attn\\.to_q not found in the base model"),
+        (
+            r"blocks\.\d+\.attn\.to_q",
+            "Target modules blocks\\.\\d+\\.attn\\.to_q not found in the base model",
+        ),
         (
             r"transformer_blocks\.0\.attn",
             "transformer_blocks.0.attn is of type Attention; expected linear layers",
@@ -696,13 +826,18 @@ def test_lora_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> N
     make_trainable(HunyuanVideo15(), wide, ModelConfig(lora_rank=4, lora_alpha=4))
     save_weights(HunyuanVideo15Policy(wide, dtype=torch.float32), tmp_path / "wide")
     text = message(checkpoint, weights=str(tmp_path / "wide"))
-    assert text.startswith(f"model.weights = '{tmp_path / 'wide'}' was made for another model: transformer_blocks.0.")
+    assert text.startswith(
+        f"model.weights = '{tmp_path / 'wide'}' was made for another model: transformer_blocks.0."
+    )
     assert text.endswith("has shape [4, 48], expected width 32")
 
     narrow = tiny_transformer()
     add_lora(narrow, rank=4, alpha=4, targets=r"transformer_blocks\.0\.attn\.to_q", seed=0)
     save_weights(HunyuanVideo15Policy(narrow, dtype=torch.float32), tmp_path / "narrow")
-    for names, key in (("other_blocks", "other_blocks.0.attn.to_q"), ("transformer_blocks.7", None)):
+    for names, key in (
+        ("other_blocks", "other_blocks.0.attn.to_q"),
+        ("transformer_blocks.7", None),
+    ):
         tensors = load_file(tmp_path / "narrow" / LORA_FILE)
         old = "transformer_blocks" if key else "transformer_blocks.0"
         renamed = {k.replace(old, names): t for k, t in tensors.items()}
@@ -719,7 +854,9 @@ def test_weights_that_are_no_lora_are_refused(checkpoint: Path, tmp_path: Path) 
     )
     file = tmp_path / "x.safetensors"
     file.write_bytes(b"not at all")
-    assert message(checkpoint, weights=str(file)).startswith(f"model.weights = '{file}': not a safetensors file: ")
+    assert message(checkpoint, weights=str(file)).startswith(
+        f"model.weights = '{file}': not a safetensors file: "
+    )
     save_file({"a.weight": torch.zeros(2)}, file)
     assert message(checkpoint, weights=str(file)) == (
         f"model.weights = '{file}': holds no LoRA in diffusers format (`<layer>.lora_A.weight`)"
@@ -733,13 +870,17 @@ def test_full_weights_of_another_model_are_refused(checkpoint: Path, tmp_path: P
     )
     tiny_transformer(width_of_a_head=24).save_pretrained(tmp_path / "transformer")
     assert message(checkpoint, tuning="full", weights=str(tmp_path)) == (
-        f"model.weights = '{tmp_path}' was made for another model: attention_head_dim is 24, model.path has 16"
+        f"model.weights = '{tmp_path}' was made for another model: attention_head_dim is 24, "
+        "model.path has 16"
     )
 
 
 def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path: Path) -> None:
     transformer = tiny_transformer()
-    factors = {"proj_out.lora_A.weight": torch.zeros(2, 5), "proj_out.lora_B.weight": torch.zeros(32, 2)}
+    factors = {
+        "proj_out.lora_A.weight": torch.zeros(2, 5),
+        "proj_out.lora_B.weight": torch.zeros(32, 2),
+    }
     save_file(factors, tmp_path / LORA_FILE)
     with pytest.raises(ValueError, match="expected width 32"):
         load_lora(transformer, tmp_path, "transformer")
@@ -748,7 +889,15 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
 
 
 def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
-    names = {"spec", "policy", "decoder", "attention", "attention_milliseconds", "notes", "checkpointing"}
+    names = {
+        "spec",
+        "policy",
+        "decoder",
+        "attention",
+        "attention_milliseconds",
+        "notes",
+        "checkpointing",
+    }
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
     assert model.spec.path == str(checkpoint)

@@ -1,6 +1,8 @@
-"""The CUDA path on the CPU: the same numbers, nothing on two devices, and no copy and no wait in the step loop.
+"""The CUDA path on the CPU: the same numbers, nothing on two devices, and no copy and no wait in
+the step loop.
 
-`tests/pretend_cuda.py` is the device. What comes first is that it refuses and notes what CUDA would.
+`tests/pretend_cuda.py` is the device. What comes first is that it refuses and notes what CUDA
+would.
 """
 
 from __future__ import annotations
@@ -44,16 +46,22 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a re
 PROMPT = "a red circle moves left quickly"
 
 
-FEW = {"sampling__steps": 3, "sampling__batch_size": 2, "train__group_size": 2, "train__batch_size": 4}
+FEW = {
+    "sampling__steps": 3,
+    "sampling__batch_size": 2,
+    "train__group_size": 2,
+    "train__batch_size": 4,
+}
 
 
-# -- the device itself ------------------------------------------------------------------------------------------------
+# -- the device itself -----------------------------------------------------------------------------
 
 
 def test_numbers_are_the_cpus_and_the_device_is_cuda() -> None:
     with PretendCuda():
         x = torch.arange(6.0, device="cuda").view(2, 3).requires_grad_()
-        y = torch.stack([x.sin(), x[:1].expand(2, 3)]).unbind(0)[0].square().sum()  # no gradient reaches the second
+        # no gradient reaches the second
+        y = torch.stack([x.sin(), x[:1].expand(2, 3)]).unbind(0)[0].square().sum()
         y.backward()
         assert y.device == x.grad.device == CUDA
         gradient = x.grad.cpu()
@@ -75,7 +83,12 @@ def test_numbers_are_the_cpus_and_the_device_is_cuda() -> None:
     ],
 )
 def test_two_devices_are_refused(mix: Callable[[Tensor, Tensor], Tensor]) -> None:
-    with PretendCuda(), pytest.raises(RuntimeError, match=r"tensors on two devices|host tensor is indexed|generator"):
+    with (
+        PretendCuda(),
+        pytest.raises(
+            RuntimeError, match=r"tensors on two devices|host tensor is indexed|generator"
+        ),
+    ):
         mix(torch.ones(3, device="cuda"), torch.ones(3))
 
 
@@ -90,7 +103,8 @@ PINNED = "asynchronous copy to device"
         (lambda x: x.masked_fill(x > 0, 0), []),
         (lambda x: x.to(CUDA, torch.bfloat16), []),
         (lambda x: torch.tensor([1, 2], device=CUDA), ["copy to device"]),
-        (lambda x: torch.ones(3).to(CUDA, non_blocking=True), ["copy to device"]),  # nothing is pinned: it waits
+        # nothing is pinned: it waits
+        (lambda x: torch.ones(3).to(CUDA, non_blocking=True), ["copy to device"]),
         (lambda x: torch.ones(3).pin_memory().to(CUDA, non_blocking=True), [PINNED]),
         (lambda x: torch.ones(3, pin_memory=True)[1:].to(CUDA, non_blocking=True), [PINNED]),
         (lambda x: x[[0, 1]], ["copy to device"]),
@@ -105,14 +119,19 @@ PINNED = "asynchronous copy to device"
         (lambda x: torch.cuda.synchronize(), ["wait"]),
     ],
 )
-def test_copies_and_waits_are_noted_and_refused_in_a_capture(act: Callable[[Tensor], Any], kinds: list[str]) -> None:
+def test_copies_and_waits_are_noted_and_refused_in_a_capture(
+    act: Callable[[Tensor], Any], kinds: list[str]
+) -> None:
     with PretendCuda() as device:
         x = torch.ones(3, device="cuda")
         act(x)
         assert [event.kind for event in device.events] == kinds
         graph = torch.cuda.CUDAGraph()
         if kinds:
-            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), torch.cuda.graph(graph):
+            with (
+                pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
+                torch.cuda.graph(graph),
+            ):
                 act(x)
         else:
             with torch.cuda.graph(graph):
@@ -136,13 +155,25 @@ def test_a_replay_runs_the_operators_over_the_same_memory_and_no_python() -> Non
 
 
 def test_nothing_is_left_behind() -> None:
-    names = (torch.Generator, torch.autocast, torch.cuda.synchronize, torch.cuda.graph, torch.cuda.Stream)
+    names = (
+        torch.Generator,
+        torch.autocast,
+        torch.cuda.synchronize,
+        torch.cuda.graph,
+        torch.cuda.Stream,
+    )
     with contextlib.suppress(RuntimeError), PretendCuda():
         assert torch.cuda.is_available()
         x = torch.ones(1, device="cuda")
         raise RuntimeError("as a defect would")
     assert not torch.cuda.is_available()
-    assert names == (torch.Generator, torch.autocast, torch.cuda.synchronize, torch.cuda.graph, torch.cuda.Stream)
+    assert names == (
+        torch.Generator,
+        torch.autocast,
+        torch.cuda.synchronize,
+        torch.cuda.graph,
+        torch.cuda.Stream,
+    )
     assert not torch.__future__.get_overwrite_module_params_on_conversion()
     with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
         torch.ones(1, device="cuda")
@@ -150,14 +181,23 @@ def test_nothing_is_left_behind() -> None:
         x + 1
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
-def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], Evaluation, list[str]]:
+def train(
+    config: Config, folder: Path
+) -> tuple[Trainer, list[dict[str, Any]], Evaluation, list[str]]:
     """Load, train two iterations and evaluate; the last is what the graphs said."""
     setup = load_setup(resolve(config))
     setup.encode(folder)
-    trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
+    trainer = Trainer(
+        setup.resolved,
+        setup.model,
+        setup.reward,
+        setup.prompts,
+        setup.embeddings,
+        graphs=setup.graphs,
+    )
     rows = [trainer.iteration(index) for index in range(2)]
     said = [] if trainer.graphs is None else [*trainer.graphs.refused.values()]
     return trainer, rows, evaluate(setup, iteration=2)[0], said
@@ -167,17 +207,30 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
     "overrides",
     [
         pytest.param({"model__gradient_checkpointing": "full"}, id="lora"),
-        pytest.param({"model__tuning": "full", "train__optimizer": "muon"}, id="full", marks=pytest.mark.soak),
-        pytest.param({"model__tuning": "full", "model__dtype": "bfloat16", "objective__clip_range": 1}, id="bfloat16"),
         pytest.param(
-            {"sampling__guidance_scale": 3, "reward__on_failure": "drop"}, id="guidance", marks=pytest.mark.soak
+            {"model__tuning": "full", "train__optimizer": "muon"}, id="full", marks=pytest.mark.soak
         ),
         pytest.param(
-            {"kl__velocity_term": "closed_form", "train__optimizer_steps": 2, "train__ema_decay": 0.9},
+            {"model__tuning": "full", "model__dtype": "bfloat16", "objective__clip_range": 1},
+            id="bfloat16",
+        ),
+        pytest.param(
+            {"sampling__guidance_scale": 3, "reward__on_failure": "drop"},
+            id="guidance",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            {
+                "kl__velocity_term": "closed_form",
+                "train__optimizer_steps": 2,
+                "train__ema_decay": 0.9,
+            },
             id="closed form",
             marks=pytest.mark.soak,
         ),
-        pytest.param({"sampling__offload_trajectories": True, "kl__anchor_interval": 1}, id="offload"),
+        pytest.param(
+            {"sampling__offload_trajectories": True, "kl__anchor_interval": 1}, id="offload"
+        ),
         pytest.param(
             {
                 "objective__surrogate": "nft",
@@ -189,9 +242,13 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
             marks=pytest.mark.soak,
         ),
         pytest.param(
-            {"sampling__cuda_graphs": False, "sampling__sde_window": 2}, id="no graphs", marks=pytest.mark.soak
+            {"sampling__cuda_graphs": False, "sampling__sde_window": 2},
+            id="no graphs",
+            marks=pytest.mark.soak,
         ),
-        pytest.param({"sampling__sde_window": 2, "sampling__window_per_prompt": True}, id="windows"),
+        pytest.param(
+            {"sampling__sde_window": 2, "sampling__window_per_prompt": True}, id="windows"
+        ),
     ],
 )
 def test_training_gives_the_metrics_of_the_cpu(
@@ -220,11 +277,13 @@ def test_training_gives_the_metrics_of_the_cpu(
     else:
         assert in_steps == []
     # An update reads its loss, the phase ends: in no micro-batch the host waits.
-    waits = [event for event in device.within("train") if "optimizer" not in event.ranges and event.waits]
+    waits = [
+        event for event in device.within("train") if "optimizer" not in event.ranges and event.waits
+    ]
     assert len(waits) == trainer.engine.steps + len(rows), waits
 
 
-# -- graphs -----------------------------------------------------------------------------------------------------------
+# -- graphs ----------------------------------------------------------------------------------------
 
 
 def recorded(count: int, room: float = math.inf) -> tuple[StepGraphs, list[str]]:
@@ -244,7 +303,8 @@ def recorded(count: int, room: float = math.inf) -> tuple[StepGraphs, list[str]]
 
 
 def test_graphs_keep_to_what_training_leaves() -> None:
-    """What the warm-up leaves in the allocator's cache is not to be set against what the capture adds."""
+    """What the warm-up leaves in the allocator's cache is not to be set against what the capture
+    adds."""
     with PretendCuda():
         graphs, said = recorded(3)
         kept = torch.cuda.memory_allocated()
@@ -277,7 +337,8 @@ def test_a_step_without_room_has_no_graph(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"sampling__cuda_graphs": False}, {"train__engine": "zero3"}, {"model__sequence_parallel": 2}]
+    "overrides",
+    [{"sampling__cuda_graphs": False}, {"train__engine": "zero3"}, {"model__sequence_parallel": 2}],
 )
 def test_steps_that_cannot_be_recorded_take_no_memory(overrides: dict[str, Any]) -> None:
     def taken(config: Config) -> float:
@@ -288,18 +349,26 @@ def test_steps_that_cannot_be_recorded_take_no_memory(overrides: dict[str, Any])
     assert taken(settings(**overrides)) == 0
 
 
-@pytest.mark.parametrize("given", [embeddings, lambda prompts: with_images(embeddings(prompts))], ids=["text", "image"])
+@pytest.mark.parametrize(
+    "given", [embeddings, lambda prompts: with_images(embeddings(prompts))], ids=["text", "image"]
+)
 @torch.no_grad()
 def test_a_step_never_waits_where_the_stock_forward_waits_for_every_sample(given: Any) -> None:
-    """diffusers' forward finds the valid text tokens of B samples with 12 B + 1 synchronisations."""
+    """diffusers' forward finds the valid text tokens of B samples with 12 B + 1
+    synchronisations."""
     with PretendCuda() as device:
         ours = tiny_model(settings(), device=CUDA).policy
         table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
         coefs, seeds = table.coefficients().to(CUDA), torch.arange(3, device=CUDA)
-        latents, step = initial_latents(seeds, LATENT_SHAPE, CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
+        latents, step = (
+            initial_latents(seeds, LATENT_SHAPE, CUDA),
+            torch.zeros(1, dtype=torch.int64, device=CUDA),
+        )
         counts = []
         for policy in (StockPolicy(ours.transformer, dtype=torch.float32), ours):
-            schedule = policy.conditioning_table(table.sigmas[:-1], given([PROMPT])).of([PROMPT] * 3)
+            schedule = policy.conditioning_table(table.sigmas[:-1], given([PROMPT])).of(
+                [PROMPT] * 3
+            )
             for _ in range(2):  # the first makes the rotary table
                 device.events.clear()
                 denoise(policy, coefs, schedule.at(step), seeds, latents, step)
@@ -307,7 +376,7 @@ def test_a_step_never_waits_where_the_stock_forward_waits_for_every_sample(given
     assert counts == [12 * 3 + 1, 0]
 
 
-# -- benchmarks -------------------------------------------------------------------------------------------------------
+# -- benchmarks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -317,25 +386,37 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(file: Path, *arguments: str) -> dict[str, Any]:
-    assert main(["bench", *arguments, "--size", "tiny", "--repetitions", "1", "--json", str(file)]) == 0
+    assert (
+        main(["bench", *arguments, "--size", "tiny", "--repetitions", "1", "--json", str(file)])
+        == 0
+    )
     return json.loads(file.read_text())
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_operator_benchmark(tmp_path: Path) -> None:
     with PretendCuda() as device:
-        rows = bench(tmp_path / "operators.json", "--size", "tiny tokens", "--size", "tiny pixels")["rows"]
+        rows = bench(tmp_path / "operators.json", "--size", "tiny tokens", "--size", "tiny pixels")[
+            "rows"
+        ]
     assert {row["operator"] for row in rows} == {*OPERATORS}
-    assert device.captures >= sum(len(row["seconds"]) for row in rows)  # every contender is timed by a graph
+    # every contender is timed by a graph
+    assert device.captures >= sum(len(row["seconds"]) for row in rows)
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_rollout_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rollout_bench.SIZES, "tiny", dataclasses.replace(rollout_bench.SIZES["tiny"], steps=2))
-    monkeypatch.setattr(rollout_bench, "matmul_ceiling", lambda device, dtype: 1e12)  # of products for a GPU
+    monkeypatch.setitem(
+        rollout_bench.SIZES, "tiny", dataclasses.replace(rollout_bench.SIZES["tiny"], steps=2)
+    )
+    # of products for a GPU
+    monkeypatch.setattr(rollout_bench, "matmul_ceiling", lambda device, dtype: 1e12)
     monkeypatch.setattr(rollout_bench, "sustained_ceiling", lambda device, dtype: None)
     with PretendCuda() as device:
-        paths = [f"--path={path}" for path in ("stock", "eager", "graphed", "contiguous", "channels last")]
+        paths = [
+            f"--path={path}"
+            for path in ("stock", "eager", "graphed", "contiguous", "channels last")
+        ]
         rows = bench(tmp_path / "rollout.json", "rollout", *paths)["rows"]
     assert {row["part"] for row in rows if "graphed" in row["seconds"]} == {"step", "rollout"}
     assert device.captures > 0

@@ -70,7 +70,11 @@ def test_ranges_of_an_iteration(recorded: Recording) -> None:
     with ranges("nvtx"):
         trainer.iteration(1)
     steps = [
-        [("rollout", f"step {k}"), ("rollout", f"step {k}", "transformer"), ("rollout", f"step {k}", "transition")]
+        [
+            ("rollout", f"step {k}"),
+            ("rollout", f"step {k}", "transformer"),
+            ("rollout", f"step {k}", "transition"),
+        ]
         for k in range(config.sampling.steps)
     ]
     rollout = [("rollout",), *[path for step in steps for path in step]]
@@ -79,7 +83,8 @@ def test_ranges_of_an_iteration(recorded: Recording) -> None:
     assert recorded.pushed == [
         ("rollout",),  # conditioning
         *[*rollout, *scored, *rollout, *scored],
-        *[("anchor",), ("train",), *micro * 4, ("train", "optimizer")],  # 30 transitions, 8 at a time
+        # 30 transitions, 8 at a time
+        *[("anchor",), ("train",), *micro * 4, ("train", "optimizer")],
     ]
     assert not any(recorded.stacks.values())
 
@@ -89,7 +94,8 @@ def test_off_means_nothing(recorded: Recording, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.profiler, "record_function", None)
     trainer.iteration(0)
     assert recorded.pushed == []
-    assert annotate("step", 3) is annotate("rollout")  # one shared null context, and no name is made
+    # one shared null context, and no name is made
+    assert annotate("step", 3) is annotate("rollout")
 
 
 def test_ranges_close_on_an_error_and_stay_on_their_thread(recorded: Recording) -> None:
@@ -111,7 +117,8 @@ def test_ranges_close_on_an_error_and_stay_on_their_thread(recorded: Recording) 
 
 
 def test_peak_memory_belongs_to_all_open_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the counters that CUDA keeps: what is allocated now, and the most since the last reset."""
+    """Through the counters that CUDA keeps: what is allocated now, and the most since the last
+    reset."""
     counters = SimpleNamespace(now=1, peak=1)
 
     def allocate(size: int) -> None:
@@ -120,7 +127,11 @@ def test_peak_memory_belongs_to_all_open_phases(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters.peak)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(counters, "peak", counters.now))
+    monkeypatch.setattr(
+        torch.cuda,
+        "reset_peak_memory_stats",
+        lambda device: setattr(counters, "peak", counters.now),
+    )
     watch = Stopwatch(torch.device("cuda"))
     allocate(90)
     allocate(-90)
@@ -159,9 +170,20 @@ def test_switches_nest_without_doubling(recorded: Recording) -> None:
 
 
 def test_the_environment_switches_ranges_on(
-    recorded: Recording, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Recording,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sample = ["sample", str(PAPER), "--prompt", "a red circle moves left quickly", "--folder", str(tmp_path), "--quiet"]
+    sample = [
+        "sample",
+        str(PAPER),
+        "--prompt",
+        "a red circle moves left quickly",
+        "--folder",
+        str(tmp_path),
+        "--quiet",
+    ]
     monkeypatch.setenv("SAGE_FAST_NVTX", "1")
     assert main([*sample, "--eval.steps", "2"]) == 0
     assert [path[-1] for path in recorded.pushed] == [
@@ -169,14 +191,17 @@ def test_the_environment_switches_ranges_on(
     ]
     monkeypatch.setenv("SAGE_FAST_NVTX", "yes")
     assert main(sample) == 2
-    assert "SAGE_FAST_NVTX = 'yes' in the environment: expected 1 (ranges on) or 0" in capsys.readouterr().err
+    assert (
+        "SAGE_FAST_NVTX = 'yes' in the environment: expected 1 (ranges on) or 0"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("SAGE_FAST_NVTX", "1")
     monkeypatch.setitem(sys.modules, "nvtx", None)
     assert main(sample) == 2
     assert "NVTX ranges need the nvtx package" in capsys.readouterr().err
 
 
-# -- sage-fast profile ------------------------------------------------------------------------------------------------
+# -- sage-fast profile -----------------------------------------------------------------------------
 
 
 AUTO = "--model.gradient_checkpointing=auto"
@@ -190,19 +215,30 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setitem(sys.modules, "nvtx", None)  # torch.profiler needs no NVTX
-        assert main(["profile", str(PAPER), "--folder", str(folder), *SMALL, "--sampling.eta=0.4", AUTO]) == 0
+        assert (
+            main(
+                ["profile", str(PAPER), "--folder", str(folder), *SMALL, "--sampling.eta=0.4", AUTO]
+            )
+            == 0
+        )
     return folder, printed.getvalue(), json.loads((folder / "profile.json").read_text())
 
 
 def test_profile_prints_what_it_writes(profiled: tuple[Path, str, dict[str, Any]]) -> None:
     folder, printed, result = profiled
     assert printed.endswith(format_profile(result) + "\n")
-    assert sorted(path.name for path in folder.iterdir()) == ["embeddings", "profile.json", "rank-000.json.gz"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "embeddings",
+        "profile.json",
+        "rank-000.json.gz",
+    ]
     for word in ("MFU", "rollout", "rank-000.json.gz"):
         assert word in printed
 
 
-def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, str, dict[str, Any]]) -> None:
+def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(
+    profiled: tuple[Path, str, dict[str, Any]],
+) -> None:
     result = profiled[2]
     phases = dict(result["phases"])
     total = phases.pop("total")
@@ -211,13 +247,20 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
     assert sum(row["share"] for row in phases.values()) == pytest.approx(1)
     assert phases["other"]["seconds"] >= 0
     assert sum(row["flops"] or 0 for row in phases.values()) == pytest.approx(total["flops"])
-    assert [phase for phase, row in phases.items() if row["mfu"]] == ["rollout", "decode", "anchor", "train"]
+    assert [phase for phase, row in phases.items() if row["mfu"]] == [
+        "rollout",
+        "decode",
+        "anchor",
+        "train",
+    ]
     for row in (phases["rollout"], phases["train"], total):
         rate = row["seconds"] * result["ceiling_flops_per_second"]
         assert row["hfu"] == pytest.approx(row["flops"] / rate)
         assert row["mfu"] == pytest.approx(row["model_flops"] / rate)
         assert 0 < row["mfu"] <= row["hfu"] < 1
-    overrides = {name.removeprefix("--"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    overrides = {
+        name.removeprefix("--"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)
+    }
     config = load(PAPER, overrides | {"model.gradient_checkpointing": "none"})
     expected = plan(config, find_spec("testbed"))
     assert phases["train"]["flops"] == pytest.approx(expected.flops["training"])
@@ -231,28 +274,62 @@ def test_the_trace_has_the_ranges(profiled: tuple[Path, str, dict[str, Any]]) ->
         events = json.load(file)["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert names.count("iteration 1") == 1
-    for name in ("rollout", "decode", "reward", "anchor", "train", "optimizer", "step 0", "step 3", "transition"):
+    for name in (
+        "rollout",
+        "decode",
+        "reward",
+        "anchor",
+        "train",
+        "optimizer",
+        "step 0",
+        "step 3",
+        "transition",
+    ):
         assert name in names, name
 
 
-def test_the_window_alone_writes_no_file(profiled: tuple[Path, str, dict[str, Any]], recorded: Recording) -> None:
+def test_the_window_alone_writes_no_file(
+    profiled: tuple[Path, str, dict[str, Any]], recorded: Recording
+) -> None:
     folder = profiled[0]
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert main(["profile", str(PAPER), "--folder", str(folder), "--warmup", "0", "--window-only", *SMALL]) == 0
+    assert (
+        main(
+            [
+                "profile",
+                str(PAPER),
+                "--folder",
+                str(folder),
+                "--warmup",
+                "0",
+                "--window-only",
+                *SMALL,
+            ]
+        )
+        == 0
+    )
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 @pytest.mark.soak
-def test_two_ranks_leave_a_trace_each_and_one_table(tmp_path: Path, profiled: tuple[Path, str, dict[str, Any]]) -> None:
-    printed = command_on_ranks(["profile", str(PAPER), "--folder", "p", "--warmup", "0", *SMALL], tmp_path)
+def test_two_ranks_leave_a_trace_each_and_one_table(
+    tmp_path: Path, profiled: tuple[Path, str, dict[str, Any]]
+) -> None:
+    printed = command_on_ranks(
+        ["profile", str(PAPER), "--folder", "p", "--warmup", "0", *SMALL], tmp_path
+    )
     files = ["embeddings", "profile.json", "rank-000.json.gz", "rank-001.json.gz"]
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == files
-    assert [printed.count(line) for line in ("\nphase ", "\nwait ", "seconds of rank 0 of 2 ranks")] == [1, 1, 1]
+    assert [
+        printed.count(line) for line in ("\nphase ", "\nwait ", "seconds of rank 0 of 2 ranks")
+    ] == [1, 1, 1]
     assert "(of other ranks: rank-001.json.gz ...)" in printed
     result = json.loads((tmp_path / "p" / "profile.json").read_text())
     assert [*result["phases"]] == [*PHASES, "wait", "other", "total"]
     for phase in ("rollout", "train"):
-        assert result["phases"][phase]["flops"] == pytest.approx(profiled[2]["phases"][phase]["flops"] / 2)
+        assert result["phases"][phase]["flops"] == pytest.approx(
+            profiled[2]["phases"][phase]["flops"] / 2
+        )
 
 
 def test_window_only_pushes_nvtx_ranges_and_uses_no_other_profiler(
@@ -260,7 +337,21 @@ def test_window_only_pushes_nvtx_ranges_and_uses_no_other_profiler(
 ) -> None:
     monkeypatch.setattr(torch.profiler, "profile", None)
     folder = tmp_path / "none"
-    assert main(["profile", str(PAPER), "--folder", str(folder), "--window-only", "--warmup", "0", *SMALL]) == 0
+    assert (
+        main(
+            [
+                "profile",
+                str(PAPER),
+                "--folder",
+                str(folder),
+                "--window-only",
+                "--warmup",
+                "0",
+                *SMALL,
+            ]
+        )
+        == 0
+    )
     assert recorded.pushed[:2] == [("iteration 0",), ("iteration 0", "rollout")]
     assert [path.name for path in folder.iterdir()] == ["embeddings"]
 
@@ -274,7 +365,9 @@ def test_window_only_pushes_nvtx_ranges_and_uses_no_other_profiler(
         (["--model.path", "./no/such/folder"], "no such folder"),
     ],
 )
-def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "profile"
     assert main(["profile", str(PAPER), "--folder", str(folder), *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -291,11 +384,15 @@ def test_a_profile_is_not_overwritten(
     assert (folder / "profile.json").read_bytes() == before
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
-def test_a_profile_with_a_gpu_counts_kernels_alone(profiled: tuple[Path, str, dict[str, Any]]) -> None:
-    def event(name: str, calls: int, micros: float, *, on_gpu: bool = True, is_range: bool = False) -> SimpleNamespace:
+def test_a_profile_with_a_gpu_counts_kernels_alone(
+    profiled: tuple[Path, str, dict[str, Any]],
+) -> None:
+    def event(
+        name: str, calls: int, micros: float, *, on_gpu: bool = True, is_range: bool = False
+    ) -> SimpleNamespace:
         return SimpleNamespace(
             key=name, count=calls, self_device_time_total=micros, is_user_annotation=is_range,
             device_type=DeviceType.CUDA if on_gpu else DeviceType.CPU,
@@ -303,10 +400,22 @@ def test_a_profile_with_a_gpu_counts_kernels_alone(profiled: tuple[Path, str, di
 
     small = [event(f"kernel {i}", 1, 1e3) for i in range(KERNELS + 1)]
     shadow = event("rollout", 1, 9e6, is_range=True)  # of the range, on the GPU's timeline
-    rows = kernel_table([*small, shadow, event("aten::mm", 4, 5e6, on_gpu=False), event("nvjet_tst_128x256", 4, 3e6)])
+    rows = kernel_table(
+        [
+            *small,
+            shadow,
+            event("aten::mm", 4, 5e6, on_gpu=False),
+            event("nvjet_tst_128x256", 4, 3e6),
+        ]
+    )
     assert rows[0] == {"name": "nvjet_tst_128x256", "calls": 4, "seconds": 3.0}
-    assert (len(rows), rows[-1]) == (KERNELS + 1, {"name": "all others", "calls": 2, "seconds": pytest.approx(2e-3)})
-    assert kernel_table(small[:2]) == [{"name": f"kernel {i}", "calls": 1, "seconds": 1e-3} for i in range(2)]
+    assert (len(rows), rows[-1]) == (
+        KERNELS + 1,
+        {"name": "all others", "calls": 2, "seconds": pytest.approx(2e-3)},
+    )
+    assert kernel_table(small[:2]) == [
+        {"name": f"kernel {i}", "calls": 1, "seconds": 1e-3} for i in range(2)
+    ]
     printed = format_profile(profiled[2] | {"kernels": rows})
     assert re.search(r"^ +3\.0000 +99\.1% +4  nvjet_tst_128x256$", printed, re.M)
 
@@ -323,7 +432,9 @@ def test_the_window_is_the_capture_range(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("start", "stop"):
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: calls.append(name))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("wait"))
-    trainer = SimpleNamespace(device=torch.device("cuda"), iteration=lambda index: calls.append(f"iteration {index}"))
+    trainer = SimpleNamespace(
+        device=torch.device("cuda"), iteration=lambda index: calls.append(f"iteration {index}")
+    )
     _window(trainer, 3)
     assert calls == ["wait", "start", "iteration 3", "wait", "stop"]
 
@@ -338,7 +449,9 @@ def test_phase_table_by_hand() -> None:
     done, useful = ({"rollout": 4e12, "anchor": 0.0, "train": trained} for trained in (10e12, 8e12))
     table = phase_table(row, done, useful, 8e12)
     assert "wait" not in table
-    assert phase_table(row | {"time/wait": 0.5}, {}, {}, 8e12)["wait"]["seconds"] == 0.5, "with several ranks"
+    assert phase_table(row | {"time/wait": 0.5}, {}, {}, 8e12)["wait"]["seconds"] == 0.5, (
+        "with several ranks"
+    )
     assert table["rollout"] == {
         "seconds": 2.0, "share": 0.25, "flops": 4e12, "model_flops": 4e12,
         "flops_per_second": 2e12, "mfu": 0.25, "hfu": 0.25,
@@ -346,5 +459,11 @@ def test_phase_table_by_hand() -> None:
     assert table["anchor"]["mfu"] is None  # it took no time
     assert table["decode"]["flops"] is None
     assert table["other"]["seconds"] == 1.0
-    assert (table["train"]["mfu"], table["train"]["hfu"]) == (pytest.approx(8 / 40), pytest.approx(10 / 40))
-    assert (table["total"]["mfu"], table["total"]["hfu"]) == (pytest.approx(12 / 64), pytest.approx(14 / 64))
+    assert (table["train"]["mfu"], table["train"]["hfu"]) == (
+        pytest.approx(8 / 40),
+        pytest.approx(10 / 40),
+    )
+    assert (table["total"]["mfu"], table["total"]["hfu"]) == (
+        pytest.approx(12 / 64),
+        pytest.approx(14 / 64),
+    )

@@ -1,4 +1,5 @@
-"""Prompt files: how they are read, what each field does, and the embeddings that `sage-fast embed` leaves."""
+"""Prompt files: how they are read, what each field does, and the embeddings that `sage-fast embed`
+leaves."""
 
 import contextlib
 import dataclasses
@@ -40,7 +41,9 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 CAT, DOG = "a cat, asleep", 'a dog under a sign that says "open"'
 
 
-@pytest.mark.parametrize("command", ["train", "train --dry-run", "embed --data.embedding_cache cache", "sample"])
+@pytest.mark.parametrize(
+    "command", ["train", "train --dry-run", "embed --data.embedding_cache cache", "sample"]
+)
 def test_every_command_refuses_a_prompt_in_one_line_that_steers_no_terminal(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,7 +60,7 @@ def test_every_command_refuses_a_prompt_in_one_line_that_steers_no_terminal(
     assert not list(tmp_path.glob("cache/*.safetensors"))
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("content", "line", "why"), [
@@ -68,14 +71,17 @@ def test_every_command_refuses_a_prompt_in_one_line_that_steers_no_terminal(
     ("a cat\n\u3164\u2800 \ufe0f\n".encode(), 2, "all of its characters are invisible"),
     ("\u200e\u202a\u202c".encode(), 1, "all of its characters are invisible"),
 ])  # fmt: skip
-def test_what_is_no_line_of_text_is_named(content: bytes, line: int, why: str, tmp_path: Path) -> None:
+def test_what_is_no_line_of_text_is_named(
+    content: bytes, line: int, why: str, tmp_path: Path
+) -> None:
     (tmp_path / "prompts.txt").write_bytes(content)
     with pytest.raises(UserError, match=f"line {line}: .*{why}"):
         read_prompts(str(tmp_path / "prompts.txt"))
 
 
 @pytest.mark.parametrize(("content", "line", "why"), [
-    (b'{"prompt": "a"}\r{"prompt": "b", "negative_prompt": "a\\u0000b"}\r', 2, "the prompt holds a NUL"),
+    (b'{"prompt": "a"}\r{"prompt": "b", "negative_prompt": "a\\u0000b"}\r', 2,
+     "the prompt holds a NUL"),
     (b'{"prompt": "a"}\n{"prompt": "a\\u0000b"}\r', 2, "the prompt holds a NUL"),
     ('{"prompt": "a"}\n'.encode("utf-16-le"), 1, "holds a NUL, as UTF-16 does"),
     (b'{"prompt": "a"}\r\n{"prompt": "\\u200b \\u2060"}', 2, "all of its characters are invisible"),
@@ -107,8 +113,13 @@ def test_text_files(tmp_path: Path) -> None:
 
 
 def test_both_formats_hold_the_same(tmp_path: Path) -> None:
-    rows = [{"prompt": CAT, "negative_prompt": " blurry ", "seed": 7}, {"prompt": DOG, "seed": None}]
-    (tmp_path / "P.JSONL").write_text("\ufeff" + "\r\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    rows = [
+        {"prompt": CAT, "negative_prompt": " blurry ", "seed": 7},
+        {"prompt": DOG, "seed": None},
+    ]
+    (tmp_path / "P.JSONL").write_text(
+        "\ufeff" + "\r\n\n".join(map(json.dumps, rows)), encoding="utf-8"
+    )
     (tmp_path / "p.txt").write_text(f"{CAT}\n{DOG}\n")
     expected = [Prompt(text=CAT, negative="blurry", seed=7), Prompt(text=DOG)]
     assert read_prompts(str(tmp_path / "P.JSONL")) == expected
@@ -122,29 +133,67 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("p.txt", "\n \n", "is empty; expected at least one prompt"),
         ("p.txt", "one\nein schöner Tag\n".encode("latin-1"), "line 2: not UTF-8"),
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2: not UTF-8"),
-        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": a}\n', "line 3: not valid JSON: Expecting value at column 12"),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n\n{"prompt": a}\n',
+            "line 3: not valid JSON: Expecting value at column 12",
+        ),
         ("p.jsonl", "[" * 100_000, "line 1: not valid JSON"),
-        ("p.jsonl", '{"prompt": "a", "seed": ' + 5000 * "9" + "}", "line 1: not valid JSON: Exceeds the limit"),
-        ("p.jsonl", '{"prompt": "a", "weight": NaN}\n', "line 1: not valid JSON: NaN is no number there"),
-        ("p.jsonl", '{"prompt": "a", "w": [1, {"x": -Infinity}]}\n', "line 1: not valid JSON: -Infinity is no number"),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "seed": ' + 5000 * "9" + "}",
+            "line 1: not valid JSON: Exceeds the limit",
+        ),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "weight": NaN}\n',
+            "line 1: not valid JSON: NaN is no number there",
+        ),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "w": [1, {"x": -Infinity}]}\n',
+            "line 1: not valid JSON: -Infinity is no number",
+        ),
         ("p.jsonl", '"a cat"\n', "line 1: expected an object"),
         ("p.jsonl", '{"promt": "a"}\n', "line 1: unknown key 'promt'; .*did you mean 'prompt'"),
         ("p.jsonl", '{"seed": 1}\n', "line 1: 'prompt' is missing"),
         ("p.jsonl", '{"prompt": null}\n', "line 1: prompt = None: expected text"),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": "  "}\n', "line 2: the prompt is empty"),
-        ("p.jsonl", '{"prompt": "a", "negative_prompt": 3}\n', "line 1: negative_prompt = 3: expected text"),
-        ("p.jsonl", '{"prompt": "a", "seed": "3"}\n', "line 1: seed = '3': expected a whole number"),
-        ("p.jsonl", '{"prompt": "a", "seed": true}\n', "line 1: seed = True: expected a whole number"),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "negative_prompt": 3}\n',
+            "line 1: negative_prompt = 3: expected text",
+        ),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "seed": "3"}\n',
+            "line 1: seed = '3': expected a whole number",
+        ),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "seed": true}\n',
+            "line 1: seed = True: expected a whole number",
+        ),
         ("p.jsonl", '{"prompt": "a", "seed": -1}\n', "line 1: seed = -1: expected a whole number"),
-        ("p.jsonl", '{"prompt": "a", "seed": 1e99}\n', "line 1: seed = 1e\\+99: expected a whole number"),
-        ("p.jsonl", '{"prompt": "a", "negative_promt": "b"}\n', "unknown key 'negative_promt'; .*'negative_prompt'"),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "seed": 1e99}\n',
+            "line 1: seed = 1e\\+99: expected a whole number",
+        ),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "negative_promt": "b"}\n',
+            "unknown key 'negative_promt'; .*'negative_prompt'",
+        ),
         ("p.json", "[]", "expected UTF-8 text .*the nearest is .jsonl"),
         ("p.csv", "prompt,seed\n", "the nearest is .jsonl"),
         ("p.jsonlines", '{"prompt": "a"}\n', "the nearest is .jsonl"),
         ("p.yaml", "- a cat\n", "the nearest is .jsonl"),
     ],
 )
-def test_a_broken_file_is_named_with_its_line(name: str, content: str | bytes, expected: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_named_with_its_line(
+    name: str, content: str | bytes, expected: str, tmp_path: Path
+) -> None:
     file = tmp_path / name
     file.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(UserError, match=expected) as error:
@@ -153,33 +202,51 @@ def test_a_broken_file_is_named_with_its_line(name: str, content: str | bytes, e
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing.txt.*no such file; expected UTF-8 text .*\.jsonl"):
+    with pytest.raises(
+        UserError, match=r"missing.txt.*no such file; expected UTF-8 text .*\.jsonl"
+    ):
         read_prompts(str(tmp_path / "missing.txt"))
     with pytest.raises(
-        UserError, match=r"expected one of testbed:train, testbed:heldout; did you mean 'testbed:tr.*file$"
+        UserError,
+        match=r"expected one of testbed:train, testbed:heldout; did you mean 'testbed:tr.*file$",
     ):
         read_prompts("testbed:trian")
 
 
 def test_a_prompt_has_one_negative_prompt() -> None:
     first = Prompt(text=CAT, where="train.jsonl, line 1")
-    with pytest.raises(UserError, match=r"test.jsonl, line 3: negative_prompt = 'dark'; .* '' in train.jsonl, line 1"):
+    with pytest.raises(
+        UserError,
+        match=r"test.jsonl, line 3: negative_prompt = 'dark'; .* '' in train.jsonl, line 1",
+    ):
         negatives_of([first, Prompt(text=CAT, negative="dark", where="test.jsonl, line 3")])
     assert negatives_of([first, first]) == {}
 
 
 def test_further_keys_are_metadata(tmp_path: Path) -> None:
-    row = {"prompt": CAT, "seed": 3, "speed": 2.5, "target": {"text": "open", "box": [1, None]}, "note": None}
+    row = {
+        "prompt": CAT,
+        "seed": 3,
+        "speed": 2.5,
+        "target": {"text": "open", "box": [1, None]},
+        "note": None,
+    }
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
     (prompt,) = read_prompts(str(tmp_path / "p.jsonl"))
-    assert prompt.metadata == {"speed": 2.5, "target": {"text": "open", "box": [1, None]}, "note": None}
+    assert prompt.metadata == {
+        "speed": 2.5,
+        "target": {"text": "open", "box": [1, None]},
+        "note": None,
+    }
     assert metadata_of([prompt, Prompt(text=DOG), prompt]) == {CAT: prompt.metadata}
     other = Prompt(text=CAT, metadata={"speed": 3}, where="test.jsonl, line 2")
-    with pytest.raises(UserError, match=r"test.jsonl, line 2: speed = 3; the same prompt has 2.5 in .*p.json"):
+    with pytest.raises(
+        UserError, match=r"test.jsonl, line 2: speed = 3; the same prompt has 2.5 in .*p.json"
+    ):
         metadata_of([prompt, other])
 
 
-# -- negative prompts and seeds ---------------------------------------------------------------------------------------
+# -- negative prompts and seeds --------------------------------------------------------------------
 
 RED, BLUE, GREEN = (f"a {color} circle moves left quickly" for color in ("red", "blue", "green"))
 LONG, OTHER = "a red circle", "a blue circle"
@@ -193,7 +260,10 @@ def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=p.shape[1] ** -0.5)
     known = embeddings([RED, BLUE, GREEN, LONG, OTHER])
-    known |= {key: dataclasses.replace(known[key], negative=away) for key, away in ((RED, LONG), (BLUE, OTHER))}
+    known |= {
+        key: dataclasses.replace(known[key], negative=away)
+        for key, away in ((RED, LONG), (BLUE, OTHER))
+    }
     assert pass_lengths(known, guided=True)[RED] == (known[RED].tokens, known[LONG].tokens)
     assert pass_lengths(known, guided=True)[GREEN] == (known[GREEN].tokens, known[""].tokens)
     sigmas = torch.tensor([0.9, 0.4])
@@ -230,14 +300,22 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tiny_config(**overrides: Any) -> Any:
-    given = {"data__prompts": "train.jsonl", "data__eval_prompts": "heldout.jsonl", "sampling__guidance_scale": 3.0}
+    given = {
+        "data__prompts": "train.jsonl",
+        "data__eval_prompts": "heldout.jsonl",
+        "sampling__guidance_scale": 3.0,
+    }
     return settings(**given | overrides)
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: str) -> None:
-    """Otherwise the replay of the first rollouts would differ. `full` recomputes the conditioning, with gradients."""
-    Path("train.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[:2]))  # the gate replays two
+    """Otherwise the replay of the first rollouts would differ.
+
+    `full` recomputes the conditioning, with gradients.
+    """
+    # the gate replays two
+    Path("train.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[:2]))
     config = tiny_config(model__tuning=tuning, train__prompts_per_iteration=2, train__group_size=2)
     setup = load_setup(resolve(config))
     setup.encode()
@@ -251,7 +329,8 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
 
 
 def test_seeds_of_prompts(files: Path) -> None:
-    """The seed of a record is that of its first video, whatever the run's seed and the place in the file."""
+    """The seed of a record is that of its first video, whatever the run's seed and the place in the
+    file."""
     setup = load_setup(resolve(tiny_config(eval__seeds_per_prompt=2)))
     texts, seeds = prompts_and_seeds(setup)
     assert texts == [RED, GREEN, RED, GREEN]
@@ -266,7 +345,7 @@ def test_seeds_of_prompts(files: Path) -> None:
     assert any("negative prompts have no effect" in note for note in unguided.model.notes)
 
 
-# -- embeddings -------------------------------------------------------------------------------------------------------
+# -- embeddings ------------------------------------------------------------------------------------
 
 PROMPTS = [
     {"prompt": CAT, "negative_prompt": "blurry"},
@@ -276,10 +355,14 @@ PROMPTS = [
 ]
 TEXTS = 1 + 5 + 2  # the empty text, training prompts, held-out prompts
 TINY = arguments(
-    model__dtype="float32", model__lora_rank=2, data__prompts="prompts.jsonl", data__eval_prompts="heldout.txt",
-    data__embedding_cache="cache", sampling__steps=2, sampling__num_frames=5, sampling__height=32, sampling__width=32,
-    sampling__guidance_scale=6, reward__name="own:Bright", reward__weights="{bright: 1}", train__iterations=2,
-    train__prompts_per_iteration=4, train__group_size=2, eval__steps=1, eval__num_prompts=2, eval__num_videos=1,
+    model__dtype="float32", model__lora_rank=2, data__prompts="prompts.jsonl",
+    data__eval_prompts="heldout.txt",
+    data__embedding_cache="cache", sampling__steps=2, sampling__num_frames=5, sampling__height=32,
+    sampling__width=32,
+    sampling__guidance_scale=6, reward__name="own:Bright", reward__weights="{bright: 1}",
+    train__iterations=2,
+    train__prompts_per_iteration=4, train__group_size=2, eval__steps=1, eval__num_prompts=2,
+    eval__num_videos=1,
     tracking__trackers="[]",
 )  # fmt: skip
 REWARD = """
@@ -304,7 +387,8 @@ def embed(*words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint of the real classes, prompts, and a cache filled in two runs, the first cut off by an error."""
+    """A checkpoint of the real classes, prompts, and a cache filled in two runs, the first cut off
+    by an error."""
     folder = tmp_path_factory.mktemp("embed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -327,7 +411,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def counting(encoded: list[str] | None = None, fails_at: int | None = None) -> Callable[..., Any]:
-    """`load_encoder`, whose encoder records its prompts and fails at the prompt numbered `fails_at`."""
+    """`load_encoder`, whose encoder records its prompts and fails at the prompt numbered
+    `fails_at`."""
     noted = [] if encoded is None else encoded
 
     def load(*given: Any) -> Any:
@@ -346,8 +431,11 @@ def counting(encoded: list[str] | None = None, fails_at: int | None = None) -> C
 
 @pytest.fixture
 def there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of `folder` with a link to the same checkpoint, because the cache key includes its path."""
-    shutil.copytree(folder, tmp_path / "copy", ignore=lambda path, names: {"model", "runs"} & set(names))
+    """A copy of `folder` with a link to the same checkpoint, because the cache key includes its
+    path."""
+    shutil.copytree(
+        folder, tmp_path / "copy", ignore=lambda path, names: {"model", "runs"} & set(names)
+    )
     monkeypatch.chdir(tmp_path / "copy")
     (tmp_path / "copy" / "model").symlink_to(folder / "model")
     return tmp_path / "copy"
@@ -358,13 +446,16 @@ def no_encoder(*given: Any) -> None:
 
 
 def test_what_an_encoder_cuts_is_said(there: Path) -> None:
-    """By prompt, tokens and limit: the language model reads 1000 tokens, and ByT5 256 of quoted text, a byte each."""
+    """By prompt, tokens and limit: the language model reads 1000 tokens, and ByT5 256 of quoted
+    text, a byte each."""
     long, quoted = "ab " * 1200, f'a sign says "{"x" * 300}"'
     (there / "more.txt").write_text(f"a cat\n{long}\n{quoted}\n")
     status, out = embed("--prompts", "more.txt")
     flat = " ".join(out.split())
     assert status == 0
-    assert f"note: prompt '{long[:60].strip()}' has 2402 tokens; 1000 are read" in flat.replace("ab ' has", "ab' has")
+    assert f"note: prompt '{long[:60].strip()}' has 2402 tokens; 1000 are read" in flat.replace(
+        "ab ' has", "ab' has"
+    )
     assert f"note: prompt {quoted[:60]!r} has 310 tokens in quotes; 256 are read" in flat
     assert out.count("note: prompt") == 2
 
@@ -414,9 +505,12 @@ def test_the_cache_holds_what_the_encoders_give(there: Path) -> None:
 
 def test_a_changed_encoder_is_not_served_what_another_gave(there: Path) -> None:
     (there / "model").unlink()
-    model = shutil.copytree(write_tiny_checkpoint(there / "model", seed=1), there / "same", symlinks=True)
+    model = shutil.copytree(
+        write_tiny_checkpoint(there / "model", seed=1), there / "same", symlinks=True
+    )
     assert embed()[0] == 0
-    assert len(list((there / "cache").glob("*.safetensors"))) == 2 * TEXTS  # another folder has another key
+    # another folder has another key
+    assert len(list((there / "cache").glob("*.safetensors"))) == 2 * TEXTS
     assert encoder_version("model") == encoder_version("same")
     versions = {encoder_version("same")}
     with (model / "text_encoder" / "model.safetensors").open("r+b") as weights:
@@ -446,11 +540,14 @@ def without_encoders(model: Path) -> Iterator[None]:
 
 
 def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run docs/how-to/prompts.md: embed more prompts than the run's, then train without text encoders."""
+    """Run docs/how-to/prompts.md: embed more prompts than the run's, then train without text
+    encoders."""
     own = split_settings([*TINY, "--model.path", "model", "--output", "runs/page"])[1]
     del own["data.embedding_cache"]
     (there / "config.yaml").write_text(dump(load(None, own)))
-    (there / "more.jsonl").write_text('{"prompt": "a boat"}\n{"prompt": "a fox", "negative_prompt": "blurry"}\n')
+    (there / "more.jsonl").write_text(
+        '{"prompt": "a boat"}\n{"prompt": "a fox", "negative_prompt": "blurry"}\n'
+    )
     shutil.move(there / "cache", there / "embeddings")
     (page,) = blocks(REPOSITORY / "docs" / "how-to" / "prompts.md")
     first, second, training = (line.split()[1:] for line in page.text.splitlines())
@@ -466,14 +563,21 @@ def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_metadata_reach_training_evaluations_and_saved_videos(there: Path) -> None:
-    """The reward fails without a count, so that each place that scores a video has to pass it on."""
+    """The reward fails without a count, so that each place that scores a video has to pass it
+    on."""
     Path("counted.py").write_text(
-        "def count(videos, prompts, metadata):\n    return {'bright': [float(one['count']) for one in metadata]}\n"
+        "def count(videos, prompts, metadata):\n    return {'bright': [float(one['count']) for one "
+        "in metadata]}\n"
     )
     Path("prompts.jsonl").write_text("\n".join(json.dumps(row | {"count": 3}) for row in PROMPTS))
     held = [{"prompt": text, "count": count} for count, text in enumerate(("a hill", "a lake"))]
     Path("held.jsonl").write_text("\n".join(map(json.dumps, held)))
-    own = [*TINY, *arguments(reward__name="counted:count", reward__on_failure="stop", data__eval_prompts="held.jsonl")]
+    own = [
+        *TINY,
+        *arguments(
+            reward__name="counted:count", reward__on_failure="stop", data__eval_prompts="held.jsonl"
+        ),
+    ]
     own += ["--eval.judge", "counted:count"]
     status, out = call("train", "c.yaml", *own, "--output", "runs/counted")
     assert status == 0, out
@@ -484,7 +588,11 @@ def test_metadata_reach_training_evaluations_and_saved_videos(there: Path) -> No
     assert "prompts (metadata: count)" in call("train", "c.yaml", *own, "--dry-run")[1]
     assert call("eval", "runs/counted", "--folder", "out", "--scorer", "counted:count")[0] == 0
     folder = next(Path("out", "videos").iterdir())
-    videos = ["eval", str(folder), *arguments(reward__name="counted:count", reward__weights="{bright: 1}")]
+    videos = [
+        "eval",
+        str(folder),
+        *arguments(reward__name="counted:count", reward__weights="{bright: 1}"),
+    ]
     status, out = call(*videos, "--json", "scores.json", "--data.eval_prompts", "held.jsonl")
     assert status == 0, out
     assert read_json(Path("scores.json"))["parts"]["bright"] == [0, 1]
@@ -504,25 +612,36 @@ def test_the_version_on_the_hub_is_that_of_what_was_downloaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub identifies contents by their hashes, and so do the links in its cache."""
-    cache, snapshot = tmp_path / "models--someone--tiny", tmp_path / "models--someone--tiny" / "snapshots" / ("0" * 40)
+    cache, snapshot = (
+        tmp_path / "models--someone--tiny",
+        tmp_path / "models--someone--tiny" / "snapshots" / ("0" * 40),
+    )
     (cache / "blobs").mkdir(parents=True)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("0" * 40)
     siblings = []
-    for number, file in enumerate(sorted(path for path in (folder / "model").rglob("*") if path.is_file())):
+    for number, file in enumerate(
+        sorted(path for path in (folder / "model").rglob("*") if path.is_file())
+    ):
         name = file.relative_to(folder / "model").as_posix()
         shutil.copy(file, cache / "blobs" / f"{number:040x}")
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
-        (snapshot / name).symlink_to(Path(*[".."] * (2 + name.count("/")), "blobs", f"{number:040x}"))
+        (snapshot / name).symlink_to(
+            Path(*[".."] * (2 + name.count("/")), "blobs", f"{number:040x}")
+        )
         large = name.endswith("safetensors")
         lfs = BlobLfsInfo(size=1, sha256=f"{number:040x}", pointer_size=1) if large else None
-        siblings.append(RepoSibling(rfilename=name, blob_id="pointer" if large else f"{number:040x}", lfs=lfs))
+        siblings.append(
+            RepoSibling(rfilename=name, blob_id="pointer" if large else f"{number:040x}", lfs=lfs)
+        )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     reachable.cache_clear()
     offline = encoder_version("someone/tiny")
     assert offline is not None
     reachable.cache_clear()
-    monkeypatch.setattr(HfApi, "model_info", lambda *given, **options: SimpleNamespace(siblings=siblings))
+    monkeypatch.setattr(
+        HfApi, "model_info", lambda *given, **options: SimpleNamespace(siblings=siblings)
+    )
     assert encoder_version("someone/tiny") == offline
     siblings[:] = [file for file in siblings if not file.rfilename.startswith("vae/")]
     assert encoder_version("someone/tiny") == offline

@@ -24,13 +24,18 @@ REWARD = "def brightness(videos, prompts):\n    return {'mean': videos.mean((1, 
 def test_a_run_from_the_prompt_to_the_checkpoint_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prompts of any words and a reward of any video; the updates are made, and another process finds the same base."""
+    """Prompts of any words and a reward of any video; the updates are made, and another process
+    finds the same base."""
     monkeypatch.chdir(tmp_path)
     Path("any_video.py").write_text(REWARD)
-    Path("prompts.txt").write_text("An otter juggles three stones.\nSnow falls on the harbour of a small town.\n")
+    Path("prompts.txt").write_text(
+        "An otter juggles three stones.\nSnow falls on the harbour of a small town.\n"
+    )
     config = settings(
-        model__path="random:testbed", reward__name="any_video:brightness", reward__weights={"mean": 1.0},
-        data__prompts="prompts.txt", data__eval_prompts="prompts.txt", sampling__steps=2, eval__steps=1,
+        model__path="random:testbed", reward__name="any_video:brightness",
+        reward__weights={"mean": 1.0},
+        data__prompts="prompts.txt", data__eval_prompts="prompts.txt", sampling__steps=2,
+        eval__steps=1,
         train__iterations=1, tracking__trackers=[], output="run",
     )  # fmt: skip
     Path("random.yaml").write_text(dump(config))
@@ -52,13 +57,20 @@ def test_the_plan_is_that_of_the_published_model() -> None:
     config = build({"model.path": PUBLISHED, "sampling.num_frames": 81})
     assert plan(config, find_spec(PUBLISHED)) == plan(config)
     assert find_spec(PUBLISHED).meta("transformer").config.task_type == "t2v"
-    assert main(["train", "configs/hunyuanvideo15-480p.yaml", "--model.path", PUBLISHED, "--dry-run"]) == 0
+    assert (
+        main(["train", "configs/hunyuanvideo15-480p.yaml", "--model.path", PUBLISHED, "--dry-run"])
+        == 0
+    )
 
 
 def test_few_blocks_are_as_wide_as_the_published_ones() -> None:
-    few, whole = (find_spec(path).transformer_config for path in (f"{PUBLISHED}-4-blocks", PUBLISHED))
+    few, whole = (
+        find_spec(path).transformer_config for path in (f"{PUBLISHED}-4-blocks", PUBLISHED)
+    )
     differs = {name: value for name, value in few.items() if whole[name] != value}
-    assert {name: value for name, value in differs.items() if not name.startswith("_")} == {"num_layers": 4}
+    assert {name: value for name, value in differs.items() if not name.startswith("_")} == {
+        "num_layers": 4
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,7 +82,9 @@ def test_weights_are_drawn_in_their_type_and_the_same_each_time(dtype: torch.dty
             assert p.dtype == dtype
             assert torch.equal(p, q), name
             if p.ndim > 1 and p.numel() > 4000 and not spec.is_gate(name):
-                assert float(p.detach().float().std()) * p[0].numel() ** 0.5 == pytest.approx(1, abs=0.1), name
+                assert float(p.detach().float().std()) * p[0].numel() ** 0.5 == pytest.approx(
+                    1, abs=0.1
+                ), name
 
 
 def test_full_tuning_trains_float32_weights() -> None:
@@ -82,7 +96,9 @@ def test_full_tuning_trains_float32_weights() -> None:
 
 def test_embeddings_follow_from_the_text() -> None:
     encode = random_encoder(find_spec(PUBLISHED).meta("transformer").config)
-    first, again, other, empty = (encode(Caption(text)) for text in ("a red kite", "a red kite", "a red kita", ""))
+    first, again, other, empty = (
+        encode(Caption(text)) for text in ("a red kite", "a red kite", "a red kita", "")
+    )
     assert torch.equal(first.text, again.text)
     assert not torch.equal(first.text, other.text)
     assert first.text.shape == (1 + 10 // 4, 3584)
@@ -101,7 +117,8 @@ def test_unknown_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 
 
 def test_images_take_tokens_and_encoders() -> None:
-    """A forward of 480p has 729 tokens of an image beside those of the text; the transformer is the same."""
+    """A forward of 480p has 729 tokens of an image beside those of the text; the transformer is the
+    same."""
     config = build({"sampling.num_frames": 81, "model.gradient_checkpointing": "full"})
     text, image = (find_spec(path) for path in (PUBLISHED, f"{PUBLISHED}-i2v"))
     assert (image.prompt_tokens, text.prompt_tokens) == (929, 200)
@@ -110,7 +127,18 @@ def test_images_take_tokens_and_encoders() -> None:
     assert (more.parameters, more.trainable) == (less.parameters, less.trainable)
     for part in ("forward", "training"):
         assert 1.03 < more.flops[part] / less.flops[part] < 1.05
-    assert main(["train", "configs/hunyuanvideo15-480p-i2v.yaml", "--model.path", image.path, "--dry-run"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "configs/hunyuanvideo15-480p-i2v.yaml",
+                "--model.path",
+                image.path,
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
     part = "activations, checkpointing full"
     assert more.memory[part] / less.memory[part] == pytest.approx((32_760 + 929) / (32_760 + 200))
     assert "with 929 tokens a prompt" in " ".join(format_plan(more).split())

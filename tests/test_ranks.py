@@ -1,4 +1,5 @@
-"""Any number of ranks gives the rollouts, rewards, advantages and lambda of one process, and its updates to rounding.
+"""Any number of ranks gives the rollouts, rewards, advantages and lambda of one process, and its
+updates to rounding.
 
 One group of gloo processes per number of ranks runs all cases.
 """
@@ -58,11 +59,12 @@ COUNTS = (1, 2, 3, 4) if "SAGE_FAST_SOAK" in os.environ else (1, 2)
 Record = dict[str, Any]
 
 
-# -- rewards that depend on the video and the prompt alone ------------------------------------------------------------
+# -- rewards that depend on the video and the prompt alone -----------------------------------------
 
 
 def odd(video: Tensor) -> bool:
-    """True for about half of the videos, the same on any rank: coarser than rounding, finer than their differences."""
+    """True for about half of the videos, the same on any rank: coarser than rounding, finer than
+    their differences."""
     return int(400 * float(video.mean())) % 2 == 1
 
 
@@ -84,25 +86,38 @@ class OneGroupIsEqual(BrightnessReward):
     """Gives all videos of the first prompt of an iteration the same reward."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        first = {planned(settings(), train_prompts(), index).samples[0].prompt for index in range(2)}
+        first = {
+            planned(settings(), train_prompts(), index).samples[0].prompt for index in range(2)
+        }
         equal = torch.tensor([prompt in first for prompt in prompts])
-        return {part: torch.where(equal, 0.5, value) for part, value in super().__call__(videos, prompts).items()}
+        return {
+            part: torch.where(equal, 0.5, value)
+            for part, value in super().__call__(videos, prompts).items()
+        }
 
 
-# -- the cases: settings and reward; six samples in two groups, one by one --------------------------------------------
+# -- the cases: settings and reward; six samples in two groups, one by one -------------------------
 
-ALONE = {"sampling__batch_size": 1, "train__batch_size": 1, "sampling__steps": 3, "train__parity_gate": False}
+ALONE = {
+    "sampling__batch_size": 1,
+    "train__batch_size": 1,
+    "sampling__steps": 3,
+    "train__parity_gate": False,
+}
 CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
     "std of the group, two updates": (
-        ALONE | {"train__optimizer_steps": 2, "kl__anchor_interval": 3, "train__parity_gate": True}, BrightnessReward
+        ALONE | {"train__optimizer_steps": 2, "kl__anchor_interval": 3, "train__parity_gate": True},
+        BrightnessReward
     ),
     "std of the batch, half of the steps": (
-        ALONE | {"objective__advantage_std": "batch", "train__timestep_fraction": 0.5, "train__ema_decay": 0.9,
+        ALONE | {"objective__advantage_std": "batch", "train__timestep_fraction": 0.5,
+            "train__ema_decay": 0.9,
                  "kl__strategy": "fixed", "kl__lambda_min": 100, "kl__lambda_max": 200},
         BrightnessReward,
     ),
     "five samples of one prompt, not finite": (
-        ALONE | {"train__prompts_per_iteration": 1, "train__group_size": 5, "reward__max_dropped": 1,
+        ALONE | {"train__prompts_per_iteration": 1, "train__group_size": 5,
+            "reward__max_dropped": 1,
                  "train__optimizer_steps": 3},
         SomeAreNotFinite,
     ),
@@ -116,17 +131,20 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
         OneGroupIsEqual,
     ),
     "batches, lengths, guidance": (
-        {"sampling__steps": 3, "sampling__batch_size": 2, "train__batch_size": 3, "sampling__guidance_scale": 3.0,
+        {"sampling__steps": 3, "sampling__batch_size": 2, "train__batch_size": 3,
+         "sampling__guidance_scale": 3.0,
          "train__parity_gate": False},
         BrightnessReward,
     ),
     "shared steps, windows that start apart": (
-        ALONE | {"sampling__sampler": "precise", "sampling__steps": 4, "sampling__sde_window": 2, "seed": 7,
+        ALONE | {"sampling__sampler": "precise", "sampling__steps": 4, "sampling__sde_window": 2,
+            "seed": 7,
                  "sampling__window_per_prompt": True, "sampling__shared_initial_noise": True},
         BrightnessReward,
     ),
     "a window for each prompt": (
-        ALONE | {"sampling__sampler": "precise", "sampling__steps": 4, "sampling__sde_window": 2, "seed": 7,
+        ALONE | {"sampling__sampler": "precise", "sampling__steps": 4, "sampling__sde_window": 2,
+            "seed": 7,
                  "sampling__window_per_prompt": True, "kl__anchor_interval": 1},
         BrightnessReward,
     ),
@@ -135,14 +153,19 @@ IN_BATCHES = "batches, lengths, guidance"
 
 
 def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
-    """Train two iterations; return what every rank knows, and each update's gradients averaged over the ranks."""
+    """Train two iterations; return what every rank knows, and each update's gradients averaged over
+    the ranks."""
     trainer: Trainer = tiny_trainer(config, reward())
     if lengths:
         trainer.embeddings = {
-            prompt: TextEmbedding(text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs)
+            prompt: TextEmbedding(
+                text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs
+            )
             for prompt, known in trainer.embeddings.items()
         }
-        trainer.replay.lengths = pass_lengths(trainer.embeddings, guided=trainer.policy.uses_guidance)
+        trainer.replay.lengths = pass_lengths(
+            trainer.embeddings, guided=trainer.policy.uses_guidance
+        )
     record: Record = {"rows": [], "rewards": [], "advantages": [], "gradients": []}
     start = trainer.policy.snapshot()
     advantages, step = sage_fast.trainer.group_advantages, trainer.engine.step
@@ -154,7 +177,9 @@ def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
         return result
 
     def noting_gradients() -> Any:
-        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.engine.parameters]
+        mine = [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.engine.parameters
+        ]
         mean = torch.cat([grad.flatten() for grad in mine]) / world_size()
         if dist.is_initialized():
             dist.all_reduce(mean)
@@ -173,13 +198,16 @@ def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
 
 
 def encode(folder: Path) -> Record:
-    """Embed prompts with one cache for all ranks, one for each, and none; return the prompts that this rank encoded."""
+    """Embed prompts with one cache for all ranks, one for each, and none; return the prompts that
+    this rank encoded."""
     encoded: list[str] = []
 
     def factory() -> Callable[[Caption], TextEmbedding]:
         def one(caption: Caption) -> TextEmbedding:
             encoded.append(caption.text)
-            return TextEmbedding(text=torch.full((2, 3), float(len(caption.text))), glyphs=torch.zeros(0, 2))
+            return TextEmbedding(
+                text=torch.full((2, 3), float(len(caption.text))), glyphs=torch.zeros(0, 2)
+            )
 
         return one
 
@@ -187,7 +215,9 @@ def encode(folder: Path) -> Record:
         encoded.clear()
         found = encode_cached(captions(*prompts), factory, cache, "m", TextEmbedding)
         assert list(found) == prompts
-        assert all(found[prompt].text.tolist() == [[float(len(prompt))] * 3] * 2 for prompt in prompts)
+        assert all(
+            found[prompt].text.tolist() == [[float(len(prompt))] * 3] * 2 for prompt in prompts
+        )
         return list(encoded)
 
     prompts = ["a" * length for length in range(1, 8)]
@@ -203,8 +233,14 @@ def encode(folder: Path) -> Record:
 
 
 def parts() -> dict[str, float]:
-    """After a failure ranks have fewer parts, in any order; the gathered scores have all parts in one order."""
-    values = [{"seen": 1, "vq": 2, "mq": 3}, {"mq": 5, "vq": 4}, {"vq": 6, "seen": 1, "mq": 7}, {"vq": 8, "mq": 9}]
+    """After a failure ranks have fewer parts, in any order; the gathered scores have all parts in
+    one order."""
+    values = [
+        {"seen": 1, "vq": 2, "mq": 3},
+        {"mq": 5, "vq": 4},
+        {"vq": 6, "seen": 1, "mq": 7},
+        {"vq": 8, "mq": 9},
+    ]
     mine = {name: torch.full((1,), float(value)) for name, value in values[rank()].items()}
     own = Scores(rewards=torch.tensor([float(rank())]), parts=mine, retried=1)
     of_all = gather_scores([world_size() - 1 - rank()], own)
@@ -224,7 +260,9 @@ def stale_view(folder: Path) -> Record:
     state = (trainer.engine, trainer.state_dict(), trainer.anchor)
     with pytest.MonkeyPatch.context() as patch:
         if rank() > 0:
-            patch.setattr(Path, "is_dir", lambda path: "checkpoints" not in path.parts and is_dir(path))
+            patch.setattr(
+                Path, "is_dir", lambda path: "checkpoints" not in path.parts and is_dir(path)
+            )
             patch.setattr(Path, "glob", lambda path, pattern: iter(()))
         for iteration in (1, 2, 2):
             save_checkpoint(folder, iteration, *state)
@@ -266,7 +304,8 @@ class SecondRankFails(BrightnessReward):
 def logged_run(folder: Path) -> None:
     """Run `sage-fast train` with TensorBoard."""
     given = arguments(
-        reward__name=f"{__name__}:SecondRankFails", reward__on_failure="stop", train__prompts_per_iteration=1,
+        reward__name=f"{__name__}:SecondRankFails", reward__on_failure="stop",
+        train__prompts_per_iteration=1,
         train__group_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, train__iterations=2,
         timeout_minutes=1,
     )  # fmt: skip
@@ -279,7 +318,8 @@ def all_cases(folder: Path, count: int) -> None:
     initialize(timeout_minutes=2)
     assert world_size() == count
     result: Record = {
-        name: train(settings(**given), reward, name == IN_BATCHES) for name, (given, reward) in CASES.items()
+        name: train(settings(**given), reward, name == IN_BATCHES)
+        for name, (given, reward) in CASES.items()
     }
     result |= {"encode": encode(folder / str(count)), "parts": parts(), "waiting": waiting()}
     result["stale"] = stale_view(folder / f"stale-{count}")
@@ -294,7 +334,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Record]]
     for count in COUNTS:
         assert run_ranks(all_cases, count, folder, count) == [0] * count, screens(folder, count)
     return {
-        count: [torch.load(folder / f"{count}-{n}.pt", weights_only=True) for n in range(count)] for count in COUNTS
+        count: [torch.load(folder / f"{count}-{n}.pt", weights_only=True) for n in range(count)]
+        for count in COUNTS
     }
 
 
@@ -307,14 +348,22 @@ def relative(value: Tensor, expected: Tensor) -> float:
 
 
 def close(value: float | None, tolerance: float) -> Any:
-    """Approximate value. None means that nothing was trained; KLs below 1e-13 are those of two equal policies."""
+    """Approximate value.
+
+    None means that nothing was trained; KLs below 1e-13 are those of two equal policies.
+    """
     return None if value is None else pytest.approx(value, rel=tolerance, abs=1e-13)
 
 
 @several
 @cases
-def test_rewards_and_advantages_are_those_of_one_process(results: Any, count: int, case: str) -> None:
-    """Every rank knows those of all. The first iteration is exact to the bit if a batch is one sample."""
+def test_rewards_and_advantages_are_those_of_one_process(
+    results: Any, count: int, case: str
+) -> None:
+    """Every rank knows those of all.
+
+    The first iteration is exact to the bit if a batch is one sample.
+    """
     (alone,) = (outcome[case] for outcome in results[1])
     exact, rounded = {"rtol": 0, "atol": 0}, {"rtol": 0, "atol": 2e-6}
     rounds = [rounded if case == IN_BATCHES else exact, rounded]
@@ -322,14 +371,18 @@ def test_rewards_and_advantages_are_those_of_one_process(results: Any, count: in
         pairs = zip(of_rank["rewards"], alone["rewards"], rounds, strict=True)
         for rewards, expected, tolerance in pairs:
             torch.testing.assert_close(rewards, expected, **tolerance)
-        for advantages, expected, tolerance in zip(of_rank["advantages"], alone["advantages"], rounds, strict=True):
+        for advantages, expected, tolerance in zip(
+            of_rank["advantages"], alone["advantages"], rounds, strict=True
+        ):
             # Rewards of a random model differ by about 1e-3, which is the unit of advantages.
             torch.testing.assert_close(advantages, expected, rtol=0, atol=1e3 * tolerance["atol"])
 
 
 @several
 @cases
-def test_gradients_are_the_mean_over_all_kept_transitions(results: Any, count: int, case: str) -> None:
+def test_gradients_are_the_mean_over_all_kept_transitions(
+    results: Any, count: int, case: str
+) -> None:
     (alone,) = (outcome[case] for outcome in results[1])
     for of_rank in (outcome[case] for outcome in results[count]):
         assert len(of_rank["gradients"]) == len(alone["gradients"]) > 0
@@ -347,16 +400,26 @@ def test_metrics_and_lambda_are_those_of_one_process(results: Any, count: int, c
     (alone,) = (outcome[case] for outcome in results[1])
     for of_rank in (outcome[case] for outcome in results[count]):
         for index, (row, expected) in enumerate(zip(of_rank["rows"], alone["rows"], strict=True)):
-            assert {k for k in row if not k.startswith("time/")} == {k for k in expected if not k.startswith("time/")}
+            assert {k for k in row if not k.startswith("time/")} == {
+                k for k in expected if not k.startswith("time/")
+            }
             for key in ("reward/dropped", "reward/zero_std_groups", "optimizer_step"):
                 assert row[key] == expected[key], (index, key)
             # Advantages are exact in the first iteration if a batch is one sample.
             rounded = rounding_of_advantages(expected) if index or case == IN_BATCHES else 0
-            for key in ("reward/mean", "reward/std", "advantage/abs_mean", "kl/lambda", "grad_norm"):
+            for key in (
+                "reward/mean",
+                "reward/std",
+                "advantage/abs_mean",
+                "kl/lambda",
+                "grad_norm",
+            ):
                 assert row.get(key) == close(expected.get(key), max(1e-4, rounded)), (index, key)
             for key in ("kl/anchor", "kl/gradient_share"):
                 assert row.get(key) == close(expected.get(key), 1e-3), (index, key)
-            for norm, wanted in zip(row["velocity_grad_norm"], expected["velocity_grad_norm"], strict=True):
+            for norm, wanted in zip(
+                row["velocity_grad_norm"], expected["velocity_grad_norm"], strict=True
+            ):
                 assert norm == close(wanted, 1e-3), index
 
 
@@ -376,14 +439,19 @@ def test_the_cases_are_what_they_are_called(results: Any) -> None:
     (alone,) = results[1]
     for case in ("five samples of one prompt, not finite", "failures, std of the batch"):
         assert any(0 < row["reward/dropped"] < 5 for row in alone[case]["rows"]), case
-    assert [row["reward/zero_std_groups"] for row in alone["an equal group, noised again"]["rows"]] == [0.5, 0.5]
-    first, second = (row["kl/lambda"] for row in alone["std of the batch, half of the steps"]["rows"])
+    assert [
+        row["reward/zero_std_groups"] for row in alone["an equal group, noised again"]["rows"]
+    ] == [0.5, 0.5]
+    first, second = (
+        row["kl/lambda"] for row in alone["std of the batch, half of the steps"]["rows"]
+    )
     assert first < second  # the warm-up of lambda
 
 
 @several
 def test_each_prompt_is_encoded_by_one_rank(results: Any, count: int) -> None:
-    """The ranks may share a disk or not; a prompt that one rank has already is not encoded again."""
+    """The ranks may share a disk or not; a prompt that one rank has already is not encoded
+    again."""
     found = [outcome["encode"] for outcome in results[count]]
 
     def encoded(what: str) -> list[str]:
@@ -419,7 +487,11 @@ def test_parts_of_a_reward_are_matched_by_name(results: Any, count: int) -> None
 def test_the_first_rank_says_which_checkpoints_there_are(results: Any, count: int) -> None:
     """It decides which files are kept, which a manifest lists and which are loaded."""
     for of_rank in results[count]:
-        assert of_rank["stale"] == {"iteration": 2, "anchor": True, "not in the manifest": ["manifest.json"]}
+        assert of_rank["stale"] == {
+            "iteration": 2,
+            "anchor": True,
+            "not in the manifest": ["manifest.json"],
+        }
 
 
 @several
@@ -439,7 +511,9 @@ def test_waiting_for_others_is_no_work(results: Any, count: int) -> None:
 def test_each_rank_writes_a_log_and_says_there_what_ended_it(tmp_path: Path) -> None:
     statuses = run_ranks(logged_run, 2, tmp_path)
     assert all(status not in (0, None) for status in statuses)
-    logs = [(tmp_path / "run" / "logs" / f"rank-{number:03d}.log").read_text() for number in range(2)]
+    logs = [
+        (tmp_path / "run" / "logs" / f"rank-{number:03d}.log").read_text() for number in range(2)
+    ]
     first, second = screens(tmp_path)
     for log in logs:
         assert "evaluate (before)" in log
@@ -453,13 +527,17 @@ def test_each_rank_writes_a_log_and_says_there_what_ended_it(tmp_path: Path) -> 
     assert ends.keys() >= {"rollout", "decode", "reward", "train", "optimizer", "work"}
     assert all(outcome["slowest"][1] >= outcome["fastest"][1] for outcome in ends.values())
     assert {outcome[end][0] for outcome in ends.values() for end in outcome} == {0, 1}
-    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1, "the first rank alone owns the trackers"
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1, (
+        "the first rank alone owns the trackers"
+    )
 
 
-# -- without a process group ------------------------------------------------------------------------------------------
+# -- without a process group -----------------------------------------------------------------------
 
 
-def assigned(tokens: list[int], ranks: int, batch: int, windows: list[int] | None = None) -> list[list[int]]:
+def assigned(
+    tokens: list[int], ranks: int, batch: int, windows: list[int] | None = None
+) -> list[list[int]]:
     """Assign samples that share no steps."""
     rollouts = Rollouts(steps=5, group_size=1, windows=windows or [0] * len(tokens), shared=False)
     return assign_to_ranks(tokens, ranks, batch, rollouts)
@@ -468,11 +546,14 @@ def assigned(tokens: list[int], ranks: int, batch: int, windows: list[int] | Non
 def contiguous(tokens: list[int], ranks: int) -> int:
     """Tokens of the busiest rank if sorted samples were split into contiguous shares."""
     order = sorted(tokens)
-    return max(sum(order[r * len(order) // ranks : (r + 1) * len(order) // ranks]) for r in range(ranks))
+    return max(
+        sum(order[r * len(order) // ranks : (r + 1) * len(order) // ranks]) for r in range(ranks)
+    )
 
 
 def test_samples_are_dealt_out_evenly() -> None:
-    """Every sample has a rank; counts differ by at most one, and tokens by little more than those of one batch."""
+    """Every sample has a rank; counts differ by at most one, and tokens by little more than those
+    of one batch."""
     generator = random.Random(0)
     for _ in range(300):
         groups, size, batch = (generator.randint(1, most) for most in (12, 9, 4))
@@ -483,7 +564,9 @@ def test_samples_are_dealt_out_evenly() -> None:
         assert sorted(sample for share in shares for sample in share) == list(range(len(tokens)))
         counts = [len(share) for share in shares]
         assert max(counts) - min(counts) <= 1
-        assert all([tokens[i] for i in share] == sorted(tokens[i] for i in share) for share in shares)
+        assert all(
+            [tokens[i] for i in share] == sorted(tokens[i] for i in share) for share in shares
+        )
         loads = [sum(tokens[i] for i in share) for share in shares]
         assert max(loads) <= contiguous(tokens, ranks)
         if len(tokens) % ranks == 0:
@@ -491,14 +574,16 @@ def test_samples_are_dealt_out_evenly() -> None:
 
 
 def test_prompts_of_many_lengths_are_balanced_by_tokens() -> None:
-    """Deal eight groups of eight to eight ranks: with one group each, most would wait for the longest prompt."""
+    """Deal eight groups of eight to eight ranks: with one group each, most would wait for the
+    longest prompt."""
     tokens = [1560 + 100 * group for group in range(8) for _ in range(8)]
     for batch in (1, 4):
         loads = [sum(tokens[i] for i in share) for share in assigned(tokens, 8, batch)]
         assert max(loads) == min(loads) == sum(tokens) / 8
         assert max(loads) < 0.85 * contiguous(tokens, 8)
     in_fours = [bucket_by_length([tokens[i] for i in share], 4) for share in assigned(tokens, 8, 4)]
-    assert all(len(runs) == 2 for runs in in_fours)  # full batches, as few as with one group per rank
+    # full batches, as few as with one group per rank
+    assert all(len(runs) == 2 for runs in in_fours)
 
 
 def test_one_rank_has_all_samples_in_the_order_of_their_lengths() -> None:
@@ -510,7 +595,10 @@ def test_more_ranks_than_samples() -> None:
     config = settings(train__prompts_per_iteration=2, train__group_size=3)
     for ranks in (1, 4, 5, 6):
         check_trainable(config, ranks)
-    with pytest.raises(UserError, match=r"6 samples an iteration for 7 ranks.*nearest is 6 ranks, or .*iteration = 3"):
+    with pytest.raises(
+        UserError,
+        match=r"6 samples an iteration for 7 ranks.*nearest is 6 ranks, or .*iteration = 3",
+    ):
         check_trainable(config, 7)
 
 
@@ -523,6 +611,9 @@ def test_shipped_configurations_train_on_up_to_64_gpus_or_say_what_to_set(ranks:
         except UserError as error:
             assert (ranks, config.train.samples) == (64, 32)
             advice = re.findall(r"(?:, or )(\S+) = (\d+)", str(error))
-            assert [name for name, _ in advice] == ["train.prompts_per_iteration", "model.sequence_parallel"]
+            assert [name for name, _ in advice] == [
+                "train.prompts_per_iteration",
+                "model.sequence_parallel",
+            ]
             for name, value in advice:
                 check_trainable(load(file, {name: value}), ranks)

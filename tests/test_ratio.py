@@ -1,4 +1,5 @@
-"""The ratio: how centring and normalising change its mean, gradient and clip; the KL's share of the gradient."""
+"""The ratio: how centring and normalising change its mean, gradient and clip; the KL's share of the
+gradient."""
 
 import dataclasses
 import math
@@ -30,15 +31,23 @@ REDUCTIONS = ["mean", "unscaled"]
 
 
 def drawn(
-    objective: ObjectiveConfig, step: int, moved: float, samples: int = 4000, table: TransitionTable = TABLE
+    objective: ObjectiveConfig,
+    step: int,
+    moved: float,
+    samples: int = 4000,
+    table: TransitionTable = TABLE,
 ) -> tuple[Loss, Tensor, Tensor]:
-    """Loss, velocity `[samples, NUMEL]` and KL of transitions drawn by a rollout policy, in float64.
+    """Loss, velocity `[samples, NUMEL]` and KL of transitions drawn by a rollout policy, in
+    float64.
 
-    The trained policy differs from it by `moved` per element; every advantage is 1 and there is no other term.
+    The trained policy differs from it by `moved` per element; every advantage is 1 and there is no
+    other term.
     """
     generator = torch.Generator().manual_seed(5)
     x, v_old, direction = (
-        torch.randn(3, NUMEL, generator=generator, dtype=torch.float64).expand(samples, 3, -1).unbind(1)
+        torch.randn(3, NUMEL, generator=generator, dtype=torch.float64)
+        .expand(samples, 3, -1)
+        .unbind(1)
     )
     noise = torch.randn(samples, NUMEL, generator=generator, dtype=torch.float64)
     x_next = table.a[step] * x + table.b[step] * v_old + table.c[step] * noise
@@ -48,9 +57,12 @@ def drawn(
     old, *_ = transition_score(x, x_next, v_old, coefs, at)
     log_prob, kl_anchor, kl_old, *_ = transition_score(x, x_next, v, coefs, at, v_old=v_old)
     ones = torch.ones(samples, dtype=torch.float64)
-    scores = TransitionScores(log_prob=log_prob, log_prob_old=old, kl_anchor=kl_anchor, kl_old=kl_old, advantage=ones)
+    scores = TransitionScores(
+        log_prob=log_prob, log_prob_old=old, kl_anchor=kl_anchor, kl_old=kl_old, advantage=ones
+    )
     constants = StepConstants(
-        equalizer=table.equalizer(objective.log_prob), bias=table.log_ratio_bias(objective.log_prob),
+        equalizer=table.equalizer(objective.log_prob),
+        bias=table.log_ratio_bias(objective.log_prob),
         coefs=coefs,
     )  # fmt: skip
     loss = sage_loss(resolved(objective), scores, constants.at(at.expand(samples)), 0.0)
@@ -66,7 +78,8 @@ def exact_coefficients(table: TransitionTable, reduction: str) -> Tensor:
 
 
 def gradient_of_log_ratio(loss: Loss, v: Tensor) -> Tensor:
-    """Gradient of the log-ratio, `[samples, NUMEL]`: the policy term is -ratio here, so divide its gradient by that."""
+    """Gradient of the log-ratio, `[samples, NUMEL]`: the policy term is -ratio here, so divide its
+    gradient by that."""
     (gradient,) = torch.autograd.grad(loss.policy.sum(), v)
     return -gradient / loss.ratio[:, None]
 
@@ -79,35 +92,45 @@ def is_zero(mean_of: Tensor) -> bool:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("moved", [0.2, 1.0])
 def test_centred_log_ratio_and_its_gradient_have_mean_zero(reduction: str, moved: float) -> None:
-    """At any distance from the rollout policy the log-ratio's mean is minus the KL, and centring removes it.
+    """At any distance from the rollout policy the log-ratio's mean is minus the KL, and centring
+    removes it.
 
-    Centring also removes the KL's gradient: the centred gradient is b noise / c at any distance, so its variance does
-    not grow either. The KL's gradient biases the plain one towards the rollout policy. A detached KL would keep that
-    bias, as it does not change the gradient.
+    Centring also removes the KL's gradient: the centred gradient is b noise / c at any distance, so
+    its variance does not grow either. The KL's gradient biases the plain one towards the rollout
+    policy. A detached KL would keep that bias, as it does not change the gradient.
     """
-    plain, v, kl = drawn(ObjectiveConfig(log_prob=reduction, clip_range=1e9, equalizer=False), 3, moved)
+    plain, v, kl = drawn(
+        ObjectiveConfig(log_prob=reduction, clip_range=1e9, equalizer=False), 3, moved
+    )
     bias = float(TABLE.log_ratio_bias(reduction)[3])
     assert is_zero(plain.ratio.log() + bias * kl)
     assert not is_zero(plain.ratio.log())
     gradient = gradient_of_log_ratio(plain, v)
     assert not is_zero(gradient)
-    objective = ObjectiveConfig(log_prob=reduction, clip_range=1e9, equalizer=False, ratio="centred")
+    objective = ObjectiveConfig(
+        log_prob=reduction, clip_range=1e9, equalizer=False, ratio="centred"
+    )
     centred, v, _ = drawn(objective, 3, moved)
     assert is_zero(centred.ratio.log())
     gradient = gradient_of_log_ratio(centred, v)
     assert is_zero(gradient)
     at_rollout, v_old, _ = drawn(objective, 3, 0.0)
-    torch.testing.assert_close(gradient, gradient_of_log_ratio(at_rollout, v_old), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        gradient, gradient_of_log_ratio(at_rollout, v_old), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("side", [0.9, 1.1])
 def test_the_kl_mask_goes_by_the_exact_kl(reduction: Any, side: float) -> None:
-    """The KL is that of two normal distributions in torch.distributions; unmasked samples keep the ratio's gradient."""
+    """The KL is that of two normal distributions in torch.distributions; unmasked samples keep the
+    ratio's gradient."""
     step, moved = 3, 0.2
     means = float(TABLE.b[step]) * torch.tensor([0.0, moved], dtype=torch.float64)
     new, old = (torch.distributions.Normal(mean, TABLE.c[step]) for mean in means)
-    exact = float(torch.distributions.kl_divergence(new, old)) * (NUMEL if reduction == "sum" else 1)
+    exact = float(torch.distributions.kl_divergence(new, old)) * (
+        NUMEL if reduction == "sum" else 1
+    )
     row = {"surrogate": "kl_mask", "log_prob": reduction, "kl_limit": side * exact}
     loss, v, kl = drawn(ObjectiveConfig(**row), step, moved, samples=400)
     torch.testing.assert_close(kl, torch.full_like(kl, exact), rtol=1e-9, atol=0)
@@ -115,16 +138,27 @@ def test_the_kl_mask_goes_by_the_exact_kl(reduction: Any, side: float) -> None:
     assert loss.clipped.bool().tolist() == masked.tolist()
     assert side > 1 or 0.1 < masked.double().mean() < 0.9
     (gradient,) = torch.autograd.grad(loss.total.sum(), v)
-    wide, v, _ = drawn(ObjectiveConfig(log_prob=reduction, clip_range=1e9), step, moved, samples=400)
+    wide, v, _ = drawn(
+        ObjectiveConfig(log_prob=reduction, clip_range=1e9), step, moved, samples=400
+    )
     (unclipped,) = torch.autograd.grad(wide.total.sum(), v)
-    torch.testing.assert_close(gradient, torch.where(masked[:, None], 0.0, unclipped), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradient, torch.where(masked[:, None], 0.0, unclipped), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("equalizer", [True, False])
-def test_every_ratio_has_the_same_gradient_at_the_rollout_policy(reduction: str, equalizer: bool) -> None:
+def test_every_ratio_has_the_same_gradient_at_the_rollout_policy(
+    reduction: str, equalizer: bool
+) -> None:
     def gradient(ratio: Any, step: int) -> Tensor:
-        loss, v, _ = drawn(ObjectiveConfig(log_prob=reduction, ratio=ratio, equalizer=equalizer), step, 0.0, samples=8)
+        loss, v, _ = drawn(
+            ObjectiveConfig(log_prob=reduction, ratio=ratio, equalizer=equalizer),
+            step,
+            0.0,
+            samples=8,
+        )
         return torch.autograd.grad(loss.total.sum(), v)[0]
 
     for step in TABLE.stochastic_steps:
@@ -136,20 +170,25 @@ def test_every_ratio_has_the_same_gradient_at_the_rollout_policy(reduction: str,
 
 @pytest.mark.parametrize("equalizer", [True, False])
 def test_the_clip_acts_alike_at_every_step_on_a_normalised_ratio(equalizer: bool) -> None:
-    """The same change of the velocity spreads the log-ratio equally at each step, so the same share is clipped."""
+    """The same change of the velocity spreads the log-ratio equally at each step, so the same share
+    is clipped."""
     moved = 0.01
     steps = TABLE.stochastic_steps
     scale = TABLE.gradient_scale()
-    spread = float(scale[steps].quantile(0.5)) * moved / math.sqrt(NUMEL)  # median(N) |v - v_old| / D
+    # median(N) |v - v_old| / D
+    spread = float(scale[steps].quantile(0.5)) * moved / math.sqrt(NUMEL)
 
     def spread_of(ratio: Any) -> tuple[list[float], list[float]]:
         objective = ObjectiveConfig(ratio=ratio, equalizer=equalizer, clip_range=spread)
         losses = [drawn(objective, step, moved)[0] for step in steps]
-        return [float(loss.ratio.log().std()) for loss in losses], [float(loss.clipped.mean()) for loss in losses]
+        return [float(loss.ratio.log().std()) for loss in losses], [
+            float(loss.clipped.mean()) for loss in losses
+        ]
 
     stds, clipped = spread_of("normalised")
     assert stds == pytest.approx([spread] * len(steps), rel=0.05)
-    assert clipped == pytest.approx([0.159] * len(steps), abs=0.03)  # more than one standard deviation above
+    # more than one standard deviation above
+    assert clipped == pytest.approx([0.159] * len(steps), abs=0.03)
     stds, clipped = spread_of("centred")
     assert max(stds) > 2 * min(stds)
     assert max(clipped) > 0.25
@@ -175,13 +214,22 @@ NORMED += [("kl_mask", "plain"), ("nft", "plain")]
     [("moving", "rollout"), ("stepwise", "closed_form"), ("dual", "closed_form")],
 )
 def test_gradient_norms_are_those_of_autograd(
-    strategy: str, velocity_term: str, reduction: str, surrogate: str, ratio: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str,
+    velocity_term: str,
+    reduction: str,
+    surrogate: str,
+    ratio: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compare the norms on the velocity by sample, away from rollout and anchor; the KL's terms add in quadrature."""
+    """Compare the norms on the velocity by sample, away from rollout and anchor; the KL's terms add
+    in quadrature."""
     config = settings(
-        kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
-        kl__beta_pos=0.7, objective__log_prob=reduction, objective__ratio=ratio, objective__clip_range=10.0,
-        objective__surrogate=surrogate, objective__kl_limit=10.0, sampling__steps=3, train__group_size=2,
+        kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3,
+        kl__lambda_max=0.3,
+        kl__beta_pos=0.7, objective__log_prob=reduction, objective__ratio=ratio,
+        objective__clip_range=10.0,
+        objective__surrogate=surrogate, objective__kl_limit=10.0, sampling__steps=3,
+        train__group_size=2,
         train__optimizer_steps=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
@@ -224,11 +272,12 @@ def test_gradient_norms_are_those_of_autograd(
         torch.testing.assert_close(0.3 * kl, norm(loss.total - loss.policy), rtol=1e-4, atol=1e-12)
 
 
-# -- lambda -----------------------------------------------------------------------------------------------------------
+# -- lambda ----------------------------------------------------------------------------------------
 
 
 def controlled(config: KLConfig, plant: Any, updates: int) -> tuple[KLController, float]:
-    """Update a controller by a plant (lambda -> observation); return it and the last observation."""
+    """Update a controller by a plant (lambda -> observation); return it and the last
+    observation."""
     controller, seen = KLController(config), 0.0
     for _ in range(updates):
         seen = plant(controller.value)
@@ -242,14 +291,18 @@ def penalised(weight: float) -> float:
 
 
 def test_paper_runs_to_its_floor() -> None:
-    controller, kl = controlled(KLConfig(feedback="paper", target=1e-4, warmup_steps=5), penalised, 300)
+    controller, kl = controlled(
+        KLConfig(feedback="paper", target=1e-4, warmup_steps=5), penalised, 300
+    )
     assert controller.value == controller.config.lambda_min
     assert kl > 50e-4
 
 
 def test_the_share_by_hand() -> None:
-    """k^2 = lambda^2 (A + V) with A, V = mean of 4 beta^2 m (KL - rounding) / D; p is the policy term's rms."""
-    coefs = torch.tensor([[1.0, -0.5, 1.0, -0.5, 0.0, 2.0], [1.0, -0.5, 1.0, -0.5, 0.0, 0.5]])  # m = 2 and 0.5
+    """k^2 = lambda^2 (A + V) with A, V = mean of 4 beta^2 m (KL - rounding) / D; p is the policy
+    term's rms."""
+    # m = 2 and 0.5
+    coefs = torch.tensor([[1.0, -0.5, 1.0, -0.5, 0.0, 2.0], [1.0, -0.5, 1.0, -0.5, 0.0, 0.5]])
     steps = StepConstants(equalizer=torch.ones(2), bias=torch.zeros(2), coefs=coefs)
     log_prob = torch.full((2,), -0.5, requires_grad=True)
     scores = TransitionScores(
@@ -259,12 +312,19 @@ def test_the_share_by_hand() -> None:
         kl_old=torch.tensor([2e-4, 1e-4]) + 0 * log_prob,
         advantage=torch.ones(2),
     )
-    config = dataclasses.replace(settings(train__optimizer_steps=2), kl=KLConfig(beta_pos=1.0, beta_vel=0.1))
+    config = dataclasses.replace(
+        settings(train__optimizer_steps=2), kl=KLConfig(beta_pos=1.0, beta_vel=0.1)
+    )
     objective, rounding = Objective(config), torch.tensor([1e-4, 2e-4])
-    norms = gradient_norms(objective, sage_loss(objective, scores, steps, 0.1), scores, steps.row, 100, rounding)
+    norms = gradient_norms(
+        objective, sage_loss(objective, scores, steps, 0.1), scores, steps.row, 100, rounding
+    )
     assert norms.anchor.tolist() == pytest.approx([4 * 2 * 2e-4 / 100, 4 * 0.5 * -1e-4 / 100])
-    assert norms.velocity.tolist() == pytest.approx([0.01 * 4 * 2 * 1e-4 / 100, 0.01 * 4 * 0.5 * -1e-4 / 100])
-    # The policy's gradient by element is 2 w b r / D with mean(r^2) = 1: its norm is 2 |w b| / sqrt(D) = 0.05.
+    assert norms.velocity.tolist() == pytest.approx(
+        [0.01 * 4 * 2 * 1e-4 / 100, 0.01 * 4 * 0.5 * -1e-4 / 100]
+    )
+    # The policy's gradient by element is 2 w b r / D with mean(r^2) = 1: its norm is 2 |w b| /
+    # sqrt(D) = 0.05.
     assert norms.policy.tolist() == pytest.approx([0.05, 0.05])
     squares = norms.policy.square().mean(), norms.anchor.mean(), norms.velocity.mean()
     anchor, velocity = (1.6e-5 - 2e-6) / 2, (8e-8 - 2e-8) / 2
@@ -283,13 +343,20 @@ def test_a_kl_that_rounding_explains_has_no_share() -> None:
 def test_the_share_does_not_follow_rounding(guidance: float, updates: int) -> None:
     """In bfloat16 rounding moves the velocity a thousand times as far as a small update does.
 
-    The rollout's batches differ from those of training, so that even equal weights have a KL. A tenth of the KL that
-    the measurement misses, on samples of 1,280 elements, would be a third of the share.
+    The rollout's batches differ from those of training, so that even equal weights have a KL. A
+    tenth of the KL that the measurement misses, on samples of 1,280 elements, would be a third of
+    the share.
     """
-    acts = {"kl__lambda_min": 0.05, "kl__lambda_max": 0.05, "kl__warmup_steps": 0, "kl__feedback": "none"}
+    acts = {
+        "kl__lambda_min": 0.05,
+        "kl__lambda_max": 0.05,
+        "kl__warmup_steps": 0,
+        "kl__feedback": "none",
+    }
     config = settings(
         **acts, kl__strategy="dual", kl__velocity_term="closed_form", train__learning_rate=1e-6,
-        train__optimizer_steps=updates, sampling__guidance_scale=guidance, sampling__batch_size=6, train__batch_size=1,
+        train__optimizer_steps=updates, sampling__guidance_scale=guidance, sampling__batch_size=6,
+        train__batch_size=1,
         objective__clip_range=1.0,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.bfloat16)
@@ -303,13 +370,18 @@ def test_the_share_does_not_follow_rounding(guidance: float, updates: int) -> No
 
 
 def test_the_share_in_float32_is_that_of_float64() -> None:
-    """From the second update on it is the KL of the weights, of which rounding is a part at small updates."""
+    """From the second update on it is the KL of the weights, of which rounding is a part at small
+    updates."""
     config = settings(
-        kl__strategy="fixed", kl__lambda_min=0.05, kl__lambda_max=0.05, kl__warmup_steps=0, train__learning_rate=1e-6,
+        kl__strategy="fixed", kl__lambda_min=0.05, kl__lambda_max=0.05, kl__warmup_steps=0,
+        train__learning_rate=1e-6,
         sampling__guidance_scale=6.0, sampling__batch_size=6, train__batch_size=1,
     )  # fmt: skip
     single, double = (tiny_trainer(config, dtype=dtype) for dtype in (torch.float32, torch.float64))
-    shares = [[trainer.iteration(index)["kl/gradient_share"] for index in range(3)] for trainer in (single, double)]
+    shares = [
+        [trainer.iteration(index)["kl/gradient_share"] for index in range(3)]
+        for trainer in (single, double)
+    ]
     assert shares[0][0] == 0
     assert shares[0][1:] == pytest.approx(shares[1][1:], rel=0.3)
 
@@ -321,11 +393,14 @@ def test_the_share_is_that_of_a_pull() -> None:
 
 
 def test_the_kl_of_the_paper_does_nothing(tmp_path: Any) -> None:
-    """At its lambda, 1e-7 to 1e-5, the KL has less than 1e-4 of the gradient; without it the rewards are the same."""
+    """At its lambda, 1e-7 to 1e-5, the KL has less than 1e-4 of the gradient; without it the
+    rewards are the same."""
     rewards = {}
     for strategy in ("dual", "none"):
-        trainer = paper_trainer(tmp_path, kl__strategy=strategy, kl__warmup_steps=1, kl__feedback="paper",
-                               kl__lambda_min=1e-7, kl__lambda_max=1e-5, train__prompts_per_iteration=2)  # fmt: skip
+        trainer = paper_trainer(tmp_path, kl__strategy=strategy, kl__warmup_steps=1,
+            kl__feedback="paper",
+                               kl__lambda_min=1e-7, kl__lambda_max=1e-5,
+                               train__prompts_per_iteration=2)  # fmt: skip
         rows = [trainer.iteration(index) for index in range(2)]
         rewards[strategy] = [row["reward/mean"] for row in rows]
         assert (rows[1]["kl/gradient_share"] > 0) == (strategy == "dual")

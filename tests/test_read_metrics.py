@@ -31,11 +31,20 @@ ROWS = (
 
 def test_metrics_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pandas" else found_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "pandas" else found_spec(name)
+    )
     columns = read_metrics(a_run(tmp_path / "run", *ROWS))
-    assert [*columns] == ["iteration", "loss", "velocity_grad_norm", "log_prob/parity", "memory/rollout"]
+    assert [*columns] == [
+        "iteration",
+        "loss",
+        "velocity_grad_norm",
+        "log_prob/parity",
+        "memory/rollout",
+    ]
     assert columns["velocity_grad_norm"] == [[1.0, None], [2.0, None]]
-    for name, values in {"iteration": [0, 1], "loss": [0.5, math.nan], "log_prob/parity": [0, math.nan],
+    for name, values in {"iteration": [0, 1], "loss": [0.5, math.nan], "log_prob/parity": [0,
+        math.nan],
                          "memory/rollout": [math.nan, 7]}.items():  # fmt: skip
         assert columns[name].dtype == np.float64
         np.testing.assert_array_equal(columns[name], values)
@@ -44,7 +53,9 @@ def test_metrics_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         read_metrics(tmp_path)
 
 
-def test_metrics_are_a_frame_where_pandas_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_a_frame_where_pandas_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class DataFrame(dict[str, Any]):
         pass
 

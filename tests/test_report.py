@@ -63,12 +63,21 @@ def videos(tmp_path_factory) -> Path:
 @pytest.fixture
 def run(tmp_path, videos) -> Path:
     """A finished run of 12 iterations with two videos on each side."""
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"train": {"iterations": 12}, "model": {"path": "testbed"}}))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"train": {"iterations": 12}, "model": {"path": "testbed"}})
+    )
     facts = {
         "date": "2026-11-21T17:38:16+00:00",
         "commit": "ae1e5df",
         "command": "sage-fast train 'my config.yaml'",
-        "resumed": [{"iteration": 5, "date": "2026-11-22T09:00:00+00:00", "commit": None, "command": "again --resume"}],
+        "resumed": [
+            {
+                "iteration": 5,
+                "date": "2026-11-22T09:00:00+00:00",
+                "commit": None,
+                "command": "again --resume",
+            }
+        ],
         "torch": "2.13.0",
         "notes": ["sage: a note"],
         "sigmas": [1.0, 0.8, 0.5, 0.0],
@@ -135,7 +144,10 @@ def test_every_video_can_be_stopped_and_none_starts_by_itself(run):
     for attrs in videos:
         assert {"controls", "loop", "muted", "playsinline"} <= attrs.keys()
         assert "autoplay" not in attrs
-    assert {attrs["aria-label"] for attrs in videos} >= {"before: a <b>red</b> circle", "after: a blue square"}
+    assert {attrs["aria-label"] for attrs in videos} >= {
+        "before: a <b>red</b> circle",
+        "after: a blue square",
+    }
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     assert script.index("prefers-reduced-motion: reduce") < script.index(".play()")
 
@@ -170,7 +182,10 @@ def test_environment_says_how_to_repeat_the_run(run):
     section = page[page.index("<h2>Environment</h2>") :]
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section))
     assert facts == {
-        "started": "2026-11-21T17:38:16+00:00, commit ae1e5df<code>sage-fast train &#39;my config.yaml&#39;</code>",
+        "started": (
+            "2026-11-21T17:38:16+00:00, commit ae1e5df<code>sage-fast train &#39;my "
+            "config.yaml&#39;</code>"
+        ),
         "resumed": "after 5 iterations, 2026-11-22T09:00:00+00:00<code>again --resume</code>",
         "parameters": "438,123",
         "versions": "torch 2.13.0",
@@ -179,9 +194,10 @@ def test_environment_says_how_to_repeat_the_run(run):
 
 def test_fewer_than_five_prompts_are_not_judged(run):
     before, after = scores((1.0, 2.0), prompts=4), scores((1.5, 2.7), 12, prompts=4)
-    assert not {"One part bought with another (held-out)", "Training reward against held-out reward"} & {
-        check.name for check in checks([row(i) for i in range(12)], gains(before, after))
-    }
+    assert not {
+        "One part bought with another (held-out)",
+        "Training reward against held-out reward",
+    } & {check.name for check in checks([row(i) for i in range(12)], gains(before, after))}
     for name, content in (("before", before), ("after", after)):
         (run / "eval" / f"{name}.json").write_text(json.dumps(content))
     page = write_report(run).read_text()
@@ -231,7 +247,10 @@ def test_the_judge_stands_in_table_chart_and_captions(run):
     assert "<span>judge/alignment 0.80</span>" in page
     assert "+0.70:" in page  # two videos of six: nothing is the largest
     assert "+0.50:" in page
-    assert '<li class="warning"><span class="mark">▲ warning</span><span>Held-out reward against the judge<' in page
+    assert (
+        '<li class="warning"><span class="mark">▲ warning</span><span>Held-out reward against the '
+        "judge<" in page
+    )
     assert "reward rose while judge/alignment fell" in page
 
 
@@ -244,19 +263,36 @@ def test_names_of_reward_parts_reach_the_charts_escaped(run):
 
 
 def drawn(run):
-    return set(re.findall(r'aria-label="([^"]*)"', re.sub(r"<video.*?>", "", write_report(run).read_text())))
+    return set(
+        re.findall(
+            r'aria-label="([^"]*)"', re.sub(r"<video.*?>", "", write_report(run).read_text())
+        )
+    )
 
 
-KL = {"KL to the anchor", "KL to the rollout policy", "The KL&#x27;s share of the gradient", "KL weight"}
+KL = {
+    "KL to the anchor",
+    "KL to the rollout policy",
+    "The KL&#x27;s share of the gradient",
+    "KL weight",
+}
 
 
 @pytest.mark.charts
 def test_what_is_off_is_not_drawn(run):
-    """A KL that is off is logged as zeros beside a weight that may climb; the same holds for a clip."""
+    """A KL that is off is logged as zeros beside a weight that may climb; the same holds for a
+    clip."""
     everything = drawn(run)
     assert everything >= KL | {"Clipped ratios", "Time by phase"}
-    off = {"kl/anchor": 0.0, "kl/velocity": 0.0, "kl/gradient_share": 0.0, "ratio/clip_fraction": 0.0}
-    write_rows(run, [row(i) | off | {"kl/lambda": 1e-7 * (i + 1), "time/anchor": 1e-5} for i in range(12)])
+    off = {
+        "kl/anchor": 0.0,
+        "kl/velocity": 0.0,
+        "kl/gradient_share": 0.0,
+        "ratio/clip_fraction": 0.0,
+    }
+    write_rows(
+        run, [row(i) | off | {"kl/lambda": 1e-7 * (i + 1), "time/anchor": 1e-5} for i in range(12)]
+    )
     assert everything - drawn(run) == KL | {"Clipped ratios"}
     page = write_report(run).read_text()
     assert "<span>Clipped ratios</span>" not in page
@@ -268,7 +304,8 @@ def test_what_is_off_is_not_drawn(run):
 
 @pytest.mark.charts
 def test_no_text_of_a_chart_is_cut(run, monkeypatch):
-    """Every title, label and legend lies within its figure; a legend of many runs leaves the axes little height."""
+    """Every title, label and legend lies within its figure; a legend of many runs leaves the axes
+    little height."""
     for name, reward, iteration in (
         ("before", (1.0, 2.0), 0),
         ("iteration-000005", (1.2, 2.3), 5),
@@ -277,7 +314,11 @@ def test_no_text_of_a_chart_is_cut(run, monkeypatch):
         (run / "eval" / f"{name}.json").write_text(json.dumps(scores(reward, iteration)))
     figures = []
     original = charts.themed_svg
-    monkeypatch.setattr(charts, "themed_svg", lambda figure, *rest: figures.append(figure) or original(figure, *rest))
+    monkeypatch.setattr(
+        charts,
+        "themed_svg",
+        lambda figure, *rest: figures.append(figure) or original(figure, *rest),
+    )
     write_report(run)
     runs = {f"a run with a long name {i}": {0: (1.0, 0.1), 5: (1.5, 0.1)} for i in range(6)}
     charts.held_out(runs, least=1)
@@ -361,7 +402,10 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
     (empty / "config.yaml").write_text("seed: 0")
     with pytest.raises(ValueError, match=r"run\.json and metrics\.jsonl are missing"):
         write_report(empty)
-    for text, why in (("seed: !!bool x", "cannot read a value: 'x'"), ("a: " + "[" * 50_000, "nested too deeply")):
+    for text, why in (
+        ("seed: !!bool x", "cannot read a value: 'x'"),
+        ("a: " + "[" * 50_000, "nested too deeply"),
+    ):
         (empty / "config.yaml").write_text(text)
         (empty / "run.json").write_text("{}")
         with pytest.raises(UserError, match=rf"config\.yaml: not valid YAML: .*{why}"):
@@ -375,7 +419,11 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
         ("run.json", '{"a": ', "not valid JSON"),
         ("run.json", '{"notes": 3}', "'notes' does not hold what it should"),
         ("run.json", '{"sigmas": [1.0, NaN]}', "'sigmas' does not hold what it should"),
-        ("run.json", '{"transition_std": [Infinity]}', "'transition_std' does not hold what it should"),
+        (
+            "run.json",
+            '{"transition_std": [Infinity]}',
+            "'transition_std' does not hold what it should",
+        ),
         ("run.json", '{"equalizer": [1e999]}', "'equalizer' does not hold what it should"),
         ("metrics.jsonl", "[]\n", "line 1: not a row of metrics: .*; put a copy of the file there"),
     ],
@@ -386,7 +434,9 @@ def test_a_damaged_file_is_named(run, name, content, message):
         write_report(run)
 
 
-@pytest.mark.fault("a damaged evaluation or video in a run that ends", "left out of the report, with a note", 3)
+@pytest.mark.fault(
+    "a damaged evaluation or video in a run that ends", "left out of the report, with a note", 3
+)
 def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
     video = next((run / "videos" / "after").glob("00-*"))
     video.write_bytes(video.read_bytes()[:500])
@@ -411,7 +461,7 @@ def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
         assert "note: left out, since it is damaged" in caplog.text
 
 
-# -- charts and checks ------------------------------------------------------------------------------------------------
+# -- charts and checks -----------------------------------------------------------------------------
 
 
 def warnings(rows, table=()):
@@ -442,13 +492,17 @@ def test_a_part_that_is_bought_with_another_is_warned_of():
     prompts = [str(i) for i in range(5)]
     risen = [1.0, 1.1, 0.9, 1.0, 1.0]
     before = evaluation(prompts, [0.0] * 5) | {"parts": {"vq": [0.0] * 5, "ta": [0.0] * 5}}
-    after = evaluation(prompts, [0.0] * 5) | {"parts": {"vq": risen, "ta": [-value for value in risen]}}
+    after = evaluation(prompts, [0.0] * 5) | {
+        "parts": {"vq": risen, "ta": [-value for value in risen]}
+    }
     assert warnings([row(0)], gains(before, after)) == {"One part bought with another (held-out)"}
 
 
 def test_training_reward_up_and_held_out_reward_down_is_warned_of():
     fallen = gains(scores((1.0, 2.0)), scores((0.5, 1.4)))
-    assert warnings([row(i) for i in range(12)], fallen[:1]) == {"Training reward against held-out reward"}
+    assert warnings([row(i) for i in range(12)], fallen[:1]) == {
+        "Training reward against held-out reward"
+    }
 
 
 def test_running_mean_skips_gaps():
@@ -457,7 +511,12 @@ def test_running_mean_skips_gaps():
 
 
 def test_a_chart_without_data_is_none():
-    assert charts.lines({"x": ([row(0)], charts.column([row(0)], "nothing"))}, name="a", title="A", ylabel="y") is None
+    assert (
+        charts.lines(
+            {"x": ([row(0)], charts.column([row(0)], "nothing"))}, name="a", title="A", ylabel="y"
+        )
+        is None
+    )
     assert charts.ratio([{"iteration": 0}]) is None
     assert charts.phases([{"iteration": 0}]) is None
     assert charts.held_out({"x": {0: (1.0, 0.1), 10: (1.1, 0.1)}}) is None
@@ -466,7 +525,8 @@ def test_a_chart_without_data_is_none():
 def test_held_out_chart_without_standard_errors():
     points = {0: (1.0, math.nan), 10: (1.1, math.nan), 20: (1.2, math.nan)}
     bars, plain = (
-        charts.held_out({"x": course}) for course in ({i: (mean, 0.1) for i, (mean, _) in points.items()}, points)
+        charts.held_out({"x": course})
+        for course in ({i: (mean, 0.1) for i, (mean, _) in points.items()}, points)
     )
     assert bars is not None
     assert plain is not None

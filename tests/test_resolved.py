@@ -58,8 +58,10 @@ def count_made(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
 
 def test_a_run_resolves_its_settings_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = settings(
-        output=str(tmp_path / "run"), train__iterations=1, reward__name="testbed", sampling__num_frames=17,
-        sampling__steps=2, eval__steps=1, eval__num_prompts=1, eval__seeds_per_prompt=1, tracking__trackers=[],
+        output=str(tmp_path / "run"), train__iterations=1, reward__name="testbed",
+        sampling__num_frames=17,
+        sampling__steps=2, eval__steps=1, eval__num_prompts=1, eval__seeds_per_prompt=1,
+        tracking__trackers=[],
     )  # fmt: skip
     assert (config.data.prompts, config.data.eval_prompts) == tuple(SETS)
     calls: Counter[str] = Counter()
@@ -71,7 +73,9 @@ def test_a_run_resolves_its_settings_once(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_settings_outside_a_samplers_range_are_refused_before_a_table_is_made() -> None:
-    with pytest.raises(UserError, match=r"sampling.eta = 1.5: cps is defined up to 1; the nearest is 1"):
+    with pytest.raises(
+        UserError, match=r"sampling.eta = 1.5: cps is defined up to 1; the nearest is 1"
+    ):
         Resolved(settings(sampling__sampler="cps", sampling__eta=1.5))
 
 
@@ -88,5 +92,9 @@ def test_a_fraction_of_the_steps_is_that_of_its_decimal() -> None:
     """0.07 of 100 is 7, though the product of the two floats is above it."""
     assert [p for p in range(1, 101) if math.ceil(p / 100 * 100) != p] == [7, 14, 28, 55, 56]
     for percent, steps in ((7, 100), (28, 100), (55, 100), (35, 20), (1, 1), (29, 100)):
-        given = {"sampling__sampler": "flow", "sampling__steps": steps, "train__timestep_fraction": percent / 100}
+        given = {
+            "sampling__sampler": "flow",
+            "sampling__steps": steps,
+            "train__timestep_fraction": percent / 100,
+        }
         assert len(Resolved(settings(**given)).longest_window) == -(-percent * steps // 100)

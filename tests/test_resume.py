@@ -1,4 +1,5 @@
-"""What a resumed run continues with: its own settings, those given, and evaluations that were interrupted."""
+"""What a resumed run continues with: its own settings, those given, and evaluations that were
+interrupted."""
 
 import json
 import logging
@@ -45,7 +46,7 @@ def run(begun: Path, tmp_path: Path) -> Path:
     return shutil.copytree(begun, tmp_path / "run")
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> None:
@@ -55,22 +56,31 @@ def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> No
     expected = f"train.learning_rate stays 0.0003 as in the run, not 0.001 as in {PAPER}; "
     assert expected + "--train.learning_rate changes it" in lines
     said, own = load(PAPER), load(begun / "config.yaml")
-    differing = {name for name in settings_of(Config) if attrgetter(name)(said) != attrgetter(name)(own)}
+    differing = {
+        name for name in settings_of(Config) if attrgetter(name)(said) != attrgetter(name)(own)
+    }
     assert {line.split()[0] for line in lines} == differing - {"output", "train.iterations"}
 
 
-def test_a_run_folder_is_all_that_a_resume_needs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_is_all_that_a_resume_needs(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The run has been moved, and its own file still has the old path."""
     assert load(run / "config.yaml").output != str(run)
     for source in (run, run / "config.yaml"):
-        assert resumed_settings(str(source), {}) == (load(run / "config.yaml", {"output": str(run)}), [])
+        assert resumed_settings(str(source), {}) == (
+            load(run / "config.yaml", {"output": str(run)}),
+            [],
+        )
     before = (run / "config.yaml").read_text()
     assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert "train.iterations = 2 from here on; it was 1" in out
     assert "resumed after 1 iterations" in out
     assert (run / "config.until-000001.yaml").read_text() == before
-    assert load(run / "config.yaml") == load(begun_with(before, run), {"output": str(run), "train.iterations": "2"})
+    assert load(run / "config.yaml") == load(
+        begun_with(before, run), {"output": str(run), "train.iterations": "2"}
+    )
     assert [row["learning_rate"] for row in read_metrics(run / "metrics.jsonl")] == [3e-4, 3e-4]
 
 
@@ -85,7 +95,15 @@ def test_a_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["train", str(tmp_path), "--resume"]) == 2
     assert "no run to resume there; leave --resume out to start one" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-    command = ["train", str(PAPER), "--output", str(tmp_path / "none"), *SMALL, "--train.iterations", "1"]
+    command = [
+        "train",
+        str(PAPER),
+        "--output",
+        str(tmp_path / "none"),
+        *SMALL,
+        "--train.iterations",
+        "1",
+    ]
     assert main([*command, "--resume"]) == 0
     assert f"no run in {tmp_path / 'none'} yet: it begins" in capsys.readouterr().out.splitlines()
     assert "resumed" not in RunFolder(tmp_path / "none").facts
@@ -131,7 +149,8 @@ def test_what_a_run_keeps_is_refused_before_anything_is_touched(
     assert main(["train", str(begun), "--resume", f"--{name}", str(OTHERS[name])]) == 2
     error = capsys.readouterr().err
     expected = (
-        rf"{name} = '?{re.escape(str(OTHERS[name]))}'?: the run in '.*' began with .* and keeps it; continue without"
+        rf"{name} = '?{re.escape(str(OTHERS[name]))}'?: the run in '.*' began with .* and keeps "
+        r"it; continue without"
     )
     assert re.search(expected, error)
     assert files(begun) == before
@@ -148,7 +167,9 @@ def test_where_a_reward_runs_and_what_its_parts_weigh_may_change(tmp_path: Path)
         (1, {"prefix": "y_"}, False),
         (1, {"args": {"fps": 3}}, False),
     ]
-    (tmp_path / "config.yaml").write_text(dump(build({"output": str(tmp_path), "reward.several": begun})))
+    (tmp_path / "config.yaml").write_text(
+        dump(build({"output": str(tmp_path), "reward.several": begun}))
+    )
     for place, change, allowed in changes:
         several = [values | change if i == place else values for i, values in enumerate(begun)]
         config = build({"output": str(tmp_path), "reward.several": several})
@@ -159,7 +180,9 @@ def test_where_a_reward_runs_and_what_its_parts_weigh_may_change(tmp_path: Path)
                 check_kept(config)
 
 
-def test_fewer_iterations_than_are_done_are_refused(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_iterations_than_are_done_are_refused(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = files(begun)
     (begun / "checkpoints" / "iteration-000002").mkdir()
     try:
@@ -172,15 +195,26 @@ def test_fewer_iterations_than_are_done_are_refused(begun: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("setting", ["train.ema_decay", "train.optimizer", "model.attention"])
-@pytest.mark.fault("a resume with a setting that the checkpoint does not fit", "refused by name, nothing changed")
-def test_what_only_the_checkpoint_can_refuse_touches_nothing_either(setting: str, begun: Path) -> None:
-    value = {"train.ema_decay": "0.9", "train.optimizer": "muon", "model.attention": "flash3"}[setting]
+@pytest.mark.fault(
+    "a resume with a setting that the checkpoint does not fit", "refused by name, nothing changed"
+)
+def test_what_only_the_checkpoint_can_refuse_touches_nothing_either(
+    setting: str, begun: Path
+) -> None:
+    value = {"train.ema_decay": "0.9", "train.optimizer": "muon", "model.attention": "flash3"}[
+        setting
+    ]
     before = files(begun)
-    assert main(["train", str(begun), "--resume", "--train.iterations", "3", f"--{setting}", value]) == 2
+    assert (
+        main(["train", str(begun), "--resume", "--train.iterations", "3", f"--{setting}", value])
+        == 2
+    )
     assert files(begun) == before
 
 
-@pytest.mark.fault("a resume with other evaluation prompts in the same file", "refused, nothing changed")
+@pytest.mark.fault(
+    "a resume with other evaluation prompts in the same file", "refused, nothing changed"
+)
 def test_other_evaluation_prompts_in_the_same_file_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,7 +241,9 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
         assert files(run) == before
 
 
-@pytest.mark.fault("a resume with another learning rate or weight decay", "applied from the next update on", 2)
+@pytest.mark.fault(
+    "a resume with another learning rate or weight decay", "applied from the next update on", 2
+)
 def test_learning_rate_and_weight_decay_reach_the_optimizer(tmp_path: Path) -> None:
     """The weights show it: Adam's step is proportional to the rate, the decay to the weights."""
 
@@ -216,21 +252,30 @@ def test_learning_rate_and_weight_decay_reach_the_optimizer(tmp_path: Path) -> N
     save_checkpoint(tmp_path, 1, first.engine, first.state_dict(), first.anchor)
 
     def resumed(learning_rate: float, weight_decay: float) -> dict[str, torch.Tensor]:
-        trainer = tiny_trainer(settings(train__learning_rate=learning_rate, train__weight_decay=weight_decay))
+        trainer = tiny_trainer(
+            settings(train__learning_rate=learning_rate, train__weight_decay=weight_decay)
+        )
         resume(trainer, tmp_path)
         assert trainer.iteration(1)["learning_rate"] == learning_rate
         return trainer.policy.snapshot()
 
     once, thrice, decayed = resumed(1e-3, 0.0), resumed(3e-3, 0.0), resumed(1e-3, 20.0)
     for name, weight in first.policy.snapshot().items():
-        torch.testing.assert_close(thrice[name] - weight, 3 * (once[name] - weight), rtol=1e-3, atol=1e-7)
-        torch.testing.assert_close(decayed[name], once[name] - 1e-3 * 20.0 * weight, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            thrice[name] - weight, 3 * (once[name] - weight), rtol=1e-3, atol=1e-7
+        )
+        torch.testing.assert_close(
+            decayed[name], once[name] - 1e-3 * 20.0 * weight, rtol=1e-4, atol=1e-7
+        )
 
 
 def test_settings_of_a_resume_from_python(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All settings count as given: each difference is logged and applied, or refused."""
     caplog.set_level("INFO")
-    config = load(run / "config.yaml", {"output": str(run), "train.iterations": "2", "train.max_grad_norm": "0.5"})
+    config = load(
+        run / "config.yaml",
+        {"output": str(run), "train.iterations": "2", "train.max_grad_norm": "0.5"},
+    )
     caplog.set_level(logging.INFO)
     train(config, resume=True)
     assert "train.max_grad_norm = 0.5 from here on; it was 1.0" in caplog.messages
@@ -240,20 +285,27 @@ def test_settings_of_a_resume_from_python(run: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.fault("a resume without metrics.jsonl", "refused, nothing changed", 2)
-def test_a_run_without_its_metrics_is_not_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_its_metrics_is_not_resumed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It would end as if its first iterations had never happened."""
     for damage in (lambda file: file.write_text(""), Path.unlink):
         damage(run / "metrics.jsonl")
         before = files(run)
         assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
         error = capsys.readouterr().err
-        assert f"{str(run / 'metrics.jsonl')!r}: the line of iteration 0 is missing; put a copy of" in error
+        assert (
+            f"{str(run / 'metrics.jsonl')!r}: the line of iteration 0 is missing; put a copy of"
+            in error
+        )
         assert files(run) == before
 
 
 def checkpoint_of(run: Path, iteration: int, *, whole: bool = True) -> None:
     """Copy the run's checkpoint as one of another iteration."""
-    folder = shutil.copytree(run / "checkpoints" / "iteration-000001", run / f"checkpoints/iteration-{iteration:06d}")
+    folder = shutil.copytree(
+        run / "checkpoints" / "iteration-000001", run / f"checkpoints/iteration-{iteration:06d}"
+    )
     state, manifest = read_json(folder / STATE), read_json(folder / "manifest.json")
     write_json(state | {"iteration": iteration}, folder / STATE)
     if whole:
@@ -263,7 +315,9 @@ def checkpoint_of(run: Path, iteration: int, *, whole: bool = True) -> None:
 
 def write_lines(run: Path, iterations: list[int]) -> None:
     row = json.loads((run / "metrics.jsonl").read_text())
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row | {"iteration": i}) + "\n" for i in iterations))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row | {"iteration": i}) + "\n" for i in iterations)
+    )
 
 
 GAPS = {
@@ -278,7 +332,9 @@ GAPS = {
 
 @pytest.mark.parametrize("only", [True, False], ids=["only checkpoint", "newest checkpoint"])
 @pytest.mark.parametrize("gap", GAPS)
-@pytest.mark.fault("a resume with lines of metrics.jsonl missing, repeated or swapped", "refused, nothing changed")
+@pytest.mark.fault(
+    "a resume with lines of metrics.jsonl missing, repeated or swapped", "refused, nothing changed"
+)
 def test_a_run_with_gaps_in_its_metrics_is_not_resumed(
     gap: str, only: bool, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,7 +351,8 @@ def test_a_run_with_gaps_in_its_metrics_is_not_resumed(
 
 
 def test_a_damaged_checkpoint_needs_no_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was skipped by a resume that cut its lines off, and that was killed before it replaced the checkpoint."""
+    """It was skipped by a resume that cut its lines off, and that was killed before it replaced the
+    checkpoint."""
     checkpoint_of(run, 4, whole=False)
     write_lines(run, [0, 1])
     assert main(["train", str(run), "--resume", "--train.iterations", "4"]) == 0
@@ -303,10 +360,13 @@ def test_a_damaged_checkpoint_needs_no_lines(run: Path, capsys: pytest.CaptureFi
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
-# -- weights of a run folder ------------------------------------------------------------------------------------------
+# -- weights of a run folder -----------------------------------------------------------------------
 
 
-@pytest.mark.fault("damaged weights in a run folder that is sampled or evaluated", "skipped for the sound ones before")
+@pytest.mark.fault(
+    "damaged weights in a run folder that is sampled or evaluated",
+    "skipped for the sound ones before",
+)
 def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files that only a resume reads may be damaged."""
     first, second = (run / "checkpoints" / f"iteration-{number:06d}" for number in (1, 2))
@@ -327,7 +387,9 @@ def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixt
     assert f"(iteration-000002: {fault}; iteration-000001: manifest.json is missing)" in error
 
 
-@pytest.mark.fault("a flipped bit in the final weights/", "skipped for the checkpoint of the same iteration")
+@pytest.mark.fault(
+    "a flipped bit in the final weights/", "skipped for the checkpoint of the same iteration"
+)
 def test_damaged_final_weights_are_not_used(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert RunFolder(run).newest_weights() == (run / "weights", 1)
     content = bytearray((run / "weights" / LORA_FILE).read_bytes())
@@ -339,22 +401,32 @@ def test_damaged_final_weights_are_not_used(run: Path, capsys: pytest.CaptureFix
     assert lines[0] == f"note: weights cannot be used and is skipped: {fault}"
     assert lines[1] == f"weights of iteration 1: {run / 'checkpoints' / 'iteration-000001'}"
     named = ["--model.weights", str(run / "weights")]
-    for command in (["sample", str(PAPER), "--prompt", "a"], ["sample", str(run), "--prompt", "a"], ["eval", str(run)],
+    for command in (["sample", str(PAPER), "--prompt", "a"], ["sample", str(run), "--prompt", "a"],
+                    ["eval", str(run)],
                     ["train", str(PAPER), "--output", str(run.parent / "other")]):  # fmt: skip
         assert main([*command, *named]) == 2
-        assert f"model.weights = {str(run / 'weights')!r}: damaged: {fault}" in capsys.readouterr().err
+        assert (
+            f"model.weights = {str(run / 'weights')!r}: damaged: {fault}" in capsys.readouterr().err
+        )
 
 
-# -- evaluations ------------------------------------------------------------------------------------------------------
+# -- evaluations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "damage", ["missing", *(pytest.param(it, marks=pytest.mark.soak) for it in ("cut off", "of another size"))]
+    "damage",
+    [
+        "missing",
+        *(pytest.param(it, marks=pytest.mark.soak) for it in ("cut off", "of another size")),
+    ],
 )
 @pytest.mark.fault(
-    "the evaluation before training is missing, cut off, or of another size", "made again from the start weights"
+    "the evaluation before training is missing, cut off, or of another size",
+    "made again from the start weights",
 )
-def test_a_lost_evaluation_before_training_is_made_from_the_start_weights(damage: str, run: Path) -> None:
+def test_a_lost_evaluation_before_training_is_made_from_the_start_weights(
+    damage: str, run: Path
+) -> None:
     file = run / "eval" / "before.json"
     text = file.read_text()
     scores = json.loads(text)
@@ -370,9 +442,18 @@ def test_a_lost_evaluation_before_training_is_made_from_the_start_weights(damage
     assert json.loads((run / "eval" / "after.json").read_text())["reward"] != scores["reward"]
 
 
-def test_the_start_weights_are_those_of_model_weights_and_not_their_average(begun: Path, tmp_path: Path) -> None:
+def test_the_start_weights_are_those_of_model_weights_and_not_their_average(
+    begun: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    options = ["--model.weights", str(begun / "weights"), "--train.ema_decay", "0.5", "--train.iterations", "2"]
+    options = [
+        "--model.weights",
+        str(begun / "weights"),
+        "--train.ema_decay",
+        "0.5",
+        "--train.iterations",
+        "2",
+    ]
     assert main(["train", str(PAPER), "--output", str(run), "--quiet", *SMALL, *options]) == 0
     before = (run / "eval" / "before.json").read_text()
     shutil.rmtree(run / "eval")

@@ -1,4 +1,5 @@
-"""The tables of what a resume takes over: every setting and everything in a checkpoint has a row, which holds."""
+"""The tables of what a resume takes over: every setting and everything in a checkpoint has a row,
+which holds."""
 
 import dataclasses
 import shutil
@@ -39,7 +40,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-# -- every setting ----------------------------------------------------------------------------------------------------
+# -- every setting ---------------------------------------------------------------------------------
 
 OTHERS: dict[str, Any] = KEPT_OTHERS | {
     "data.prompts": "testbed:heldout",
@@ -82,12 +83,20 @@ def test_every_setting_is_refused_or_accepted_as_its_row_says(name: str, begun: 
     old = attrgetter(name)(config)
     new = other(SETTINGS[name], old)
     assert new != old
-    tree = leaves(dataclasses.asdict(config)) | {"output": str(begun), name: new} | WITH.get(name, {})
+    tree = (
+        leaves(dataclasses.asdict(config)) | {"output": str(begun), name: new} | WITH.get(name, {})
+    )
     if name == "reward.several":  # takes the place of the single one
-        tree = {key: value for key, value in tree.items() if not key.startswith("reward.") or key == name}
+        tree = {
+            key: value
+            for key, value in tree.items()
+            if not key.startswith("reward.") or key == name
+        }
     changed = build(tree)
     if rule_of(name).kind == "kept":
-        with pytest.raises(UserError, match=r"the run in .* began with .* and keeps it; continue without --"):
+        with pytest.raises(
+            UserError, match=r"the run in .* began with .* and keeps it; continue without --"
+        ):
             check_output(changed, resume=True)
     else:
         check_output(changed, resume=True)
@@ -125,27 +134,36 @@ FREE = {
 }
 
 
-@pytest.mark.fault("a resume with 28 other settings that are free", "each is applied from the next iteration on")
+@pytest.mark.fault(
+    "a resume with 28 other settings that are free", "each is applied from the next iteration on"
+)
 def test_settings_that_are_free_change_in_one_resume(begun: Path, tmp_path: Path) -> None:
     run = shutil.copytree(begun, tmp_path / "run")
     assert all(rule_of(name).kind != "kept" for name in FREE)
     options = [text for name, value in FREE.items() for text in (f"--{name}", str(value))]
-    assert main(["train", str(run), "--resume", "--quiet", "--train.iterations", "4", *options]) == 0
+    assert (
+        main(["train", str(run), "--resume", "--quiet", "--train.iterations", "4", *options]) == 0
+    )
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert [row["optimizer_step"] for row in rows] == [4, 8, 10, 12]
-    # 8 planned updates, 1 of warm-up: the last of iteration 2 is number 5, that of iteration 3 number 7.
-    assert [row["learning_rate"] for row in rows[2:]] == pytest.approx([5e-4 * (1 - 4 / 7), 5e-4 * (1 - 6 / 7)])
+    # 8 planned updates, 1 of warm-up: the last of iteration 2 is number 5, that of iteration 3
+    # number 7.
+    assert [row["learning_rate"] for row in rows[2:]] == pytest.approx(
+        [5e-4 * (1 - 4 / 7), 5e-4 * (1 - 6 / 7)]
+    )
 
 
-# -- everything in a checkpoint ---------------------------------------------------------------------------------------
+# -- everything in a checkpoint --------------------------------------------------------------------
 
 
 def test_everything_in_a_checkpoint_has_a_row(tmp_path: Path) -> None:
     held: set[str] = set()
     for optimizer in ("adamw", "muon"):
         run = tmp_path / optimizer
-        trainer = tiny_trainer(settings(train__ema_decay=0.9, kl__strategy="dual", train__optimizer=optimizer))
+        trainer = tiny_trainer(
+            settings(train__ema_decay=0.9, kl__strategy="dual", train__optimizer=optimizer)
+        )
         trainer.iteration(0)
         save_checkpoint(run, 1, trainer.engine, trainer.state_dict(), trainer.anchor)
         folder = RunFolder(run).checkpoint(1)
@@ -154,7 +172,7 @@ def test_everything_in_a_checkpoint_has_a_row(tmp_path: Path) -> None:
     assert held == CHECKPOINT.keys()
 
 
-# -- what is converted ------------------------------------------------------------------------------------------------
+# -- what is converted -----------------------------------------------------------------------------
 
 
 def rates(before: TrainConfig, after: TrainConfig, resumed_at: int) -> list[float]:
@@ -185,21 +203,27 @@ def test_a_decay_ends_with_the_run_whatever_the_updates_of_an_iteration_were() -
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
 @pytest.mark.parametrize("updates", [1, 3, 4])
 def test_plain_runs_have_the_bits_of_a_count_of_updates(schedule: Any, updates: int) -> None:
-    config = TrainConfig(learning_rate=3e-4, schedule=schedule, iterations=7, optimizer_steps=updates, warmup_steps=2)
+    config = TrainConfig(
+        learning_rate=3e-4, schedule=schedule, iterations=7, optimizer_steps=updates, warmup_steps=2
+    )
     assert rates(config, config, 0) == [learning_rate(config, step) for step in range(7 * updates)]
 
 
 def test_a_warm_up_counts_the_updates_that_were_made() -> None:
     config = TrainConfig(learning_rate=1.0, schedule="linear", iterations=10, warmup_steps=2)
-    assert learning_rate(config, 1, 5) == 1.0  # four of five were skipped: the second step of the warm-up
+    # four of five were skipped: the second step of the warm-up
+    assert learning_rate(config, 1, 5) == 1.0
     assert learning_rate(config, 2, 6) == pytest.approx(1 - 4 / 8)
     more = dataclasses.replace(config, optimizer_steps=4, warmup_steps=8)
-    assert learning_rate(more, 20, 4) == 1.0  # over, and the decay has not begun: 4 of 40 updates, 8 of warm-up
+    # over, and the decay has not begun: 4 of 40 updates, 8 of warm-up
+    assert learning_rate(more, 20, 4) == 1.0
 
 
 def test_a_skipped_update_takes_its_place_in_the_decay(monkeypatch: pytest.MonkeyPatch) -> None:
     """All groups of the first two iterations are equal, so that nothing is trained in them."""
-    trainer = tiny_trainer(settings(train__schedule="linear", train__iterations=4, train__learning_rate=1.0))
+    trainer = tiny_trainer(
+        settings(train__schedule="linear", train__iterations=4, train__learning_rate=1.0)
+    )
     advantages = trainer.advantages
 
     def equal(*given: Any) -> Any:
@@ -214,7 +238,9 @@ def test_a_skipped_update_takes_its_place_in_the_decay(monkeypatch: pytest.Monke
     assert trainer.engine.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
-def resumed(run: Path, first: Trainer, iteration: int, config: Config, prompts: Any = None) -> Trainer:
+def resumed(
+    run: Path, first: Trainer, iteration: int, config: Config, prompts: Any = None
+) -> Trainer:
     """Return a trainer with other settings that goes on from the state of `first`."""
     save_checkpoint(run, iteration, first.engine, first.state_dict(), first.anchor)
     second = tiny_trainer(config)
@@ -233,7 +259,9 @@ def taken(trainer: Trainer, iterations: range) -> list[str]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 3), (3, 2)])
-def test_an_epoch_has_every_prompt_once_whatever_an_iteration_takes(before: int, after: int, tmp_path: Path) -> None:
+def test_an_epoch_has_every_prompt_once_whatever_an_iteration_takes(
+    before: int, after: int, tmp_path: Path
+) -> None:
     first = tiny_trainer(settings(train__prompts_per_iteration=before))
     order = list(first.prompts)
     done = 2
@@ -243,10 +271,17 @@ def test_an_epoch_has_every_prompt_once_whatever_an_iteration_takes(before: int,
     third = resumed(tmp_path / "2", second, done + 3, settings(train__prompts_per_iteration=before))
     found += taken(third, range(done + 3, done + 3 + 2 * len(order)))
 
-    epochs = [found[start : start + len(order)] for start in range(0, len(found) - len(order) + 1, len(order))]
+    epochs = [
+        found[start : start + len(order)]
+        for start in range(0, len(found) - len(order) + 1, len(order))
+    ]
     assert len(epochs) >= 2
     assert all(sorted(epoch) == sorted(order) for epoch in epochs)
-    plain = [order[i] for k in range(len(found)) for i in prompts_of_iteration(len(order), 1, k, first.config.seed)]
+    plain = [
+        order[i]
+        for k in range(len(found))
+        for i in prompts_of_iteration(len(order), 1, k, first.config.seed)
+    ]
     assert found == plain, "the order is that of a run that never changed"
 
 
@@ -261,7 +296,8 @@ def test_other_prompts_begin_an_epoch_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_fixed_anchor_is_the_start_of_the_run_after_any_strategy(tmp_path: Path) -> None:
-    """The checkpoint's anchor has moved since; a resume that took it would penalise the wrong distance."""
+    """The checkpoint's anchor has moved since; a resume that took it would penalise the wrong
+    distance."""
     for number, strategy in enumerate(("moving", "none", "fixed")):
         first = tiny_trainer(settings(kl__strategy=strategy, kl__anchor_interval=1))
         start = first.policy.snapshot()
@@ -270,6 +306,9 @@ def test_a_fixed_anchor_is_the_start_of_the_run_after_any_strategy(tmp_path: Pat
         assert second.anchor is not None
         assert all(torch.equal(second.anchor[name], tensor) for name, tensor in start.items())
         assert not second.anchor_is_current
-        assert any(not torch.equal(second.policy.snapshot()[name], tensor) for name, tensor in start.items())
+        assert any(
+            not torch.equal(second.policy.snapshot()[name], tensor)
+            for name, tensor in start.items()
+        )
         moving = resumed(tmp_path / f"{number}-moving", second, 1, settings(kl__strategy="moving"))
         assert moving.anchor is not None

@@ -1,4 +1,5 @@
-"""What a reward's code or server may do, kind by kind: the run depends on none of it, and says what it put back."""
+"""What a reward's code or server may do, kind by kind: the run depends on none of it, and says what
+it put back."""
 
 from __future__ import annotations
 
@@ -49,14 +50,16 @@ def notes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 
 def composite(reward: Any, **weights: float) -> CompositeReward:
-    return CompositeReward(reward, RewardConfig(name="my:reward", weights=weights or {"a": 1.0}, retries=0))
+    return CompositeReward(
+        reward, RewardConfig(name="my:reward", weights=weights or {"a": 1.0}, retries=0)
+    )
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
     return " ".join(" ".join(record.getMessage().split()) for record in caplog.records)
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 
 class Draws:
@@ -76,7 +79,9 @@ class Draws:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_random_numbers_are_those_of_the_seed_and_the_runs_stay(workers: int) -> None:
-    settings = RewardConfig(name="tests.test_reward_kinds:Draws", weights={"torch": 1.0}, workers=workers)
+    settings = RewardConfig(
+        name="tests.test_reward_kinds:Draws", weights={"torch": 1.0}, workers=workers
+    )
     reward = CompositeReward.of(settings)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     first = reward(VIDEOS, PROMPTS, seed=5).parts
@@ -91,17 +96,22 @@ def test_random_numbers_are_those_of_the_seed_and_the_runs_stay(workers: int) ->
 
 
 def test_a_worker_draws_what_the_runs_own_process_draws() -> None:
-    settings = [RewardConfig(name="tests.test_reward_kinds:Draws", weights={"torch": 1.0}, workers=n) for n in (0, 1)]
+    settings = [
+        RewardConfig(name="tests.test_reward_kinds:Draws", weights={"torch": 1.0}, workers=n)
+        for n in (0, 1)
+    ]
     here, there = (CompositeReward.of(each)(VIDEOS, PROMPTS, seed=5).parts for each in settings)
     for part, values in here.items():
         assert torch.equal(values, there[part]), part
 
 
-# -- networks in training mode ----------------------------------------------------------------------------------------
+# -- networks in training mode ---------------------------------------------------------------------
 
 
 def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).train()
+    return nn.Sequential(
+        nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
+    ).train()
 
 
 class Holds:
@@ -109,7 +119,12 @@ class Holds:
 
     def __init__(self, place: str) -> None:
         held = network()
-        self.network = {"attribute": held, "list": [held], "mapping": {"inner": held}, "object": Inner(held)}[place]
+        self.network = {
+            "attribute": held,
+            "list": [held],
+            "mapping": {"inner": held},
+            "object": Inner(held),
+        }[place]
         self.run = held
 
     def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
@@ -137,10 +152,18 @@ def of_closure() -> Any:
     return reward
 
 
-@pytest.mark.parametrize("place", ["attribute", "list", "mapping", "object", "module", "closure", "method"])
-def test_equal_videos_have_equal_scores_whatever_their_neighbours(place: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "place", ["attribute", "list", "mapping", "object", "module", "closure", "method"]
+)
+def test_equal_videos_have_equal_scores_whatever_their_neighbours(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
     IN_MODULE.train()
-    made = {"module": lambda: of_module, "closure": of_closure, "method": lambda: Holds("attribute").score}
+    made = {
+        "module": lambda: of_module,
+        "closure": of_closure,
+        "method": lambda: Holds("attribute").score,
+    }
     reward = composite(made.get(place, lambda: Holds(place))())
     together = reward(VIDEOS, PROMPTS).rewards
     alone = torch.cat([reward(VIDEOS[i : i + 1], PROMPTS[i : i + 1]).rewards for i in range(4)])
@@ -149,7 +172,7 @@ def test_equal_videos_have_equal_scores_whatever_their_neighbours(place: str, ca
     assert "networks in training mode (Sequential); they are set to eval" in said(caplog)
 
 
-# -- processes and groups ---------------------------------------------------------------------------------------------
+# -- processes and groups --------------------------------------------------------------------------
 
 
 class Group:
@@ -179,7 +202,10 @@ def test_a_reward_does_not_destroy_the_runs_process_group(caplog: pytest.LogCapt
     destroy = dist.destroy_process_group
     assert composite(Group("destroy"))(VIDEOS, PROMPTS).dropped == 0
     assert dist.is_initialized()
-    assert "changes torch.distributed.destroy_process_group for the whole process; it was put back" in said(caplog)
+    assert (
+        "changes torch.distributed.destroy_process_group for the whole process; it was put back"
+        in said(caplog)
+    )
     assert dist.destroy_process_group is destroy
 
 
@@ -199,20 +225,25 @@ def reward(videos, prompts):
     os.fork()
     return {"a": torch.ones(len(prompts))}
 
-scores = CompositeReward(reward, RewardConfig(name="my:reward", weights={"a": 1.0}))(torch.rand(1, 2, 3, 8, 8), ["p"])
+composite = CompositeReward(reward, RewardConfig(name="my:reward", weights={"a": 1.0}))
+scores = composite(torch.rand(1, 2, 3, 8, 8), ["p"])
 print("one run", flush=True)
 """
 
 
 def test_a_fork_that_returns_from_a_reward_is_no_second_run() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, encoding="utf-8", check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, encoding="utf-8", check=True
+    )
     assert done.stdout == "one run\n"
 
 
-# -- scores -----------------------------------------------------------------------------------------------------------
+# -- scores ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [list, np.array, lambda values: torch.tensor(values, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "kind", [list, np.array, lambda values: torch.tensor(values, dtype=torch.float64)]
+)
 def test_scores_that_float32_cannot_tell_apart_stay_apart(kind: Any) -> None:
     values = [1e8 + 0.1, 1e8 + 0.5, 1e8 + 0.9]
     scores = composite(lambda videos, prompts: {"a": kind(values)})(VIDEOS[:3], PROMPTS[:3])
@@ -284,7 +315,10 @@ def test_a_later_call_must_not_return_a_part_of_another_reward() -> None:
 
     sys.modules[__name__].first = first  # type: ignore[attr-defined]
     sys.modules[__name__].second = second  # type: ignore[attr-defined]
-    same = [{"name": f"{__name__}:{name}", "weights": {part: 1.0}} for name, part in (("first", "a"), ("second", "b"))]
+    same = [
+        {"name": f"{__name__}:{name}", "weights": {part: 1.0}}
+        for name, part in (("first", "a"), ("second", "b"))
+    ]
     for stolen, why in (
         ("a", "so does reward.several[0]"),
         ("seed", "a reserved name"),
@@ -299,12 +333,14 @@ def test_a_later_call_must_not_return_a_part_of_another_reward() -> None:
         assert 9.0 not in scores.parts.get(stolen, torch.zeros(1)).tolist()
 
 
-# -- texts of failures ------------------------------------------------------------------------------------------------
+# -- texts of failures -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_failure_of_megabytes_is_cut(workers: int) -> None:
-    settings = RewardConfig(name="tests.test_reward_kinds:says_much", weights={"a": 1.0}, workers=workers, retries=0)
+    settings = RewardConfig(
+        name="tests.test_reward_kinds:says_much", weights={"a": 1.0}, workers=workers, retries=0
+    )
     scores = CompositeReward.of(settings)(VIDEOS, PROMPTS)
     assert scores.dropped == 4
     assert max(map(len, scores.notes)) < MAX_TEXT + 200
@@ -314,7 +350,7 @@ def says_much(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
     raise ValueError("x" * 5_000_000)
 
 
-# -- look before you create -------------------------------------------------------------------------------------------
+# -- look before you create ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["subprocess:Popen", "os:system", "pathlib:Path"])
@@ -325,7 +361,7 @@ def test_what_does_not_score_is_not_created(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# -- requests of strangers --------------------------------------------------------------------------------------------
+# -- requests of strangers -------------------------------------------------------------------------
 
 
 def body(**changes: Any) -> bytes:
@@ -341,7 +377,9 @@ def test_a_request_is_bounded_beside_its_videos() -> None:
     values = b'{"schema": [' + b"[]," * MAX_JSON_VALUES + b"0]}"
     with pytest.raises(ValueError, match="more than 100,000 values beside the videos"):
         read_request(values)
-    header = json.dumps({f"t{i}": {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]} for i in range(200_000)})
+    header = json.dumps(
+        {f"t{i}": {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]} for i in range(200_000)}
+    )
     tensors = len(header).to_bytes(8, "little") + header.encode()
     with pytest.raises(ValueError, match="one tensor needs at most"):
         read_request(body(videos=base64.b64encode(tensors).decode()))
@@ -350,24 +388,33 @@ def test_a_request_is_bounded_beside_its_videos() -> None:
             read_request(body(seed=seed))
 
 
-# -- workers ----------------------------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def ones(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-    return {"a": torch.ones(len(prompts)), "pid": torch.full((len(prompts),), os.getpid(), dtype=torch.float64)}
+    return {
+        "a": torch.ones(len(prompts)),
+        "pid": torch.full((len(prompts),), os.getpid(), dtype=torch.float64),
+    }
 
 
 def test_a_worker_that_is_stopped_is_ended_in_time() -> None:
     """Its pipe holds 64 KiB: a larger request blocks the one who sends it."""
     settings = RewardConfig(
-        name="tests.test_reward_kinds:ones", weights={"a": 1.0}, workers=1, retries=0, timeout_seconds=30
+        name="tests.test_reward_kinds:ones",
+        weights={"a": 1.0},
+        workers=1,
+        retries=0,
+        timeout_seconds=30,
     )
     reward = CompositeReward.of(settings)
     pid = int(reward(VIDEOS[:1], ["a"]).parts["pid"][0])
     os.kill(pid, signal.SIGSTOP)
     caller = reward.callers[0]
     large = torch.rand(1, 40, 3, 64, 64)
-    with pytest.raises(RewardFailure, match=r"no answer for 1 videos within 0.5 s; its process was ended"):
+    with pytest.raises(
+        RewardFailure, match=r"no answer for 1 videos within 0.5 s; its process was ended"
+    ):
         caller._backends[0].score(request(large), 0.5)
     assert not Path("/proc", str(pid)).exists()
     assert reward(large, ["a"]).dropped == 0, "a new process scores the next one"
@@ -396,7 +443,11 @@ input()
 def test_a_worker_within_a_call_in_c_ends_with_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "in_c.py").write_text(IN_C)
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], cwd=tmp_path, stdout=subprocess.PIPE, stdin=subprocess.PIPE, encoding="utf-8"
+        [sys.executable, "-c", OWNER],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        encoding="utf-8",
     )
     assert owner.stdout is not None
     worker = int(owner.stdout.readline())
@@ -424,11 +475,12 @@ def test_the_main_thread_is_the_rewards_too() -> None:
     assert InProcess("my:reward", reward).score(request(VIDEOS))["a"].tolist() == [1, 1, 1, 1]
 
 
-# -- what is no Exception, and what a worker may do -------------------------------------------------------------------
+# -- what is no Exception, and what a worker may do ------------------------------------------------
 
 
 class Panics(BaseException):
-    """As a panic of a library in Rust, and a cancelled task of asyncio, derive from no Exception."""
+    """As a panic of a library in Rust, and a cancelled task of asyncio, derive from no
+    Exception."""
 
 
 class Mute(Exception):
@@ -436,7 +488,11 @@ class Mute(Exception):
         raise ValueError("no text")
 
 
-ERRORS = {"panic": Panics("index out of bounds"), "cancelled": asyncio.CancelledError("late"), "mute": Mute()}
+ERRORS = {
+    "panic": Panics("index out of bounds"),
+    "cancelled": asyncio.CancelledError("late"),
+    "mute": Mute(),
+}
 
 
 def raises(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
@@ -446,7 +502,9 @@ def raises(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("what", ERRORS)
 def test_whatever_a_reward_raises_is_a_failure_of_the_call(what: str, workers: int) -> None:
-    settings = RewardConfig(name="tests.test_reward_kinds:raises", weights={"a": 1.0}, workers=workers, retries=0)
+    settings = RewardConfig(
+        name="tests.test_reward_kinds:raises", weights={"a": 1.0}, workers=workers, retries=0
+    )
     scores = CompositeReward.of(settings)(VIDEOS[:1], [what])
     assert scores.dropped == 1
     assert type(ERRORS[what]).__name__ in scores.notes[0]
@@ -475,8 +533,11 @@ class Settles:
 
 
 def test_a_worker_belongs_to_its_reward() -> None:
-    """A library for inference sets up process groups and its own functions, which it needs at every call."""
-    settings = RewardConfig(name="tests.test_reward_kinds:Settles", weights={"a": 1.0}, workers=1, retries=0)
+    """A library for inference sets up process groups and its own functions, which it needs at every
+    call."""
+    settings = RewardConfig(
+        name="tests.test_reward_kinds:Settles", weights={"a": 1.0}, workers=1, retries=0
+    )
     reward = CompositeReward.of(settings)
     for _ in range(2):
         scores = reward(VIDEOS, PROMPTS)
@@ -499,14 +560,18 @@ class Created:
 def test_a_reward_that_draws_when_it_is_created_is_the_same_in_each_process() -> None:
     found = []
     for workers in (0, 1, 0):
-        settings = RewardConfig(name="tests.test_reward_kinds:Created", weights={"a": 1.0}, workers=workers)
+        settings = RewardConfig(
+            name="tests.test_reward_kinds:Created", weights={"a": 1.0}, workers=workers
+        )
         random.random()
         parts = CompositeReward.of(settings)(VIDEOS, PROMPTS).parts
         found.append({part: values.tolist() for part, values in parts.items()})
     assert found[0] == found[1] == found[2]
 
 
-def test_a_clash_of_names_of_a_reward_that_is_only_logged_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clash_of_names_of_a_reward_that_is_only_logged_drops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def first(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         return {"a": torch.ones(len(prompts))}
 
@@ -515,7 +580,10 @@ def test_a_clash_of_names_of_a_reward_that_is_only_logged_drops_nothing(monkeypa
 
     for function in (first, logged):
         monkeypatch.setattr(sys.modules[__name__], function.__name__, function, raising=False)
-    several = [{"name": f"{__name__}:first", "weights": {"a": 1.0}}, {"name": f"{__name__}:logged", "weights": {}}]
+    several = [
+        {"name": f"{__name__}:first", "weights": {"a": 1.0}},
+        {"name": f"{__name__}:logged", "weights": {}},
+    ]
     scores = CompositeReward.of(RewardConfig(several=several, retries=0))(VIDEOS, PROMPTS)
     assert scores.rewards.tolist() == [1.0] * 4
     assert "returns 'a', and so does reward.several[0]" in scores.notes[0]
@@ -524,10 +592,13 @@ def test_a_clash_of_names_of_a_reward_that_is_only_logged_drops_nothing(monkeypa
 @pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.int64, torch.int32])
 def test_whole_numbers_that_float32_cannot_tell_apart_stay_apart(dtype: torch.dtype) -> None:
     values = torch.tensor([2**24, 2**24 + 1], dtype=dtype)
-    assert composite(lambda videos, prompts: {"a": values})(VIDEOS[:2], PROMPTS[:2]).rewards.tolist() == values.tolist()
+    assert (
+        composite(lambda videos, prompts: {"a": values})(VIDEOS[:2], PROMPTS[:2]).rewards.tolist()
+        == values.tolist()
+    )
 
 
-# -- networks that no attribute holds ---------------------------------------------------------------------------------
+# -- networks that no attribute holds --------------------------------------------------------------
 
 
 @functools.cache
@@ -591,8 +662,11 @@ def starts_and_hangs(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
 
 
 def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
-    """Also in a session of its own, which the signal to the worker's process group does not reach."""
-    settings = RewardConfig(name="tests.test_reward_kinds:starts_and_hangs", weights={"a": 1.0}, workers=1, retries=0)
+    """Also in a session of its own, which the signal to the worker's process group does not
+    reach."""
+    settings = RewardConfig(
+        name="tests.test_reward_kinds:starts_and_hangs", weights={"a": 1.0}, workers=1, retries=0
+    )
     reward = CompositeReward.of(settings)
     told = tmp_path / "pid"
     pending = reward.submit(VIDEOS[:1], [str(told)])

@@ -1,4 +1,5 @@
-"""Rewards in their own processes and behind HTTP: whatever fails, every video keeps its own score or has none."""
+"""Rewards in their own processes and behind HTTP: whatever fails, every video keeps its own score
+or has none."""
 
 from __future__ import annotations
 
@@ -48,22 +49,32 @@ PROMPTS = [f"prompt {i}" for i in range(8)]
 def config(**settings: Any) -> RewardConfig:
     args = settings.pop("args", {})
     return RewardConfig(
-        **{"name": "tests.reward_faults:Fingerprint", "weights": {"print": 1.0}, "args": args} | settings
+        **{"name": "tests.reward_faults:Fingerprint", "weights": {"print": 1.0}, "args": args}
+        | settings
     )
 
 
 def in_chunks(reward: CompositeReward, size: int = 2) -> list[Scores]:
     """Submit all chunks before waiting for the first, as beside a rollout."""
-    pending = [reward.submit(VIDEOS[i : i + size], PROMPTS[i : i + size]) for i in range(0, len(VIDEOS), size)]
+    pending = [
+        reward.submit(VIDEOS[i : i + size], PROMPTS[i : i + size])
+        for i in range(0, len(VIDEOS), size)
+    ]
     return [scores.result() for scores in pending]
 
 
-def are_their_own(scores: Scores, first: int = 0, dropped: tuple[int, ...] = (), exact: bool = True) -> None:
+def are_their_own(
+    scores: Scores, first: int = 0, dropped: tuple[int, ...] = (), exact: bool = True
+) -> None:
     expected = fingerprints(VIDEOS[first : first + len(scores.rewards)])
     expected[list(dropped)] = torch.nan
     tolerance = 1e-6 if exact else 1e-3
-    torch.testing.assert_close(scores.rewards.double(), expected, rtol=0, atol=tolerance, equal_nan=True)
-    torch.testing.assert_close(scores.parts["print"].double(), expected, rtol=0, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(
+        scores.rewards.double(), expected, rtol=0, atol=tolerance, equal_nan=True
+    )
+    torch.testing.assert_close(
+        scores.parts["print"].double(), expected, rtol=0, atol=tolerance, equal_nan=True
+    )
 
 
 class Fake:
@@ -82,7 +93,9 @@ class Fake:
 
 
 def through(*backends: Fake) -> CompositeReward:
-    return CompositeReward([RewardCaller(config(), "reward.name", backends, config(), {"print"})], config())
+    return CompositeReward(
+        [RewardCaller(config(), "reward.name", backends, config(), {"print"})], config()
+    )
 
 
 @contextlib.contextmanager
@@ -98,18 +111,26 @@ def serving(reward: CompositeReward, device: str = "cpu") -> Iterator[RewardServ
         thread.join(HANG)
 
 
-METADATA = {prompt: {"count": i, "box": {"at": [i, None]}} for i, prompt in enumerate(PROMPTS) if i != 5}
+METADATA = {
+    prompt: {"count": i, "box": {"at": [i, None]}} for i, prompt in enumerate(PROMPTS) if i != 5
+}
 
 
 @contextlib.contextmanager
 def reached(how: str) -> Iterator[CompositeReward]:
     """A reward that takes metadata: in this process, in its own, or behind HTTP."""
-    settings = config(name="tests.reward_faults:count_and_print", weights={"count": 1.0, "print": 0.0})
+    settings = config(
+        name="tests.reward_faults:count_and_print", weights={"count": 1.0, "print": 0.0}
+    )
     if how != "http":
-        yield CompositeReward.of(dataclasses.replace(settings, workers=int(how == "process")), metadata=METADATA)
+        yield CompositeReward.of(
+            dataclasses.replace(settings, workers=int(how == "process")), metadata=METADATA
+        )
         return
     with serving(CompositeReward.of(settings)) as server:  # which knows no metadata itself
-        yield CompositeReward.of(dataclasses.replace(settings, name=server.address), metadata=METADATA)
+        yield CompositeReward.of(
+            dataclasses.replace(settings, name=server.address), metadata=METADATA
+        )
 
 
 @pytest.mark.parametrize("how", ["inline", "process", "http"])
@@ -131,7 +152,7 @@ def test_metadata_is_sent_only_where_there_is_some() -> None:
     assert CompositeReward(Fingerprint().score, config(), METADATA)(VIDEOS, PROMPTS).dropped == 0  # type: ignore[arg-type]
 
 
-# -- one process, every failure ---------------------------------------------------------------------------------------
+# -- one process, every failure --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +161,11 @@ def process() -> Iterator[Any]:
     made: list[CompositeReward] = []
 
     def make(**settings: Any) -> CompositeReward:
-        made.append(CompositeReward.of(config(workers=1) if not settings else config(**{"workers": 1} | settings)))
+        made.append(
+            CompositeReward.of(
+                config(workers=1) if not settings else config(**{"workers": 1} | settings)
+            )
+        )
         return made[-1]
 
     yield make
@@ -150,7 +175,9 @@ def process() -> Iterator[Any]:
 
 
 @pytest.mark.soak
-def test_dead_or_hanging_process_is_restarted_and_its_videos_rescored(process: Any, tmp_path: Path) -> None:
+def test_dead_or_hanging_process_is_restarted_and_its_videos_rescored(
+    process: Any, tmp_path: Path
+) -> None:
     args = {"folder": str(tmp_path), "plan": ["2 kill", "5 exit", "8 hang"]}
     chunks = in_chunks(process(args=args, timeout_seconds=12.0))
     for place, scores in enumerate(chunks):
@@ -160,7 +187,9 @@ def test_dead_or_hanging_process_is_restarted_and_its_videos_rescored(process: A
         "its process ended: signal SIGKILL", "its process ended: exit status 3",
         "no answer for 2 videos within 12 s; its process was ended",
     )):  # fmt: skip
-        assert scores.notes == (f"reward 'tests.reward_faults:Fingerprint': {expected}; 2 of 2 videos had no scores",)
+        assert scores.notes == (
+            f"reward 'tests.reward_faults:Fingerprint': {expected}; 2 of 2 videos had no scores",
+        )
     processes = [int(path.name[4:]) for path in tmp_path.glob("0/pid-*")]
     assert len(processes) == 4
     assert sum(Path("/proc", str(number)).exists() for number in processes) == 1
@@ -171,7 +200,9 @@ def test_what_kills_its_process_is_dropped_alone(process: Any) -> None:
     scores = reward(VIDEOS[:2], PROMPTS[:2])
     are_their_own(scores, dropped=(1,))
     assert scores.retried == 2
-    assert scores.notes[-1].startswith("dropped a sample of 'prompt 1': reward 'tests.reward_faults:Fingerprint': its")
+    assert scores.notes[-1].startswith(
+        "dropped a sample of 'prompt 1': reward 'tests.reward_faults:Fingerprint': its"
+    )
     assert scores.parts["watched"].isnan().all(), "a part without a weight may be what it likes"
 
 
@@ -187,10 +218,14 @@ def test_a_failing_sample_is_dropped_within_the_runs_process_too(how: str) -> No
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_reward_is_called_without_gradients(workers: int, process: Any) -> None:
     name = "tests.reward_faults:gradients"
-    assert process(name=name, weights={"on": 1.0}, workers=workers)(VIDEOS[:2], PROMPTS[:2]).rewards.tolist() == [0, 0]
+    assert process(name=name, weights={"on": 1.0}, workers=workers)(
+        VIDEOS[:2], PROMPTS[:2]
+    ).rewards.tolist() == [0, 0]
 
 
-def test_all_processes_make_their_reward_before_the_first_call(process: Any, tmp_path: Path) -> None:
+def test_all_processes_make_their_reward_before_the_first_call(
+    process: Any, tmp_path: Path
+) -> None:
     process(args={"folder": str(tmp_path)}, workers=2)
     wait_until(lambda: len(list(tmp_path.glob("0/pid-*"))) == 2)
 
@@ -244,7 +279,7 @@ def test_a_call_that_failed_keeps_no_videos() -> None:
         gc.enable()
 
 
-# -- what a reward may return -----------------------------------------------------------------------------------------
+# -- what a reward may return ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["ints", "bools", "float64", "list", "numpy", "graph"])
@@ -258,27 +293,38 @@ def test_numbers_of_any_kind(what: str) -> None:
 
 
 @pytest.mark.parametrize(("what", "why"), [
-    ("empty", r"weights names 'a'; reward .* returns \[\]"), ("none", "returned NoneType; expected a mapping"),
-    ("text", r"part 'a': expected numbers \[2\], got list"), ("matrix", r"expected shape \[2\], got \[2, 1\]"),
-    ("number", r"expected shape \[2\], got \[\]"), ("complex", "expected real numbers, got torch.complex64"),
-    ("key", "a part named 3; expected 1 to"), ("nan", r"part 'a' is \[nan, nan\] on made-up .*; expected num"),
+    ("empty", r"weights names 'a'; reward .* returns \[\]"), ("none",
+        "returned NoneType; expected a mapping"),
+    ("text", r"part 'a': expected numbers \[2\], got list"), ("matrix",
+        r"expected shape \[2\], got \[2, 1\]"),
+    ("number", r"expected shape \[2\], got \[\]"), ("complex",
+        "expected real numbers, got torch.complex64"),
+    ("key", "a part named 3; expected 1 to"), ("nan",
+        r"part 'a' is \[nan, nan\] on made-up .*; expected num"),
 ])  # fmt: skip
 def test_what_is_no_score_is_found_before_the_run(what: str, why: str) -> None:
-    settings = RewardConfig(name="tests.reward_faults:Returns", args={"what": what}, weights={"a": 1.0})
+    settings = RewardConfig(
+        name="tests.reward_faults:Returns", args={"what": what}, weights={"a": 1.0}
+    )
     with pytest.raises(UserError, match=rf"reward.*tests.reward_faults:Returns.*{why}|{why}"):
         CompositeReward.of(settings).check(SMALL, ["a"])
 
 
 def test_forks_of_a_reward_and_what_is_printed_do_no_harm(process: Any) -> None:
-    """The reward ends all of its children, waits for them, and forks another one that returns from it."""
+    """The reward ends all of its children, waits for them, and forks another one that returns from
+    it."""
     reward = process(
-        name="tests.reward_faults:Returns", args={"what": "children"}, weights={"a": 1.0}, timeout_seconds=60, retries=0
+        name="tests.reward_faults:Returns",
+        args={"what": "children"},
+        weights={"a": 1.0},
+        timeout_seconds=60,
+        retries=0,
     )
     for _ in range(3):
         assert reward(VIDEOS[:2], PROMPTS[:2]).rewards.tolist() == [1, 1]
 
 
-# -- several together -------------------------------------------------------------------------------------------------
+# -- several together ------------------------------------------------------------------------------
 
 
 def test_several_rewards_with_weights_and_prefix() -> None:
@@ -297,22 +343,30 @@ def test_several_rewards_with_weights_and_prefix() -> None:
     torch.testing.assert_close(scores.rewards, 2 * prints - prints)
     assert settings.part_weights == {"print": 2.0, "second_print": -1.0, "a": 0}
 
-    twice = CompositeReward.of(RewardConfig(several=[same | {"weights": {"print": 2.0}}, same | {"weights": {}}]))
-    with pytest.raises(UserError, match=r"\[1\].name = .*returns 'print', and so does .*; give one a prefix"):
+    twice = CompositeReward.of(
+        RewardConfig(several=[same | {"weights": {"print": 2.0}}, same | {"weights": {}}])
+    )
+    with pytest.raises(
+        UserError, match=r"\[1\].name = .*returns 'print', and so does .*; give one a prefix"
+    ):
         twice.check(SMALL, ["a"])
 
 
-# -- HTTP -------------------------------------------------------------------------------------------------------------
+# -- HTTP ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
     monkeypatch.setattr(reward_http, "FIRST_WAIT", 0.05)
-    with serving(CompositeReward(Fingerprint("raise", poison="prompt 6").score, config())) as server:  # type: ignore[arg-type]
+    with serving(
+        CompositeReward(Fingerprint("raise", poison="prompt 6").score, config())
+    ) as server:  # type: ignore[arg-type]
         yield server
 
 
-def test_a_server_that_answers_500_and_comes_back(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_answers_500_and_comes_back(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken, scores = iter([True, False, True, True]), server._answer
 
     def refuse(body: bytes, client: str) -> tuple[int, dict[str, Any]]:
@@ -331,11 +385,18 @@ def test_a_server_that_answers_500_and_comes_back(server: RewardServer, monkeypa
 def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_http, "SECONDS_TO_FIND", 0.2)
     reward = CompositeReward.of(config(name="http://127.0.0.1:9"))
-    with pytest.raises(UserError, match=r"http://127.0.0.1:9: no scores within \d s; last: ConnectError"):
+    with pytest.raises(
+        UserError, match=r"http://127.0.0.1:9: no scores within \d s; last: ConnectError"
+    ):
         reward.check(SMALL, ["a"])
-    with pytest.raises(UserError, match=r"^reward.name = 'http://': 'http://': expected an address such as [^\n]*$"):
+    with pytest.raises(
+        UserError, match=r"^reward.name = 'http://': 'http://': expected an address such as [^\n]*$"
+    ):
         CompositeReward.of(config(name="http://"))
-    with pytest.raises(UserError, match=r"reward.name = 'http://a': args = .*: the address of a server takes no arg"):
+    with pytest.raises(
+        UserError,
+        match=r"reward.name = 'http://a': args = .*: the address of a server takes no arg",
+    ):
         CompositeReward.of(config(name="http://a", args={"dtype": "float16"}))
 
 
@@ -361,7 +422,8 @@ def test_a_server_that_hangs_is_left_alone_before_the_other_ranks_give_up() -> N
 
 def test_a_server_scores_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Videos come over the network and are moved there; in a run they are there already."""
-    monkeypatch.setattr(torch, "equal", lambda *_: True)  # tensors on `meta` have no values to compare
+    # tensors on `meta` have no values to compare
+    monkeypatch.setattr(torch, "equal", lambda *_: True)
     seen: list[str] = []
 
     def where(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
@@ -374,11 +436,13 @@ def test_a_server_scores_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("body", "headers", "status", "why"), [
-    (b"{}", {}, 400, "expected an object with schema"), (b"\x80\x04N.", {}, 400, "expected an object with schema"),
+    (b"{}", {}, 400, "expected an object with schema"), (b"\x80\x04N.", {}, 400,
+        "expected an object with schema"),
     (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     (b"", {"Content-Length": str(2**30 + 1)}, 413, "at most 1073741824"),
     (iter([b"{}"]), {"Transfer-Encoding": "chunked"}, 411, "expected a Content-Length"),
-    (b"{}", {"Host": "page.example:8000"}, 421, "Host 'page.example:8000': expected one of 127.0.0.1, localhost"),
+    (b"{}", {"Host": "page.example:8000"}, 421,
+     "Host 'page.example:8000': expected one of 127.0.0.1, localhost"),
 ])  # fmt: skip
 def test_what_the_server_refuses(
     body: Any, headers: dict[str, str], status: int, why: str, server: RewardServer
@@ -392,7 +456,8 @@ def test_what_the_server_refuses(
 
 
 @pytest.mark.parametrize("head", [
-    b"Content-Length: -1", b"Content-Length: " + b"9" * 5000, b"Content-Length: 2\r\nContent-Length: 3", b"A" * 10**5,
+    b"Content-Length: -1", b"Content-Length: " + b"9" * 5000,
+    b"Content-Length: 2\r\nContent-Length: 3", b"A" * 10**5,
     b"\x80\x04N.", b"A: \x00", b"Host: localhost", b"Transfer-Encoding: a, chunked",
 ])  # fmt: skip
 def test_what_is_no_http_ends_its_connection(head: bytes, server: RewardServer) -> None:
@@ -409,24 +474,36 @@ def test_requests_that_are_none() -> None:
     assert read_request(json.dumps(sound).encode())[1].prompts == PROMPTS[:2]
 
     def videos(kind: str, shape: list[int]) -> str:
-        header = json.dumps({"videos": {"dtype": kind, "shape": shape, "data_offsets": [0, 0]}}).encode()
+        header = json.dumps(
+            {"videos": {"dtype": kind, "shape": shape, "data_offsets": [0, 0]}}
+        ).encode()
         return base64.b64encode(len(header).to_bytes(8, "little") + header).decode()
 
-    wrong = [("id", 3), ("id", "\ud800"), ("prompts", ["one"]), ("prompts", ["one", "\ud800"]), ("schema", "other/1")]
+    wrong = [
+        ("id", 3),
+        ("id", "\ud800"),
+        ("prompts", ["one"]),
+        ("prompts", ["one", "\ud800"]),
+        ("schema", "other/1"),
+    ]
     wrong += [("metadata", value) for value in (3, [{}], [{}, 3])]
     wrong += [("videos", text) for text in ("!!", "\ud800", 3, *(
-        videos(kind, shape) for kind in ("F16", "BOOL") for shape in ([2, 0, 3, 2**63, 1], [2, 2**62, 3, 4, 4], [2**64])
+        videos(kind, shape) for kind in ("F16", "BOOL") for shape in ([2, 0, 3, 2**63, 1], [2,
+            2**62, 3, 4, 4], [2**64])
     ))]  # fmt: skip
     for key, value in wrong:
         with pytest.raises(ValueError, match=f"{key}|expected a|prompts"):
             read_request(json.dumps(sound | {key: value}).encode())
     with pytest.raises(Exception, match="answers request 'other' instead of 'mine'"):
-        reward_http.read_response({"schema": reward_http.SCHEMA, "id": "other", "parts": {}}, "mine", "http://a", 1)
+        reward_http.read_response(
+            {"schema": reward_http.SCHEMA, "id": "other", "parts": {}}, "mine", "http://a", 1
+        )
     assert HttpReward("http://a:1/prefix/").address == "http://a:1/prefix/score"
 
 
 class Peer:
-    """A server that answers every request with given pieces of bytes, a moment apart, and counts the requests."""
+    """A server that answers every request with given pieces of bytes, a moment apart, and counts
+    the requests."""
 
     def __init__(self, *answers: Sequence[bytes], every: float = 0.0) -> None:
         self.answers, self.every, self.count, self.finished = answers, every, 0, 0
@@ -438,7 +515,9 @@ class Peer:
         while True:
             connection = self.socket.accept()[0]
             self.count += 1
-            threading.Thread(target=self._answer, args=(connection, self.count), daemon=True).start()
+            threading.Thread(
+                target=self._answer, args=(connection, self.count), daemon=True
+            ).start()
 
     def _answer(self, connection: socket.socket, number: int) -> None:
         with connection, contextlib.suppress(OSError):
@@ -463,7 +542,8 @@ def whole(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nX: ", HEAD % 10**6])
 def test_a_server_that_drips_is_given_up_in_time(start: bytes) -> None:
-    """It drips within the status line, a header or the body; each byte comes well within the time-out of a read."""
+    """It drips within the status line, a header or the body; each byte comes well within the
+    time-out of a read."""
     peer = Peer([start, *[b"x"] * 10 * HANG], every=0.1)
     with pytest.raises(RewardFailure, match=r"no scores within \d+ s; last: no whole answer"):
         HttpReward(peer.url).score(request(VIDEOS[:1]), 0.5)
@@ -478,10 +558,13 @@ def test_a_server_that_always_says_continue_is_given_up_in_time() -> None:
 
 
 @pytest.mark.parametrize("cut", [
-    HEAD % 200 + SOUND, b"HTTP/1.0 200 OK\r\n\r\n" + SOUND[:-20], b"HTTP/1.1 422 No\r\nContent-Length: 80\r\n\r\n{",
+    HEAD % 200 + SOUND, b"HTTP/1.0 200 OK\r\n\r\n" + SOUND[:-20],
+    b"HTTP/1.1 422 No\r\nContent-Length: 80\r\n\r\n{",
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n" + SOUND[:20],
 ])  # fmt: skip
-def test_an_answer_that_is_cut_off_is_asked_for_again(cut: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_cut_off_is_asked_for_again(
+    cut: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cut answer is no verdict of the reward: no video is dropped and no failure counted."""
     monkeypatch.setattr(reward_http, "FIRST_WAIT", 0.05)
     peer = Peer([cut], [b"HTTP/1.0 200 OK\r\n\r\n" + SOUND])
@@ -503,9 +586,12 @@ def test_an_answer_that_does_not_fit_is_a_fault_of_the_reward(body: bytes, why: 
 
 
 @pytest.mark.parametrize("answer", [
-    b'HTTP/1.1 422 No\r\n\r\n{"error": "\\u001b]0;title\\u0007\\u001b[2Jnothing to see\\ntwo \\ud800"}',
-    b'HTTP/1.1 500 No\r\n\r\n{"error": "\\u001b[2J"}', b"HTTP/1.1 422 No\r\n\r\n\x1b[2J", b"HTTP/1.1 \x1b[2J\r\n\r\n",
-    b"\x1b[2J\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n\x1b[2J", whole(b'{"id": "\\u001b[2J", "parts": {}}'),
+    b'HTTP/1.1 422 No\r\n\r\n{"error": "\\u001b]0;title\\u0007\\u001b[2Jnothing to see\\ntwo '
+    b'\\ud800"}',
+    b'HTTP/1.1 500 No\r\n\r\n{"error": "\\u001b[2J"}', b"HTTP/1.1 422 No\r\n\r\n\x1b[2J",
+    b"HTTP/1.1 \x1b[2J\r\n\r\n",
+    b"\x1b[2J\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n\x1b[2J",
+    whole(b'{"id": "\\u001b[2J", "parts": {}}'),
 ])  # fmt: skip
 def test_what_a_server_says_cannot_steer_the_terminal(answer: bytes) -> None:
     with pytest.raises(RewardFailure) as error:
@@ -517,15 +603,19 @@ BOUNDS = b'{"id": "NAME", "parts": {%s: [1]}}'
 
 
 @pytest.mark.parametrize("answer", [
-    whole(BOUNDS % b'"tok-en7 xyz"'), whole(BOUNDS % b'"Bearer tok-en7 xyz"'), whole(BOUNDS % b'"tok\\u002den7 xyz"'),
+    whole(BOUNDS % b'"tok-en7 xyz"'), whole(BOUNDS % b'"Bearer tok-en7 xyz"'),
+    whole(BOUNDS % b'"tok\\u002den7 xyz"'),
     whole(b'{"id": "tok-en7 xyz", "parts": {}}'), whole(b'["tok-en7 xyz"]'), whole(b"tok-en7 xyz"),
-    whole(b'{"id": "' + b"x" * 30 + b'tok-en7 xyz", "parts": {}}'), whole(b"x" * 75 + b"tok-en7 xyz"),
+    whole(b'{"id": "' + b"x" * 30 + b'tok-en7 xyz", "parts": {}}'),
+    whole(b"x" * 75 + b"tok-en7 xyz"),
     b'HTTP/1.1 422 No\r\n\r\n{"error": {"message": "Authorization: Bearer tok-en7 xyz"}}',
     b'HTTP/1.1 500 No\r\n\r\n{"error": "tok\\u002den7 xyz"}', b"HTTP/1.1 403 No\r\n\r\ntok-en7 xyz",
     b"HTTP/1.1 200 OK\r\ntok-en7 xyz\r\n\r\n", b"tok-en7 xyz\r\n\r\n",
     b'HTTP/1.1 422 No\r\n\r\n{"error": "' + b"x" * 3995 + b'tok-en7 xyz"}',
 ])  # fmt: skip
-def test_the_token_does_not_come_back_in_an_answer(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_does_not_come_back_in_an_answer(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(reward_http.TOKEN, "tok-en7 xyz")
     with pytest.raises(RewardFailure) as error:
         HttpReward(Peer([answer]).url).score(request(VIDEOS[:1]), 0.5)
@@ -537,30 +627,46 @@ def test_the_token_does_not_come_back_in_an_answer(answer: bytes, monkeypatch: p
     whole(b'{"id": [' + b"1, " * 10 + b"7123456789123456]}"),
     b'HTTP/1.1 422 No\r\n\r\n{"error": ["' + b"x" * 3985 + b'", 7123456789123456]}',
 ])  # fmt: skip
-def test_a_token_of_digits_is_masked_before_an_answer_is_cut(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_digits_is_masked_before_an_answer_is_cut(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(reward_http.TOKEN, "7123456789123456")
     with pytest.raises(RewardFailure) as error:
         HttpReward(Peer([answer]).url).score(request(VIDEOS[:1]), 0.5)
     assert "7123" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["", " a", "a ", "a\tb", "a\nb", "x" * 101, "a<b>", "${KEY}", "\u202e"])
+@pytest.mark.parametrize(
+    "name", ["", " a", "a ", "a\tb", "a\nb", "x" * 101, "a<b>", "${KEY}", "\u202e"]
+)
 def test_names_of_parts_have_an_alphabet(name: str) -> None:
-    with pytest.raises(RewardFailure, match=r"returned a part named .*; expected 1 to 100 letters, digits and _"):
+    with pytest.raises(
+        RewardFailure, match=r"returned a part named .*; expected 1 to 100 letters, digits and _"
+    ):
         checked({name: [1.0]}, 1)
-    assert list(checked({"größe/v1.0-$%+_": [1.0], "Motion Score": [1.0]}, 1)) == ["Motion Score", "größe/v1.0-$%+_"]
+    assert list(checked({"größe/v1.0-$%+_": [1.0], "Motion Score": [1.0]}, 1)) == [
+        "Motion Score",
+        "größe/v1.0-$%+_",
+    ]
 
 
 def test_tensors_of_every_layout_are_read_or_refused() -> None:
     row = torch.tensor([0.0, 2.0])
     for given in (row.to_sparse(), row.to_sparse().coalesce()):
         assert checked({"a": given}, 2)["a"].tolist() == [0, 2]
-    for odd in (row.to("meta"), torch.nested.nested_tensor([row, row[:1]]), torch.ones(2, 1).to_sparse()):
+    for odd in (
+        row.to("meta"),
+        torch.nested.nested_tensor([row, row[:1]]),
+        torch.ones(2, 1).to_sparse(),
+    ):
         with pytest.raises(RewardFailure, match=r"part 'a': expected (numbers|shape)"):
             checked({"a": odd}, 2)
 
 
-BEGUN = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+BEGUN = (
+    b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    b"100000\r\n\r\n"
+)
 
 
 def is_closed(connection: socket.socket, drip: bytes = b"") -> bool:
@@ -586,7 +692,9 @@ def test_a_client_that_sends_no_request_is_closed(
         wait_until(lambda: is_closed(connection, b"x" if start else b""))
 
 
-def test_a_body_that_never_ends_is_refused(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_never_ends_is_refused(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_READ", 0.5)
     with socket.create_connection(server.socket.getsockname()) as connection:
         connection.settimeout(HANG)
@@ -600,7 +708,10 @@ def test_the_oldest_of_too_many_connections_without_a_request_is_closed(
     monkeypatch.setattr("sage_fast.rewards.server.MAX_CONNECTIONS", 12)
     monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_BEGIN", 10.0 * HANG)
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(server.socket.getsockname())) for _ in range(20)]
+        idle = [
+            stack.enter_context(socket.create_connection(server.socket.getsockname()))
+            for _ in range(20)
+        ]
         assert HttpReward(server.address).score(request(VIDEOS[:1]), HANG)["print"].isfinite().all()
         wait_until(lambda: all(map(is_closed, idle[:8])))
         assert not any(map(is_closed, idle[9:]))
@@ -635,14 +746,18 @@ def test_a_server_that_ends_says_so_to_who_waits(monkeypatch: pytest.MonkeyPatch
         gate.set()
 
 
-def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_who_has_the_token_is_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv(reward_http.TOKEN, "open sesame")
     with serving(CompositeReward(Fingerprint().score, config())) as server:  # type: ignore[arg-type]
         assert HttpReward(server.address).score(request(VIDEOS[:1]), HANG)["print"].isfinite().all()
         for token in ("open sesam", "open sesam\xe9", ""):
             monkeypatch.setenv(reward_http.TOKEN, token)
-            with pytest.raises(RewardFailure, match="status 401: expected the token of this server"):
+            with pytest.raises(
+                RewardFailure, match="status 401: expected the token of this server"
+            ):
                 HttpReward(server.address).score(request(VIDEOS[:1]), HANG)
         monkeypatch.setenv(reward_http.TOKEN, "open\nsesame")
         with pytest.raises(RewardFailure, match="the token is no text that HTTP can send") as error:
@@ -652,7 +767,9 @@ def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplo
     assert "sesam" not in caplog.text
 
 
-def test_a_client_that_goes_away_costs_a_line(server: RewardServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_goes_away_costs_a_line(
+    server: RewardServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     with socket.create_connection(server.socket.getsockname()) as connection:
         connection.sendall(BEGUN + b"x")
@@ -660,7 +777,7 @@ def test_a_client_that_goes_away_costs_a_line(server: RewardServer, caplog: pyte
     assert caplog.messages == ["refused a request of 127.0.0.1: client disconnected"]
 
 
-# -- nothing is left --------------------------------------------------------------------------------------------------
+# -- nothing is left -------------------------------------------------------------------------------
 
 
 def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
@@ -688,10 +805,15 @@ def test_no_process_outlives_its_owner(how: str, tmp_path: Path) -> None:
         "import sys; from tests.test_reward_workers import *\n"
         f"args = {{'folder': {str(tmp_path)!r}, 'plan': ['2 {how}']}}\n"
         "reward = CompositeReward.of(config(workers=1, args=args))\n"
-        "print(reward(VIDEOS[:1], ['a']).dropped, flush=True); reward.submit(VIDEOS[:1], ['b']); input()\n"
+        "print(reward(VIDEOS[:1], ['a']).dropped, flush=True); reward.submit(VIDEOS[:1], ['b']); "
+        "input()\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "0\n"
@@ -703,7 +825,9 @@ def test_no_process_outlives_its_owner(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_the_code_of_a_reward_has_started_ends_with_the_run(workers: int, tmp_path: Path) -> None:
+def test_what_the_code_of_a_reward_has_started_ends_with_the_run(
+    workers: int, tmp_path: Path
+) -> None:
     """At the import, in a session of its own, and in a call."""
     (tmp_path / "starts.py").write_text(
         "import os, subprocess, torch\n"
@@ -725,7 +849,9 @@ def test_what_the_code_of_a_reward_has_started_ends_with_the_run(workers: int, t
         "    assert reward(torch.rand(1, 5, 3, 8, 8), ['a']).rewards.tolist() == [1]\n"
     )
     (tmp_path / "program.py").write_text(code)
-    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=HANG
+    )
     assert done.returncode == 0, done.stderr
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2

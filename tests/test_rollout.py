@@ -1,4 +1,5 @@
-"""Rollouts: parity with training, independence of the batch, equality with diffusers' Euler loop."""
+"""Rollouts: parity with training, independence of the batch, equality with diffusers' Euler
+loop."""
 
 import functools
 import itertools
@@ -64,26 +65,40 @@ def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None
     for t in sorted({t for _, t in rows.trained}):
         micro = [(i, t) for i in range(4)]
         x, old = rows.gather(rows.states, micro), rows.gather(rows.log_probs, micro)
-        conditioning = policy.condition(sigmas[t].expand(4), text, negative if guidance != 1 else None)
+        conditioning = policy.condition(
+            sigmas[t].expand(4), text, negative if guidance != 1 else None
+        )
         v, v_uncond = policy.velocities(x, conditioning)
         assert v.requires_grad
         stored = rows.gather(rows.velocities, micro)
         new, kl, *_ = transition_score(
-            x, rows.next_states(micro), v, coefs, torch.tensor(t), stored, v_uncond=v_uncond, guidance=policy.guidance
+            x,
+            rows.next_states(micro),
+            v,
+            coefs,
+            torch.tensor(t),
+            stored,
+            v_uncond=v_uncond,
+            guidance=policy.guidance,
         )
         torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)
         assert float(kl.detach().abs().max()) < 1e-9
 
 
 def test_a_sample_does_not_depend_on_its_batch() -> None:
-    """The same seeds alone, in pairs and together: the same noise to the bit, the same latents to rounding."""
+    """The same seeds alone, in pairs and together: the same noise to the bit, the same latents to
+    rounding."""
     seeds = sample_seeds(0, 5, 1, range(4))
     *_, together = roll(seeds)
     pairs = torch.cat([roll(seeds[:2])[-1], roll(seeds[2:])[-1]])
     torch.testing.assert_close(together, pairs, rtol=1e-4, atol=1e-4)
-    assert torch.equal(initial_latents(seeds, (5, 7), CPU)[2:], initial_latents(seeds[2:], (5, 7), CPU))
+    assert torch.equal(
+        initial_latents(seeds, (5, 7), CPU)[2:], initial_latents(seeds[2:], (5, 7), CPU)
+    )
     step = torch.tensor(3)
-    assert torch.equal(philox_normal(seeds, step, (33,))[1], philox_normal(seeds[1:2], step, (33,))[0])
+    assert torch.equal(
+        philox_normal(seeds, step, (33,))[1], philox_normal(seeds[1:2], step, (33,))[0]
+    )
 
 
 def test_ode_is_the_euler_loop_of_diffusers() -> None:
@@ -109,7 +124,12 @@ def test_only_trained_steps_are_stored() -> None:
     x = [torch.randn(2, *LATENT_SHAPE) for _ in range(7)]
     for t in range(6):
         rows.record(
-            slice(0, 2), t, x[t], x[t + 1], torch.full((2,), float(t)), lambda: pytest.fail("no velocity is kept")
+            slice(0, 2),
+            t,
+            x[t],
+            x[t + 1],
+            torch.full((2,), float(t)),
+            lambda: pytest.fail("no velocity is kept"),
         )
     assert sorted(rows.states) == list(itertools.product(range(2), [1, 2, 3, 5, 6]))
     assert sorted(rows.log_probs) == trained
@@ -130,7 +150,12 @@ def test_offloaded_trajectories_hold_the_same() -> None:
 
 
 def test_runs_never_mix_lengths() -> None:
-    assert bucket_by_length([7, 7, 7, 9, 9, 4], 2) == [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 6)]
+    assert bucket_by_length([7, 7, 7, 9, 9, 4], 2) == [
+        slice(0, 2),
+        slice(2, 3),
+        slice(3, 5),
+        slice(5, 6),
+    ]
     assert bucket_by_length([], 4) == []
 
 

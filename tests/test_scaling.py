@@ -1,4 +1,5 @@
-"""docs/explanation/scaling.md says what benchmarks/scaling.py computes, which is what the plan and PyTorch count."""
+"""docs/explanation/scaling.md says what benchmarks/scaling.py computes, which is what the plan and
+PyTorch count."""
 
 import inspect
 import re
@@ -25,8 +26,10 @@ def test_the_formulas_are_the_plans() -> None:
     assert {name: defaults[name].default for name in ARCHITECTURE} == ARCHITECTURE
     config = settings(
         model__dtype="bfloat16", model__lora_rank=64, model__gradient_checkpointing="attention",
-        model__sequence_parallel=8, sampling__num_frames=81, sampling__height=480, sampling__width=832,
-        sampling__steps=20, train__prompts_per_iteration=8, train__group_size=4, train__batch_size=1,
+        model__sequence_parallel=8, sampling__num_frames=81, sampling__height=480,
+        sampling__width=832,
+        sampling__steps=20, train__prompts_per_iteration=8, train__group_size=4,
+        train__batch_size=1,
     )  # fmt: skip
     planned, work = plan(config, ranks=8), Work()
     assert (planned.tokens, planned.latent_shape) == (work.tokens, work.latents)

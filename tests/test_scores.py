@@ -1,4 +1,5 @@
-"""Means, intervals and paired differences: by hand, against scipy, by how often they cover the truth, and as text."""
+"""Means, intervals and paired differences: by hand, against scipy, by how often they cover the
+truth, and as text."""
 
 import math
 from pathlib import Path
@@ -17,7 +18,9 @@ from studies.differences import means_by_prompt
 
 def scores(reward, iteration=0, prompts=6):
     """An evaluation whose rewards alternate between the two in `reward`."""
-    names = ["a <b>red</b> circle", "a blue square", *(f"prompt {i}" for i in range(2, prompts))][:prompts]
+    names = ["a <b>red</b> circle", "a blue square", *(f"prompt {i}" for i in range(2, prompts))][
+        :prompts
+    ]
     rewards = [reward[i % 2] for i in range(prompts)]
     half = [value / 2 for value in rewards]
     parts = {"vq": half, "mq": half}
@@ -28,7 +31,8 @@ def scores(reward, iteration=0, prompts=6):
 def pair(before, after) -> list[VideoSet]:
     """Two evaluations of a run, under the weights of the second."""
     return [
-        from_evaluation(label, scores, {}, after["weights"]) for label, scores in (("before", before), ("after", after))
+        from_evaluation(label, scores, {}, after["weights"])
+        for label, scores in (("before", before), ("after", after))
     ]
 
 
@@ -39,7 +43,11 @@ def gains(before, after) -> list[Row]:
 def repeated(evaluation, times):
     """The same prompts with `times` as many seeds."""
     lists = {key: evaluation[key] * times for key in ("prompts", "seeds", "reward")}
-    return evaluation | lists | {"parts": {part: values * times for part, values in evaluation["parts"].items()}}
+    return (
+        evaluation
+        | lists
+        | {"parts": {part: values * times for part, values in evaluation["parts"].items()}}
+    )
 
 
 def evaluation(prompts, reward):
@@ -48,7 +56,8 @@ def evaluation(prompts, reward):
 
 
 def test_composites_are_compared_under_the_same_weights():
-    """A resume may change reward.weights; the composite must then change by the videos alone, not by the weights."""
+    """A resume may change reward.weights; the composite must then change by the videos alone, not
+    by the weights."""
     before = scores((1, 2)) | {"weights": {"vq": 1, "mq": 1}}
     after = scores((1.2, 2.2)) | {"weights": {"vq": 3, "mq": 0}}
     after["reward"] = [3 * value for value in after["parts"]["vq"]]
@@ -62,9 +71,12 @@ def test_composites_are_compared_under_the_same_weights():
 
 def test_gains_by_hand():
     prompts = ["a", "b", "c", "d", "e"]
-    first, line = table(pair(evaluation(prompts, [1, 2, 3, 4, 5]), evaluation(prompts, [1, 3, 5, 7, 9])))
+    first, line = table(
+        pair(evaluation(prompts, [1, 2, 3, 4, 5]), evaluation(prompts, [1, 3, 5, 7, 9]))
+    )
     assert (first.mean, line.mean, line.gain) == (3, 5, 2)
-    assert line.gain_margin == pytest.approx(2.776445 * math.sqrt(2.5 / 5))  # variance 2.5; t with 4
+    # variance 2.5; t with 4
+    assert line.gain_margin == pytest.approx(2.776445 * math.sqrt(2.5 / 5))
     assert (line.pairs, line.prompts) == (5, 5)
 
 
@@ -73,7 +85,8 @@ def test_seeds_of_a_prompt_are_averaged_before_the_standard_error():
     after = np.array([1.0, 3.0, 0.0, 0.0, 5.0, 3.0, 2.0, 7.0, 1.0, 1.0])
     (line,) = gains(evaluation(prompts, [0.0] * 10), evaluation(prompts, after.tolist()))
     means = after.reshape(5, 2).mean(1)
-    assert line.gain_margin == pytest.approx(2.776445 * means.std(ddof=1) / math.sqrt(5))  # t with 4 degrees of freedom
+    # t with 4 degrees of freedom
+    assert line.gain_margin == pytest.approx(2.776445 * means.std(ddof=1) / math.sqrt(5))
     assert line.direction == ("up" if line.gain > line.gain_margin else "")
     assert (line.pairs, line.prompts) == (10, 5)
 
@@ -98,7 +111,10 @@ def test_fewer_than_five_prompts_have_no_margin():
 
 
 def test_pairs_with_a_failed_score_are_skipped():
-    before, after = evaluation(["a", "b", "c"], [1.0, None, 3.0]), evaluation(["a", "b", "c"], [2.0, 9.0, math.nan])
+    before, after = (
+        evaluation(["a", "b", "c"], [1.0, None, 3.0]),
+        evaluation(["a", "b", "c"], [2.0, 9.0, math.nan]),
+    )
     (line,) = gains(before, after)
     assert (line.pairs, line.gain) == (1, 1.0)
 
@@ -129,13 +145,18 @@ def test_tables_for_the_terminal():
     assert len({len(line) for line in text.splitlines()[6:11]}) == 1
     text = one_source(scores((1.0, 2.0)))
     assert text.endswith("6 videos of 6 prompts each; ± is a 95 % interval")
-    assert [cells(line) for line in text.splitlines()[::2][:2]] == [["mean", "base"], ["reward", "1.5000 ± 0.5748"]]
+    assert [cells(line) for line in text.splitlines()[::2][:2]] == [
+        ["mean", "base"],
+        ["reward", "1.5000 ± 0.5748"],
+    ]
 
 
 def judged(reward, alignment):
     """An evaluation of six prompts with a judge of one part."""
     found = scores(reward)
-    return found | {"parts": found["parts"] | {"judge/alignment": [alignment + 0.01 * i for i in range(6)]}}
+    return found | {
+        "parts": found["parts"] | {"judge/alignment": [alignment + 0.01 * i for i in range(6)]}
+    }
 
 
 def test_a_reward_that_rises_while_the_judge_falls_is_called_hacking():
@@ -165,7 +186,10 @@ def test_the_parts_of_the_judge_stand_in_the_tables():
 
 def test_gains_medians_and_losses_are_shown():
     names = [str(i) for i in range(9)]
-    before, after = evaluation(names, [1.0] * 9), evaluation(names, [1.5, 0.2, 1.1, 1.2, 3.0, 0.9, None, 1.3, 1.4])
+    before, after = (
+        evaluation(names, [1.0] * 9),
+        evaluation(names, [1.5, 0.2, 1.1, 1.2, 3.0, 0.9, None, 1.3, 1.4]),
+    )
 
     def shown(count, available=range(9), sides=(before, after)):
         files = {number: Path(str(number)) for number in available}
@@ -197,11 +221,12 @@ def test_small_numbers_keep_their_digits():
     assert numbers == ["0.000", "0.0004", "-0.0006", "0.001", "nan"]
 
 
-# -- intervals ---------------------------------------------------------------------------------------------------------
+# -- intervals -------------------------------------------------------------------------------------
 
 
 def clustered(generator: np.random.Generator, prompts: int) -> tuple[list[str], list[float]]:
-    """Four videos per prompt with mean 0; most of the variance is between prompts, and it is skewed."""
+    """Four videos per prompt with mean 0; most of the variance is between prompts, and it is
+    skewed."""
     difficulty = generator.gamma(4.0, size=(prompts, 1)) / 2 - 2
     values = difficulty + 0.5 * generator.normal(size=(prompts, 4))
     return [str(i) for i in range(prompts) for _ in range(4)], values.flatten().tolist()
@@ -209,7 +234,8 @@ def clustered(generator: np.random.Generator, prompts: int) -> tuple[list[str], 
 
 @pytest.mark.parametrize("prompts", [8, 24])
 def test_the_interval_over_prompts_holds_the_truth_as_often_as_it_says(prompts: int) -> None:
-    """Intervals that take videos as independent, and percentiles of resamples of few prompts, cover it less often."""
+    """Intervals that take videos as independent, and percentiles of resamples of few prompts, cover
+    it less often."""
     generator = np.random.default_rng(0)
     held, of_videos, percentile = [], [], []
     for _ in range(400):
@@ -220,7 +246,10 @@ def test_the_interval_over_prompts_holds_the_truth_as_often_as_it_says(prompts: 
         for intervals, interval in (
             (held, (mean - margin, mean + margin)),
             (of_videos, stats.norm.interval(0.95, np.mean(values), stats.sem(values))),
-            (percentile, np.quantile(generator.choice(means, (500, prompts)).mean(1), (0.025, 0.975))),
+            (
+                percentile,
+                np.quantile(generator.choice(means, (500, prompts)).mean(1), (0.025, 0.975)),
+            ),
         ):
             intervals.append(interval[0] <= 0 <= interval[1])
     assert 0.925 <= np.mean(held) <= 0.975

@@ -28,10 +28,17 @@ OTHERS = ("benchmarks.", "tools", "cli", "run.trackers", "commands")
 
 
 def test_importing_the_trainer_or_a_run_imports_no_implementation_and_no_report() -> None:
-    code = "import sys, sage_fast.trainer; print(*sys.modules); import sage_fast.run.train; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    code = (
+        "import sys, sage_fast.trainer; print(*sys.modules); import sage_fast.run.train; "
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
     both = (*MODELS, *ENGINES, *BACKENDS, *REPORT, *OTHERS)
-    for line, absent in zip(done.stdout.splitlines(), ((*both, "models.load", "run", "report"), both), strict=True):
+    for line, absent in zip(
+        done.stdout.splitlines(), ((*both, "models.load", "run", "report"), both), strict=True
+    ):
         loaded = line.split()
         assert "sage_fast.models.interface" in loaded
         heavy = ("matplotlib", "deepspeed", *(f"sage_fast.{part}" for part in absent))
@@ -47,7 +54,9 @@ def test_families_are_found_by_the_class_of_their_transformer() -> None:
 
 
 def test_a_card_names_the_model_that_was_trained(tmp_path: Path) -> None:
-    card = model_card(RunFolder(tmp_path), Config(), find_spec("testbed"), iteration=1, base=None, files=[])
+    card = model_card(
+        RunFolder(tmp_path), Config(), find_spec("testbed"), iteration=1, base=None, files=[]
+    )
     assert "A LoRA for the testbed, aligned" in card
     assert "hunyuan" not in card.lower()
 
@@ -60,7 +69,9 @@ class Other(Spec):
     autoencoder = AutoencoderKLWan
 
 
-def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_is_found_whatever_its_network_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(SHIPPED, "Net", f"{__name__}:Other")
     for part, name in (("denoiser", "Net"), ("vae", "AutoencoderKLWan")):
         (tmp_path / part).mkdir()
@@ -73,8 +84,13 @@ def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkey
 
 
 def test_an_installed_package_adds_names_and_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(name, "package.module:Mine", "sage_fast.rewards") for name in ("Net", "TestbedTransformer")]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [p for p in points if p.group == group])
+    points = [
+        EntryPoint(name, "package.module:Mine", "sage_fast.rewards")
+        for name in ("Net", "TestbedTransformer")
+    ]
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: [p for p in points if p.group == group]
+    )
     assert registered("sage_fast.rewards", SHIPPED) == {**SHIPPED, "Net": "package.module:Mine"}
     assert registered("sage_fast.judges", {}) == {}
 
@@ -83,13 +99,22 @@ def test_an_installed_package_adds_names_and_replaces_none(monkeypatch: pytest.M
     ("path", "message"),
     [
         ("no_such_module:Wan:folder", "no module 'no_such_module' is installed or in"),
-        ("sage_fast.models.interface:Wan:folder", "expected a subclass of sage_fast.models.spec.Spec, found None"),
-        ("sage_fast.models.spec:Cost:folder", "expected a subclass of sage_fast.models.spec.Spec, found <class"),
+        (
+            "sage_fast.models.interface:Wan:folder",
+            "expected a subclass of sage_fast.models.spec.Spec, found None",
+        ),
+        (
+            "sage_fast.models.spec:Cost:folder",
+            "expected a subclass of sage_fast.models.spec.Spec, found <class",
+        ),
         (
             "sage_fast.testbed.tiny_model:Testbed:folder",
             "no such folder; expected one of testbed, testbed-i2v; or a local folder",
         ),
-        ("testbedd", "no such folder; expected one of testbed, testbed-i2v; did you mean 'testbed'?; or"),
+        (
+            "testbedd",
+            "no such folder; expected one of testbed, testbed-i2v; did you mean 'testbed'?; or",
+        ),
         ("random:testbad", "did you mean 'random:testbed'"),
     ],
 )

@@ -1,5 +1,6 @@
-"""A second model through the protocol: Wan 2.1 (diffusers' classes, tiny and random), whose text is padded with zeros
-and read by cross-attention. All that it needs is in this file, and nothing else in the tree knows it."""
+"""A second model through the protocol: Wan 2.1 (diffusers' classes, tiny and random), whose text is
+padded with zeros and read by cross-attention. All that it needs is in this file, and nothing else
+in the tree knows it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Text(Condition):
 
 
 class Inputs(NamedTuple):
-    """Noise levels and texts `[B, WORDS, WIDTH]`: of all steps `[T]` (the schedule), or of one forward `[B]`."""
+    """Noise levels and texts `[B, WORDS, WIDTH]`: of all steps `[T]` (the schedule), or of one
+    forward `[B]`."""
 
     sigma: Tensor
     text: Tensor
@@ -58,7 +60,9 @@ class Inputs(NamedTuple):
 
     def at(self, steps: Tensor) -> Inputs:
         sigma = self.sigma[steps].expand(len(self.text))
-        return Inputs(sigma=sigma, text=self.text, negative=self.negative.at(steps) if self.negative else None)
+        return Inputs(
+            sigma=sigma, text=self.text, negative=self.negative.at(steps) if self.negative else None
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,9 @@ class Table:
         texts = [self.embeddings[key] for key in keys]
         negative = [self.embeddings[text.negative].text for text in texts] if self.guided else None
         away = Inputs(sigma=self.sigmas, text=torch.stack(negative)) if negative else None
-        return Inputs(sigma=self.sigmas, text=torch.stack([text.text for text in texts]), negative=away)
+        return Inputs(
+            sigma=self.sigmas, text=torch.stack([text.text for text in texts]), negative=away
+        )
 
     def at(self, keys: Sequence[Any], steps: Tensor) -> Inputs:
         return self.of(keys).at(steps)
@@ -83,17 +89,26 @@ class WanPolicy(Policy):
     def velocity(self, x: Tensor, inputs: Inputs) -> Tensor:
         with self._autocast():
             network = self.networks["denoiser"]
-            return network(x.to(self.dtype), 1000 * inputs.sigma, inputs.text.to(self.dtype), return_dict=False)[0]
+            return network(
+                x.to(self.dtype), 1000 * inputs.sigma, inputs.text.to(self.dtype), return_dict=False
+            )[0]
 
     def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, Text]) -> Table:
-        return Table(sigmas=sigmas.to(self.device, torch.float32), embeddings=embeddings, guided=self.uses_guidance)
+        return Table(
+            sigmas=sigmas.to(self.device, torch.float32),
+            embeddings=embeddings,
+            guided=self.uses_guidance,
+        )
 
 
 class WanDecoder(Decoder):
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
         config = self.vae.config
-        mean, std = (torch.tensor(row)[:, None, None, None] for row in (config.latents_mean, config.latents_std))
+        mean, std = (
+            torch.tensor(row)[:, None, None, None]
+            for row in (config.latents_mean, config.latents_std)
+        )
         video = self.vae.decode((latents * std + mean).to(self.vae.dtype), return_dict=False)[0]
         return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
 
@@ -117,7 +132,11 @@ class Wan(Spec):
 
     def cost(self, config: Config) -> Cost:
         """FLOPs as PyTorch counts them on the meta device."""
-        network, vae, shape = self.meta("denoiser"), self.meta("vae"), self.latent_shape(config.sampling)
+        network, vae, shape = (
+            self.meta("denoiser"),
+            self.meta("vae"),
+            self.latent_shape(config.sampling),
+        )
         with torch.device("meta"), torch.no_grad():
             with FlopCounterMode(display=False) as forward:
                 network(torch.randn(1, *shape), torch.ones(1), torch.randn(1, WORDS, WIDTH))
@@ -125,30 +144,38 @@ class Wan(Spec):
                 vae.decode(torch.randn(1, *shape))
         layers, tokens = network.config.num_layers, self.tokens(shape)
         width = network.config.num_attention_heads * network.config.attention_head_dim
-        values = {"none": 24 * layers, "attention": 4 * layers + 24, "full": layers + 24}  # of a token, in widths
+        # of a token, in widths
+        values = {"none": 24 * layers, "attention": 4 * layers + 24, "full": layers + 24}
         return Cost(
             forward=float(forward.get_total_flops()),
             attention=4.0 * width * layers * tokens * (tokens + WORDS),
             decode=float(decode.get_total_flops()),
             decoder_weights=sum(p.numel() for p in vae.parameters()),
             activations={
-                mode: 4.0 * count * width * tokens * config.train.batch_size for mode, count in values.items()
+                mode: 4.0 * count * width * tokens * config.train.batch_size
+                for mode, count in values.items()
             },
             step=4.0 * 24 * width * tokens * config.sampling.batch_size,
             context=4.0 * WORDS * WIDTH,
         )
 
-    def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> WanPolicy:
+    def policy(
+        self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float
+    ) -> WanPolicy:
         return WanPolicy(networks, dtype=dtype, guidance_scale=guidance_scale)
 
     def decoder(self, vae: Any) -> WanDecoder:
         return WanDecoder(vae)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
+    def load_encoder(
+        self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig
+    ) -> Encoder:
         def encode(caption: Caption) -> Text:
             rows = torch.zeros(WORDS, WIDTH)
             for row, word in enumerate(caption.text.split()[:WORDS]):
-                rows[row] = torch.randn(WIDTH, generator=torch.Generator().manual_seed(sum(word.encode())))
+                rows[row] = torch.randn(
+                    WIDTH, generator=torch.Generator().manual_seed(sum(word.encode()))
+                )
             return Text(text=rows)
 
         return encode
@@ -160,7 +187,8 @@ REWARD = "def brightness(videos, prompts):\n    return {'mean': videos.mean((1, 
 def config_of(folder: Path, **overrides: Any) -> Config:
     return settings(
         model__path=f"{__name__}:Wan:{folder / 'wan'}", reward__name="any_video:brightness",
-        reward__weights={"mean": 1.0}, data__prompts="prompts.txt", data__eval_prompts="prompts.txt",
+        reward__weights={"mean": 1.0}, data__prompts="prompts.txt",
+        data__eval_prompts="prompts.txt",
         sampling__steps=3, eval__steps=1, train__optimizer_steps=2, train__learning_rate=1e-2,
         train__iterations=1, tracking__trackers=[], output="run", **overrides,
     )  # fmt: skip
@@ -172,9 +200,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("wan")
     torch.manual_seed(0)
     WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2
+        num_attention_heads=2,
+        attention_head_dim=12,
+        text_dim=WIDTH,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
     ).save_pretrained(folder / "wan" / "denoiser")
-    AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).save_pretrained(folder / "wan" / "vae")
+    AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).save_pretrained(
+        folder / "wan" / "vae"
+    )
     (folder / "any_video.py").write_text(REWARD)
     (folder / "prompts.txt").write_text("an otter juggles three stones\nsnow falls\n")
     (folder / "wan.yaml").write_text(dump(config_of(folder)))
@@ -188,7 +223,10 @@ def test_a_run_trains_evaluates_and_leaves_weights(folder: Path) -> None:
     (row,) = read_metrics(folder / "run" / "metrics.jsonl")
     assert min(row["reward/std"], row["grad_norm"]) > 0
     assert row["log_prob/parity"] < 1e-6
-    before, after = (json.loads((folder / "run" / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
+    before, after = (
+        json.loads((folder / "run" / "eval" / f"{name}.json").read_text())
+        for name in ("before", "after")
+    )
     assert before["reward"] != after["reward"]
     tensors = load_file(folder / "run" / "weights" / LORA_FILE)
     assert "blocks.1.attn2.to_k.lora_B.weight" in tensors
@@ -196,7 +234,9 @@ def test_a_run_trains_evaluates_and_leaves_weights(folder: Path) -> None:
 
 
 def test_a_resume_goes_on_as_if_never_stopped(folder: Path) -> None:
-    assert main(["train", "wan.yaml", "--quiet", "--train.iterations", "2", "--output", "whole"]) == 0
+    assert (
+        main(["train", "wan.yaml", "--quiet", "--train.iterations", "2", "--output", "whole"]) == 0
+    )
     assert main(["train", "run/config.yaml", "--quiet", "--resume", "--train.iterations", "2"]) == 0
     whole, resumed = (read_metrics(folder / name / "metrics.jsonl") for name in ("whole", "run"))
     for key in ("reward/mean", "grad_norm", "kl/anchor", "ratio/max"):
@@ -229,14 +269,25 @@ def test_conditions_are_keyed_by_anything(folder: Path, guidance: float) -> None
     model = load_model(config.model, config.sampling, CPU, 0)
     encode, keys = model.load_encoder(config.sampling), [("snow", 1), ("snow", 2)]
     texts = {keys[0]: "snow falls", keys[1]: "snow melts", None: ""}
-    conditions = {key: dataclasses.replace(encode(Caption(text)), negative=None) for key, text in texts.items()}
+    conditions = {
+        key: dataclasses.replace(encode(Caption(text)), negative=None)
+        for key, text in texts.items()
+    }
     table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
     shape, seeds = model.spec.latent_shape(config.sampling), torch.arange(2)
-    known, noise = model.policy.conditioning_table(table.sigmas[:-1], conditions), initial_latents(seeds, shape, CPU)
+    known, noise = (
+        model.policy.conditioning_table(table.sigmas[:-1], conditions),
+        initial_latents(seeds, shape, CPU),
+    )
     given = model.policy, table, table.coefficients(), known
-    both, alone = rollout(*given, keys, seeds, noise), rollout(*given, keys[1:], seeds[1:], noise[1:])
+    both, alone = (
+        rollout(*given, keys, seeds, noise),
+        rollout(*given, keys[1:], seeds[1:], noise[1:]),
+    )
     torch.testing.assert_close(both[1:], alone, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(both[1:], rollout(*given, keys[:1], seeds[1:], noise[1:]), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(
+        both[1:], rollout(*given, keys[:1], seeds[1:], noise[1:]), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_ranks_cannot_share_a_sample_of_it(folder: Path) -> None:
@@ -253,7 +304,10 @@ def test_a_lora_without_other_layouts_is_exported_for_diffusers_and_peft(folder:
         WanTransformer3DModel.from_pretrained(folder / "wan" / "denoiser"), folder / "out"
     )
     stored = load_file(files[LORA_FILE])
-    loaded = {name.replace(".default", "").removeprefix("base_model.model."): p for name, p in tuned.named_parameters()}
+    loaded = {
+        name.replace(".default", "").removeprefix("base_model.model."): p
+        for name, p in tuned.named_parameters()
+    }
     assert stored
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
     assert "license" not in (card := files["README.md"].read_text()).split("---")[1]

@@ -1,4 +1,5 @@
-"""Secrets come from the environment: a run folder holds `${NAME}`, only the reward sees the value."""
+"""Secrets come from the environment: a run folder holds `${NAME}`, only the reward sees the
+value."""
 
 from __future__ import annotations
 
@@ -37,19 +38,41 @@ class NeedsToken(TestbedReward):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_secrets_are_in_no_file_of_a_run_and_reach_the_reward(
-    several: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    several: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reward: dict[str, Any] = {"name": "tests.test_secrets:NeedsToken", "weights": {"vq": 1}, "args": ARGS}
+    reward: dict[str, Any] = {
+        "name": "tests.test_secrets:NeedsToken",
+        "weights": {"vq": 1},
+        "args": ARGS,
+    }
     file, run = tmp_path / "config.yaml", tmp_path / "run"
-    tree = {"base": str(PAPER), "output": str(run), "reward": {"several": [reward]} if several else reward}
+    tree = {
+        "base": str(PAPER),
+        "output": str(run),
+        "reward": {"several": [reward]} if several else reward,
+    }
     file.write_text(yaml.safe_dump(tree))
-    command = ["train", str(file), *SMALL, "--tracking.trackers", "[tensorboard]", "--train.iterations", "1"]
+    command = [
+        "train",
+        str(file),
+        *SMALL,
+        "--tracking.trackers",
+        "[tensorboard]",
+        "--train.iterations",
+        "1",
+    ]
     if not several:
         command += ["--reward.args.token", ARGS["token"]]
     monkeypatch.delenv("SAGE_KEY", raising=False)
     assert main(command) == 2
     found = capfd.readouterr().err
-    assert "NeedsToken': args.service.api_key = '${SAGE_KEY}': there is no environment variable SAGE_KEY" in found
+    assert (
+        "NeedsToken': args.service.api_key = '${SAGE_KEY}': there is no environment variable "
+        "SAGE_KEY" in found
+    )
     assert not run.exists()
     monkeypatch.setenv("SAGE_KEY", SECRET)
     monkeypatch.setattr("sys.argv", ["sage-fast", *command])
@@ -72,7 +95,9 @@ def test_variables_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = given | {"url": "https://me:@there", "several": [{"a": "me"}, 1, None]}
     assert from_environment(given, "args") == resolved
     monkeypatch.delenv("SAGE_USER")
-    with pytest.raises(UserError, match=r"args\.several\.0\.a = '\$\{SAGE_USER\}': there is no .* SAGE_USER"):
+    with pytest.raises(
+        UserError, match=r"args\.several\.0\.a = '\$\{SAGE_USER\}': there is no .* SAGE_USER"
+    ):
         from_environment({"several": given["several"]}, "args")
 
 
@@ -80,31 +105,46 @@ def test_a_variable_of_a_process_or_of_an_address(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("SAGE_KEY", raising=False)
     with pytest.raises(UserError, match=r"^reward\.name = 'vlm': args\.url = .* variable SAGE_KEY"):
         load_reward(RewardEntry(name="vlm", args={"url": "${SAGE_KEY}"}))
-    reward = CompositeReward.of(RewardConfig(name="tests.test_secrets:NeedsToken", args=ARGS, workers=1))
+    reward = CompositeReward.of(
+        RewardConfig(name="tests.test_secrets:NeedsToken", args=ARGS, workers=1)
+    )
     sampling = SamplingConfig(num_frames=5, height=32, width=32)
-    with pytest.raises(UserError, match=r"^reward\.name = 'tests.*': args\.token = .* variable SAGE_KEY"):
+    with pytest.raises(
+        UserError, match=r"^reward\.name = 'tests.*': args\.token = .* variable SAGE_KEY"
+    ):
         reward.check(sampling, ["a"])
     monkeypatch.setenv("SAGE_KEY", SECRET)
     reward.check(sampling, ["a red circle moves left quickly"])
     assert "vq" in reward.parts
 
 
-def test_a_dry_run_shows_the_name_of_a_variable_and_an_address_takes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_shows_the_name_of_a_variable_and_an_address_takes_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PLACE", "/hunter2/y z")
     entry = RewardConfig(name="clipscore", args={"path": "${PLACE}"})
     with pytest.raises(UserError, match=r"reward.args.path = '\$\{PLACE\}': no such folder"):
         dry_run_reward(entry)
-    with pytest.raises(UserError, match=r"args = \{'url': '\$\{PLACE\}'\}: the address of a server takes no"):
+    with pytest.raises(
+        UserError, match=r"args = \{'url': '\$\{PLACE\}'\}: the address of a server takes no"
+    ):
         dry_run_reward(RewardConfig(name="http://there", args={"url": "${PLACE}"}))
 
 
 @pytest.mark.parametrize(
     "hidden",
-    ["http://me:hunter2@there/x", "http://there/x?a=hunter2", "http://there?hunter2", "http://me:hunter2/a@there/x"],
+    [
+        "http://me:hunter2@there/x",
+        "http://there/x?a=hunter2",
+        "http://there?hunter2",
+        "http://me:hunter2/a@there/x",
+    ],
 )
 def test_the_address_of_a_server_holds_no_secret_and_none_is_shown(hidden: str) -> None:
     for make in (lambda: RewardConfig(name=hidden), lambda: HttpReward(hidden)):
-        with pytest.raises(ValueError, match=r"'http://there(/x)?': expected (an|this) address") as caught:
+        with pytest.raises(
+            ValueError, match=r"'http://there(/x)?': expected (an|this) address"
+        ) as caught:
             make()
         assert "hunter2" not in str(caught.value)
 
@@ -123,12 +163,18 @@ class Leaks:
         raise OSError(f"no answer from {self.url}")
 
 
-@pytest.mark.parametrize(("how", "workers"), [("made", 0), ("told", 0), ("called", 0), ("made", 1), ("called", 1)])
-def test_errors_of_a_reward_name_the_variable(how: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("how", "workers"), [("made", 0), ("told", 0), ("called", 0), ("made", 1), ("called", 1)]
+)
+def test_errors_of_a_reward_name_the_variable(
+    how: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAGE_KEY", SECRET)
     args = {"url": "https://me:${SAGE_KEY}@there", "how": how}
     entry = RewardConfig(name="tests.test_secrets:Leaks", args=args, workers=workers)
-    with pytest.raises(UserError, match=r"no answer from https://me:\$\{SAGE_KEY\}@there") as caught:
+    with pytest.raises(
+        UserError, match=r"no answer from https://me:\$\{SAGE_KEY\}@there"
+    ) as caught:
         CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
     assert "sk-7" not in str(caught.value)
 
@@ -147,9 +193,15 @@ class Tells:
 
 @pytest.mark.parametrize("how", ["part", "type", "value"])
 @pytest.mark.parametrize("token", [SECRET, "sk-hunter2"])
-def test_what_a_reward_returns_shows_no_secret(how: str, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_reward_returns_shows_no_secret(
+    how: str, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAGE_KEY", token)
-    entry = RewardConfig(name="tests.test_secrets:Tells", args={"token": "${SAGE_KEY}", "how": how}, weights={"a": 1.0})
+    entry = RewardConfig(
+        name="tests.test_secrets:Tells",
+        args={"token": "${SAGE_KEY}", "how": how},
+        weights={"a": 1.0},
+    )
     with pytest.raises(UserError) as caught:
         CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
     assert "returned" in str(caught.value) or "expected" in str(caught.value)
@@ -181,15 +233,21 @@ def test_no_half_of_a_secret_is_shown(spell: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("length", [8, 9, len(TOKEN) - 1])
-def test_a_secret_that_an_answer_cuts_is_masked(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_an_answer_cuts_is_masked(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAGE_KEY", TOKEN)
     secret("SAGE_KEY")
     assert str(RewardFailure(f"status 401: not {TOKEN[:length]}")) == "status 401: not ${SAGE_KEY}"
     assert str(RewardFailure(f"status 401: not {TOKEN[:7]}")).endswith(TOKEN[:7])
 
 
-@pytest.mark.parametrize("spell", [repr, json.dumps, html.escape, urllib.parse.quote, lambda text: json.dumps([text])])
-def test_a_secret_is_masked_as_answers_spell_it(spell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "spell", [repr, json.dumps, html.escape, urllib.parse.quote, lambda text: json.dumps([text])]
+)
+def test_a_secret_is_masked_as_answers_spell_it(
+    spell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAGE_KEY", "Schlüssel \"7'\\<x>/")
     value = secret("SAGE_KEY")
     shown = str(RewardFailure(f"status 401: not {spell(value)}, but another"))

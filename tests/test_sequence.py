@@ -1,5 +1,5 @@
-"""Samples that ranks share (`model.sequence_parallel`), on gloo: the values and gradients of one process, the same
-iterations, and what does not fit is said before a model is loaded."""
+"""Samples that ranks share (`model.sequence_parallel`), on gloo: the values and gradients of one
+process, the same iterations, and what does not fit is said before a model is loaded."""
 
 import itertools
 import json
@@ -31,12 +31,20 @@ from sage_fast.util.errors import RewardError, RunError, UserError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import all_reduce, join_sequence_group, rank, sequence_group, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import embeddings, rounding_of_advantages, settings, tiny_model, tiny_trainer, with_images
+from tests.tiny import (
+    embeddings,
+    rounding_of_advantages,
+    settings,
+    tiny_model,
+    tiny_trainer,
+    with_images,
+)
 
 REPOSITORY = Path(__file__).parent.parent
 SOAK = "SAGE_FAST_SOAK" in os.environ
 TRAINED = (2, 4) if SOAK else (2,)
-"""Ranks to a sample, of four: with two, there are two groups, and samples are dealt out between them too."""
+"""Ranks to a sample, of four: with two, there are two groups, and samples are dealt out between
+them too."""
 
 PROMPTS = {
     "one length": ["a red circle moves left quickly"] * 2,
@@ -57,8 +65,8 @@ FORWARDS = list(
         ),
     )
 )
-"""Ranks to a sample, and tuning, guidance, prompts and latent shape. `make test` has all of them once, `make soak` with
-both numbers of ranks."""
+"""Ranks to a sample, and tuning, guidance, prompts and latent shape. `make test` has all of them
+once, `make soak` with both numbers of ranks."""
 if not SOAK:
     FORWARDS = [FORWARDS[i] for i in (1, 2, 4, 5, 8)]
 
@@ -67,7 +75,9 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
-def run(model: Model, x: Tensor, upstream: Tensor, conditions: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+def run(
+    model: Model, x: Tensor, upstream: Tensor, conditions: Any
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Velocity and gradients."""
     parameters = model.policy.parameters()
     sigma, text, negative = conditions
@@ -80,7 +90,9 @@ def forwards(folder: Path) -> None:
     """What a rank of four computes and sends."""
     rows, sent, exchange = {}, 0.0, dist.all_to_all_single
 
-    def counting(output: Tensor, input: Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
+    def counting(
+        output: Tensor, input: Tensor, *arguments: Any, group: Any = None, **options: Any
+    ) -> Any:
         nonlocal sent
         size = dist.get_world_size(group)
         sent += input.numel() * input.element_size() * (size - 1) / size
@@ -96,7 +108,9 @@ def forwards(folder: Path) -> None:
         chosen = embeddings(PROMPTS[prompts])
         if prompts == "images":
             chosen = with_images(chosen, *latents[1:])
-        text, negative = ([chosen[prompt] for prompt in names] for names in (PROMPTS[prompts], ["", ""]))
+        text, negative = (
+            [chosen[prompt] for prompt in names] for names in (PROMPTS[prompts], ["", ""])
+        )
         x = torch.randn(2, 32, *latents)
         upstream = torch.randn_like(x)
         conditions = (torch.rand(2), text, negative if guidance != 1 else None)
@@ -106,7 +120,8 @@ def forwards(folder: Path) -> None:
         model.policy.sequence = SequenceParallel(group, torch.device("cpu"))
         results = {}
         every_mode = size == 2 and prompts == "two prompts"  # which has a second pass
-        for mode in MODES if every_mode else ("none", "attention"):  # "attention" keeps what the ranks exchanged
+        # "attention" keeps what the ranks exchanged
+        for mode in MODES if every_mode else ("none", "attention"):
             set_checkpointing(model.policy.transformer, mode)
             sent = 0.0
             results[mode] = *run(model, x, upstream, conditions), sent
@@ -116,10 +131,14 @@ def forwards(folder: Path) -> None:
             if exact[name] is None:
                 assert gradient is None or not gradient.any(), name
                 continue
-            total = all_reduce(torch.zeros_like(exact[name]) if gradient is None else gradient.clone()) / 4
+            total = (
+                all_reduce(torch.zeros_like(exact[name]) if gradient is None else gradient.clone())
+                / 4
+            )
             worst[name] = (relative(total, exact[name]), float(exact[name].norm()))
         same = all(
-            torch.equal(v, other) and all(a is b or torch.equal(a, b) for a, b in zip(local.values(), found.values()))
+            torch.equal(v, other)
+            and all(a is b or torch.equal(a, b) for a, b in zip(local.values(), found.values()))
             for other, found, _ in results.values()
         )
         rows[f"{size} {tuning} {guidance:g} {prompts} {latents}"] = {
@@ -157,18 +176,24 @@ def all_of_it(folder: Path) -> None:
         trainer.iteration(0)
     except RewardError as error:
         (folder / f"failure{rank()}.txt").write_text(str(error))
-    (folder / f"evaluated{rank()}.json").write_text(json.dumps(evaluations_that_fail(folder / "embeddings")))
+    (folder / f"evaluated{rank()}.json").write_text(
+        json.dumps(evaluations_that_fail(folder / "embeddings"))
+    )
     shutdown()
 
 
 def evaluations_that_fail(folder: Path) -> list[str]:
-    """What an inline reward that is overdue on one rank raises, and a disk that is full on one, in the first of three
-    chunks of videos: the second one has been sampled by then."""
-    given = {"model.sequence_parallel": 2, "sampling.batch_size": 1, "eval.num_prompts": 6, "timeout_minutes": 0.3,
+    """What an inline reward that is overdue on one rank raises, and a disk that is full on one, in
+    the first of three chunks of videos: the second one has been sampled by then."""
+    given = {"model.sequence_parallel": 2, "sampling.batch_size": 1, "eval.num_prompts": 6,
+        "timeout_minutes": 0.3,
              "eval.steps": 1, "eval.seeds_per_prompt": 1, "eval.judge": "null"}  # fmt: skip
     setup = load_setup(
         resolve(
-            load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
+            load(
+                REPOSITORY / "configs" / "recipes" / "paper.yaml",
+                {key: str(value) for key, value in given.items()},
+            )
         )
     )
     setup.encode(folder)
@@ -193,15 +218,21 @@ def evaluations_that_fail(folder: Path) -> list[str]:
 
 
 def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Train two iterations of `recipes/paper.yaml` at a small size and an evaluation; return numbers and weights."""
+    """Train two iterations of `recipes/paper.yaml` at a small size and an evaluation; return
+    numbers and weights."""
     given = {
-        "model.sequence_parallel": size, "sampling.steps": 3, "sampling.batch_size": 3, "eval.steps": 2,
-        "train.prompts_per_iteration": 2, "train.group_size": 4, "train.optimizer_steps": 2, "train.batch_size": 5,
+        "model.sequence_parallel": size, "sampling.steps": 3, "sampling.batch_size": 3,
+        "eval.steps": 2,
+        "train.prompts_per_iteration": 2, "train.group_size": 4, "train.optimizer_steps": 2,
+        "train.batch_size": 5,
         "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
     }  # fmt: skip
     setup = load_setup(
         resolve(
-            load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
+            load(
+                REPOSITORY / "configs" / "recipes" / "paper.yaml",
+                {key: str(value) for key, value in given.items()},
+            )
         )
     )
     setup.encode(folder)
@@ -219,9 +250,10 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None:
-    """Two and four ranks to a sample: LoRA and full tuning, with and without guidance, prompts of one length and of
-    several, tokens that the ranks divide and that they do not, fewer text tokens than ranks, each with two modes of
-    checkpointing (two ranks and guidance: with all), whose gradients are the same to the bit."""
+    """Two and four ranks to a sample: LoRA and full tuning, with and without guidance, prompts of
+    one length and of several, tokens that the ranks divide and that they do not, fewer text tokens
+    than ranks, each with two modes of checkpointing (two ranks and guidance: with all), whose
+    gradients are the same to the bit."""
     for number in range(4):
         rows = json.loads((four_ranks / f"rank{number}.json").read_text())
         assert len(rows) == len(FORWARDS)
@@ -239,8 +271,11 @@ def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """With one thread, as the ranks have: another number rounds otherwise, and OMP_NUM_THREADS would decide."""
+def one_process(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """With one thread, as the ranks have: another number rounds otherwise, and OMP_NUM_THREADS
+    would decide."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -250,7 +285,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str
 
 
 @pytest.mark.parametrize(
-    "size", [2, pytest.param(4, marks=pytest.mark.soak)], ids=["two groups of two", "one group of four"]
+    "size",
+    [2, pytest.param(4, marks=pytest.mark.soak)],
+    ids=["two groups of two", "one group of four"],
 )
 def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, one_process: Any) -> None:
     """Rollouts, rewards, advantages, updates and an evaluation, through the trainer."""
@@ -261,7 +298,11 @@ def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, one_pr
         assert several.keys() ^ one.keys() <= {"time/ranks", "time/wait"}
         for name, value in one.items():
             # What rounding itself adds, and times, are others.
-            if name.startswith("time/") or name in ("log_prob/rounding", "log_prob/parity", "kl/rounding"):
+            if name.startswith("time/") or name in (
+                "log_prob/rounding",
+                "log_prob/parity",
+                "kl/rounding",
+            ):
                 continue
             cancels = name in ("loss", "policy_loss")
             assert several[name] == (
@@ -287,29 +328,48 @@ def test_a_reward_that_fails_on_one_rank_ends_all(four_ranks: Path) -> None:
 
 
 def test_an_evaluation_that_fails_on_one_rank_ends_all(four_ranks: Path) -> None:
-    """Likewise, be it the reward or the writing of a video that fails, with another chunk of videos to come."""
-    raised = [json.loads((four_ranks / f"evaluated{number}.json").read_text()) for number in range(4)]
-    other = ["RankError rank 1 failed: RewardError: gave no answer", "RankError rank 0 failed: OSError: no more disk"]
-    assert raised == [[other[0], "OSError no more disk"], ["RewardError gave no answer", other[1]], other, other]
+    """Likewise, be it the reward or the writing of a video that fails, with another chunk of videos
+    to come."""
+    raised = [
+        json.loads((four_ranks / f"evaluated{number}.json").read_text()) for number in range(4)
+    ]
+    other = [
+        "RankError rank 1 failed: RewardError: gave no answer",
+        "RankError rank 0 failed: OSError: no more disk",
+    ]
+    assert raised == [
+        [other[0], "OSError no more disk"],
+        ["RewardError gave no answer", other[1]],
+        other,
+        other,
+    ]
 
 
 def test_what_does_not_fit_is_said_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    demo = ["train", str(REPOSITORY / "configs" / "recipes" / "paper.yaml"), "--model.sequence_parallel"]
+    demo = [
+        "train",
+        str(REPOSITORY / "configs" / "recipes" / "paper.yaml"),
+        "--model.sequence_parallel",
+    ]
     monkeypatch.setattr("sage_fast.models.load._load", None)
     for arguments, message in (
-        (["2"], "model.sequence_parallel = 2: expected a divisor of the number of ranks, which is 1; the nearest is 1,"
-         " or start torchrun --nproc-per-node 2"),
+        (["2"],
+         "model.sequence_parallel = 2: expected a divisor of the number of ranks, which is 1; "
+         "the nearest is 1, or start torchrun --nproc-per-node 2"),
         (["4", "--dry-run", "--gpus", "6"], "which is 6; the nearest is 3, or start 8 ranks"),
-        (["3", "--dry-run", "--gpus", "3"], "model.sequence_parallel = 3: expected a divisor of the transformer's 4"
+        (["3", "--dry-run", "--gpus", "3"],
+         "model.sequence_parallel = 3: expected a divisor of the transformer's 4"
          " attention heads, which the GPUs of a sample share; the nearest is 2"),
         (["0"], "model.sequence_parallel = 0: expected at least 1"),
     ):  # fmt: skip
         assert main([*demo, *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
     with pytest.raises(UserError, match="4 attention heads"):
-        load_model(settings(model__sequence_parallel=3).model, settings().sampling, torch.device("cpu"), 0)
+        load_model(
+            settings(model__sequence_parallel=3).model, settings().sampling, torch.device("cpu"), 0
+        )
     assert check_sequence_parallel(1, 4) == 4
 
 
@@ -318,14 +378,20 @@ def test_a_part_of_the_tokens_takes_a_part_of_the_memory() -> None:
     spec = find_spec("testbed")
     one, two = (plan(settings(model__sequence_parallel=size), spec, ranks=2) for size in (1, 2))
     activations = next(part for part in one.memory if part.startswith("activations"))
-    assert two.memory[activations] == pytest.approx(one.memory[activations] * 28 / 55)  # of 55 tokens
+    # of 55 tokens
+    assert two.memory[activations] == pytest.approx(one.memory[activations] * 28 / 55)
     latents = "trajectories (fp32 latents)"
-    assert two.memory[latents] == 2 * one.memory[latents]  # of twice the samples, which both ranks hold
+    # of twice the samples, which both ranks hold
+    assert two.memory[latents] == 2 * one.memory[latents]
 
 
-def test_the_kernel_is_chosen_for_the_heads_that_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_chosen_for_the_heads_that_a_rank_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shapes = []
-    monkeypatch.setattr("sage_fast.models.load.measure_attention", lambda shape, *_: shapes.append(shape) or {})
+    monkeypatch.setattr(
+        "sage_fast.models.load.measure_attention", lambda shape, *_: shapes.append(shape) or {}
+    )
     model = tiny_model(settings())
     for size in (1, 2):
         monkeypatch.setattr("sage_fast.models.load.sequence_size", lambda size=size: size)

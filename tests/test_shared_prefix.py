@@ -1,4 +1,5 @@
-"""Groups with shared initial noise: the steps before a window run once per group and rank, and change no result."""
+"""Groups with shared initial noise: the steps before a window run once per group and rank, and
+change no result."""
 
 import dataclasses
 import itertools
@@ -61,7 +62,9 @@ class OneIsDropped(BrightnessReward):
 
 def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every step for every sample, as without shared steps."""
-    monkeypatch.setattr(Rollouts, "prefixes", property(lambda rollouts: [0] * len(rollouts.windows)))
+    monkeypatch.setattr(
+        Rollouts, "prefixes", property(lambda rollouts: [0] * len(rollouts.windows))
+    )
 
 
 def rolled_out(trainer: Trainer, index: int = 0) -> tuple[Batch, Scores]:
@@ -73,17 +76,25 @@ def starts_of(trainer: Trainer, index: int) -> list[int]:
     return [table.first_stochastic for table in trainer.plan(index).tables]
 
 
-# -- results ----------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("surrogate", ["clip", "kl_mask", "nft", "awm"])
-def test_no_transition_of_a_rollout_is_trained_before_the_window(sampler: str, surrogate: str) -> None:
+def test_no_transition_of_a_rollout_is_trained_before_the_window(
+    sampler: str, surrogate: str
+) -> None:
     config = settings(
-        sampling__sampler=sampler, sampling__steps=80, sampling__shift=9.0, objective__surrogate=surrogate
+        sampling__sampler=sampler,
+        sampling__steps=80,
+        sampling__shift=9.0,
+        objective__surrogate=surrogate,
     )
     resolved = Resolved(config)  # `sage` has silent steps at the start
-    for window in [resolved.table, *(resolved.table.window(start, start + 7) for start in range(74))]:
+    for window in [
+        resolved.table,
+        *(resolved.table.window(start, start + 7) for start in range(74)),
+    ]:
         start = window.first_stochastic
         assert not window.c[:start].any()
         assert window.c[start] > 0 or not window.stochastic_steps
@@ -96,7 +107,9 @@ def test_no_transition_of_a_rollout_is_trained_before_the_window(sampler: str, s
     "given",
     [
         pytest.param({}, id="clip"),
-        pytest.param({"sampling__guidance_scale": 3.0, "sampling__sampler": "precise"}, id="guidance"),
+        pytest.param(
+            {"sampling__guidance_scale": 3.0, "sampling__sampler": "precise"}, id="guidance"
+        ),
         pytest.param({"train__timestep_fraction": 0.5, "sampling__sde_window": 4}, id="some steps"),
         pytest.param({"objective__surrogate": "nft", "kl__strategy": "moving"}, id="nft"),
     ],
@@ -106,7 +119,9 @@ def test_the_rollout_is_that_without_shared_steps(
     given: dict[str, Any], batch_size: int, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit if a batch is one sample; other batches round differently."""
-    given = SHARED | given | {"sampling__batch_size": batch_size, "sampling__window_per_prompt": alone}
+    given = (
+        SHARED | given | {"sampling__batch_size": batch_size, "sampling__window_per_prompt": alone}
+    )
     trainer = tiny_trainer(settings(**given), BrightnessReward())
     batch, scores = rolled_out(trainer, 1)
     assert any(starts_of(trainer, 1))
@@ -132,7 +147,9 @@ def test_an_iteration_trains_as_without_shared_steps(monkeypatch: pytest.MonkeyP
         trainer = tiny_trainer(settings(**given), OneIsDropped())
         start = trainer.policy.snapshot()
         row = trainer.iteration(1)
-        return row, torch.cat([(value - start[name]).flatten() for name, value in trainer.policy.snapshot().items()])
+        return row, torch.cat(
+            [(value - start[name]).flatten() for name, value in trainer.policy.snapshot().items()]
+        )
 
     row, moved = trained()
     unshared(monkeypatch)
@@ -144,8 +161,11 @@ def test_an_iteration_trains_as_without_shared_steps(monkeypatch: pytest.MonkeyP
     assert float((moved - theirs).norm() / theirs.norm()) < 1e-3
 
 
-def test_groups_whose_window_starts_at_once_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared noise without a window: the batches and their bits are those of samples with noise of their own."""
+def test_groups_whose_window_starts_at_once_are_not_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shared noise without a window: the batches and their bits are those of samples with noise of
+    their own."""
     trainer = tiny_trainer(settings(**SHARED | {"sampling__sde_window": 0}))
     batch, scores = rolled_out(trainer)
     unshared(monkeypatch)
@@ -153,7 +173,8 @@ def test_groups_whose_window_starts_at_once_are_not_changed(monkeypatch: pytest.
     assert batch.numbers == expected.numbers
     assert torch.equal(scores.rewards, theirs.rewards)
     assert all(
-        torch.equal(batch.trajectories.states[key], value) for key, value in expected.trajectories.states.items()
+        torch.equal(batch.trajectories.states[key], value)
+        for key, value in expected.trajectories.states.items()
     )
 
 
@@ -168,11 +189,12 @@ def test_recorded_steps_start_where_the_shared_steps_end() -> None:
     (batch, scores), (expected, theirs) = found
     assert torch.equal(scores.rewards, theirs.rewards)
     assert all(
-        torch.equal(batch.trajectories.states[key], value) for key, value in expected.trajectories.states.items()
+        torch.equal(batch.trajectories.states[key], value)
+        for key, value in expected.trajectories.states.items()
     )
 
 
-# -- what is counted --------------------------------------------------------------------------------------------------
+# -- what is counted -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missing", [0, 3])
@@ -186,7 +208,11 @@ def test_the_bar_and_the_padding_count_steps(missing: int, monkeypatch: pytest.M
         return velocity(x, inputs)
 
     monkeypatch.setattr(trainer.policy, "velocity", counted)
-    monkeypatch.setattr(trainer.policy.states, "padding", lambda count, backward=False: asked.append(count) or missing)
+    monkeypatch.setattr(
+        trainer.policy.states,
+        "padding",
+        lambda count, backward=False: asked.append(count) or missing,
+    )
     monkeypatch.setattr(Progress, "__enter__", lambda bar: bars.append(bar) or enter(bar))
     batch, _ = rolled_out(trainer, 1)
     assert [bar.total for bar in bars if bar.what == "rollout"] == asked
@@ -208,7 +234,8 @@ def test_a_group_is_denoised_once_up_to_its_window() -> None:
 
 
 def test_the_forwards_of_an_iteration_are_those_of_the_plan() -> None:
-    """Windows of 2 of 8 steps start at 0, 2, 4 or 6: the steps before are made for one of two samples."""
+    """Windows of 2 of 8 steps start at 0, 2, 4 or 6: the steps before are made for one of two
+    samples."""
     config = settings(**SHARED, sampling__guidance_scale=3.0, train__iterations=6)
     trainer = tiny_trainer(config)
     made, counts = set(), []
@@ -222,18 +249,27 @@ def test_the_forwards_of_an_iteration_are_those_of_the_plan() -> None:
     assert plan(config, tiny_spec(trainer.policy)).forwards["rollout"] == round(sum(counts) / 6)
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def longest(rollouts: Rollouts, tokens: list[int], ranks: int) -> int:
-    return max(rollouts.count(share, tokens) for share in assign_to_ranks(tokens, ranks, 1, rollouts))
+    return max(
+        rollouts.count(share, tokens) for share in assign_to_ranks(tokens, ranks, 1, rollouts)
+    )
 
 
 def test_no_rank_makes_more_than_without_shared_steps() -> None:
-    """Any number of ranks, groups and windows. Counts differ by at most one, and every sample has a rank."""
+    """Any number of ranks, groups and windows.
+
+    Counts differ by at most one, and every sample has a rank.
+    """
     generator = random.Random(0)
     for _ in range(200):
-        groups, size, steps = generator.randint(1, 6), generator.randint(1, 6), generator.randint(2, 20)
+        groups, size, steps = (
+            generator.randint(1, 6),
+            generator.randint(1, 6),
+            generator.randint(2, 20),
+        )
         tokens = [1] * (groups * size)
         ranks = generator.randint(1, len(tokens))
         starts = [generator.randrange(steps) for _ in range(groups)]
@@ -249,23 +285,29 @@ def test_no_rank_makes_more_than_without_shared_steps() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_with_one_window_a_group_lies_on_one_rank(ranks: int, batch_size: int) -> None:
     rollouts = Rollouts(steps=20, group_size=4, windows=[9] * 8, shared=True)
-    shares = assign_to_ranks([32_800 + 30 * (i // 4) for i in range(32)], ranks, batch_size, rollouts)
+    shares = assign_to_ranks(
+        [32_800 + 30 * (i // 4) for i in range(32)], ranks, batch_size, rollouts
+    )
     assert sorted(tuple(share[i : i + 4]) for share in shares for i in range(0, len(share), 4)) == [
         (i, i + 1, i + 2, i + 3) for i in range(0, 32, 4)
     ]
 
 
 def test_groups_are_split_where_that_helps_the_rank_with_the_most() -> None:
-    """A whole group with its window at the start takes 80 steps, one at the end 26; halves of both take 62."""
+    """A whole group with its window at the start takes 80 steps, one at the end 26; halves of both
+    take 62."""
     rollouts = Rollouts(steps=20, group_size=4, windows=[0, 18], shared=True)
     shares = assign_to_ranks([1] * 8, 2, 4, rollouts)
     assert [rollouts.count(share) for share in shares] == [62, 62]
     fewer = Rollouts(steps=20, group_size=8, windows=[10], shared=True)  # more ranks than groups
-    assert [fewer.count(share) for share in assign_to_ranks([1] * 8, 4, 1, fewer)] == [10 + 2 * 10] * 4
+    assert [fewer.count(share) for share in assign_to_ranks([1] * 8, 4, 1, fewer)] == [
+        10 + 2 * 10
+    ] * 4
 
 
 def test_the_plan_prices_the_rank_with_the_most() -> None:
-    """Windows of their own, three groups on two ranks: the longest rank saves less than all together."""
+    """Windows of their own, three groups on two ranks: the longest rank saves less than all
+    together."""
     config = settings(**SHARED | {"sampling__window_per_prompt": True, "train__group_size": 4})
     spec = tiny_spec(tiny_model(config).policy)
     two = plan(config, spec, ranks=2)
@@ -283,10 +325,14 @@ def saved(planned: Plan, steps: int) -> float:
 def test_the_page_has_what_shared_steps_save() -> None:
     """docs/how-to/choose-settings.md, for `hunyuanvideo15-480p-window.yaml` on 8 GPUs."""
     page = " ".join((REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text().split())
-    found = re.findall(r"(\d+) % of the rollout's forwards for groups of 8,.* (\d+) % on the longest", page)
+    found = re.findall(
+        r"(\d+) % of the rollout's forwards for groups of 8,.* (\d+) % on the longest", page
+    )
     file = REPOSITORY / "configs" / "hunyuanvideo15-480p-window.yaml"
     one_window = {"sampling.window_per_prompt": "false", "train.group_size": "8"}
-    planned = [round(100 * saved(plan(load(file, settings), ranks=8), 20)) for settings in (one_window, {})]
+    planned = [
+        round(100 * saved(plan(load(file, settings), ranks=8), 20)) for settings in (one_window, {})
+    ]
     assert [[int(share) for share in row] for row in found] == [planned]
 
 

@@ -1,4 +1,5 @@
-"""What a signal does to a run, and what an error leaves of it: the state between two iterations, or nothing."""
+"""What a signal does to a run, and what an error leaves of it: the state between two iterations, or
+nothing."""
 
 import dataclasses
 import errno
@@ -52,7 +53,15 @@ STATUS = {
     signal.SIGXCPU: 0,
 }
 UNHANDLED = {
-    "a program's own fault": {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"},
+    "a program's own fault": {
+        "SIGABRT",
+        "SIGBUS",
+        "SIGFPE",
+        "SIGILL",
+        "SIGSEGV",
+        "SIGSYS",
+        "SIGTRAP",
+    },
     "cannot be handled": {"SIGKILL", "SIGSTOP"},
     "suspend and continue": {"SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGCONT"},
     "an error of the write": {"SIGPIPE", "SIGXFSZ"},
@@ -64,16 +73,22 @@ UNHANDLED = {
 
 
 def test_every_signal_is_decided() -> None:
-    decided = [number.name for number in STATUS] + [name for names in UNHANDLED.values() for name in names]
+    decided = [number.name for number in STATUS] + [
+        name for names in UNHANDLED.values() for name in names
+    ]
     assert sorted(decided) == sorted(number.name for number in signal.Signals)
     assert STATUS == SIGNALS
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "stop-and-resume.md").read_text()
     for number, status in STATUS.items():
-        assert re.search(rf"^\| [^|]*\b{number.name}\b[^|]*\|[^|]*\|[^|]* {status} \|$", page, re.M), number.name
+        assert re.search(
+            rf"^\| [^|]*\b{number.name}\b[^|]*\|[^|]*\|[^|]* {status} \|$", page, re.M
+        ), number.name
 
 
 @pytest.mark.parametrize(("number", "status"), STATUS.items())
-def test_a_signal_is_read_between_two_iterations(stop: Stop, number: signal.Signals, status: int) -> None:
+def test_a_signal_is_read_between_two_iterations(
+    stop: Stop, number: signal.Signals, status: int
+) -> None:
     stop.boundary(CPU)
     receive(stop, number)
     stop.pause()
@@ -120,7 +135,8 @@ with Stop(600) as stop:
 
 
 def close_the_terminal(code: str, argument: Path, after: bytes) -> None:
-    """Run `code` in a terminal that closes when `after` has been shown; the process must end without an error."""
+    """Run `code` in a terminal that closes when `after` has been shown; the process must end
+    without an error."""
     child, terminal = pty.fork()
     if child == 0:
         os.execv(sys.executable, [sys.executable, "-c", code, str(argument)])
@@ -157,7 +173,9 @@ open(sys.argv[1], "w").close()
     assert (tmp_path / "ended").exists()
 
 
-def test_the_same_signal_from_a_launcher_too_is_no_second_one(stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_signal_from_a_launcher_too_is_no_second_one(
+    stop: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sage_fast.run.stop.DEBOUNCE", float(HANG))
     receive(stop, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -169,9 +187,15 @@ def test_the_same_signal_from_a_launcher_too_is_no_second_one(stop: Stop, monkey
     "numbers",
     [
         pytest.param([signal.SIGUSR2, signal.SIGINT, signal.SIGTERM], id="LSF's run limit"),
-        pytest.param([signal.SIGUSR1, signal.SIGCONT, signal.SIGTERM], id="Slurm's warning and limit"),
-        pytest.param([signal.SIGXCPU, signal.SIGXCPU, signal.SIGXCPU], id="a CPU limit, each second"),
-        pytest.param([signal.SIGHUP, signal.SIGCONT, signal.SIGTERM], id="a terminal with stopped jobs"),
+        pytest.param(
+            [signal.SIGUSR1, signal.SIGCONT, signal.SIGTERM], id="Slurm's warning and limit"
+        ),
+        pytest.param(
+            [signal.SIGXCPU, signal.SIGXCPU, signal.SIGXCPU], id="a CPU limit, each second"
+        ),
+        pytest.param(
+            [signal.SIGHUP, signal.SIGCONT, signal.SIGTERM], id="a terminal with stopped jobs"
+        ),
     ],
 )
 def test_the_signals_that_a_scheduler_sends_in_turn_are_one_request(
@@ -226,7 +250,8 @@ def burn(seconds):
 def run(options, overrides):
     with Stop(600) as stop:
         stop.training = True
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1, resource.RLIM_INFINITY))
+        soft = int(time.process_time()) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
         try:
             while True:
                 stop.boundary(torch.device("cpu"))
@@ -247,9 +272,13 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.fault("a CPU limit (SIGXCPU, each second)", "as SIGTERM; a repetition is no second signal")
+@pytest.mark.fault(
+    "a CPU limit (SIGXCPU, each second)", "as SIGTERM; a repetition is no second signal"
+)
 def test_a_cpu_limit_stops_the_run_once(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CPU_LIMIT, str(tmp_path / "saved")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CPU_LIMIT, str(tmp_path / "saved")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "saved").read_text() == "SIGXCPU"
 
@@ -299,7 +328,8 @@ def test_a_library_that_makes_its_own_error_of_a_signal_hides_no_stop() -> None:
 
 
 def test_a_worker_of_a_reward_that_is_terminated_does_not_stop_the_run(stop: Stop) -> None:
-    """multiprocessing ends its workers by SIGTERM; a forked one shares the pipe, and must not keep the handler."""
+    """multiprocessing ends its workers by SIGTERM; a forked one shares the pipe, and must not keep
+    the handler."""
     worker = os.fork()
     if worker == 0:
         time.sleep(60)
@@ -311,25 +341,42 @@ def test_a_worker_of_a_reward_that_is_terminated_does_not_stop_the_run(stop: Sto
     assert stop.number == 0
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def config(folder: Path, **overrides: Any) -> Any:
-    small = {"sampling__steps": 2, "train__iterations": 3, "train__checkpoint_interval": 1, "eval__steps": 1}
-    small |= {"train__ema_decay": 0.9, "kl__anchor_interval": 2, "train__parity_gate": False, "tracking__trackers": []}
+    small = {
+        "sampling__steps": 2,
+        "train__iterations": 3,
+        "train__checkpoint_interval": 1,
+        "eval__steps": 1,
+    }
+    small |= {
+        "train__ema_decay": 0.9,
+        "kl__anchor_interval": 2,
+        "train__parity_gate": False,
+        "tracking__trackers": [],
+    }
     return settings(output=str(folder), **small | overrides)
 
 
 def files(run: Path, iteration: int) -> dict[str, Any]:
-    """Checksums of a checkpoint's files, without the weights for export, whose header has no fixed order."""
+    """Checksums of a checkpoint's files, without the weights for export, whose header has no fixed
+    order."""
     folder = run / "checkpoints" / f"iteration-{iteration:06d}"
-    found = {name: entry["sha256"] for name, entry in read_json(folder / "manifest.json")["files"].items()}
-    return {name: entry for name, entry in found.items() if not name.startswith("pytorch_lora_weights")}
+    found = {
+        name: entry["sha256"]
+        for name, entry in read_json(folder / "manifest.json")["files"].items()
+    }
+    return {
+        name: entry for name, entry in found.items() if not name.startswith("pytorch_lora_weights")
+    }
 
 
 @pytest.mark.parametrize("updates", [1, 2], ids=["one update", "the second of two"])
 @pytest.mark.fault(
-    "a loss that is not finite", "ends with the checkpoint of the last whole iteration; resumed, likewise"
+    "a loss that is not finite",
+    "ends with the checkpoint of the last whole iteration; resumed, likewise",
 )
 def test_a_non_finite_stop_leaves_the_last_whole_iteration(
     updates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -351,7 +398,9 @@ def test_a_non_finite_stop_leaves_the_last_whole_iteration(
         patch.setattr(Trainer, "update", failing)
         with pytest.raises(NonFiniteError, match="the loss is nan"):
             train(config(tmp_path / "run", **options, train__checkpoint_interval=50))
-    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000001"]
+    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == [
+        "iteration-000001"
+    ]
     assert files(tmp_path / "run", 1) == files(whole, 1)
     run = train(config(tmp_path / "run", **options, train__checkpoint_interval=50), resume=True)
     assert files(run, 3) == files(whole, 3)
@@ -373,12 +422,19 @@ def test_an_error_after_the_only_update_saves_nothing_of_its_iteration(
     caplog.set_level(logging.INFO)
     with pytest.raises(RuntimeError, match="out of memory"):
         train(config(tmp_path / "run", train__checkpoint_interval=2))
-    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000002"]
+    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == [
+        "iteration-000002"
+    ]
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
-    assert "stopped within iteration 3, whose updates are lost; continue with --resume, from" in caplog.text
+    assert (
+        "stopped within iteration 3, whose updates are lost; continue with --resume, from"
+        in caplog.text
+    )
 
 
-def test_an_iteration_whose_row_cannot_be_written_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_whose_row_cannot_be_written_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk that has room again when its checkpoint is written."""
     write, calls = writer_module.append_line, list[str]()
 
@@ -396,7 +452,7 @@ def test_an_iteration_whose_row_cannot_be_written_is_whole(tmp_path: Path, monke
     assert (newest["iteration"], newest["optimizer_steps"]) == (2, 2)
 
 
-# -- what the grace time cannot save ----------------------------------------------------------------------------------
+# -- what the grace time cannot save ---------------------------------------------------------------
 
 
 ROW = {"time/total": 400.0, "time/train": 240.0}
@@ -404,14 +460,21 @@ ROW = {"time/total": 400.0, "time/train": 240.0}
 
 @pytest.mark.parametrize(
     ("grace", "updates", "collective", "seconds", "advised"),
-    [(25, 1, False, 240, 600), (25, 24, False, None, None), (319, 24, True, 160, 400), (321, 24, True, None, None)],
+    [
+        (25, 1, False, 240, 600),
+        (25, 24, False, None, None),
+        (319, 24, True, 160, 400),
+        (321, 24, True, None, None),
+    ],
     ids=["one long update", "short updates", "a rollout that cannot pause", "enough"],
 )
 def test_a_grace_time_that_cannot_save_an_iteration_is_told(
     grace: float, updates: int, collective: bool, seconds: int | None, advised: int | None
 ) -> None:
     """Rollouts pause between steps unless their forwards are collective; updates never pause."""
-    train = settings(train__grace_seconds=grace, train__optimizer_steps=updates, train__checkpoint_interval=7).train
+    train = settings(
+        train__grace_seconds=grace, train__optimizer_steps=updates, train__checkpoint_interval=7
+    ).train
     warning = grace_warning(ROW, train, collective=collective)
     if seconds is None:
         assert warning is None
@@ -421,23 +484,33 @@ def test_a_grace_time_that_cannot_save_an_iteration_is_told(
     assert f"{advised} is enough" in warning
     assert f"--signal=B:USR1@{(advised or 0) + 100}" in warning
     # As advised, there is no warning left.
-    assert grace_warning(ROW, dataclasses.replace(train, grace_seconds=advised), collective=collective) is None
+    assert (
+        grace_warning(ROW, dataclasses.replace(train, grace_seconds=advised), collective=collective)
+        is None
+    )
 
 
-def test_a_run_warns_once_after_its_first_iteration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_warns_once_after_its_first_iteration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     train(config(tmp_path / "run", train__grace_seconds=1e-6))
     told = [record.getMessage() for record in caplog.records]
-    (place,) = (i for i, line in enumerate(told) if line.startswith("warning: a signal can lose up to 1 iterations"))
+    (place,) = (
+        i
+        for i, line in enumerate(told)
+        if line.startswith("warning: a signal can lose up to 1 iterations")
+    )
     rows = [i for i, line in enumerate(told) if "  reward " in line]
     assert rows[0] < place < rows[1]
 
 
-# -- the page of a run that is going on -------------------------------------------------------------------------------
+# -- the page of a run that is going on ------------------------------------------------------------
 
 
 def drawn(calls: list[tuple[str, bool]]) -> Any:
-    """Draw the page and note its status line; the first time, fail as a library that draws might."""
+    """Draw the page and note its status line; the first time, fail as a library that draws
+    might."""
 
     def report(run: Path, complete: bool, running: bool) -> None:
         report_run(run, complete, running)
@@ -452,14 +525,17 @@ def drawn(calls: list[tuple[str, bool]]) -> Any:
     return report
 
 
-def test_the_page_is_drawn_at_each_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_page_is_drawn_at_each_evaluation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """So that it can be opened during the run. A failure to draw is told and ends nothing."""
     calls: list[tuple[str, bool]] = []
     train(config(tmp_path / "run", train__iterations=3, eval__interval=1), report=drawn(calls))
     assert [complete for _, complete in calls] == [False, False, False, True]
     found = [re.sub(r" in [\d.]+ min of training", "", status) for status, _ in calls]
     assert found == [
-        "No iteration has been completed yet.", "Running: 1 of 3 iterations.", "Running: 2 of 3 iterations.",
+        "No iteration has been completed yet.", "Running: 1 of 3 iterations.",
+        "Running: 2 of 3 iterations.",
         "3 iterations.",
     ]  # fmt: skip
     assert "note: no report (RuntimeError: no font); later: sage-fast report" in caplog.text
@@ -476,18 +552,33 @@ def test_the_page_is_drawn_after_each_iteration_if_it_costs_little(
 
     def report(run: Path, complete: bool, running: bool) -> None:
         report_run(run, complete, running)
-        pages.append((running, re.findall(r'<svg role="img" aria-label="(.*?)"', (run / "report.html").read_text())))
+        pages.append(
+            (
+                running,
+                re.findall(
+                    r'<svg role="img" aria-label="(.*?)"', (run / "report.html").read_text()
+                ),
+            )
+        )
 
     # Two updates: a KL that is 0, as in the first update of a run, has no chart.
     train(config(tmp_path / "run", train__iterations=3, train__optimizer_steps=2), report=report)
     assert [running for running, _ in pages] == [True, *[True] * (3 if share > 1 else 0), False]
     assert pages[0][1] == []
     for _, charts in pages[1:]:
-        assert {"Training reward", "Parts of the reward", "Loss", "Importance ratio", "Time by phase"} <= {*charts}
+        assert {
+            "Training reward",
+            "Parts of the reward",
+            "Loss",
+            "Importance ratio",
+            "Time by phase",
+        } <= {*charts}
         assert any(chart.startswith("KL to") for chart in charts)
 
 
-def test_the_page_of_a_stopped_run_holds_its_last_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_a_stopped_run_holds_its_last_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, bool]] = []
     iteration = Trainer.iteration
 
@@ -506,7 +597,10 @@ def test_the_page_of_a_stopped_run_holds_its_last_iteration(tmp_path: Path, monk
 @pytest.mark.parametrize(("number", "status"), STATUS.items())
 @pytest.mark.fault(
     "each signal by which a terminal, Slurm, LSF, SGE, PBS or Kubernetes ends or warns a run",
-    "a checkpoint of the last whole iteration, 130 or 131 from a keyboard, else 0; resumed, it ends",
+    (
+        "a checkpoint of the last whole iteration, 130 or 131 from a keyboard, else 0; resumed, it "
+        "ends"
+    ),
 )
 def test_every_signal_leaves_a_checkpoint(
     number: signal.Signals, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -518,19 +612,29 @@ def test_every_signal_leaves_a_checkpoint(
             os.kill(os.getpid(), number)
         return iteration(trainer, index)
 
-    few = {"train__checkpoint_interval": 50, "train__prompts_per_iteration": 1, "eval__num_prompts": 1}
+    few = {
+        "train__checkpoint_interval": 50,
+        "train__prompts_per_iteration": 1,
+        "eval__num_prompts": 1,
+    }
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "iteration", signalled)
         with pytest.raises(Stopped) as stopped:
             train(config(tmp_path / "run", **few))
     assert stopped.value.status == status
-    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["iteration-000002"]
+    assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == [
+        "iteration-000002"
+    ]
     run = train(config(tmp_path / "run", **few), resume=True)
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("place", ["sage_fast.run.train.save_final_weights", "sage_fast.run.train.save_checkpoint"])
-def test_the_page_of_a_failed_run_does_not_reload(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "place", ["sage_fast.run.train.save_final_weights", "sage_fast.run.train.save_checkpoint"]
+)
+def test_the_page_of_a_failed_run_does_not_reload(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(*_: object, **__: object) -> None:
         raise RuntimeError("an error")
 

@@ -1,4 +1,5 @@
-"""The results page: its statistics, its protocol, and the command, with a claim at its smallest size."""
+"""The results page: its statistics, its protocol, and the command, with a claim at its smallest
+size."""
 
 import csv
 import json
@@ -39,7 +40,8 @@ PROMPTS = [f"prompt {i}" for i in range(24)]
 
 
 def made_up(values: np.ndarray) -> list[TrainedRun]:
-    """Runs whose composite averages `values` `[seeds, prompts]` over the last evaluations, and is 0 before them."""
+    """Runs whose composite averages `values` `[seeds, prompts]` over the last evaluations, and is 0
+    before them."""
 
     def evaluation(iteration: int, scores: np.ndarray) -> dict:
         parts = {"vq": scores.tolist(), "mq": [0.0] * len(scores), "ta": [0.0] * len(scores)}
@@ -48,7 +50,8 @@ def made_up(values: np.ndarray) -> list[TrainedRun]:
     return [
         TrainedRun(
             seed=seed,
-            evaluations=[evaluation(i, k * v + h) for i, k, h in ((0, 0, 0), (20, 0, 0), (30, 1, -0.5), (40, 1, 0.5))],
+            evaluations=[evaluation(i, k * v + h) for i, k, h in ((0, 0, 0), (20, 0, 0), (30, 1,
+                -0.5), (40, 1, 0.5))],
             rows=[{"reward/mean": 0.0, "reward/std": 1.0}],
             environment={},
         )
@@ -65,7 +68,12 @@ def test_the_score_of_a_run_is_the_mean_of_the_evaluations_of_its_last_third() -
 def test_a_difference_by_hand() -> None:
     """Two seeds and two prompts: the cells are 1, 3 and 2, 6, their mean is 3."""
     result = difference(made_up(np.array([[1.0, 3.0], [2.0, 6.0]])), made_up(np.zeros((2, 2))))
-    by_seed, by_prompt, by_cell = 2.0 / 2, 4.5 / 2, (4 + 0 + 1 + 9) / 3 / 4  # the means are 2, 4 and 1.5, 4.5
+    # the means are 2, 4 and 1.5, 4.5
+    by_seed, by_prompt, by_cell = (
+        2.0 / 2,
+        4.5 / 2,
+        (4 + 0 + 1 + 9) / 3 / 4,
+    )
     assert result.value == 3.0
     error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
     assert result.high - result.value == pytest.approx(
@@ -75,11 +83,17 @@ def test_a_difference_by_hand() -> None:
 
 
 def test_intervals_cover_as_often_as_they_say() -> None:
-    """Seeds and prompts shift their cells; 95 % intervals cover the true difference in 91 to 99 % of trials."""
+    """Seeds and prompts shift their cells; 95 % intervals cover the true difference in 91 to 99 %
+    of trials."""
     draw = np.random.default_rng(0)
     held = 0
     for _ in range(400):
-        cells = 0.3 + 0.1 * draw.normal(size=(5, 1)) + 0.1 * draw.normal(size=(1, 24)) + 0.2 * draw.normal(size=(5, 24))
+        cells = (
+            0.3
+            + 0.1 * draw.normal(size=(5, 1))
+            + 0.1 * draw.normal(size=(1, 24))
+            + 0.2 * draw.normal(size=(5, 24))
+        )
         result = difference(made_up(cells), made_up(np.zeros((5, 24))))
         held += result.low < 0.3 < result.high
     assert 0.91 < held / 400 < 0.99
@@ -91,7 +105,11 @@ def found(value: float, half: float, p: float) -> Difference:
 
 def test_holm_by_hand() -> None:
     corrected = holm({"a": found(1, 1, 0.04), "b": found(1, 1, 0.01), "c": found(1, 1, 0.03)})
-    assert {name: result.corrected for name, result in corrected.items()} == {"b": 0.03, "c": 0.06, "a": 0.06}
+    assert {name: result.corrected for name, result in corrected.items()} == {
+        "b": 0.03,
+        "c": 0.06,
+        "a": 0.06,
+    }
 
 
 def compared(pooled: Difference, *single: Difference, margin: float = 0.05) -> Compared:
@@ -105,12 +123,21 @@ def compared(pooled: Difference, *single: Difference, margin: float = 0.05) -> C
     [
         (compared(found(0.2, 0.05, 0.001)), "held", "not held"),
         # The pooled difference is significant, though no single comparison is.
-        (compared(found(0.2, 0.1, 0.01), found(0.2, 0.3, 0.2), found(0.2, 0.3, 0.2)), "held", "not decidable"),
+        (
+            compared(found(0.2, 0.1, 0.01), found(0.2, 0.3, 0.2), found(0.2, 0.3, 0.2)),
+            "held",
+            "not decidable",
+        ),
         (compared(found(0.1, 0.2, 0.3)), "not decidable", "not decidable"),
-        # A gain of the margin is excluded: pooled, or in one of several, even if the difference is significant.
+        # A gain of the margin is excluded: pooled, or in one of several, even if the difference is
+        # significant.
         (compared(found(0.0, 0.04, 0.9)), "not held", "held"),
         (compared(found(0.02, 0.01, 0.005)), "not held", "held"),
-        (compared(found(0.2, 0.1, 0.01), found(0.4, 0.1, 0.01), found(0.0, 0.01, 0.9)), "not held", "not held"),
+        (
+            compared(found(0.2, 0.1, 0.01), found(0.4, 0.1, 0.01), found(0.0, 0.01, 0.9)),
+            "not held",
+            "not held",
+        ),
         (compared(found(-0.2, 0.1, 0.001)), "not held", "not held"),
     ],
 )
@@ -125,7 +152,8 @@ def test_an_uncorrected_interval_refutes_nothing() -> None:
     six = compared(found(0.03, 0.1, 0.4), *[one] * 6)
     assert judge_better(six) == "not decidable"
     wider = six.corrected("0")
-    assert (wider.low, wider.high) == (-wider.high, pytest.approx(0.04 * 4.851 / 2.776, rel=1e-3))  # t of 0.025 / 6
+    # t of 0.025 / 6
+    assert (wider.low, wider.high) == (-wider.high, pytest.approx(0.04 * 4.851 / 2.776, rel=1e-3))
 
 
 def test_a_claim_is_held_only_if_its_p_stands_among_all_claims() -> None:
@@ -134,13 +162,18 @@ def test_a_claim_is_held_only_if_its_p_stands_among_all_claims() -> None:
     p = {"equalizer": 0.01, "methods": 0.02, "samplers": 0.9, "ratio": 0.9, "print": None}
     findings = {
         claims[name]: Finding(
-            verdict="held", text="As found.", draw=lambda figure: None, rows=[], tested=p and found(0.1, 0.05, p)
+            verdict="held",
+            text="As found.",
+            draw=lambda figure: None,
+            rows=[],
+            tested=p and found(0.1, 0.05, p),
         )
         for name, p in p.items()
     }
     by_name = {claim.name: finding for claim, finding in corrected(findings).items()}
     assert {name: finding.verdict for name, finding in by_name.items()} == {
-        "equalizer": "held", "methods": "not decidable", "samplers": "not decidable", "ratio": "held", "print": "held",
+        "equalizer": "held", "methods": "not decidable", "samplers": "not decidable",
+        "ratio": "held", "print": "held",
     }  # fmt: skip
     assert by_name["methods"].text == "p 0.06. As found."
     assert by_name["print"].text == "As found."
@@ -154,7 +187,8 @@ def test_the_margin_is_a_tenth_of_what_is_gained() -> None:
 
 
 def test_a_pooled_difference_is_that_of_the_means() -> None:
-    """Each of two comparisons alternates between +1 and -1 over the seeds and is uncertain; their mean is 0."""
+    """Each of two comparisons alternates between +1 and -1 over the seeds and is uncertain; their
+    mean is 0."""
     zero, up = np.zeros((4, 24)), np.tile([[1.0], [-1.0], [1.0], [-1.0]], (1, 24))
     runs = {"zero": made_up(zero), "up": made_up(up), "down": made_up(-up)}
     result = comparisons.compare([Versus("up", "zero"), Versus("down", "zero")], runs)
@@ -178,11 +212,17 @@ def test_claims_of_the_paper_are_counted_apart() -> None:
     text = page.markdown(dict.fromkeys(CLAIMS, finding), {}, [], "", "Results")
     for kind in KINDS:
         count = sum(claim.kind == kind for claim in CLAIMS)
-        assert f"{count} of {count} held" in text.partition(f"## {KINDS[kind]}\n")[2].partition("\n##")[0]
+        assert (
+            f"{count} of {count} held"
+            in text.partition(f"## {KINDS[kind]}\n")[2].partition("\n##")[0]
+        )
 
 
 def test_a_run_that_costs_more_and_gains_less_is_not_on_the_front() -> None:
-    assert front({"a": (1.0, 0.1), "b": (2.0, 0.05), "c": (2.0, 0.3), "d": (3.0, 0.3)}) == ["a", "c"]
+    assert front({"a": (1.0, 0.1), "b": (2.0, 0.05), "c": (2.0, 0.3), "d": (3.0, 0.3)}) == [
+        "a",
+        "c",
+    ]
 
 
 def test_every_variant_can_be_trained_and_serves_a_claim() -> None:
@@ -202,7 +242,8 @@ def test_cost_is_that_of_the_large_model() -> None:
 
 @pytest.mark.parametrize("claim", comparisons.CLAIMS, ids=lambda claim: claim.name)
 def test_what_is_found_follows_from_the_runs(claim: Claim) -> None:
-    """If all variants are alike, nothing is better and no claimed difference is held; figure and data are complete."""
+    """If all variants are alike, nothing is better and no claimed difference is held; figure and
+    data are complete."""
     draw = np.random.default_rng(1)
     shared = 1 + 0.2 * draw.normal(size=(5, 24))
     runs = {v: made_up(shared + 0.01 * draw.normal(size=shared.shape)) for v in claim.variants}
@@ -217,10 +258,12 @@ def test_what_is_found_follows_from_the_runs(claim: Claim) -> None:
     assert len(figure.axes) >= 2
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
-def test_an_unknown_claim_is_refused_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_claim_is_refused_with_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["equaliser"]) == 2
     assert "did you mean 'equalizer'?" in capsys.readouterr().err
     assert main(["ema", "--workers", "0"]) == 2
@@ -234,7 +277,12 @@ def test_an_unknown_claim_is_refused_with_the_nearest(tmp_path: Path, capsys: py
 def test_a_claim_from_the_runs_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = {"train.iterations": 2, "eval.interval": 1, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1}
+    tiny = {
+        "train.iterations": 2,
+        "eval.interval": 1,
+        "eval.num_prompts": 3,
+        "eval.seeds_per_prompt": 1,
+    }
     tiny |= {"train.prompts_per_iteration": 1, "train.group_size": 2, "train.optimizer_steps": 1}
     monkeypatch.setattr(training, "QUICK", tiny)
 
@@ -253,15 +301,23 @@ def test_a_claim_from_the_runs_to_the_page(
         ("no-ema", "0"),
         ("no-ema", "1"),
     ]
-    assert {file.name for file in (tmp_path / "results").iterdir()} == {"ema.csv", "ema.svg", "results.md"}
+    assert {file.name for file in (tmp_path / "results").iterdir()} == {
+        "ema.csv",
+        "ema.svg",
+        "results.md",
+    }
     assert (tmp_path / "results" / "ema.svg").read_bytes().startswith(b"<?xml")
-    page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results" / "results.md").read_text()
+    page, text = (
+        (tmp_path / "results.html").read_text(),
+        (tmp_path / "results" / "results.md").read_text(),
+    )
     (claim,) = (claim for claim in CLAIMS if claim.name == "ema")
     for shown in (page, text):
         assert "python -m studies.paper ema --quick" in shown
         assert claim.says in shown
     assert page.count("<svg") == 1
-    assert "`" not in page.split("<main")[-1].split("<svg")[0]  # Markdown syntax, which HTML would show as it is
+    # Markdown syntax, which HTML would show as it is
+    assert "`" not in page.split("<main")[-1].split("<svg")[0]
     assert not re.search(r'(src|href)="https?:', page)
 
     # The same settings train no run twice, even if its file predates a setting with a default.
@@ -322,21 +378,35 @@ if __name__ == "__main__":
     ("how", "status", "says"),
     [
         ("Ctrl-C", 130, ""),
-        pytest.param("SIGTERM", 0, "", marks=pytest.mark.soak),  # as for a run that a scheduler stops
+        # as for a run that a scheduler stops
+        pytest.param("SIGTERM", 0, "", marks=pytest.mark.soak),
         pytest.param("killed", 1, "process 1 ended with status -9; killed", marks=pytest.mark.soak),
         ("fails", 1, "process 1 ended with status 1; "),
     ],
 )
 def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
-    """Ctrl-C to the whole group, SIGTERM to the command, and a run that is killed or fails end the command at once.
+    """Ctrl-C to the whole group, SIGTERM to the command, and a run that is killed or fails end the
+    command at once.
 
     It leaves no process and, except for a signal, says what happened in one line.
     """
     (script := tmp_path / "script.py").write_text(ENDED)
     runs = tmp_path / "runs-quick"
-    command = [sys.executable, str(script), how, "ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(script),
+        how,
+        "ema",
+        "--quick",
+        "--workers",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, start_new_session=True, stderr=subprocess.PIPE, text=True, env=environment
+    )
     while process.poll() is None and not list(runs.glob("*.begun")):
         time.sleep(0.05)
     if how == "Ctrl-C":
@@ -362,21 +432,35 @@ def _alive(group: int) -> bool:
 
 
 @pytest.mark.parametrize("study", ["reproduce", "race", "demo"])
-def test_the_archived_runs_are_those_of_the_settings_as_they_are(study: str, tmp_path: Path) -> None:
+def test_the_archived_runs_are_those_of_the_settings_as_they_are(
+    study: str, tmp_path: Path
+) -> None:
     """The studies continue from the archives; every tenth run is looked at."""
-    settings_of = {"reproduce": training.settings_of, "race": race.settings_of, "demo": demo.settings_of}[study]
+    settings_of = {
+        "reproduce": training.settings_of,
+        "race": race.settings_of,
+        "demo": demo.settings_of,
+    }[study]
     left = [*training._protocol()["archived"], *demo._protocol()["archived"]]
-    (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(f"*-cpu-{study}-runs.tar.xz")
+    (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(
+        f"*-cpu-{study}-runs.tar.xz"
+    )
     with tarfile.open(archive, "r|xz") as archived:
         for place, file in enumerate(file for file in archived if file.isfile()):
             if place % 10 == 0 and Path(file.name).stem.rpartition("-seed")[0] not in left:
                 archived.extract(file, tmp_path, filter="data")
-                assert runs._is_of(tmp_path / file.name, settings_of(Path(file.name).stem, quick=False)), file.name
+                assert runs._is_of(
+                    tmp_path / file.name, settings_of(Path(file.name).stem, quick=False)
+                ), file.name
     assert place >= 25
 
 
 def test_an_interval_has_a_column_of_its_own() -> None:
-    table = [("recipe", "gain", "above"), ("a", "+0.191 [+0.046, +0.336]", ""), ("b", "+0.1 [-0.1, +0.3]", "+1")]
+    table = [
+        ("recipe", "gain", "above"),
+        ("a", "+0.191 [+0.046, +0.336]", ""),
+        ("b", "+0.1 [-0.1, +0.3]", "+1"),
+    ]
     finding = Finding(verdict="held", text="", draw=lambda figure: None, rows=[], table=table)
     assert page._tables(finding) == [
         [

@@ -1,4 +1,5 @@
-"""The distance to the nearest true clip, against clips whose distance is known and a search without shortcuts."""
+"""The distance to the nearest true clip, against clips whose distance is known and a search without
+shortcuts."""
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ pytestmark = pytest.mark.soak
 
 
 def test_a_true_clip_is_found_where_it_starts() -> None:
-    """At random starts between pixels, of every shape, colour and motion; and what is added in a corner is its
-    distance."""
+    """At random starts between pixels, of every shape, colour and motion; and what is added in a
+    corner is its distance."""
     scenes = all_scenes()[::9]
     generator = torch.Generator().manual_seed(5)
     clips = torch.stack([render(scene, generator) for scene in scenes])
@@ -21,13 +22,18 @@ def test_a_true_clip_is_found_where_it_starts() -> None:
     assert max(clip.distance for clip in found) < 3e-4
     for clip, video in zip(found, clips):
         again = render(clip.scene, start=clip.start)
-        assert clip.distance == pytest.approx(float((again - video).double().square().mean().sqrt()), rel=1e-9)
+        assert clip.distance == pytest.approx(
+            float((again - video).double().square().mean().sqrt()), rel=1e-9
+        )
     noisy = clips[:2] + 0.05 * torch.randn(clips[:2].shape, generator=generator)
     assert manifold_distances(noisy).tolist() == pytest.approx([0.05, 0.05], rel=0.01)
 
 
 def test_it_agrees_with_a_search_of_every_start() -> None:
-    """A clip that no scene has: a blend of two, under noise. Each scene from 64 starts, the one found from 1600."""
+    """A clip that no scene has: a blend of two, under noise.
+
+    Each scene from 64 starts, the one found from 1600.
+    """
     generator = torch.Generator().manual_seed(2)
     captions = ("a red circle moves left quickly", "a yellow square moves left quickly")
     blend = sum(render(parse(caption), generator) for caption in captions) / 2

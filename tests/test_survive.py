@@ -1,7 +1,8 @@
 """Runs that are killed, stopped, torn and starved at random moments end as if nothing had happened.
 
-`make soak` (SAGE_FAST_SOAK=1) stops runs 50 times with kill -9 and 25 times each with SIGINT and SIGTERM; `make test`
-once with kill -9 and SIGTERM. Ctrl-C stops a run in tests/test_new_user.py and tests/test_resume.py too.
+`make soak` (SAGE_FAST_SOAK=1) stops runs 50 times with kill -9 and 25 times each with SIGINT and
+SIGTERM; `make test` once with kill -9 and SIGTERM. Ctrl-C stops a run in tests/test_new_user.py and
+tests/test_resume.py too.
 """
 
 from __future__ import annotations
@@ -36,16 +37,21 @@ from tests.waits import HANG, wait_until
 SOAK = "SAGE_FAST_SOAK" in os.environ
 PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 SMALL = arguments(
-    train__iterations=6, train__prompts_per_iteration=2, train__group_size=2, train__optimizer_steps=2,
-    train__batch_size=16, train__ema_decay=0.9, train__checkpoint_interval=2, train__parity_gate="false",
-    kl__anchor_interval=3, sampling__num_frames=5, sampling__steps=2, eval__steps=1, eval__num_prompts=2,
-    eval__seeds_per_prompt=1, eval__num_videos=1, eval__interval=0, eval__judge="null", tracking__trackers="[]",
+    train__iterations=6, train__prompts_per_iteration=2, train__group_size=2,
+    train__optimizer_steps=2,
+    train__batch_size=16, train__ema_decay=0.9, train__checkpoint_interval=2,
+    train__parity_gate="false",
+    kl__anchor_interval=3, sampling__num_frames=5, sampling__steps=2, eval__steps=1,
+    eval__num_prompts=2,
+    eval__seeds_per_prompt=1, eval__num_videos=1, eval__interval=0, eval__judge="null",
+    tracking__trackers="[]",
 )  # fmt: skip
 
 
 @dataclass
 class Place:
-    """A server and the folder of its runs, under its names there and here; a full disk does not reach `logs`."""
+    """A server and the folder of its runs, under its names there and here; a full disk does not
+    reach `logs`."""
 
     server: ForkServer
     there: Path
@@ -56,7 +62,15 @@ class Place:
     def start(self, run: str, *options: str, fault: Fault | None = None, **environment: str) -> int:
         """Begin a run, or resume it if there is one."""
         resume = ["--resume"] * (self.here / run / "config.yaml").is_file()
-        command = ["train", str(PAPER), "--output", str(self.there / run), *SMALL, *resume, *options]
+        command = [
+            "train",
+            str(PAPER),
+            "--output",
+            str(self.there / run),
+            *SMALL,
+            *resume,
+            *options,
+        ]
         return self.server.start(command, self.logs / f"{run}.log", fault, **environment)
 
     def finish(self, run: str, *options: str) -> None:
@@ -69,7 +83,9 @@ class Place:
     def wait_for(self, run: str, text: str, times: int = 1) -> None:
         """Wait until the log of a run holds a text."""
         log = self.logs / f"{run}.log"
-        wait_until(lambda: log.is_file() and log.read_text().count(text) >= times, lambda: self.log(run))
+        wait_until(
+            lambda: log.is_file() and log.read_text().count(text) >= times, lambda: self.log(run)
+        )
 
     def wait_until_locked(self, run: str, process: int) -> None:
         """Wait until the run handles signals itself."""
@@ -79,31 +95,46 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A file system in memory that only the server sees, if it may mount one, as a disk that can be filled."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+    """A file system in memory that only the server sees, if it may mount one, as a disk that can be
+    filled."""
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as folder:
         mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c",
                  f'mount -t tmpfs -o size=256m tmpfs {folder} && exec "$@"', "sh"]  # fmt: skip
-        private = shutil.which("unshare") and subprocess.run([*mount, "true"], capture_output=True).returncode == 0
+        private = (
+            shutil.which("unshare")
+            and subprocess.run([*mount, "true"], capture_output=True).returncode == 0
+        )
         with ForkServer(mount if private else ()) as server:
-            assert server.wait(server.start(["--version"], Path(os.devnull))) == 0  # it has imported everything
+            # it has imported everything
+            assert server.wait(server.start(["--version"], Path(os.devnull))) == 0
             there = Path(folder)
             here = Path(f"/proc/{server.process.pid}/root{folder}") if private else there
             yield Place(server, there, here, tmp_path_factory.mktemp("logs"), bool(private))
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What must be the same however often a run was stopped: all but times and memory, which are the machine's."""
+    """What must be the same however often a run was stopped: all but times and memory, which are
+    the machine's."""
     rows = [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/", "memory/"))}
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(("time/", "throughput/", "memory/"))
+        }
         for row in read_metrics(run / "metrics.jsonl")
     ]
     last = RunFolder(run).checkpoints()[-1]
     files = read_json(last / "manifest.json")["files"]
-    files.pop(LORA_FILE)  # its header lists two entries in any order; the files of `ema` hold the same weights
+    # its header lists two entries in any order; the files of `ema` hold the same weights
+    files.pop(LORA_FILE)
     weights = load_file(run / "weights" / LORA_FILE)
     return {
         "metrics": rows,
-        "evaluations": {name: read_json(run / "eval" / f"{name}.json") for name in ("before", "after")},
+        "evaluations": {
+            name: read_json(run / "eval" / f"{name}.json") for name in ("before", "after")
+        },
         "weights": {name: tensor.tobytes() for name, tensor in weights.items()},
         last.name: files,  # with checksums
         "left": sorted(path.name for path in run.rglob("*.partial")),
@@ -137,20 +168,32 @@ def test_kills_at_random_moments(place: Place, reference: Reference) -> None:
 
 @pytest.mark.soak
 @pytest.mark.fault(
-    "Ctrl-C (SIGINT) at a random moment", "a checkpoint of the last whole iteration, 130; likewise", STOPS
+    "Ctrl-C (SIGINT) at a random moment",
+    "a checkpoint of the last whole iteration, 130; likewise",
+    STOPS,
 )
 def test_ctrl_c_at_random_moments(place: Place, reference: Reference) -> None:
     stop_at_random(signal.SIGINT, STOPS, place, reference)
 
 
-@pytest.mark.fault("SIGTERM at a random moment", "a checkpoint of the last whole iteration, 0; likewise", STOPS)
+@pytest.mark.fault(
+    "SIGTERM at a random moment", "a checkpoint of the last whole iteration, 0; likewise", STOPS
+)
 def test_sigterm_at_random_moments(place: Place, reference: Reference) -> None:
     stop_at_random(signal.SIGTERM, STOPS, place, reference)
 
 
-def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, reference: Reference) -> None:
-    """Stop runs at random moments and resume them until they end; the outcome is that of an undisturbed run."""
-    rng, stopped, round_of_runs, latest = random.Random(int(number_of_signal)), 0, 0, reference.seconds
+def stop_at_random(
+    number_of_signal: signal.Signals, count: int, place: Place, reference: Reference
+) -> None:
+    """Stop runs at random moments and resume them until they end; the outcome is that of an
+    undisturbed run."""
+    rng, stopped, round_of_runs, latest = (
+        random.Random(int(number_of_signal)),
+        0,
+        0,
+        reference.seconds,
+    )
     while stopped < count:
         name = f"{number_of_signal.name}-{round_of_runs}"
         round_of_runs += 1
@@ -165,17 +208,20 @@ def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, r
             status = place.server.wait(process)
             ended = (run / "report.html").is_file()
             stopped += not ended
-            latest *= 0.8 if ended else 1.1  # a machine becomes busy or idle; most runs are to be stopped
+            # a machine becomes busy or idle; most runs are to be stopped
+            latest *= 0.8 if ended else 1.1
             if ended:  # the signal may have come after the run restored its handlers
                 assert status in (0, 128 + number_of_signal, -number_of_signal), place.log(name)
             elif number_of_signal == signal.SIGKILL:
                 assert status == -signal.SIGKILL, place.log(name)
             else:
-                assert status == {signal.SIGINT: 130, signal.SIGTERM: 0}[number_of_signal], place.log(name)
-                done = len(read_metrics(run / "metrics.jsonl"))
-                assert [iteration_of(folder) for folder in RunFolder(run).checkpoints()[-1:]] == [done] * bool(
-                    RunFolder(run).checkpoints()
+                assert status == {signal.SIGINT: 130, signal.SIGTERM: 0}[number_of_signal], (
+                    place.log(name)
                 )
+                done = len(read_metrics(run / "metrics.jsonl"))
+                assert [iteration_of(folder) for folder in RunFolder(run).checkpoints()[-1:]] == [
+                    done
+                ] * bool(RunFolder(run).checkpoints())
         place.finish(name)
         assert outcome(run) == reference.outcome, place.log(name)
         shutil.rmtree(run)
@@ -201,23 +247,32 @@ WRITES = [
     (Fault("after.json"), True),
     (Fault("report.html"), False),
 ]
-"""In their order, and whether another one is written in the same way, so that only `make soak` does it."""
+"""In their order, and whether another one is written in the same way, so that only `make soak` does
+it."""
 INSIDE_WRITES = [fault for fault, alike in WRITES if SOAK or not alike]
 
 
-@pytest.mark.fault("kill -9 inside a write", "no partial file under a final name; likewise", len(INSIDE_WRITES))
+@pytest.mark.fault(
+    "kill -9 inside a write", "no partial file under a final name; likewise", len(INSIDE_WRITES)
+)
 def test_kills_inside_each_write(place: Place, reference: Reference) -> None:
     """Each kill leaves half of a file; all hit the same run, one after the other."""
     run = place.here / "writes"
     for fault in INSIDE_WRITES:
-        assert place.server.wait(place.start("writes", fault=fault)) == -signal.SIGKILL, (fault, place.log("writes"))
+        assert place.server.wait(place.start("writes", fault=fault)) == -signal.SIGKILL, (
+            fault,
+            place.log("writes"),
+        )
     place.finish("writes")
     assert outcome(run) == reference.outcome, place.log("writes")
 
 
-@pytest.mark.fault("the disk is full", "the last checkpoint stays, one line says why; resumed with room, likewise")
+@pytest.mark.fault(
+    "the disk is full", "the last checkpoint stays, one line says why; resumed with room, likewise"
+)
 def test_a_full_disk(place: Place, reference: Reference) -> None:
-    """The last checkpoint survives, one line says what happened, and a resume on the full disk damages nothing."""
+    """The last checkpoint survives, one line says what happened, and a resume on the full disk
+    damages nothing."""
     run, filler = place.here / "full", place.here / "filler"
     slow = ["--reward.name", "tests.test_survive:SlowReward"]
     if place.private:
@@ -232,7 +287,11 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
 
     def files() -> dict[Path, bytes]:
         """What a run has, apart from the lock and the log of its processes."""
-        kept = (path for path in run.rglob("*") if path.is_file() and path.name not in ("run.lock", "rank-000.log"))
+        kept = (
+            path
+            for path in run.rglob("*")
+            if path.is_file() and path.name not in ("run.lock", "rank-000.log")
+        )
         return {path: path.read_bytes() for path in kept}
 
     before = files()
@@ -241,7 +300,9 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
         assert place.server.wait(place.start("full", *slow, "--quiet")) == 1
         assert files() == before
         filler.unlink()
-    errors = [line for line in place.log("full").splitlines() if line.startswith("sage-fast train: '")]
+    errors = [
+        line for line in place.log("full").splitlines() if line.startswith("sage-fast train: '")
+    ]
     assert len(errors) == (2 if place.private else 1), place.log("full")
     assert all("No space left on device" in line for line in errors), errors
     assert "Traceback" not in place.log("full")
@@ -277,7 +338,9 @@ class HangingReward(TestbedReward):
         return super().__call__(videos, prompts)
 
 
-@pytest.mark.fault("a second signal, from a reward that hangs", "ends at once; the last checkpoint counts")
+@pytest.mark.fault(
+    "a second signal, from a reward that hangs", "ends at once; the last checkpoint counts"
+)
 def test_a_second_signal_ends_at_once(place: Place) -> None:
     """The reward hangs and no new checkpoint is written; a resume uses the one before."""
     patient = ["--train.grace_seconds", str(10 * HANG)]
@@ -288,24 +351,37 @@ def test_a_second_signal_ends_at_once(place: Place) -> None:
     time.sleep(2 * DEBOUNCE)
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 143
-    assert "ended at the second SIGTERM; --resume uses the last complete checkpoint" in place.log("twice")
+    assert "ended at the second SIGTERM; --resume uses the last complete checkpoint" in place.log(
+        "twice"
+    )
     assert RunFolder(place.here / "twice").checkpoints() == []
 
 
-@pytest.mark.fault("SIGTERM to a run that hangs", "ends after the grace time; the last checkpoint counts")
+@pytest.mark.fault(
+    "SIGTERM to a run that hangs", "ends after the grace time; the last checkpoint counts"
+)
 def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
     hanging = ["--reward.name", "tests.test_survive:HangingReward", "--train.grace_seconds", "1"]
     process = place.start("grace", *hanging, "--train.checkpoint_interval", "1")
     place.wait_for("grace", "hangs")
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 143
-    assert "ended 1 s after SIGTERM; --resume uses the last complete checkpoint" in place.log("grace")
+    assert "ended 1 s after SIGTERM; --resume uses the last complete checkpoint" in place.log(
+        "grace"
+    )
     assert [iteration_of(folder) for folder in RunFolder(place.here / "grace").checkpoints()] == [1]
 
 
 def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: Place) -> None:
     """The rollout ends at the first step after half of that time; earlier iterations are saved."""
-    long = ["--sampling.steps", "1000", "--sampling.num_frames", "33", "--train.timestep_fraction", "0.01"]
+    long = [
+        "--sampling.steps",
+        "1000",
+        "--sampling.num_frames",
+        "33",
+        "--train.timestep_fraction",
+        "0.01",
+    ]
     process = place.start("slow", *long, "--train.grace_seconds", "6")
     place.wait_for("slow", "rollout: ")
     os.kill(process, signal.SIGTERM)
@@ -316,7 +392,9 @@ def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: P
 
 
 @pytest.mark.fault(
-    "a second process on the folder of a live run, with and without --resume", "refused; neither is hurt", 2
+    "a second process on the folder of a live run, with and without --resume",
+    "refused; neither is hurt",
+    2,
 )
 def test_a_second_process_is_refused_while_the_first_one_lives(place: Place) -> None:
     """The kernel's lock refuses it, and goes away with the first one, however that ends."""
@@ -329,13 +407,16 @@ def test_a_second_process_is_refused_while_the_first_one_lives(place: Place) -> 
                for resume in ([], ["--resume"])]  # fmt: skip
     assert refused == [2, 2]
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    assert f"another run is using it (process {first} on {socket.gethostname()}); wait" in place.log("second")
+    assert (
+        f"another run is using it (process {first} on {socket.gethostname()}); wait"
+        in place.log("second")
+    )
     os.kill(first, signal.SIGKILL)
     assert place.server.wait(first) == -signal.SIGKILL
     place.finish("twofold", "--train.iterations", "1")
 
 
-# -- two ranks --------------------------------------------------------------------------------------------------------
+# -- two ranks -------------------------------------------------------------------------------------
 
 
 class FailsOnOneRank(TestbedReward):
@@ -350,11 +431,17 @@ class FailsOnOneRank(TestbedReward):
         return super().__call__(videos, prompts)
 
 
-def start_two(place: Place, run: str, *options: str, fault: Fault | None = None, first: bool = False) -> list[int]:
-    """Start two gloo ranks as torchrun would; the fault is in the second rank, or in the first one if `first`."""
+def start_two(
+    place: Place, run: str, *options: str, fault: Fault | None = None, first: bool = False
+) -> list[int]:
+    """Start two gloo ranks as torchrun would; the fault is in the second rank, or in the first one
+    if `first`."""
     bounded = ["--timeout_minutes", "5", *options]
     faults = (fault if first else None, None if first else fault)
-    return [place.start(run, *bounded, fault=of_rank, **rank) for rank, of_rank in zip(two_ranks(), faults)]
+    return [
+        place.start(run, *bounded, fault=of_rank, **rank)
+        for rank, of_rank in zip(two_ranks(), faults)
+    ]
 
 
 def two_ranks() -> list[dict[str, str]]:
@@ -362,13 +449,21 @@ def two_ranks() -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
 
 
-@pytest.mark.fault("SIGTERM to one of two ranks", "both stop at the same iteration; one rank alone resumes from it")
+@pytest.mark.fault(
+    "SIGTERM to one of two ranks", "both stop at the same iteration; one rank alone resumes from it"
+)
 def test_two_ranks_stop_together(place: Place) -> None:
-    """Only one of them gets the signal; both leave the same iteration, and one rank alone can resume from it."""
+    """Only one of them gets the signal; both leave the same iteration, and one rank alone can
+    resume from it."""
     run = place.here / "together"
     ranks = start_two(place, "together", "--train.iterations", "1000")
     place.wait_for("together", "2/1000")
@@ -385,21 +480,37 @@ def test_two_ranks_that_cannot_write_what_they_stop_with_say_so(place: Place) ->
     """A status of 0 would tell a scheduler that nothing is lost."""
     fault = Fault("state.json", do="full")
     ranks = start_two(
-        place, "unsaved", "--train.iterations", "1000", "--train.checkpoint_interval", "999", fault=fault, first=True
+        place,
+        "unsaved",
+        "--train.iterations",
+        "1000",
+        "--train.checkpoint_interval",
+        "999",
+        fault=fault,
+        first=True,
     )
     place.wait_for("unsaved", "2/1000")
     os.kill(ranks[1], signal.SIGTERM)
     assert [place.server.wait(process) for process in ranks] == [1, 1], place.log("unsaved")
-    assert "and no checkpoint could be written: [Errno 28] No space left on device" in place.log("unsaved")
+    assert "and no checkpoint could be written: [Errno 28] No space left on device" in place.log(
+        "unsaved"
+    )
     assert place.log("unsaved").count("/training/state.json': No space left on device\n") == 1
     assert "Traceback" not in place.log("unsaved")
     assert RunFolder(place.here / "unsaved").checkpoints() == []
 
 
-@pytest.mark.fault("a reward raises on one of two ranks", "both end, with the checkpoint of the last iteration")
+@pytest.mark.fault(
+    "a reward raises on one of two ranks", "both end, with the checkpoint of the last iteration"
+)
 def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None:
     ranks = start_two(
-        place, "one-fails", "--reward.name", "tests.test_survive:FailsOnOneRank", "--reward.on_failure", "stop"
+        place,
+        "one-fails",
+        "--reward.name",
+        "tests.test_survive:FailsOnOneRank",
+        "--reward.on_failure",
+        "stop",
     )
     assert [place.server.wait(process) for process in ranks] == [1, 1]
     log = place.log("one-fails")
@@ -413,7 +524,9 @@ def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None
     )
 
 
-@pytest.mark.fault("a loss that is NaN on one of two ranks", "both end, with the checkpoint of the last iteration")
+@pytest.mark.fault(
+    "a loss that is NaN on one of two ranks", "both end, with the checkpoint of the last iteration"
+)
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(place: Place) -> None:
     """It happens in the second of two updates; the first one is undone."""
     ranks = start_two(place, "nan", fault=Fault("loss", "loss", nth=4))
@@ -445,7 +558,9 @@ def test_a_rank_that_dies_or_hangs_does_not_leave_the_other_waiting(
 ) -> None:
     hangs = number_of_signal == signal.SIGSTOP
     name, limit = f"one-{number_of_signal.name}", 30 if hangs else HANG
-    ranks = start_two(place, name, "--train.iterations", "1000", "--timeout_minutes", str(limit / 60))
+    ranks = start_two(
+        place, name, "--train.iterations", "1000", "--timeout_minutes", str(limit / 60)
+    )
     place.wait_for(name, "3/1000")
     os.kill(ranks[1], number_of_signal)
     assert place.server.wait(ranks[0]) == 1

@@ -1,4 +1,5 @@
-"""System calls that a file system does not have: what is only safer is done without, what is needed is found at once.
+"""System calls that a file system does not have: what is only safer is done without, what is needed
+is found at once.
 
 A library that is preloaded (faulty_calls.c) makes calls on files fail in real runs.
 """
@@ -42,7 +43,8 @@ GOES_ON = {
     "remove": EVERY,
     "free_space": EVERY,
 }
-"""Kind of call -> the errors of network, object-store, FUSE and quota file systems that end nothing."""
+"""Kind of call -> the errors of network, object-store, FUSE and quota file systems that end
+nothing."""
 
 
 @pytest.mark.parametrize("kind", files.ONLY_SAFER)
@@ -56,13 +58,19 @@ def test_each_error_of_a_call_that_is_only_safer(
         caplog.clear()
         goes_on = name in GOES_ON[kind]
         for _ in range(2):
-            refused = contextlib.nullcontext() if goes_on else pytest.raises(OSError, match="'/there/file'")
+            refused = (
+                contextlib.nullcontext()
+                if goes_on
+                else pytest.raises(OSError, match="'/there/file'")
+            )
             with refused, files.only_safer(kind, "/there/file"):
                 raise OSError(number, os.strerror(number))
         assert len(caplog.messages) == goes_on, (kind, name)
 
 
-def test_a_rename_whose_answer_was_lost_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_whose_answer_was_lost_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NFS repeats the request, and the second one finds nothing to rename."""
     replace = os.replace
 
@@ -75,13 +83,17 @@ def test_a_rename_whose_answer_was_lost_is_done(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "replace", repeated)
     files.write_atomic(file, "after")
     assert file.read_text() == "after"
-    monkeypatch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(FileNotFoundError(errno.ENOENT, "gone")))
+    monkeypatch.setattr(
+        os, "replace", lambda *names: (_ for _ in ()).throw(FileNotFoundError(errno.ENOENT, "gone"))
+    )
     with pytest.raises(FileNotFoundError):
         files.write_atomic(file, "later")
     assert file.read_text() == "after"
 
 
-def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = tmp_path / "weights", tmp_path / "new"
     for folder in (old, new):
         folder.mkdir()
@@ -100,7 +112,9 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pyt
     assert sorted(os.listdir(tmp_path)) == ["new", "weights"]
 
 
-def test_a_folder_set_aside_before_and_busy_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_set_aside_before_and_busy_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that something has open keeps its folder on NFS."""
     folder, busy = tmp_path / "weights", tmp_path / "weights.old.partial"
     for made in (folder, busy):
@@ -119,7 +133,9 @@ def test_a_folder_set_aside_before_and_busy_is_no_obstacle(tmp_path: Path, monke
     assert sorted(os.listdir(tmp_path)) == ["weights.old.partial", "weights.old1.partial"]
 
 
-@pytest.mark.parametrize("read", [files.read_text, files.read_json, files.read_metrics, read_yaml, digest])
+@pytest.mark.parametrize(
+    "read", [files.read_text, files.read_json, files.read_metrics, read_yaml, digest]
+)
 def test_an_error_of_a_read_names_the_file(
     read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +176,7 @@ def test_the_error_of_a_write_is_not_hidden_by_that_of_its_repair(tmp_path: Path
         files.append_line(Broken(), "a row")  # type: ignore[arg-type]
 
 
-# -- real runs under a preloaded library ------------------------------------------------------------------------------
+# -- real runs under a preloaded library -----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +188,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with ForkServer(["env", f"LD_PRELOAD={library}"]) as server:
         assert server.wait(server.start(["--version"], Path(os.devnull))) == 0
         (folder / "runs").mkdir()
-        yield Place(server, folder / "runs", folder / "runs", tmp_path_factory.mktemp("logs"), private=False)
+        yield Place(
+            server, folder / "runs", folder / "runs", tmp_path_factory.mktemp("logs"), private=False
+        )
 
 
 def faulty(calls: str, path: str) -> dict[str, str]:
@@ -181,7 +199,11 @@ def faulty(calls: str, path: str) -> dict[str, str]:
 
 def notes(shown: str) -> list[str]:
     """The first lines of the notes in a log, but for that about the sampler."""
-    return [line for line in shown.splitlines() if line.startswith("note: ") and not line.startswith("note: sage: ")]
+    return [
+        line
+        for line in shown.splitlines()
+        if line.startswith("note: ") and not line.startswith("note: sage: ")
+    ]
 
 
 def numbered(calls: Sequence[str], name: str) -> str:
@@ -200,7 +222,11 @@ LOGS = ("rank-000.log", "rank-001.log")
 
 def files_in(folder: Path) -> dict[Path, bytes]:
     """What is in a folder, apart from what names the processes that came last."""
-    kept = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("run.lock", *LOGS))
+    kept = (
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("run.lock", *LOGS)
+    )
     return {path.relative_to(folder): path.read_bytes() for path in kept}
 
 
@@ -211,9 +237,12 @@ WITHOUT = [*LACKING] if SOAK else ["EOPNOTSUPP"]
 @pytest.mark.fault("a file system without flushes, permissions and locks", "four notes; likewise")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_run_goes_on_without_what_is_only_safer(name: str, place: Place, reference: Path) -> None:
-    calls = ONLY_SAFER_CALLS if name != "EACCES" else ONLY_SAFER_CALLS[:3]  # of a lock, it means that it is held
+    # of a lock, it means that it is held
+    calls = ONLY_SAFER_CALLS if name != "EACCES" else ONLY_SAFER_CALLS[:3]
     run = f"without-{name}"
-    assert place.server.wait(place.start(run, **faulty(numbered(calls, name), f"/{run}"))) == 0, place.log(run)
+    assert place.server.wait(place.start(run, **faulty(numbered(calls, name), f"/{run}"))) == 0, (
+        place.log(run)
+    )
     log = " ".join(place.log(run).split())
     assert log.count("note: the file system cannot ") == len(calls), log
     assert outcome(place.here / run) == outcome(reference)
@@ -222,9 +251,16 @@ def test_a_run_goes_on_without_what_is_only_safer(name: str, place: Place, refer
 @pytest.mark.fault("a file system that removes nothing", "one note; likewise")
 def test_a_run_that_can_remove_nothing(place: Place, reference: Path) -> None:
     run = "unlink"
-    assert place.server.wait(place.start(run, **faulty(numbered(["unlink"], "EBUSY"), f"/{run}"))) == 0, place.log(run)
+    assert (
+        place.server.wait(place.start(run, **faulty(numbered(["unlink"], "EBUSY"), f"/{run}"))) == 0
+    ), place.log(run)
     log = " ".join(place.log(run).split())
-    assert log.count("note: the file system cannot remove what is no longer needed (Device or resource busy)") == 1
+    assert (
+        log.count(
+            "note: the file system cannot remove what is no longer needed (Device or resource busy)"
+        )
+        == 1
+    )
     found = outcome(place.here / run)
     assert found.pop("left")
     expected = outcome(reference)
@@ -248,8 +284,12 @@ ALSO = ("EXDEV", "EPERM", "EACCES", "ENOSYS", "EOPNOTSUPP", "EINVAL")
 
 
 @pytest.mark.parametrize("call", NEEDED)
-@pytest.mark.fault("a call that a run needs fails, with up to 13 errors each", "one line before anything is loaded")
-def test_what_a_run_needs_is_tried_before_anything_is_loaded(call: str, place: Place, reference: Path) -> None:
+@pytest.mark.fault(
+    "a call that a run needs fails, with up to 13 errors each", "one line before anything is loaded"
+)
+def test_what_a_run_needs_is_tried_before_anything_is_loaded(
+    call: str, place: Place, reference: Path
+) -> None:
     """A new run leaves no folder, and a resumed one is as it was."""
     before = files_in(reference)
     errors = REFUSED if call.startswith("fsync") else (*REFUSED, *ALSO)
@@ -257,11 +297,24 @@ def test_what_a_run_needs_is_tried_before_anything_is_loaded(call: str, place: P
         fault = numbered([call], name)
         tag = f"{call}-{name}"
         new = ["train", str(PAPER), "--output", str(place.there / tag / "new"), *SMALL]
-        again = ["train", str(PAPER), "--output", str(reference), *SMALL, "--resume", "--train.iterations", "9"]
+        again = [
+            "train",
+            str(PAPER),
+            "--output",
+            str(reference),
+            *SMALL,
+            "--resume",
+            "--train.iterations",
+            "9",
+        ]
         log = place.logs / f"{tag}.log"
         for command in (new, again):
-            assert place.server.wait(place.server.start(command, log, **faulty(fault, "/probe-"))) == 1, log.read_text()
-        errors_told = [line for line in log.read_text().splitlines() if line.startswith("sage-fast train: '")]
+            assert (
+                place.server.wait(place.server.start(command, log, **faulty(fault, "/probe-"))) == 1
+            ), log.read_text()
+        errors_told = [
+            line for line in log.read_text().splitlines() if line.startswith("sage-fast train: '")
+        ]
         assert len(errors_told) == 2, log.read_text()
         strerror = os.strerror(getattr(errno, name))
         cannot = f"{strerror}: a run cannot {NEEDED[call]} there; nothing was changed"
@@ -274,9 +327,13 @@ def test_what_a_run_needs_is_tried_before_anything_is_loaded(call: str, place: P
 
 @pytest.mark.parametrize("calls", ["write=28", "append=13", *["write=30", "append=28"] * SOAK])
 @pytest.mark.fault("a log file that cannot be written", "one note; likewise")
-def test_a_log_that_cannot_be_written_says_so_once(calls: str, place: Place, reference: Path) -> None:
+def test_a_log_that_cannot_be_written_says_so_once(
+    calls: str, place: Place, reference: Path
+) -> None:
     run = f"log-{calls}"
-    assert place.server.wait(place.start(run, **faulty(calls, "/rank-000.log"))) == 0, place.log(run)
+    assert place.server.wait(place.start(run, **faulty(calls, "/rank-000.log"))) == 0, place.log(
+        run
+    )
     shown = place.log(run)
     [note] = notes(shown)
     assert "rank-000.log" in note
@@ -296,7 +353,9 @@ def test_a_log_that_cannot_be_written_says_so_once(calls: str, place: Place, ref
     ids=["videos", "a video", "page", "tensorboard"],
 )
 @pytest.mark.fault("a video, page or tracker file that cannot be written", "one note; likewise")
-def test_what_is_only_shown_ends_no_run(calls: str, path: str, note: str, place: Place, reference: Path) -> None:
+def test_what_is_only_shown_ends_no_run(
+    calls: str, path: str, note: str, place: Place, reference: Path
+) -> None:
     run = f"shown-{len(path)}"
     options = ["--tracking.trackers", "[tensorboard]"] * ("events" in path)
     assert place.server.wait(place.start(run, *options, **faulty(calls, path))) == 0, place.log(run)
@@ -316,11 +375,12 @@ def test_a_screen_that_is_a_file_on_a_full_disk_ends_no_run(place: Place, refere
     assert "6/6 " in log
 
 
-# -- two runs where locks act on one host only ------------------------------------------------------------------------
+# -- two runs where locks act on one host only -----------------------------------------------------
 
 
 class WaitsForFile(TestbedReward):
-    """Waits in the fifth batch, after the check, an evaluation and two iterations, until the file WAIT_FOR is there."""
+    """Waits in the fifth batch, after the check, an evaluation and two iterations, until the file
+    WAIT_FOR is there."""
 
     batches = 0
 
@@ -336,10 +396,14 @@ class WaitsForFile(TestbedReward):
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["goes on", "is stopped"])
 @pytest.mark.fault(
-    "a resume of a live run where locks act on one host only", "the first stops and writes nothing; likewise"
+    "a resume of a live run where locks act on one host only",
+    "the first stops and writes nothing; likewise",
 )
-def test_a_run_whose_folder_was_taken_over_stops(stopped: bool, place: Place, reference: Path) -> None:
-    """It sees another claim before it writes its next row, or the checkpoint that a signal asks for."""
+def test_a_run_whose_folder_was_taken_over_stops(
+    stopped: bool, place: Place, reference: Path
+) -> None:
+    """It sees another claim before it writes its next row, or the checkpoint that a signal asks
+    for."""
     name = f"taken-{stopped}"
     run, flag = place.here / name, place.here / f"{name}.flag"
     options = ["--reward.name", "tests.test_system_calls:WaitsForFile"]
@@ -365,19 +429,43 @@ def test_a_run_whose_folder_was_taken_over_stops(stopped: bool, place: Place, re
 
 
 @pytest.mark.fault(
-    "a resume of a live run of two ranks where locks act on one host only", "both stop together, without writing"
+    "a resume of a live run of two ranks where locks act on one host only",
+    "both stop together, without writing",
 )
 def test_two_ranks_whose_folder_was_taken_over_stop_together(place: Place) -> None:
     run, flag = place.here / "taken-two", place.here / "taken-two.flag"
-    options = ["--reward.name", "tests.test_system_calls:WaitsForFile", "--train.checkpoint_interval", "1"]
+    options = [
+        "--reward.name",
+        "tests.test_system_calls:WaitsForFile",
+        "--train.checkpoint_interval",
+        "1",
+    ]
     without_locks = faulty("flock=0", "/taken-two/run.lock")
     ranks = [
-        place.start("taken-two", *options, "--timeout_minutes", "5", **without_locks, **rank, WAIT_FOR=str(flag))
+        place.start(
+            "taken-two",
+            *options,
+            "--timeout_minutes",
+            "5",
+            **without_locks,
+            **rank,
+            WAIT_FOR=str(flag),
+        )
         for rank in two_ranks()
     ]
     place.wait_for("taken-two", "waits", times=2)
     second_log = place.logs / "taken-two-second.log"
-    command = ["train", str(PAPER), "--output", str(run), *SMALL, *options, "--resume", "--train.iterations", "2"]
+    command = [
+        "train",
+        str(PAPER),
+        "--output",
+        str(run),
+        *SMALL,
+        *options,
+        "--resume",
+        "--train.iterations",
+        "2",
+    ]
     second = place.server.start(command, second_log, **without_locks)
     assert place.server.wait(second) == 0, second_log.read_text()
     before = files_in(run)

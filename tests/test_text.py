@@ -25,7 +25,8 @@ NARROW: dict[str, dict[str, str]] = {
     "a locale that is not installed": {"LC_ALL": "en_US"},
     "the C locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "the C locale, ASCII screen": {
-        "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict",
+        "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii:strict",
     },
 }  # fmt: skip
 """What cannot show a letter -> its environment."""
@@ -33,9 +34,19 @@ narrow = pytest.mark.parametrize("variables", NARROW.values(), ids=NARROW.keys()
 
 
 def python(code: str, *words: str | Path, **variables: str) -> "subprocess.CompletedProcess[bytes]":
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG", "PYTHON"))}
-    own |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
-    return subprocess.run([sys.executable, "-c", code, *map(os.fspath, words)], env=own, capture_output=True)
+    own = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("LC_", "LANG", "PYTHON"))
+    }
+    own |= {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    } | variables
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(os.fspath, words)], env=own, capture_output=True
+    )
 
 
 HELP = """
@@ -81,7 +92,9 @@ sys.exit(cli.main())
 
 
 @narrow
-def test_the_screen_shows_escapes_and_the_log_the_letters(variables: dict[str, str], tmp_path: Path) -> None:
+def test_the_screen_shows_escapes_and_the_log_the_letters(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
     """Messages, output and the line of an error."""
     done = python(SPEAK, tmp_path / "log", **variables)
     assert done.returncode == 2, done.stderr
@@ -106,26 +119,39 @@ open(sys.argv[1], "w").close()
 
 
 @narrow
-def test_arguments_and_file_names_are_utf_8_whatever_the_locale(variables: dict[str, str], tmp_path: Path) -> None:
+def test_arguments_and_file_names_are_utf_8_whatever_the_locale(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
     """The process keeps its id, and what is no UTF-8 stays as it is."""
     done = python(RESTARTED, tmp_path / "\u5706", os.fsdecode(b"caf\xe9"), **variables)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["utf-8", str(tmp_path / "\u5706"), os.fsdecode(b"caf\xe9"), True]
+    assert json.loads(done.stdout) == [
+        "utf-8",
+        str(tmp_path / "\u5706"),
+        os.fsdecode(b"caf\xe9"),
+        True,
+    ]
     assert (tmp_path / "\u5706").exists()
 
 
 @pytest.mark.parametrize("options", [["-E"], ["-I"], ["-X", "utf8=0"]])
 def test_a_restart_that_cannot_help_is_not_tried_for_ever(options: list[str]) -> None:
     own = os.environ | NARROW["the C locale"]
-    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from sage_fast.cli import main; sys.exit(main())"
+    code = (
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from sage_fast.cli import main; "
+        "sys.exit(main())"
+    )
     done = subprocess.run(
-        [sys.executable, *options, "-c", code, "no-command"], env=own, capture_output=True, timeout=60
+        [sys.executable, *options, "-c", code, "no-command"],
+        env=own,
+        capture_output=True,
+        timeout=60,
     )
     assert done.returncode == 2, done.stderr
     assert b"no such command" in done.stderr
 
 
-# -- names and contents of files ---------------------------------------------------------------------------------------
+# -- names and contents of files -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +170,11 @@ def test_a_restart_that_cannot_help_is_not_tried_for_ever(options: list[str]) ->
 def test_letters_of_a_prompt_in_the_name_of_a_file(
     prompt: str, letters: str, ascii_only: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for encoding, expected in (("UTF-8", letters), ("ANSI_X3.4-1968", ascii_only), ("ISO-8859-1", ascii_only)):
+    for encoding, expected in (
+        ("UTF-8", letters),
+        ("ANSI_X3.4-1968", ascii_only),
+        ("ISO-8859-1", ascii_only),
+    ):
         monkeypatch.setattr(locale, "getencoding", lambda encoding=encoding: encoding)
         name = in_file_name(prompt)
         assert name == expected
@@ -156,19 +186,23 @@ def test_a_path_that_is_no_utf_8_is_written_as_escapes(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "a run in caf\\udce9, \u5706"
 
 
-def test_a_signal_to_every_process_of_a_job_spoils_no_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_to_every_process_of_a_job_spoils_no_video(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scheduler signals ffmpeg too, which would end with half of a video."""
     import imageio_ffmpeg
 
     program = tmp_path / "ffmpeg"
-    kills = "".join(f"kill -{name} $$\n" for name in ("INT", "QUIT", "TERM", "HUP", "USR1", "USR2", "XCPU"))
+    kills = "".join(
+        f"kill -{name} $$\n" for name in ("INT", "QUIT", "TERM", "HUP", "USR1", "USR2", "XCPU")
+    )
     program.write_text(f'#!/bin/sh\n{kills}exec {imageio_ffmpeg.get_ffmpeg_exe()} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(program))
     assert save_video(torch.rand(3, 3, 16, 16), "a", tmp_path, 0, 8).stat().st_size > 0
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 WALK = """
 import json, sys
@@ -186,12 +220,20 @@ def test_a_run_and_what_is_made_of_it(variables: dict[str, str], tmp_path: Path)
     """Train, sample, report, compare and export, with letters in paths and labels."""
     run, folder = tmp_path / "\u5706-caf\u00e9", tmp_path / "\u00fc"
     few = arguments(
-        train__iterations=1, train__prompts_per_iteration=1, train__group_size=2, eval__num_prompts=1,
+        train__iterations=1, train__prompts_per_iteration=1, train__group_size=2,
+        eval__num_prompts=1,
         eval__seeds_per_prompt=1, eval__judge="null", train__optimizer_steps=1,
     )  # fmt: skip
     commands = [
         ["train", str(PAPER), "--output", str(run), *FEW_STEPS, *few],
-        ["sample", str(run), "--prompt", "a red circle moves left quickly", "--folder", str(folder)],
+        [
+            "sample",
+            str(run),
+            "--prompt",
+            "a red circle moves left quickly",
+            "--folder",
+            str(folder),
+        ],
         ["report", str(run)],
         ["compare", f"\u5706={run}", f"\u00fc={run}", "--folder", str(folder / "page")],
         ["export", str(run), str(folder / "weights")],
@@ -204,7 +246,7 @@ def test_a_run_and_what_is_made_of_it(variables: dict[str, str], tmp_path: Path)
     assert (run / "report.html").is_file()
 
 
-# -- a pipe whose reader has ended -------------------------------------------------------------------------------------
+# -- a pipe whose reader has ended -----------------------------------------------------------------
 
 PIPED = """
 import logging, sys
@@ -231,7 +273,12 @@ def test_a_run_whose_pipe_has_no_reader_goes_on(tmp_path: Path) -> None:
     for log, status in ((str(tmp_path / "log"), 0), ("", 141)):
         reader, writer = os.pipe()
         os.close(reader)
-        done = subprocess.run([sys.executable, "-c", PIPED, log], stdout=writer, stderr=subprocess.PIPE, cwd=REPOSITORY)
+        done = subprocess.run(
+            [sys.executable, "-c", PIPED, log],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            cwd=REPOSITORY,
+        )
         os.close(writer)
         assert done.returncode == status, (os.strerror(errno.EPIPE), done.stderr)
     assert (tmp_path / "log").read_text().count("an iteration") == 3

@@ -60,7 +60,8 @@ async def wait():
 
 if sys.argv[1] == "worker":
     killed = []
-    worker = Worker.__new__(Worker)  # without its process, whose start may take as long as the limit
+    # without its process, whose start may take as long as the limit
+    worker = Worker.__new__(Worker)
     worker._kill = lambda: killed.append(True)
     with worker._ended_after(6, "late"):
         slow()
@@ -72,12 +73,15 @@ else:
 """
 
 
-@pytest.mark.fault("a run is suspended for longer than a reward may take (SIGSTOP, SIGCONT)", "it goes on")
+@pytest.mark.fault(
+    "a run is suspended for longer than a reward may take (SIGSTOP, SIGCONT)", "it goes on"
+)
 def test_waits_go_on_after_the_process_was_suspended() -> None:
     """Two seconds of work under a limit of six, with seven in which nothing runs."""
     waits = ("worker", "http", "tracker")
     processes = [
-        subprocess.Popen([sys.executable, "-c", SLOW, what], cwd=REPOSITORY, stdout=subprocess.PIPE) for what in waits
+        subprocess.Popen([sys.executable, "-c", SLOW, what], cwd=REPOSITORY, stdout=subprocess.PIPE)
+        for what in waits
     ]
     for process in processes:
         assert process.stdout is not None

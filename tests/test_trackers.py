@@ -1,4 +1,5 @@
-"""A run and its files: what trackers receive, what `--resume` continues, what colleagues can read."""
+"""A run and its files: what trackers receive, what `--resume` continues, what colleagues can
+read."""
 
 import dataclasses
 import errno
@@ -51,7 +52,8 @@ def made(config: Config, run: Path, run_id: str, start: int = 0) -> MetricsWrite
 
 
 def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
-    """Write two iterations between two evaluations of two videos, as a run does; return the videos."""
+    """Write two iterations between two evaluations of two videos, as a run does; return the
+    videos."""
     run.mkdir(exist_ok=True)
     config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
     writer = made(config, run, "0a1b2c3d", start)
@@ -66,13 +68,22 @@ def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
         }
         writer.write_evaluation(scores, videos, clips)
         for i in range(iteration, start + 2):
-            writer.write({"iteration": i, "reward/mean": 10.0 + i, "loss": float("nan"), "norms": [1.0, None]})
+            writer.write(
+                {
+                    "iteration": i,
+                    "reward/mean": 10.0 + i,
+                    "loss": float("nan"),
+                    "norms": [1.0, None],
+                }
+            )
     writer.close()
     return videos
 
 
 def events(run: Path) -> EventAccumulator:
-    return EventAccumulator(str(run / "tensorboard"), {"images": 0, "scalars": 0, "tensors": 0}).Reload()
+    return EventAccumulator(
+        str(run / "tensorboard"), {"images": 0, "scalars": 0, "tensors": 0}
+    ).Reload()
 
 
 def steps(found: EventAccumulator, tag: str) -> dict[int, float]:
@@ -86,7 +97,9 @@ def test_tensorboard_gets_numbers_scores_settings_and_the_sheet(tmp_path: Path) 
     assert steps(found, "heldout/reward") == {0: 1.5, 2: 1.5}
     assert steps(found, "heldout/vq") == {0: 0.25, 2: 1.25}
     (image, _) = found.Images("heldout/videos")
-    assert (image.width, image.height) == contact_sheet([torch.rand(3, 3, 32, 32)] * 2, ["a", "b"]).size
+    assert (image.width, image.height) == contact_sheet(
+        [torch.rand(3, 3, 32, 32)] * 2, ["a", "b"]
+    ).size
     (config,) = found.Tensors("config/text_summary")
     assert b"    tracking.project: shapes" in config.tensor_proto.string_val[0]
 
@@ -97,7 +110,13 @@ def test_tensorboard_gets_numbers_scores_settings_and_the_sheet(tmp_path: Path) 
         {"LOCAL_RANK": "0"},  # left in a shell
         {"LOCAL_RANK": "1", "WORLD_SIZE": "1"},  # a run of its own on the second GPU
         {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"},
-        {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        {
+            "LOCAL_RANK": "0",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        },
     ],
     ids=lambda variables: "+".join(variables),
 )
@@ -112,7 +131,9 @@ def test_a_tracker_of_one_process_looks_for_no_other_ranks(
     write(tmp_path, ["tensorboard"])
     assert PartialState().num_processes == 1
     assert not dist.is_initialized()
-    assert {name: os.environ[name] for name in GROUP if name in os.environ} == variables, "they say which GPU it has"
+    assert {name: os.environ[name] for name in GROUP if name in os.environ} == variables, (
+        "they say which GPU it has"
+    )
 
 
 def test_a_resumed_run_replaces_what_comes_after_its_checkpoint(tmp_path: Path) -> None:
@@ -124,17 +145,21 @@ def test_a_resumed_run_replaces_what_comes_after_its_checkpoint(tmp_path: Path) 
     assert rows[0] == {"iteration": 0, "reward/mean": 10.0, "loss": None, "norms": [1.0, None]}
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_no_metric_is_the_folder_of_another() -> None:
-    """Of all that the page of metrics lists, which a test of the page compares with a run, and of evaluations."""
+    """Of all that the page of metrics lists, which a test of the page compares with a run, and of
+    evaluations."""
     listed = [name for table in tables("reference/metrics.md")[:2] for name in table]
     placeholders = {"<phase>": (*PHASES, WAIT), "<part>": ("vq", "mq", "ta", "clip/score")}
     names = set(listed)
     for mark, values in placeholders.items():
         names = {name.replace(mark, value) for name in names for value in values}
-    names |= {f"heldout/{part}" for part in ("reward", "videos", "video_00", "vq", "clip/score", "judge/alignment")}
+    names |= {
+        f"heldout/{part}"
+        for part in ("reward", "videos", "video_00", "vq", "clip/score", "judge/alignment")
+    }
     assert len(names) > 40
     assert name_in_name(names) is None
 
@@ -175,9 +200,14 @@ class Nested:
 def test_parts_that_no_tracker_can_hold_together_are_refused(key: str) -> None:
     given = {"reward.weights": {"clip": 1.0}} if key == "reward.name" else {}
     config = build(BASE_SETTINGS | given | {key: f"{__name__}:Nested"})
-    message = "part 'clip' is the folder of part 'clip/first', which trackers cannot hold; expected another name"
+    message = (
+        "part 'clip' is the folder of part 'clip/first', which trackers cannot hold; expected "
+        "another name"
+    )
     with pytest.raises(UserError, match=message):
-        load_rewards(config, ["a red circle moves left slowly"], ["a red circle moves left slowly"], {})
+        load_rewards(
+            config, ["a red circle moves left slowly"], ["a red circle moves left slowly"], {}
+        )
 
 
 def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:
@@ -205,7 +235,9 @@ def test_a_row_that_finds_no_room_is_written_before_the_next_checkpoint(
     writer.close()
 
 
-def test_wandb_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_them_too_and_goes_on_with_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -216,9 +248,19 @@ def test_wandb_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monke
         (folder,) = set((tmp_path / "demo" / "wandb").glob("offline-run-*-0a1b2c3d")) - seen
         seen.add(folder)
         log = (folder / "run-0a1b2c3d.wandb").read_bytes()
-        for text in (b"shapes", b"demo", b"sampling.eta", b"reward/mean", b"heldout/reward", b"heldout/vq"):
+        for text in (
+            b"shapes",
+            b"demo",
+            b"sampling.eta",
+            b"reward/mean",
+            b"heldout/reward",
+            b"heldout/vq",
+        ):
             assert text in log, text
-        media = [path.read_bytes() for path in sorted((folder / "files" / "media" / "videos").rglob("*.mp4"))]
+        media = [
+            path.read_bytes()
+            for path in sorted((folder / "files" / "media" / "videos").rglob("*.mp4"))
+        ]
         assert sorted(media) == sorted([video.read_bytes() for video in videos] * 2)
         assert len(list((folder / "files" / "media" / "images").rglob("*.png"))) == 2
 
@@ -234,11 +276,17 @@ def records(file: Path) -> Iterator[Any]:
         place += 7 + size
 
 
-def test_the_example_of_the_page_logs_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_page_logs_to_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    (block,) = [one for one in blocks(REPOSITORY / "docs" / "reference" / "metrics.md") if "wandb" in one.text]
+    (block,) = [
+        one
+        for one in blocks(REPOSITORY / "docs" / "reference" / "metrics.md")
+        if "wandb" in one.text
+    ]
     for words in commands(block):
         if words[0] == "export":
             monkeypatch.setenv(*words[1].split("="))
@@ -252,13 +300,17 @@ def test_the_example_of_the_page_logs_to_wandb(tmp_path: Path, monkeypatch: pyte
             assert b"reward/mean" in log.read_bytes()
 
 
-def test_wandb_takes_the_rows_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb drops rows whose `step` is not beyond the last one, as after a return to a checkpoint."""
+def test_wandb_takes_the_rows_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb drops rows whose `step` is not beyond the last one, as after a return to a
+    checkpoint."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = settings(tracking__trackers=["wandb"])
-    for start, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):  # not closed the first time, as in a crash
+    # not closed the first time, as in a crash
+    for start, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):
         writer = made(config, tmp_path, "0a1b2c3d", start)
         for iteration, reward in enumerate(rewards, start):
             writer.write({"iteration": iteration, "reward/mean": reward})
@@ -266,13 +318,20 @@ def test_wandb_takes_the_rows_after_a_crash(tmp_path: Path, monkeypatch: pytest.
     wandb.teardown()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-0a1b2c3d.wandb")
     found = list(records(file))
-    rows = [{item.nested_key[-1]: json.loads(item.value_json) for item in record.history.item} for record in found]
+    rows = [
+        {item.nested_key[-1]: json.loads(item.value_json) for item in record.history.item}
+        for record in found
+    ]
     assert [row["reward/mean"] for row in rows if row] == [1, 2, 3, 4]
     assert [row["iterations"] for row in rows if row] == [1, 2, 2, 3]
-    assert {record.metric.step_metric for record in found if record.metric.glob_name == "*"} == {"iterations"}
+    assert {record.metric.step_metric for record in found if record.metric.glob_name == "*"} == {
+        "iterations"
+    }
 
 
-def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_does_not_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class LoggedOut:
         def __init__(self, *args: object, **options: object) -> None: ...
 
@@ -284,7 +343,9 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
         write(tmp_path, ["wandb"])
 
 
-def test_the_contact_sheet_is_drawn_once_for_all_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_contact_sheet_is_drawn_once_for_all_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Other(TensorBoardTracker):
         def __init__(self, project: str, folder: Path) -> None:
             super().__init__("other", folder)
@@ -296,14 +357,18 @@ def test_the_contact_sheet_is_drawn_once_for_all_trackers(tmp_path: Path, monkey
     drawn: list[Any] = []
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Other)
     draw = trackers.contact_sheet
-    monkeypatch.setattr(trackers, "contact_sheet", lambda *given: drawn.append(given) or draw(*given))
+    monkeypatch.setattr(
+        trackers, "contact_sheet", lambda *given: drawn.append(given) or draw(*given)
+    )
     write(tmp_path, ["aim", "tensorboard"])
     assert len(drawn) == 2, "one for each evaluation"
     sheets = events(tmp_path).Images("heldout/videos")
     assert shown == [(sheet.step, (sheet.width, sheet.height)) for sheet in sheets]
 
 
-def test_a_tracker_that_does_not_start_again_ends_no_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_does_not_start_again_ends_no_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its folder is damaged, or its service is down; the record goes on."""
     write(tmp_path, [])
     for run in (tmp_path, tmp_path / "new"):
@@ -344,7 +409,8 @@ dying: list[Dying] = []
 def test_a_tracker_that_fails_is_noted_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Errors of a tracker do not end the run, and the record and the other trackers lose nothing."""
+    """Errors of a tracker do not end the run, and the record and the other trackers lose
+    nothing."""
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "aim", Dying)
     config = settings(tracking__trackers=["aim", "tensorboard"])
     caplog.set_level(logging.INFO)
@@ -354,8 +420,8 @@ def test_a_tracker_that_fails_is_noted_once_and_left_out(
     writer.close()
     assert dying.pop().asked == [1, 2, 3, 4], "three chances"
     assert " ".join(" ".join(caplog.messages).split()) == (
-        "note: tracker 'aim' failed (BrokenPipeError: the service went away); it is left out if it fails 3 times, "
-        "and metrics.jsonl has every row"
+        "note: tracker 'aim' failed (BrokenPipeError: the service went away); it is left out if it "
+        "fails 3 times, and metrics.jsonl has every row"
     )
     assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4, 5, 6]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6
@@ -409,7 +475,9 @@ class Hanging(TensorBoardTracker):
 
 
 @pytest.fixture
-def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hanging]]:
+def hanging(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[type[Hanging]]:
     monkeypatch.setattr(trackers, "SECONDS", 0.5)
     monkeypatch.setattr(trackers, "SECONDS_AT_ENDS", 0.5)
     monkeypatch.setattr(Hanging, "threads", [], raising=False)
@@ -439,12 +507,16 @@ def test_a_tracker_that_hangs_or_exits_does_not_hold_or_end_the_run(
     for i in range(4):
         writer.write({"iteration": i, "reward/mean": 10.0 + i})
     writer.close()
-    assert f"tracker 'aim' failed {why} metrics.jsonl has every row" in " ".join(" ".join(caplog.messages).split())
+    assert f"tracker 'aim' failed {why} metrics.jsonl has every row" in " ".join(
+        " ".join(caplog.messages).split()
+    )
     assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 
 
-@pytest.mark.parametrize(("hanging", "why"), [("start", " within 0.5 s"), ("start exits", ": 3")], indirect=["hanging"])
+@pytest.mark.parametrize(
+    ("hanging", "why"), [("start", " within 0.5 s"), ("start exits", ": 3")], indirect=["hanging"]
+)
 @pytest.mark.fault("a tracker hangs, or calls sys.exit", "left out, with a note; the run goes on")
 def test_a_tracker_that_hangs_or_exits_at_the_start_ends_no_resume(
     hanging: type[Hanging], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -467,12 +539,16 @@ def test_a_process_ends_although_the_package_of_a_tracker_hangs_at_exit(tmp_path
         f"cli._run = lambda words: write(Path({str(tmp_path)!r}), ['aim']) and 3\n"
         "sys.exit(cli.main([]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, timeout=300, check=False
+    )
     assert done.returncode == 3
 
 
 @pytest.mark.parametrize("hanging", [""], indirect=True)
-def test_all_calls_of_a_tracker_are_on_one_thread_that_ends(hanging: type[Hanging], tmp_path: Path) -> None:
+def test_all_calls_of_a_tracker_are_on_one_thread_that_ends(
+    hanging: type[Hanging], tmp_path: Path
+) -> None:
     """mlflow keeps its run in thread-local state."""
     write(tmp_path, ["aim"])
     (thread,) = set(hanging.threads)
@@ -485,7 +561,9 @@ def test_unknown_and_missing_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"tracking\.trackers: 'wandbb'.*did you mean 'wandb'\?"):
         check_trackers(["tensorboard", "wandbb"])
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: [])
-    with pytest.raises(UserError, match="'comet_ml' is not installed; install it with: pip install comet-ml"):
+    with pytest.raises(
+        UserError, match="'comet_ml' is not installed; install it with: pip install comet-ml"
+    ):
         check_trackers(["comet_ml"])
 
 
@@ -494,11 +572,13 @@ def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
         raise AssertionError("loaded")
 
     with pytest.raises(UserError, match=r"tracking\.trackers"):
-        train_module.train(settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]), fail, fail)
+        train_module.train(
+            settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]), fail, fail
+        )
     assert not (tmp_path / "run").exists()
 
 
-# -- no second run for a resumed one ----------------------------------------------------------------------------------
+# -- no second run for a resumed one ---------------------------------------------------------------
 
 
 def continued(names: list[str], run: Path, start: int, rewards: list[float]) -> None:
@@ -527,7 +607,9 @@ def test_a_tracker_that_would_begin_a_second_run_is_left_out(
     caplog.set_level(logging.INFO)
     continued(["aim", "tensorboard"], tmp_path, 2, [12.0])
     assert begun == ["shapes"]
-    assert "tracker 'aim' would begin a second run for this one; it is left out" in " ".join(caplog.text.split())
+    assert "tracker 'aim' would begin a second run for this one; it is left out" in " ".join(
+        caplog.text.split()
+    )
     assert steps(events(tmp_path), "reward/mean") == {1: 10, 2: 11, 3: 12}
 
 
@@ -541,8 +623,15 @@ def test_a_tracker_that_keeps_what_is_undone_is_named(
     write(tmp_path, ["tensorboard"])
     continued(["tensorboard", "wandb"], tmp_path, 1, [12.0])
     wandb.teardown()
-    notes = [" ".join(message.split()) for message in caplog.messages if message.startswith("note: tracker")]
-    expected = "note: tracker 'wandb' keeps the numbers beyond iteration 1, which are made again: its later ones count"
+    notes = [
+        " ".join(message.split())
+        for message in caplog.messages
+        if message.startswith("note: tracker")
+    ]
+    expected = (
+        "note: tracker 'wandb' keeps the numbers beyond iteration 1, which are made again: its "
+        "later ones count"
+    )
     assert notes == [expected]
 
 
@@ -564,7 +653,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert [(point.step, point.value) for point in history] == [(1, 10), (2, 11), (2, 20), (3, 21)]
 
 
-# -- a run that is resumed --------------------------------------------------------------------------------------------
+# -- a run that is resumed -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -574,7 +663,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     umask = os.umask(0o022)
     try:
         for iterations in (1, 2):
-            config = settings(output=str(run), train__iterations=iterations, train__ema_decay=0.5, eval__num_videos=1,
+            config = settings(output=str(run), train__iterations=iterations, train__ema_decay=0.5,
+                eval__num_videos=1,
                               eval__judge="testbed-judge")  # fmt: skip
             train(config, resume=iterations > 1, report=report_run)
     finally:
@@ -595,7 +685,10 @@ def test_held_out_scores_reach_the_tracker(resumed: Path) -> None:
     means, judged = {}, {}
     for name, step in (("before", 0), ("after", 2)):
         scores = json.loads((resumed / "eval" / f"{name}.json").read_text())
-        means[step], judged[step] = np.mean(scores["reward"]), np.mean(scores["parts"]["judge/naturalness"])
+        means[step], judged[step] = (
+            np.mean(scores["reward"]),
+            np.mean(scores["parts"]["judge/naturalness"]),
+        )
     found = steps(events(resumed), "heldout/reward")
     assert {step: found[step] for step in means} == pytest.approx(means)
     looked_on = steps(events(resumed), "heldout/judge/naturalness")
@@ -605,7 +698,11 @@ def test_held_out_scores_reach_the_tracker(resumed: Path) -> None:
 
 
 def test_colleagues_can_read_every_file(resumed: Path) -> None:
-    modes = {path.relative_to(resumed): path.stat().st_mode & 0o777 for path in resumed.rglob("*") if path.is_file()}
+    modes = {
+        path.relative_to(resumed): path.stat().st_mode & 0o777
+        for path in resumed.rglob("*")
+        if path.is_file()
+    }
     names = {path.name for path in modes}
     assert {
         "trainable-00001-of-00001.safetensors",
@@ -633,6 +730,8 @@ def test_tensorboard_whose_files_cannot_be_written_is_left_out_with_one_note(
     for _ in range(3):
         is_noted()
     writer.close()
-    assert [message.startswith("note: tracker 'tensorboard' failed") for message in caplog.messages] == [True]
+    assert [
+        message.startswith("note: tracker 'tensorboard' failed") for message in caplog.messages
+    ] == [True]
     assert "Traceback" not in capfd.readouterr().err
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == next(written)

@@ -67,7 +67,9 @@ def test_same_seed_same_metrics(tuning: str) -> None:
     first, second = tiny_trainer(config), tiny_trainer(config)
     for index in range(2):
         assert numbers(first.iteration(index)) == numbers(second.iteration(index))
-    other = tiny_trainer(settings(train__optimizer_steps=2, model__tuning=tuning, seed=1)).iteration(0)
+    other = tiny_trainer(
+        settings(train__optimizer_steps=2, model__tuning=tuning, seed=1)
+    ).iteration(0)
     assert other["reward/mean"] != first.iteration(0)["reward/mean"]
 
 
@@ -79,7 +81,8 @@ def test_checkpointing_of_activations_changes_nothing(mode: str) -> None:
 
 
 def test_micro_batches_and_rollout_batches_do_not_matter() -> None:
-    """Micro-batches of 1, 4 and 64 accumulate to the same update; batches of 2 give the same rollouts."""
+    """Micro-batches of 1, 4 and 64 accumulate to the same update; batches of 2 give the same
+    rollouts."""
     rows = [
         tiny_trainer(settings(train__batch_size=size, sampling__batch_size=chunk)).iteration(0)
         for size, chunk in ((64, 8), (4, 8), (1, 2))
@@ -91,11 +94,14 @@ def test_micro_batches_and_rollout_batches_do_not_matter() -> None:
 
 
 def test_equalizer_levels_the_gradient_over_steps() -> None:
-    """Figure 4: the gradient that reaches the network varies widely over steps without it, and hardly with it."""
+    """Figure 4: the gradient that reaches the network varies widely over steps without it, and
+    hardly with it."""
     overrides = {"sampling__steps": 10, "sampling__sampler": "flow", "train__group_size": 4}
 
     def spread(equalizer: bool) -> float:
-        norms = tiny_trainer(settings(objective__equalizer=equalizer, **overrides)).iteration(0)["velocity_grad_norm"]
+        norms = tiny_trainer(settings(objective__equalizer=equalizer, **overrides)).iteration(0)[
+            "velocity_grad_norm"
+        ]
         return max(norms) / min(norms)
 
     assert spread(True) < 1.6
@@ -103,7 +109,9 @@ def test_equalizer_levels_the_gradient_over_steps() -> None:
 
 
 def test_anchor_moves_and_is_not_computed_needlessly(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = tiny_trainer(settings(kl__strategy="moving", kl__anchor_interval=2, train__parity_gate=False))
+    trainer = tiny_trainer(
+        settings(kl__strategy="moving", kl__anchor_interval=2, train__parity_gate=False)
+    )
     forwards = 0
     original = trainer.policy.velocity
 
@@ -119,7 +127,8 @@ def test_anchor_moves_and_is_not_computed_needlessly(monkeypatch: pytest.MonkeyP
         row = trainer.iteration(index)
         counts.append(forwards)
         assert (row["kl/anchor"] > 1e-12) == (index % 2 == 1)
-    # 5 steps for the rollout, and 5 more if the anchor is not the rollout policy (every second iteration here).
+    # 5 steps for the rollout, and 5 more if the anchor is not the rollout policy (every second
+    # iteration here).
     assert counts == [5, 10, 5, 10]
 
 
@@ -141,7 +150,9 @@ def test_shared_initial_noise() -> None:
 
 def test_no_seed_is_used_twice() -> None:
     config = settings(train__prompts_per_iteration=4)
-    seeds = [sample.seed for index in range(50) for sample in planned(config, PROMPTS, index).samples]
+    seeds = [
+        sample.seed for index in range(50) for sample in planned(config, PROMPTS, index).samples
+    ]
     assert len(set(seeds)) == len(seeds) == 50 * 4 * 3
 
 
@@ -165,7 +176,9 @@ def test_equal_groups_are_dropped_and_counted() -> None:
     assert row["reward/zero_std_groups"] == 1
     assert row["update/skipped"] == 1
     assert trainer.engine.steps == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items()
+    )
 
 
 class NanReward(BrightnessReward):
@@ -202,9 +215,14 @@ class LateFailure(BrightnessReward):
 
 def test_failed_rewards_stop_the_run() -> None:
     stops = settings(reward__on_failure="stop")
-    with pytest.raises(RewardError, match=r"(?s)for prompt 'a .*'mq' is nan, not finite.*reward.on_failure = 'drop'"):
+    with pytest.raises(
+        RewardError,
+        match=r"(?s)for prompt 'a .*'mq' is nan, not finite.*reward.on_failure = 'drop'",
+    ):
         tiny_trainer(stops, NanReward()).iteration(0)
-    with pytest.raises(RewardError, match=r"(?s)OSError: scoring server went away.*reward.on_failure = 'drop'"):
+    with pytest.raises(
+        RewardError, match=r"(?s)OSError: scoring server went away.*reward.on_failure = 'drop'"
+    ):
         tiny_trainer(stops, RaisingReward()).iteration(0)
 
 
@@ -217,7 +235,9 @@ def test_failed_rewards_can_be_dropped_and_are_counted() -> None:
     row = tiny_trainer(settings(reward__max_dropped=1), RaisingReward()).iteration(0)
     assert 0 < row["reward/dropped"] < 6
     assert row["reward/retried"] == 6
-    with pytest.raises(RewardError, match=r"of 6 samples have no score, more than reward.max_dropped = 0.1") as error:
+    with pytest.raises(
+        RewardError, match=r"of 6 samples have no score, more than reward.max_dropped = 0.1"
+    ) as error:
         tiny_trainer(settings(reward__max_dropped=0.1), RaisingReward()).iteration(0)
     assert error.value.on_all_ranks, "so that a checkpoint is saved"
 
@@ -254,7 +274,9 @@ def test_a_sample_left_alone_in_its_group_is_not_trained(monkeypatch: pytest.Mon
         return updates(plan, trained)
 
     monkeypatch.setattr(IterationPlan, "updates", noting)
-    config = settings(objective__drop_equal_groups=False, reward__max_dropped=0.5, reward__retries=0)
+    config = settings(
+        objective__drop_equal_groups=False, reward__max_dropped=0.5, reward__retries=0
+    )
     row = tiny_trainer(config, LeavesOne()).iteration(0)
     assert row["reward/dropped"] == 2
     assert row["reward/dropped_groups"] == 1
@@ -264,14 +286,17 @@ def test_a_sample_left_alone_in_its_group_is_not_trained(monkeypatch: pytest.Mon
 def test_missing_reward_part() -> None:
     config = settings(**{"reward__weights__aesthetics": 1.0})
     with pytest.raises(
-        UserError, match=r"reward.weights names 'aesthetics'; reward 'testbed' returns \['mq', 'ta', 'vq'"
+        UserError,
+        match=r"reward.weights names 'aesthetics'; reward 'testbed' returns \['mq', 'ta', 'vq'",
     ):
         tiny_trainer(config).reward.check(config.sampling, ["a"])
     with pytest.raises(RewardError, match=r"without \['aesthetics'\]"):
         tiny_trainer(config).iteration(0)
 
 
-def test_parity_gate_stops_a_run_that_cannot_reproduce_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_gate_stops_a_run_that_cannot_reproduce_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = tiny_trainer(settings())
     original = trainer.policy.velocity
 
@@ -282,21 +307,28 @@ def test_parity_gate_stops_a_run_that_cannot_reproduce_itself(monkeypatch: pytes
     before = trainer.policy.snapshot()
     with pytest.raises(ParityError, match=r"log-prob by up to \d.*e-0\d.*clip_range"):
         trainer.iteration(0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items()
+    )
 
 
-def test_the_gate_measures_and_lets_pass_where_there_is_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_measures_and_lets_pass_where_there_is_no_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = tiny_trainer(settings(objective__surrogate="log_prob"))
     original = trainer.policy.velocity
     monkeypatch.setattr(
-        trainer.policy, "velocity", lambda *args: original(*args) * (1.1 if torch.is_grad_enabled() else 1.0)
+        trainer.policy,
+        "velocity",
+        lambda *args: original(*args) * (1.1 if torch.is_grad_enabled() else 1.0),
     )
     assert trainer.iteration(0)["log_prob/parity"] > 1e-4
 
 
 @pytest.mark.parametrize("overrides", [{}, {"objective__ratio": "centred"}])
 def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]) -> None:
-    """In the first update the closed-form KL to the rollout policy and its gradient are 0, to rounding."""
+    """In the first update the closed-form KL to the rollout policy and its gradient are 0, to
+    rounding."""
     config = settings(kl__velocity_term="closed_form", **overrides)
     assert not Objective(config).stores_velocities
     config.train.optimizer_steps = 2
@@ -310,25 +342,40 @@ def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]
         {"kl__strategy": "dual", "kl__beta_pos": 0.0},
         {"kl__strategy": "dual", "kl__anchor_interval": 1},
         {"kl__strategy": "moving", "kl__anchor_interval": 1},
-        {"kl__strategy": "moving", "kl__anchor_interval": 1, "objective__surrogate": "nft", "kl__feedback": "none"},
+        {
+            "kl__strategy": "moving",
+            "kl__anchor_interval": 1,
+            "objective__surrogate": "nft",
+            "kl__feedback": "none",
+        },
     ],
 )
 def test_a_kl_that_is_always_zero_is_refused(kl: dict[str, Any]) -> None:
     given = {"kl__velocity_term": "closed_form"} | kl
-    with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of .* is 0.*at least 2"):
+    with pytest.raises(
+        UserError, match=r"train.optimizer_steps = 1: the KL of .* is 0.*at least 2"
+    ):
         check_trainable(settings(**given))
     check_trainable(settings(**given, train__optimizer_steps=2))
-    assert "kl__anchor_interval" not in kl or check_trainable(settings(**given | {"kl__anchor_interval": 2}))
+    assert "kl__anchor_interval" not in kl or check_trainable(
+        settings(**given | {"kl__anchor_interval": 2})
+    )
 
 
 def test_the_kl_of_an_anchor_that_is_refreshed_in_each_iteration_is_zero() -> None:
     """Which is why its settings are refused."""
-    trainer = tiny_trainer(settings(kl__strategy="moving", kl__anchor_interval=1, kl__velocity_term="closed_form"))
-    assert [trainer.iteration(index)["kl/anchor"] for index in range(3)] == pytest.approx([0.0] * 3, abs=1e-12)
+    trainer = tiny_trainer(
+        settings(kl__strategy="moving", kl__anchor_interval=1, kl__velocity_term="closed_form")
+    )
+    assert [trainer.iteration(index)["kl/anchor"] for index in range(3)] == pytest.approx(
+        [0.0] * 3, abs=1e-12
+    )
 
 
 def test_the_rollouts_log_ratio_keeps_a_kl_that_an_anchor_of_one_step_has_not() -> None:
-    check_trainable(settings(kl__strategy="dual", kl__anchor_interval=1, kl__velocity_term="rollout"))
+    check_trainable(
+        settings(kl__strategy="dual", kl__anchor_interval=1, kl__velocity_term="rollout")
+    )
 
 
 @pytest.mark.parametrize(
@@ -352,7 +399,9 @@ def test_non_finite_gradients_are_not_trained_on(monkeypatch: pytest.MonkeyPatch
     before = trainer.policy.snapshot()
     with pytest.raises(NonFiniteError, match="nothing was updated"):
         trainer.iteration(0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items()
+    )
 
 
 def test_ode_has_nothing_to_train() -> None:
@@ -373,7 +422,8 @@ def resume(trainer: Trainer, run: Path) -> int:
 @pytest.mark.parametrize("averaged", [False, True])
 def test_resume_continues_as_if_never_stopped(averaged: bool, tmp_path: Path) -> None:
     config = settings(
-        train__optimizer_steps=2, train__ema_decay=0.9, kl__anchor_interval=3, sampling__averaged_weights=averaged,
+        train__optimizer_steps=2, train__ema_decay=0.9, kl__anchor_interval=3,
+        sampling__averaged_weights=averaged,
         train__parity_gate=not averaged,
     )  # fmt: skip
     whole = tiny_trainer(config)
@@ -393,14 +443,20 @@ def test_resume_continues_as_if_never_stopped(averaged: bool, tmp_path: Path) ->
         assert torch.equal(second.policy.snapshot()[name], tensor), name
     assert whole.engine.ema is not None
     assert second.engine.ema is not None
-    assert all(torch.equal(second.engine.ema[name], tensor) for name, tensor in whole.engine.ema.items())
+    assert all(
+        torch.equal(second.engine.ema[name], tensor) for name, tensor in whole.engine.ema.items()
+    )
 
 
 @pytest.mark.parametrize(
-    ("setting", "before", "after"), [("kl__strategy", "none", "dual"), ("train__ema_decay", 0.0, 0.9)]
+    ("setting", "before", "after"),
+    [("kl__strategy", "none", "dual"), ("train__ema_decay", 0.0, 0.9)],
 )
-def test_resume_asks_for_what_the_checkpoint_lacks(setting: str, before: Any, after: Any, tmp_path: Path) -> None:
-    """A run cannot continue an anchor or an average that it did not have; it refuses instead of starting a new one."""
+def test_resume_asks_for_what_the_checkpoint_lacks(
+    setting: str, before: Any, after: Any, tmp_path: Path
+) -> None:
+    """A run cannot continue an anchor or an average that it did not have; it refuses instead of
+    starting a new one."""
     first = tiny_trainer(settings(**{setting: before}))
     save_checkpoint(tmp_path, 0, first.engine, first.state_dict(), first.anchor)
     second = tiny_trainer(settings(**{setting: after}))
@@ -432,7 +488,13 @@ def on_two_ranks(code: str, folder: Path) -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={port}",
+    ]
     done = subprocess.run(
         [*command, str(script), str(result)],
         cwd=Path(__file__).parent.parent,
@@ -447,17 +509,21 @@ def on_two_ranks(code: str, folder: Path) -> Any:
 
 @pytest.mark.gpu(2)
 def test_two_gpus_train_as_one(tmp_path: Path) -> None:
-    """Two ranks under NCCL make the rollouts and the update of one process; tests/test_ranks.py does this with gloo.
+    """Two ranks under NCCL make the rollouts and the update of one process; tests/test_ranks.py
+    does this with gloo.
 
     Seeds follow the group, not the rank.
     """
     rows = on_two_ranks(TWO_RANKS, tmp_path)
-    config = settings(train__optimizer_steps=2, train__group_size=4, objective__advantage_std="batch")
+    config = settings(
+        train__optimizer_steps=2, train__group_size=4, objective__advantage_std="batch"
+    )
     trainer: Trainer = tiny_trainer(config)
     for index, row in enumerate(rows):
         alone = trainer.iteration(index)
         for key in (
-            "reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "kl/lambda", "ratio/mean"
+            "reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "kl/lambda",
+            "ratio/mean"
         ):  # fmt: skip
             assert row[key] == pytest.approx(alone[key], rel=2e-3), (index, key)
         for ours, theirs in zip(alone["velocity_grad_norm"], row["velocity_grad_norm"]):
@@ -465,7 +531,9 @@ def test_two_gpus_train_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("surrogate", "used"), [("clip", True), ("nft", False)])
-def test_run_json_holds_the_equalizer_only_where_the_loss_uses_it(surrogate: str, used: bool, tmp_path: Path) -> None:
+def test_run_json_holds_the_equalizer_only_where_the_loss_uses_it(
+    surrogate: str, used: bool, tmp_path: Path
+) -> None:
     trainer = tiny_trainer(settings(objective__surrogate=surrogate, objective__equalizer=True))
     assert (describe(trainer, {}, tmp_path, 0)["equalizer"] is not None) == used
 
@@ -476,7 +544,10 @@ def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatc
     """Seeds are the same; rewards and updates agree to the rounding of other kernels."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     config = settings(
-        model__tuning="full", train__optimizer_steps=2, train__ema_decay=0.9, sampling__guidance_scale=guidance
+        model__tuning="full",
+        train__optimizer_steps=2,
+        train__ema_decay=0.9,
+        sampling__guidance_scale=guidance,
     )
     here, there = tiny_trainer(config), tiny_trainer(config, device=torch.device("cuda"))
     there.graphs = StepGraphs(there.policy, CudaRecorder(), max_memory=math.inf)
@@ -491,7 +562,9 @@ def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatc
     assert len(there.graphs) > 0
 
 
-def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = tiny_trainer(settings(train__optimizer_steps=2, train__parity_gate=False))
     weights = sum(p.nbytes for p in trainer.policy.parameters().values())
     monkeypatch.setattr("sage_fast.parallel.plain.free_bytes", lambda device: 3 * weights)
@@ -511,19 +584,28 @@ def test_dummy_backward_takes_no_sample_that_was_dropped(monkeypatch: pytest.Mon
     def dropped(batch: Batch, planned: Sequence[Transition], *others: Any) -> None:
         for (sample, _), state in batch.trajectories.states.items():
             state[:] = math.nan if sample == 0 else state
-        update(batch, [transition for transition in planned if transition[0] != batch.numbers[0]], *others)
+        update(
+            batch,
+            [transition for transition in planned if transition[0] != batch.numbers[0]],
+            *others,
+        )
 
     monkeypatch.setattr(trainer, "update", dropped)
     assert math.isfinite(trainer.iteration(0)["grad_norm"])
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_recorded_gradient_norm_is_that_at_the_velocity(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the closed-form norm of each step with the gradients that autograd delivers to the scored velocities."""
+def test_recorded_gradient_norm_is_that_at_the_velocity(
+    batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the closed-form norm of each step with the gradients that autograd delivers to the
+    scored velocities."""
     trainer = tiny_trainer(settings(train__batch_size=batch_size, train__parity_gate=False))
     norms: dict[int, list[float]] = defaultdict(list)
 
-    def watched(x: Tensor, x_next: Tensor, v: Tensor, coefs: Tensor, step: Tensor, *others: Any) -> Any:
+    def watched(
+        x: Tensor, x_next: Tensor, v: Tensor, coefs: Tensor, step: Tensor, *others: Any
+    ) -> Any:
         def note(grad: Tensor) -> None:
             for index, norm in zip(step.tolist(), grad.flatten(1).norm(dim=1).tolist()):
                 norms[index].append(norm)
@@ -535,14 +617,16 @@ def test_recorded_gradient_norm_is_that_at_the_velocity(batch_size: int, monkeyp
     recorded = trainer.iteration(0)["velocity_grad_norm"]
     samples, transitions = 2 * 3, 2 * 3 * 5
     assert len(recorded) == 5
-    # The loss is a mean over all transitions; the record has the transition's own loss, averaged over the samples.
+    # The loss is a mean over all transitions; the record has the transition's own loss, averaged
+    # over the samples.
     for t, value in enumerate(recorded):
         assert len(norms[t]) == samples
         assert value == pytest.approx(sum(norms[t]) / samples * transitions, rel=1e-4), f"step {t}"
 
 
 def test_videos_come_back_in_the_order_of_the_prompts() -> None:
-    """Videos are sampled by length and returned in the order of the call; each is what it is alone."""
+    """Videos are sampled by length and returned in the order of the call; each is what it is
+    alone."""
     setup = setup_of(1, sampling__batch_size=2)
     prompts = ["a red circle moves left quickly", "", "a blue square moves up slowly", ""]
     seeds = torch.arange(4)
@@ -567,7 +651,8 @@ def setup_of(videos: int, **changes: Any) -> Setup:
 
 
 def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank writes the files, so it gets a video even if there are more ranks than videos."""
+    """The first rank writes the files, so it gets a video even if there are more ranks than
+    videos."""
     setup = setup_of(1)
     monkeypatch.setattr("sage_fast.eval.evaluation.data_size", lambda: 2)
     counts = []
@@ -579,7 +664,10 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
 
 
 def test_a_part_that_one_rank_lacks_has_no_score_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the other ranks' scores would stand beside the wrong prompts. A rank without videos has no parts."""
+    """Otherwise the other ranks' scores would stand beside the wrong prompts.
+
+    A rank without videos has no parts.
+    """
     setup = setup_of(2)
     theirs = Scores(rewards=torch.ones(1), parts={"vq": torch.full((1,), 0.5)})
 
@@ -595,7 +683,9 @@ def test_a_part_that_one_rank_lacks_has_no_score_there(monkeypatch: pytest.Monke
         assert len(values) == 2
 
 
-def test_weights_are_put_back_if_borrowing_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_put_back_if_borrowing_others_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ctrl-C comes during the copy; the checkpoint that follows must have the original weights."""
     policy = tiny_trainer(settings()).policy
     before, copy_in = policy.snapshot(), policy.load
@@ -607,6 +697,9 @@ def test_weights_are_put_back_if_borrowing_others_is_interrupted(monkeypatch: py
             raise interrupts.pop()
 
     monkeypatch.setattr(policy, "load", load)
-    with pytest.raises(KeyboardInterrupt), policy.using({name: tensor + 1 for name, tensor in before.items()}):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        policy.using({name: tensor + 1 for name, tensor in before.items()}),
+    ):
         pytest.fail("the block ran")
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.snapshot().items())

@@ -1,4 +1,5 @@
-"""The transition table against samplers.md, diffusers' scheduler, and distributions that are known exactly."""
+"""The transition table against samplers.md, diffusers' scheduler, and distributions that are known
+exactly."""
 
 import math
 
@@ -45,7 +46,11 @@ def scalar_row(sampler: str, s: float, n: float, eta: float) -> tuple[float, flo
     if sampler == "sage":
         variance = eta**2 * (-d + math.log(max(1 - n, 3e-3) / max(1 - s, 3e-3)))
     else:
-        variance = {"ode": 0.0, "dance": eta**2 * d, "flow": eta**2 * d * s / (1 - (n if s == 1 else s))}[sampler]
+        variance = {
+            "ode": 0.0,
+            "dance": eta**2 * d,
+            "flow": eta**2 * d * s / (1 - (n if s == 1 else s)),
+        }[sampler]
     return 1 - variance / (2 * s), -d - variance * (1 - s) / (2 * s), math.sqrt(variance)
 
 
@@ -94,21 +99,28 @@ def test_cps_with_the_exact_ratio_is_exact() -> None:
         kept = (n * (1 - s) / (s * (1 - n))) ** (0.8**2 / 2)
         cps = transition_table(sigmas[t : t + 2], "cps", 2 / math.pi * math.acos(kept))
         row = (float(cps.a[0]), float(cps.b[0]), float(cps.c[0]))
-        assert row == pytest.approx((float(exact.a[t]), float(exact.b[t]), float(exact.c[t])), rel=1e-9)
+        assert row == pytest.approx(
+            (float(exact.a[t]), float(exact.b[t]), float(exact.c[t])), rel=1e-9
+        )
 
 
 @pytest.mark.parametrize(("closed", "euler"), [("dance-precise", "dance"), ("precise", "flow")])
 def test_a_closed_form_solves_the_sde_of_its_euler_step(closed: str, euler: str) -> None:
-    """In short steps the rows are the same, and one long step keeps as much of the old noise as its parts do."""
+    """In short steps the rows are the same, and one long step keeps as much of the old noise as its
+    parts do."""
     fine = sigma_schedule(100_000, 1.0)
     inside = slice(20_000, 80_000)  # at the ends a step is long beside sigma or 1 - sigma
     ours, theirs = (transition_table(fine, sampler, 0.8) for sampler in (closed, euler))
     for name in ("a", "b", "c"):
-        torch.testing.assert_close(getattr(ours, name)[inside], getattr(theirs, name)[inside], rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(
+            getattr(ours, name)[inside], getattr(theirs, name)[inside], rtol=1e-4, atol=1e-8
+        )
 
     def kept(*sigmas: float) -> float:
         levels = torch.tensor(sigmas, dtype=torch.float64)
-        return float(((transition_table(levels, closed, 0.8).a - (1 - levels[1:])) / levels[:-1]).prod())
+        return float(
+            ((transition_table(levels, closed, 0.8).a - (1 - levels[1:])) / levels[:-1]).prod()
+        )
 
     assert kept(0.7, 0.5, 0.4, 0.2) == pytest.approx(kept(0.7, 0.2), rel=1e-12)
     assert kept(0.7, 0.2) < 0.2 / 0.7
@@ -122,11 +134,14 @@ def test_flow_is_dance_with_its_own_noise_level() -> None:
         g = 0.8 * math.sqrt(sigmas[t] / (1 - sigmas[t]))
         dance = transition_table(sigmas[t : t + 2], "dance", g)
         for name in ("a", "b", "c"):
-            assert float(getattr(dance, name)[0]) == pytest.approx(float(getattr(flow, name)[t]), rel=1e-12)
+            assert float(getattr(dance, name)[0]) == pytest.approx(
+                float(getattr(flow, name)[t]), rel=1e-12
+            )
 
 
 def test_sage_at_its_clamp() -> None:
-    """departures.md: noisier than flow at step 0, deterministic where naive code is nan; it says what it leaves."""
+    """departures.md: noisier than flow at step 0, deterministic where naive code is nan; it says
+    what it leaves."""
     sage, flow = (transition_table(sigma_schedule(20, 5.0), name, 0.5) for name in ("sage", "flow"))
     assert float(sage.c[0]) == pytest.approx(0.556, abs=5e-4)
     assert float(flow.c[0]) == pytest.approx(0.500, abs=5e-4)
@@ -148,7 +163,9 @@ def test_equalizer_by_hand() -> None:
     assert exact.equalizer()[-1] == 0
     assert not transition_table(sigma_schedule(9, 5.0), "ode", 0.7).equalizer().any()
     even = transition_table(sigma_schedule(20, 5.0), "sage", 0.5)  # the lower median: departures.md
-    assert float(even.gradient_scale().median() / even.gradient_scale().quantile(0.5)) == pytest.approx(0.917, abs=5e-4)
+    assert float(
+        even.gradient_scale().median() / even.gradient_scale().quantile(0.5)
+    ) == pytest.approx(0.917, abs=5e-4)
 
 
 def test_window_is_ode_outside() -> None:
@@ -164,20 +181,23 @@ def test_window_is_ode_outside() -> None:
 def test_coefficients_by_hand() -> None:
     table = transition_table(sigma_schedule(4, 3.0), "dance", 0.6)
     a, b, c, w, k, m = table.coefficients()[2].tolist()
-    assert (a, b, c) == pytest.approx((float(table.a[2]), float(table.b[2]), float(table.c[2])), rel=1e-6)
+    assert (a, b, c) == pytest.approx(
+        (float(table.a[2]), float(table.b[2]), float(table.c[2])), rel=1e-6
+    )
     assert w == pytest.approx(-1 / (2 * c**2), rel=1e-6)
     assert k == pytest.approx(-math.log(c) - 0.5 * math.log(2 * math.pi), rel=1e-6)
     assert m == pytest.approx(b**2 / (2 * c**2), rel=1e-6)
     assert table.coefficients("unscaled")[2, 3:].tolist() == pytest.approx([-1, 0, m], rel=1e-6)
 
 
-# -- distributions ----------------------------------------------------------------------------------------------------
+# -- distributions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 1000])
 @pytest.mark.parametrize("sampler", ["precise", "cps", "ode"])
 def test_point_mass_keeps_its_marginal(sampler: str, steps: int) -> None:
-    """With all data at x0, x_s ~ N((1-s) x0, s^2): mean and variance are followed in closed form, step by step.
+    """With all data at x0, x_s ~ N((1-s) x0, s^2): mean and variance are followed in closed form,
+    step by step.
 
     v = (x - x0)/s there, so x_next = (a + b/s) x - (b/s) x0 + c noise.
     """
@@ -198,7 +218,8 @@ def test_point_mass_keeps_its_marginal(sampler: str, steps: int) -> None:
     [("ode", 0.0, 0.2896), ("precise", 1.0, 0.2830), ("precise", math.sqrt(2), 0.2765)],
 )
 def test_freezing_x0_hat_costs_more_with_noise(sampler: str, eta: float, std: float) -> None:
-    """samplers.md: final std of data N(0, 0.3^2) under its exact velocity, a multiple of x; 200 steps, shift 5."""
+    """samplers.md: final std of data N(0, 0.3^2) under its exact velocity, a multiple of x; 200
+    steps, shift 5."""
     table = transition_table(sigma_schedule(200, 5.0), sampler, eta)
     variance = 1.0
     for s, a, b, c in zip(table.sigmas.tolist(), table.a, table.b, table.c):
@@ -208,9 +229,13 @@ def test_freezing_x0_hat_costs_more_with_noise(sampler: str, eta: float, std: fl
 
 
 def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    """On modes this narrow `precise` has the ODE's error at any number of steps; the others exceed it as printed."""
+    """On modes this narrow `precise` has the ODE's error at any number of steps; the others exceed
+    it as printed."""
     mixture, count = Mixture(), 4000
-    lines = [f"{'steps':>6}" + "".join(f"{name:>16}" for name in ("ode", "precise", "sage", "flow", "dance", "cps"))]
+    lines = [
+        f"{'steps':>6}"
+        + "".join(f"{name:>16}" for name in ("ode", "precise", "sage", "flow", "dance", "cps"))
+    ]
     for steps in (5, 10, 20, 40):
         rms: dict[str, tuple[float, float]] = {}
         shares: dict[str, Tensor] = {}
@@ -219,36 +244,53 @@ def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:
             x = sample(mixture, table, count, seed=steps)
             squared = mixture.distance(x).square()
             mean = float(squared.mean())
-            rms[sampler] = (math.sqrt(mean), float(squared.std()) / math.sqrt(count) / (2 * math.sqrt(mean)))
+            rms[sampler] = (
+                math.sqrt(mean),
+                float(squared.std()) / math.sqrt(count) / (2 * math.sqrt(mean)),
+            )
             shares[sampler] = mixture.shares(x)
-        lines.append(f"{steps:>6}" + "".join(f"{v:>9.4f} x{v / rms['ode'][0]:<5.2f}" for v, _ in rms.values()))
+        lines.append(
+            f"{steps:>6}"
+            + "".join(f"{v:>9.4f} x{v / rms['ode'][0]:<5.2f}" for v, _ in rms.values())
+        )
         (ode, ode_se), (exact, exact_se) = rms["ode"], rms["precise"]
         assert abs(exact - ode) < 4 * math.hypot(ode_se, exact_se), (steps, rms)
         for sampler in ("sage", "flow", "dance"):
             assert rms[sampler][0] > 1.5 * ode, (steps, sampler, rms)
             table = transition_table(sigma_schedule(steps, 5.0), sampler, 1.0)
             predicted = 4 * float(table.excess_noise()[-1])  # in 16 dimensions
-            assert math.sqrt(rms[sampler][0] ** 2 - ode**2) == pytest.approx(predicted, rel=0.1), (steps, sampler)
+            assert math.sqrt(rms[sampler][0] ** 2 - ode**2) == pytest.approx(predicted, rel=0.1), (
+                steps,
+                sampler,
+            )
         assert (shares["precise"] - 0.25).abs().sum() < 0.1, (steps, shares)
     with capsys.disabled():
-        print("\nrms distance to the nearest mode, and its ratio to the ODE's (shift 5, eta 1)\n" + "\n".join(lines))
+        print(
+            "\nrms distance to the nearest mode, and its ratio to the ODE's (shift 5, eta 1)\n"
+            + "\n".join(lines)
+        )
 
 
 def test_excess_noise_by_hand() -> None:
-    """Two steps of dance multiply y by n/s - S/(2 s^2) and add S to its variance; who keeps the marginal has none."""
+    """Two steps of dance multiply y by n/s - S/(2 s^2) and add S to its variance; who keeps the
+    marginal has none."""
     table = transition_table(torch.tensor([1.0, 0.6, 0.0], dtype=torch.float64), "dance", 0.5)
     first = (0.6 - 0.1 / 2) ** 2 + 0.1
     second = (0 - 0.15 / (2 * 0.36)) ** 2 * first + 0.15
-    assert table.excess_noise().tolist() == pytest.approx([math.sqrt(first - 0.36), math.sqrt(second)], rel=1e-12)
+    assert table.excess_noise().tolist() == pytest.approx(
+        [math.sqrt(first - 0.36), math.sqrt(second)], rel=1e-12
+    )
     for sampler in ("precise", "cps", "ode"):
         assert transition_table(sigma_schedule(20, 5.0), sampler, 0.9).excess_noise().max() < 1e-7
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 def test_messages() -> None:
-    with pytest.raises(UserError, match=r"sampling.eta = 1.5: cps is defined up to 1; the nearest is 1"):
+    with pytest.raises(
+        UserError, match=r"sampling.eta = 1.5: cps is defined up to 1; the nearest is 1"
+    ):
         transition_table(sigma_schedule(5, 5.0), "cps", 1.5)
     with pytest.raises(ValueError, match="strictly falling"):
         transition_table(torch.tensor([0.0, 1.0]), "ode", 0.0)

@@ -1,4 +1,5 @@
-"""VideoAlign on a tiny Qwen2-VL in the published layout, against a computation that shares nothing with it."""
+"""VideoAlign on a tiny Qwen2-VL in the published layout, against a computation that shares nothing
+with it."""
 
 import hashlib
 import json
@@ -31,7 +32,10 @@ from tests.tiny_rewards import (
     write_video_reward,
 )
 
-PROMPTS = ["a red ball", "two dogs run over a {green} lawn, and a bird looks at them for a long, long time"]
+PROMPTS = [
+    "a red ball",
+    "two dogs run over a {green} lawn, and a bird looks at them for a long, long time",
+]
 
 
 class Small(VideoAlignReward):
@@ -44,7 +48,9 @@ class Small(VideoAlignReward):
         self.max_frame_pixels = 12 * 28 * 28
 
 
-CLOSE = 1e-4  # of raw scores of about 5; each defect below changes them by more than 50 times as much
+CLOSE = (
+    1e-4  # of raw scores of about 5; each defect below changes them by more than 50 times as much
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +81,13 @@ def size(reward: VideoAlignReward, height: int, width: int) -> tuple[int, int]:
 
 
 class Reference:
-    """Qwen2-VL as its paper has it, in float64, from the file's own keys, with the LoRA beside its layer.
+    """Qwen2-VL as its paper has it, in float64, from the file's own keys, with the LoRA beside its
+    layer.
 
     Args:
         tokens: special tokens of the reward.
-        three_d: positions of M-RoPE, as transformers 5 would give them, in place of one place after the other.
+        three_d: positions of M-RoPE, as transformers 5 would give them, in place of one place after
+            the other.
         lora: with the LoRA.
         rounded: rotary frequencies in bfloat16.
     """
@@ -93,7 +101,9 @@ class Reference:
         rounded: bool = True,
         tokens: Sequence[str] = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"),
     ) -> None:
-        self.weights = {key.removeprefix("base_model.model."): value.double() for key, value in weights.items()}
+        self.weights = {
+            key.removeprefix("base_model.model."): value.double() for key, value in weights.items()
+        }
         self.three_d, self.lora, self.rounded = three_d, lora, rounded
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.special = [len(self.tokenizer) + i for i in range(len(tokens))]
@@ -119,13 +129,19 @@ class Reference:
         return x * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
     def rms_norm(self, name: str, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.weights[f"{name}.weight"]
+        return (
+            x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.weights[f"{name}.weight"]
+        )
 
     @staticmethod
     def rotate(x: Tensor, angles: Tensor) -> Tensor:
-        """The halves of x `[N, heads, D]` as real and imaginary parts, turned by angles `[N, D / 2]`."""
+        """The halves of x `[N, heads, D]` as real and imaginary parts, turned by angles `[N, D /
+        2]`."""
         half = x.shape[-1] // 2
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        turned = (
+            torch.complex(x[..., :half], x[..., half:])
+            * torch.polar(torch.ones_like(angles), angles)[:, None]
+        )
         return torch.cat([turned.real, turned.imag], dim=-1)
 
     @staticmethod
@@ -136,7 +152,8 @@ class Reference:
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
 
     def see(self, frames: np.ndarray) -> tuple[Tensor, int, int]:
-        """Tokens of frames `[n, 3, H, W]` 0 to 255, patch by patch, and how many are in a row and column."""
+        """Tokens of frames `[n, 3, H, W]` 0 to 255, patch by patch, and how many are in a row and
+        column."""
         mean = np.array([0.48145466, 0.4578275, 0.40821073])[:, None, None]
         std = np.array([0.26862954, 0.26130258, 0.27577711])[:, None, None]
         pixels = (frames / 255 - mean) / std
@@ -149,7 +166,9 @@ class Reference:
             for row in range(rows):
                 for column in range(columns):
                     for h, w in ((2 * row + i, 2 * column + j) for i in range(2) for j in range(2)):
-                        patch = pixels[pair : pair + 2, :, 14 * h : 14 * h + 14, 14 * w : 14 * w + 14]
+                        patch = pixels[
+                            pair : pair + 2, :, 14 * h : 14 * h + 14, 14 * w : 14 * w + 14
+                        ]
                         x.append(torch.einsum("dcthw,tchw->d", conv, torch.from_numpy(patch)))
                         angles.append(torch.cat([h * frequencies, w * frequencies]))
             seen.append(self.tower(torch.stack(x), torch.stack(angles[-len(x) :])))
@@ -196,9 +215,13 @@ class Reference:
         angles = places[section].T * self.frequencies(1e6, 16)
         for layer in ("model.layers.0", "model.layers.1"):
             y = self.rms_norm(f"{layer}.input_layernorm", x)
-            q, k, v = (self.linear(f"{layer}.self_attn.{n}_proj", y).unflatten(-1, (-1, 16)) for n in "qkv")
+            q, k, v = (
+                self.linear(f"{layer}.self_attn.{n}_proj", y).unflatten(-1, (-1, 16)) for n in "qkv"
+            )
             k, v = self.rotate(k, angles).repeat(1, 2, 1), v.repeat(1, 2, 1)
-            x = x + self.linear(f"{layer}.self_attn.o_proj", self.attend(self.rotate(q, angles), k, v, causal=True))
+            x = x + self.linear(
+                f"{layer}.self_attn.o_proj", self.attend(self.rotate(q, angles), k, v, causal=True)
+            )
             y = self.rms_norm(f"{layer}.post_attention_layernorm", x)
             gate = self.linear(f"{layer}.mlp.gate_proj", y)
             y = gate / (1 + torch.exp(-gate)) * self.linear(f"{layer}.mlp.up_proj", y)
@@ -226,10 +249,17 @@ def test_scores_are_those_of_an_independent_computation(
         wrong = Reference(base, weights, **defect).score(frames[0], PROMPTS[0])
         assert (wrong - right[0]).abs().max() > 50 * CLOSE, f"{defect} would not be seen"
     for i, part in enumerate(("vq", "mq", "ta")):
-        mean, std = INFERENCE_CONFIG[f"{part.upper()}_mean"], INFERENCE_CONFIG[f"{part.upper()}_std"]
-        torch.testing.assert_close(scores[part].double(), (right[:, i] - mean) / std, atol=CLOSE, rtol=0)
+        mean, std = (
+            INFERENCE_CONFIG[f"{part.upper()}_mean"],
+            INFERENCE_CONFIG[f"{part.upper()}_std"],
+        )
+        torch.testing.assert_close(
+            scores[part].double(), (right[:, i] - mean) / std, atol=CLOSE, rtol=0
+        )
     assert scores.keys() == {"vq", "mq", "ta", "vq_raw", "mq_raw", "ta_raw"}
-    assert all(value.dtype == torch.float32 and not value.requires_grad for value in scores.values())
+    assert all(
+        value.dtype == torch.float32 and not value.requires_grad for value in scores.values()
+    )
     assert not any(p.requires_grad for p in reward.network.parameters())
     assert not reward.network.training
 
@@ -246,7 +276,9 @@ def test_neither_padding_nor_the_others_of_a_batch_change_a_score(reward: VideoA
     assert (spoilt[:4] - alone[:4]).abs().max() < 1e-5
 
 
-def test_bfloat16_scores_alike(tiny: tuple[Path, Path, dict[str, Tensor]], reward: VideoAlignReward) -> None:
+def test_bfloat16_scores_alike(
+    tiny: tuple[Path, Path, dict[str, Tensor]], reward: VideoAlignReward
+) -> None:
     base, checkpoint, _ = tiny
     clips = videos(2)
     exact = raw(reward.score(clips, PROMPTS))
@@ -267,7 +299,9 @@ def test_which_frames_are_looked_at(reward: VideoAlignReward) -> None:
     assert reward.choose(3) == [0, 2]
     reward.video_fps = 10.0
     assert reward.choose(50) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
-    assert reward.choose(50, 24.0) == reward.choose(50), "the argument stands for the rate of the videos"
+    assert reward.choose(50, 24.0) == reward.choose(50), (
+        "the argument stands for the rate of the videos"
+    )
     reward.video_fps = None
     assert reward.choose(50, 10.0) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
     assert reward.choose(81) == reward.choose(81, 24.0) == [0, 16, 32, 48, 64, 80]
@@ -280,7 +314,11 @@ def test_which_frames_are_looked_at(reward: VideoAlignReward) -> None:
 def test_published_limits_on_pixels(tiny: tuple[Path, Path, dict[str, Tensor]]) -> None:
     base, checkpoint, _ = tiny
     published = VideoAlignReward(str(checkpoint), base=str(base))
-    assert (published.fps, published.min_frame_pixels, published.max_frame_pixels) == (2, 100352, 200704)
+    assert (published.fps, published.min_frame_pixels, published.max_frame_pixels) == (
+        2,
+        100352,
+        200704,
+    )
     # smart_resize of the same file
     assert size(published, 480, 848) == (336, 588)
     assert size(published, 720, 1280) == (336, 588)
@@ -290,9 +328,13 @@ def test_published_limits_on_pixels(tiny: tuple[Path, Path, dict[str, Tensor]]) 
 
 
 def test_frames_are_those_of_the_published_processor(reward: VideoAlignReward) -> None:
-    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 4 * 28 * 28, "longest_edge": 12 * 28 * 28})
-    for height, width, apart in ((56, 84, 0), (200, 300, 1), (31, 47, 1)):  # kept; made smaller; enlarged
-        still = 0.25 + videos(1, 1, height, width)[0] / 2  # PIL also clips between its two directions: far from that
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 4 * 28 * 28, "longest_edge": 12 * 28 * 28}
+    )
+    # kept; made smaller; enlarged
+    for height, width, apart in ((56, 84, 0), (200, 300, 1), (31, 47, 1)):
+        # PIL also clips between its two directions: far from that
+        still = 0.25 + videos(1, 1, height, width)[0] / 2
         patches, (t, h, w) = reward.patches(still.expand(2, -1, -1, -1))
         picture = (still[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
         theirs = processor(picture, return_tensors="pt")
@@ -300,24 +342,39 @@ def test_frames_are_those_of_the_published_processor(reward: VideoAlignReward) -
         pixels = resize(levels(still), 14 * h, 14 * w)
         assert torch.equal(pixels, pixels.round()), "not 8 bits"
         # PIL rounds to 8 bits between its two directions, torch only at the end: one level at most.
-        error = (patches - theirs["pixel_values"]).abs().max() * 255 * max((0.26862954, 0.26130258, 0.27577711))
+        error = (
+            (patches - theirs["pixel_values"]).abs().max()
+            * 255
+            * max((0.26862954, 0.26130258, 0.27577711))
+        )
         assert error < apart + 0.1, (height, width)
     moving = videos(1, 4)[0]
     patches, _ = reward.patches(moving)
-    pixel = (moving[3, 1, 14 + 5, 28 + 14 + 7] - 0.4578275) / 0.26130258  # frame 3, green, row 19, column 49
-    cell, inside = 24 + 1 * 4 + 3, (1 * 2 + 1) * 14 * 14 + 5 * 14 + 7  # second pair, second token, its last patch
+    pixel = (
+        moving[3, 1, 14 + 5, 28 + 14 + 7] - 0.4578275
+    ) / 0.26130258  # frame 3, green, row 19, column 49
+    # second pair, second token, its last patch
+    cell, inside = (
+        24 + 1 * 4 + 3,
+        (1 * 2 + 1) * 14 * 14 + 5 * 14 + 7,
+    )
     torch.testing.assert_close(patches[cell, inside], pixel)
 
 
 def test_the_prompt_is_word_for_word_the_published_one(reward: VideoAlignReward) -> None:
     digest = "fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700"
     assert hashlib.sha256(TEMPLATE.encode()).hexdigest() == digest
-    content = [{"type": "video"}, {"type": "text", "text": TEMPLATE.format(text_prompt="a red ball")}]
+    content = [
+        {"type": "video"},
+        {"type": "text", "text": TEMPLATE.format(text_prompt="a red ball")},
+    ]
     chat = reward.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}],
         chat_template=QWEN2_VL_CHAT_TEMPLATE, tokenize=False, add_generation_prompt=True,
     )  # fmt: skip
-    assert reward.text("a red ball", (2, 4, 6)) == chat.replace("<|video_pad|>", "<|video_pad|>" * 12)
+    assert reward.text("a red ball", (2, 4, 6)) == chat.replace(
+        "<|video_pad|>", "<|video_pad|>" * 12
+    )
 
 
 @pytest.mark.parametrize("word", ["<|TA_reward|>", "<|VQ_reward|>", "<|video_pad|>"])
@@ -345,23 +402,31 @@ def test_every_key_that_does_not_fit_is_named_at_once(
     del wrong["base_model.model.rm_head.weight"]
     del wrong["base_model.model.visual.merger.ln_q.bias"]
     del wrong[f"{LAYER}self_attn.q_proj.lora_B.default.weight"]
-    wrong[f"{LAYER}mlp.up_proj.weight"] = wrong.pop(f"{LAYER}mlp.up_proj.base_layer.weight")  # its LoRA would be lost
+    # its LoRA would be lost
+    wrong[f"{LAYER}mlp.up_proj.weight"] = wrong.pop(f"{LAYER}mlp.up_proj.base_layer.weight")
     wrong["base_model.model.model.embed_tokens.weight"] = torch.zeros(700, 32)
     wrong[f"{LAYER}self_attn.k_proj.lora_A.default.weight"] = torch.zeros(RANK + 1, 32)
     wrong["model.language_model.layers.0.extra"] = torch.zeros(1)
-    with pytest.raises(UserError, match="the checkpoint does not fit Qwen2-VL-2B-Instruct") as error:
+    with pytest.raises(
+        UserError, match="the checkpoint does not fit Qwen2-VL-2B-Instruct"
+    ) as error:
         VideoAlignReward(str(write_video_reward(tmp_path / "wrong", wrong)), base=str(base))
     listed = str(error.value)
     missing, rest = listed.split("Missing key(s)")[1].split("Unexpected key(s)")
     unknown, shapes = rest.split("size mismatch for ", 1)
-    module, (q, k, up) = "language_model.layers.1.", ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")
+    module, (q, k, up) = (
+        "language_model.layers.1.",
+        ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"),
+    )
     assert set(re.findall('"(.*?)"', missing)) == {
         f"{module}{q}.weight", f"{module}{k}.weight", "rm_head.weight", "visual.merger.ln_q.bias",
     }  # fmt: skip
-    left = [(q, "base_layer"), (q, "lora_A.default"), (k, "base_layer"), (k, "lora_A.default"), (k, "lora_B.default"),
+    left = [(q, "base_layer"), (q, "lora_A.default"), (k, "base_layer"), (k, "lora_A.default"), (k,
+        "lora_B.default"),
             (up, "lora_A.default"), (up, "lora_B.default")]  # fmt: skip
     assert set(re.findall('"(.*?)"', unknown)) == {
-        "language_model.language_model.layers.0.extra", *(f"{module}{layer}.{part}.weight" for layer, part in left),
+        "language_model.language_model.layers.0.extra",
+        *(f"{module}{layer}.{part}.weight" for layer, part in left),
     }  # fmt: skip
     assert shapes.startswith("language_model.embed_tokens.weight: ")
     assert "[700, 32]" in shapes
@@ -371,15 +436,23 @@ def test_every_key_that_does_not_fit_is_named_at_once(
 def test_the_published_file_has_the_keys_and_the_size_that_are_loaded() -> None:
     config = published_config(1536, 8960, heads=12, key_heads=2)  # Qwen2-VL-2B-Instruct
     shapes = published_shapes(config, rank=64)
-    assert len(shapes) == 1123  # loaded by UniRL (github.com/Tencent-Hunyuan/UniRL, pull request 97)
+    # loaded by UniRL (github.com/Tencent-Hunyuan/UniRL, pull request 97)
+    assert len(shapes) == 1123
     tensors = 2 * sum(shape.numel() for shape in shapes.values())  # bytes, in bfloat16
-    assert 0 < 5_031_072_529 - tensors < 1123 * 400  # of the file on the hub; torch.save adds a header to each tensor
+    # of the file on the hub; torch.save adds a header to each tensor
+    assert 0 < 5_031_072_529 - tensors < 1123 * 400
     config.text_config.vocab_size += 3
-    weights = {key: torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in shapes.items()}
+    weights = {
+        key: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for key, shape in shapes.items()
+    }
     loader = object.__new__(VideoAlignReward)
     loader.config, loader.dtype = config, torch.bfloat16
     network = loader.build(weights, 64, 2.0)  # strict: each key has a place of its own
-    assert 2 * sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16) == VideoAlignReward.gpu_bytes
+    assert (
+        2 * sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16)
+        == VideoAlignReward.gpu_bytes
+    )
     assert {p.dtype for p in network.rm_head.parameters()} == {torch.float32}
 
 
@@ -402,20 +475,29 @@ def test_a_rank_stabilised_lora_is_scaled_by_the_root_of_its_rank(
     [
         ({"dtype": "float16"}, r"dtype = 'float16': expected one of bfloat16, float32"),
         ({"video_fps": math.nan}, r"video_fps = nan"),
-        ({"base": "{nowhere}"}, r"base = .*nowhere.*: expected a folder or hub id of Qwen2-VL-2B-Instruct"),
-        ({"base": "someone/qwen"}, r"base = 'someone/qwen': expected a folder or hub id of Qwen2-VL-2B-Instruct"),
+        ({"base": "{nowhere}"},
+         r"base = .*nowhere.*: expected a folder or hub id of Qwen2-VL-2B-Instruct"),
+        ({"base": "someone/qwen"},
+         r"base = 'someone/qwen': expected a folder or hub id of Qwen2-VL-2B-Instruct"),
         ({"path": "someone/VideoReward"}, r"not found on the hub or in its cache"),
         ({"path": "{nowhere}"}, r"hf download KwaiVGI/VideoReward --local-dir"),
         ({"path": "{base}"}, r"expected the VideoAlign checkpoint, with model_config.json"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_refused(
-    tiny: tuple[Path, Path, dict[str, Tensor]], tmp_path: Path, arguments: dict[str, Any], message: str
+    tiny: tuple[Path, Path, dict[str, Tensor]],
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    message: str,
 ) -> None:
     base, checkpoint, _ = tiny
     given: dict[str, Any] = {"path": str(checkpoint), "base": str(base)}
     for name, value in arguments.items():
-        given[name] = value.format(nowhere=tmp_path / "nowhere", base=base) if isinstance(value, str) else value
+        given[name] = (
+            value.format(nowhere=tmp_path / "nowhere", base=base)
+            if isinstance(value, str)
+            else value
+        )
     with pytest.raises((UserError, ImportError, ValueError), match=message):
         VideoAlignReward(**given)
 
@@ -429,7 +511,8 @@ def folder(tiny: tuple[Path, Path, dict[str, Tensor]], tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
-        ("data_config", "prompt_template_type", "simple", "prompt_template_type = 'simple': expected"),
+        ("data_config", "prompt_template_type", "simple",
+         "prompt_template_type = 'simple': expected"),
         ("data_config", "num_frames", 8, "num_frames = 8: expected None"),
         ("model_config", "output_dim", 3, "output_dim = 3: expected 1"),
         ("model_config", "use_special_tokens", False, "use_special_tokens = False: expected True"),
@@ -439,7 +522,12 @@ def folder(tiny: tuple[Path, Path, dict[str, Tensor]], tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_another_kind_of_reward_model_is_refused(
-    tiny: tuple[Path, Path, dict[str, Tensor]], folder: Path, section: str, key: str, value: Any, message: str
+    tiny: tuple[Path, Path, dict[str, Tensor]],
+    folder: Path,
+    section: str,
+    key: str,
+    value: Any,
+    message: str,
 ) -> None:
     config = model_config()
     if value is ...:
@@ -476,11 +564,15 @@ def test_what_is_not_a_file_of_tensors_is_refused(
             VideoAlignReward(str(folder), base=str(tiny[0]))
     assert not (tmp_path / "ran").exists(), "a checkpoint ran code"
     file.unlink()
-    with pytest.raises(UserError, match=r"no checkpoint-N/model\.pth in it, such as checkpoint-11352"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint-N/model\.pth in it, such as checkpoint-11352"
+    ):
         VideoAlignReward(str(folder), base=str(tiny[0]))
 
 
-def test_the_last_checkpoint_is_taken(tiny: tuple[Path, Path, dict[str, Tensor]], folder: Path) -> None:
+def test_the_last_checkpoint_is_taken(
+    tiny: tuple[Path, Path, dict[str, Tensor]], folder: Path
+) -> None:
     (folder / "checkpoint-9999").mkdir()
     torch.save({}, folder / "checkpoint-9999" / "model.pth")
     VideoAlignReward(str(folder), base=str(tiny[0]))

@@ -54,7 +54,18 @@ def test_mp4_keeps_frames_and_size(tmp_path, size, written):
 
 
 @pytest.mark.parametrize(
-    "folder", ["2026-11-26T12:30", "-", "-version", "pipe:1", "concat:a|b", "data:,", "http:", "%02d", "a b'\"$HOME"]
+    "folder",
+    [
+        "2026-11-26T12:30",
+        "-",
+        "-version",
+        "pipe:1",
+        "concat:a|b",
+        "data:,",
+        "http:",
+        "%02d",
+        "a b'\"$HOME",
+    ],
 )
 def test_any_folder_name_is_a_folder(tmp_path, monkeypatch, folder):
     """ffmpeg takes `NAME:` for a protocol and a dash for an option."""
@@ -97,7 +108,9 @@ def test_bad_videos_are_refused(tmp_path, video, message):
     assert not (tmp_path / "a.mp4").exists()
 
 
-@pytest.mark.fault("the disk fills up within a video", "an error that names it; no torn video is left")
+@pytest.mark.fault(
+    "the disk fills up within a video", "an error that names it; no torn video is left"
+)
 def test_a_video_that_cannot_be_written_whole_is_not_left(tmp_path):
     """ffmpeg may write no more than 50 kB to a file, as if the disk were full."""
     video, soft_and_hard = torch.rand(17, 3, 128, 128), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -154,12 +167,21 @@ def test_colours_are_those_of_bt709_and_say_so(tmp_path, size, color):
     read = (255 * read_video(tmp_path / "a.mp4").mean((0, 2, 3))).tolist()
     assert read == pytest.approx(color, abs=3)
     program = imageio_ffmpeg.get_ffmpeg_exe()
-    about = subprocess.run([program, "-i", tmp_path / "a.mp4"], capture_output=True, text=True).stderr
+    about = subprocess.run(
+        [program, "-i", tmp_path / "a.mp4"], capture_output=True, text=True
+    ).stderr
     assert "yuv420p(tv, bt709" in about
     # A player that knows the tags alone: the matrix of BT.709 in floats, from the stored planes.
-    raw = subprocess.run([program, "-v", "error", "-i", tmp_path / "a.mp4", "-f", "rawvideo", "-"], capture_output=True)
+    raw = subprocess.run(
+        [program, "-v", "error", "-i", tmp_path / "a.mp4", "-f", "rawvideo", "-"],
+        capture_output=True,
+    )
     count = size[0] * size[1]
-    y, u, v = raw.stdout[count // 2] - 16, raw.stdout[count + 5] - 128, raw.stdout[count + count // 4 + 5] - 128
+    y, u, v = (
+        raw.stdout[count // 2] - 16,
+        raw.stdout[count + 5] - 128,
+        raw.stdout[count + count // 4 + 5] - 128,
+    )
     shown = [1.164 * y + 1.793 * v, 1.164 * y - 0.213 * u - 0.533 * v, 1.164 * y + 2.112 * u]
     assert shown == pytest.approx(color, abs=4)
 
@@ -187,17 +209,22 @@ def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):
     assert {path: path.read_bytes() for path in before} == before
     second[0].rename(folder / "102-moved.mp4")
     assert save_videos([ramp()], ["last"], folder, 8)[0].name == "103-last.mp4"
-    assert save_videos([ramp()], ["一只猫 / Öl_1"], folder / "new", 8)[0].name == "00-一只猫-öl-1.mp4"
-    assert {path.name for path in folder.glob("*.png")} == {f"contact-sheet-{n}.png" for n in ("00", "02", "103")}
+    assert (
+        save_videos([ramp()], ["一只猫 / Öl_1"], folder / "new", 8)[0].name == "00-一只猫-öl-1.mp4"
+    )
+    assert {path.name for path in folder.glob("*.png")} == {
+        f"contact-sheet-{n}.png" for n in ("00", "02", "103")
+    }
     assert list(tmp_path.iterdir()) == [folder]
 
 
-# -- an ffmpeg that cannot write videos -------------------------------------------------------------------------------
+# -- an ffmpeg that cannot write videos ------------------------------------------------------------
 
 
 @pytest.fixture
 def without_libx264(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The installed ffmpeg, built without libx264 as some distributions do: it does everything else."""
+    """The installed ffmpeg, built without libx264 as some distributions do: it does everything
+    else."""
     program = tmp_path / "ffmpeg"
     real = imageio_ffmpeg.get_ffmpeg_exe()
     refuses = """case "$*" in *libx264*) echo "Unknown encoder 'libx264'" >&2; exit 1;; esac"""
@@ -209,7 +236,9 @@ def without_libx264(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     check_encoder.cache_clear()
 
 
-CANNOT = r"ffmpeg .*/ffmpeg cannot write H.264 \(Unknown encoder 'libx264'\); expected one with libx264"
+CANNOT = (
+    r"ffmpeg .*/ffmpeg cannot write H.264 \(Unknown encoder 'libx264'\); expected one with libx264"
+)
 
 
 def test_an_encoder_that_works_is_found() -> None:
@@ -226,7 +255,9 @@ def test_an_ffmpeg_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_doctor_names_it(without_libx264: Path) -> None:
-    (check,) = (check for check in tools(torch.device("cpu")) if check.name == "ffmpeg with libx264")
+    (check,) = (
+        check for check in tools(torch.device("cpu")) if check.name == "ffmpeg with libx264"
+    )
     assert check.verdict == "wrong"
     assert check.found == f"ffmpeg {without_libx264} cannot write H.264 (Unknown encoder 'libx264')"
     assert "IMAGEIO_FFMPEG_EXE" in check.advice
@@ -237,7 +268,9 @@ def test_the_dry_run_names_it(without_libx264: Path) -> None:
         dry_run(settings(), 1, 80e9)
 
 
-def test_a_run_ends_before_anything_is_loaded_or_written(without_libx264: Path, tmp_path: Path) -> None:
+def test_a_run_ends_before_anything_is_loaded_or_written(
+    without_libx264: Path, tmp_path: Path
+) -> None:
     def load(*about: object, **more: object) -> Any:
         raise AssertionError("the model was loaded")
 
@@ -248,7 +281,10 @@ def test_a_run_ends_before_anything_is_loaded_or_written(without_libx264: Path, 
 
 
 def test_sample_and_eval_end_before_a_model_is_loaded(
-    without_libx264: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    without_libx264: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def load(*about: object, **more: object) -> Any:
         raise AssertionError("the model was loaded")
@@ -257,7 +293,12 @@ def test_sample_and_eval_end_before_a_model_is_loaded(
     monkeypatch.setattr("sage_fast.eval.candidates.load_setup", load)
     paper = str(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml")
     folder = tmp_path / "videos"
-    assert main(["sample", paper, "--prompt", "a red circle moves left slowly", "--folder", str(folder)]) == 2
+    assert (
+        main(
+            ["sample", paper, "--prompt", "a red circle moves left slowly", "--folder", str(folder)]
+        )
+        == 2
+    )
     assert main(["eval", paper, "--folder", str(tmp_path / "evaluation")]) == 2
     said = capsys.readouterr().err
     assert len(re.findall(CANNOT, said)) == 2

@@ -34,14 +34,19 @@ ANSWER = "Alignment Score (1-5): {0:.4f}\nPhysics Score (1-5): 3.0987\nStyle Sco
 
 
 class VLM(ThreadingHTTPServer):
-    """A model whose alignment is 1 + 4 x the brightness of the first image; `plan` has other answers for a caption.
+    """A model whose alignment is 1 + 4 x the brightness of the first image; `plan` has other
+    answers for a caption.
 
     A plan is a list of (status, text), one per request; the last one stays.
     """
 
     def __init__(self, key: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.key, self.requests, self.plan = key, list[tuple[str, Any]](), dict[str, list[tuple[int, str]]]()
+        self.key, self.requests, self.plan = (
+            key,
+            list[tuple[str, Any]](),
+            dict[str, list[tuple[int, str]]](),
+        )
         self.together = threading.Barrier(1)
 
     @property
@@ -61,23 +66,41 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/chat/completions":
             return self.answer(404, {"detail": "Not Found"})
         if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
-            message = f"Incorrect API key provided: {self.headers['Authorization'].removeprefix('Bearer ')}"
-            return self.answer(401, {"error": {"message": message, "type": "invalid_request_error"}})
+            message = (
+                "Incorrect API key provided: "
+                f"{self.headers['Authorization'].removeprefix('Bearer ')}"
+            )
+            return self.answer(
+                401, {"error": {"message": message, "type": "invalid_request_error"}}
+            )
         if body["model"] != "judge":
-            return self.answer(404, {"object": "error", "message": f"The model `{body['model']}` does not exist."})
+            return self.answer(
+                404, {"object": "error", "message": f"The model `{body['model']}` does not exist."}
+            )
         *images, text = body["messages"][0]["content"]
         caption = re.search(r"Text Caption: \[(.*)\]|caption:\n\n(.*)", text["text"])
         assert caption is not None
         name = caption[1] or caption[2]
         self.server.requests.append((name, body))
-        first = base64.b64decode(images[0]["image_url"]["url"].removeprefix("data:image/jpeg;base64,"))
-        level = torch.tensor(Image.open(io.BytesIO(first)).getpixel((3, 3))).float().mean().item() / 255
+        first = base64.b64decode(
+            images[0]["image_url"]["url"].removeprefix("data:image/jpeg;base64,")
+        )
+        level = (
+            torch.tensor(Image.open(io.BytesIO(first)).getpixel((3, 3))).float().mean().item() / 255
+        )
         plan = self.server.plan.get(name, [(200, ANSWER.format(1 + 4 * level))])
         status, answer = plan.pop(0) if len(plan) > 1 else plan[0]
         if status != 200:
             return self.answer(status, {"error": {"message": answer}})
         ended = "length" if answer.endswith("...") else "stop"
-        self.answer(200, {"choices": [{"message": {"role": "assistant", "content": answer}, "finish_reason": ended}]})
+        self.answer(
+            200,
+            {
+                "choices": [
+                    {"message": {"role": "assistant", "content": answer}, "finish_reason": ended}
+                ]
+            },
+        )
 
     def answer(self, status: int, content: dict[str, Any]) -> None:
         self.send_response(status)
@@ -96,12 +119,15 @@ def vlm() -> Iterator[VLM]:
 
 
 def config(vlm: VLM, **settings: Any) -> RewardConfig:
-    args = {"url": vlm.url, "model": "judge", "template": "unified-reward"} | settings.pop("args", {})
+    args = {"url": vlm.url, "model": "judge", "template": "unified-reward"} | settings.pop(
+        "args", {}
+    )
     return RewardConfig(**{"name": "vlm", "args": args, "weights": {"alignment": 1.0}} | settings)
 
 
 def test_each_video_keeps_its_own_scores(vlm: VLM) -> None:
-    """The published request: 16 of 20 frames as JPEG, then the text; all videos of a call at once."""
+    """The published request: 16 of 20 frames as JPEG, then the text; all videos of a call at
+    once."""
     vlm.together = threading.Barrier(4)
     scores = CompositeReward.of(config(vlm))(VIDEOS, PROMPTS)
     torch.testing.assert_close(scores.rewards, torch.tensor(EXPECTED), rtol=0, atol=4.1 / 255)
@@ -119,10 +145,19 @@ def test_each_video_keeps_its_own_scores(vlm: VLM) -> None:
 
 
 def test_frames_are_evenly_spaced_from_the_first_on(vlm: VLM) -> None:
-    """The rule of UnifiedReward's script, floor(i F / n). The general prompt asks for other parts."""
+    """The rule of UnifiedReward's script, floor(i F / n).
+
+    The general prompt asks for other parts.
+    """
     video = torch.linspace(0, 1, 10)[None, :, None, None, None].expand(1, 10, 3, 16, 16)
     vlm.plan["a cat"] = [
-        (200, "**Alignment Score (1-10): 9**\n\n* Motion Score (1-10): 7.25 \nQuality Score (1-10): 1")
+        (
+            200,
+            (
+                "**Alignment Score (1-10): 9**\n\n* Motion Score (1-10): 7.25 \nQuality Score "
+                "(1-10): 1"
+            ),
+        )
     ]
     args = {"num_frames": 4, "template": "general", "extra_body": {"max_tokens": 64, "seed": 1}}
     scores = CompositeReward.of(config(vlm, args=args))(video, ["a cat"])
@@ -133,7 +168,9 @@ def test_frames_are_evenly_spaced_from_the_first_on(vlm: VLM) -> None:
     }
     [(_, body)] = vlm.requests
     assert (body["max_tokens"], body["seed"]) == (64, 1)
-    images = [piece["image_url"]["url"].partition(",")[2] for piece in body["messages"][0]["content"][:-1]]
+    images = [
+        piece["image_url"]["url"].partition(",")[2] for piece in body["messages"][0]["content"][:-1]
+    ]
     seen = [Image.open(io.BytesIO(base64.b64decode(image))).getpixel((8, 8))[0] for image in images]  # type: ignore[index]
     assert seen == pytest.approx([round(255 * i / 9) for i in (0, 2, 5, 7)], abs=2)
 
@@ -153,7 +190,9 @@ def test_an_answer_that_does_not_parse_costs_its_own_video_alone(vlm: VLM) -> No
     assert "; 3 of 4 videos had no scores" in text
 
 
-def test_a_busy_server_is_asked_again_for_what_is_missing(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_is_asked_again_for_what_is_missing(
+    vlm: VLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sage_fast.rewards.http.FIRST_WAIT", 0.01)
     vlm.plan["a cow"] = [(429, "Rate limit"), (503, "Loading"), (200, ANSWER.format(3))]
     scores = CompositeReward.of(config(vlm))(VIDEOS, PROMPTS)
@@ -168,8 +207,10 @@ LINES = ANSWER.format(3)
 @pytest.mark.parametrize(("answer", "why"), [
     (LINES.replace("3.0987", "5.1"), r"'Physics Score \(1-5\): 5.1': expected 1 to 5"),
     (LINES.replace("3.0987", "nan"), r"expected one line 'Physics Score \(1-5\): X'"),
-    (LINES.replace("3.0987", "4/5"), "expected one line 'Physics"), (LINES.replace("3.0987", "²"), "one line 'Physics"),
-    (LINES.replace("Physics Score (1-5)", "Physics Score (1-10)"), r"expected one line 'Physics Score \(1-5\): X'"),
+    (LINES.replace("3.0987", "4/5"), "expected one line 'Physics"), (LINES.replace("3.0987", "²"),
+        "one line 'Physics"),
+    (LINES.replace("Physics Score (1-5)", "Physics Score (1-10)"),
+     r"expected one line 'Physics Score \(1-5\): X'"),
     (f"{LINES}\n{LINES}", "expected one line 'Alignment"), ("", "expected one line 'Alignment"),
     (f"{LINES}\nI rate it so since ...", "the answer was cut off at max_tokens"),
 ])  # fmt: skip
@@ -180,10 +221,13 @@ def test_answers_that_are_no_scores(answer: str, why: str, vlm: VLM) -> None:
 
 
 @pytest.mark.parametrize(("args", "why"), [
-    ({"template": "unified_reward"}, "expected one of general, unified-reward; did you mean 'unified-reward'"),
-    ({"template": "NOTES"}, r"expected \{prompt\} and one 'Name Score \(1-5\): X' per part, got \[\]"),
+    ({"template": "unified_reward"},
+     "expected one of general, unified-reward; did you mean 'unified-reward'"),
+    ({"template": "NOTES"},
+     r"expected \{prompt\} and one 'Name Score \(1-5\): X' per part, got \[\]"),
     ({"template": "TWICE"}, r"per part, got \['motion', 'motion'\]"),
-    ({"num_frames": 0}, "num_frames = 0: expected at least 1"), ({"url": "localhost:8000"}, "expected an address such"),
+    ({"num_frames": 0}, "num_frames = 0: expected at least 1"), ({"url": "localhost:8000"},
+        "expected an address such"),
     ({"modle": "a"}, "args: no 'modle'; expected one of .*did you mean 'model'"),
 ])  # fmt: skip
 def test_settings_are_checked_by_a_dry_run_too(
@@ -198,7 +242,9 @@ def test_settings_are_checked_by_a_dry_run_too(
     assert not vlm.requests
 
 
-def test_a_wrong_key_or_model_ends_the_run_before_it_begins(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_or_model_ends_the_run_before_it_begins(
+    vlm: VLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The key comes from the environment alone, and no message shows it."""
     vlm.key, sampling = "sk-123456", SamplingConfig(num_frames=5, height=32, width=32)
     key = {"api_key": "${JUDGE_KEY}"}
@@ -213,7 +259,9 @@ def test_a_wrong_key_or_model_ends_the_run_before_it_begins(vlm: VLM, monkeypatc
     with pytest.raises(UserError, match="status 404: The model `other` does not exist"):
         CompositeReward.of(config(vlm, args=key | {"model": "other"})).check(sampling, ["a cat"])
     with pytest.raises(UserError, match=r"status 404: .*Not Found"):
-        CompositeReward.of(config(vlm, args=key | {"url": vlm.url.removesuffix("/v1")})).check(sampling, ["a cat"])
+        CompositeReward.of(config(vlm, args=key | {"url": vlm.url.removesuffix("/v1")})).check(
+            sampling, ["a cat"]
+        )
     reward = CompositeReward.of(config(vlm, args=key))
     reward.check(sampling, ["a cat"])
     assert reward.parts == ["alignment", "physics", "style"]
@@ -221,9 +269,12 @@ def test_a_wrong_key_or_model_ends_the_run_before_it_begins(vlm: VLM, monkeypatc
 
 def test_the_server_may_move_and_takes_no_gpu_here(vlm: VLM) -> None:
     first, moved, other = (
-        Config(reward=config(vlm, args=args)) for args in ({}, {"url": "http://there/v1"}, {"template": "general"})
+        Config(reward=config(vlm, args=args))
+        for args in ({}, {"url": "http://there/v1"}, {"template": "general"})
     )
-    of_first, of_moved, of_other = (_compared(each, "reward.args") for each in (first, moved, other))
+    of_first, of_moved, of_other = (
+        _compared(each, "reward.args") for each in (first, moved, other)
+    )
     assert of_first == of_moved != of_other
     assert reward_bytes(first.reward) == 0
     assert dry_run_reward(first.reward) == []
@@ -231,11 +282,15 @@ def test_the_server_may_move_and_takes_no_gpu_here(vlm: VLM) -> None:
 
 def test_the_templates_of_the_package() -> None:
     parts = {name: VLMReward("http://a/v1", "m", template=name).parts for name in TEMPLATES}
-    assert parts == {"general": ["alignment", "motion", "quality"], "unified-reward": ["alignment", "physics", "style"]}
+    assert parts == {
+        "general": ["alignment", "motion", "quality"],
+        "unified-reward": ["alignment", "physics", "style"],
+    }
 
 
 def test_a_template_may_ask_for_the_duration(tmp_path: Path) -> None:
-    """A prompt that holds the same word is left as it is; a rate that is not known makes no number."""
+    """A prompt that holds the same word is left as it is; a rate that is not known makes no
+    number."""
     file = tmp_path / "asks.txt"
     file.write_text("{seconds} s of: {prompt}\nMotion Score (1-5): X\n")
     asked = []
@@ -250,5 +305,7 @@ def test_a_template_may_ask_for_the_duration(tmp_path: Path) -> None:
     of_one = request(VIDEOS[:1], ["a {seconds} cat"])
     assert reward.score(dataclasses.replace(of_one, fps=8.0), 0)["motion"].tolist() == [3.0]
     assert asked == ["2.5 s of: a {seconds} cat"]
-    with pytest.raises(RewardFailure, match=r"asks for .seconds., and the frame rate of the videos is not known"):
+    with pytest.raises(
+        RewardFailure, match=r"asks for .seconds., and the frame rate of the videos is not known"
+    ):
         reward.score(of_one, 0)

@@ -19,7 +19,8 @@ from sage_fast.util.errors import UserError
 from tests.tiny import planned, settings, tiny_trainer
 
 ALONE: dict[str, Any] = {
-    "sampling__sampler": "precise",  # its last step adds no noise, so the last window trains one step less
+    # its last step adds no noise, so the last window trains one step less
+    "sampling__sampler": "precise",
     "sampling__steps": 7,
     "sampling__sde_window": 3,
     "sampling__window_per_prompt": True,
@@ -50,9 +51,12 @@ def test_a_window_is_contiguous_and_that_of_all_prompts() -> None:
     assert [t for t, value in enumerate(norms) if value is not None] == steps_of(trainer, 0)[0]
 
 
-@pytest.mark.parametrize(("steps", "length", "each"), [(20, 2, 1), (8, 4, 1), (6, 6, 1), (5, 2, None)])
+@pytest.mark.parametrize(
+    ("steps", "length", "each"), [(20, 2, 1), (8, 4, 1), (6, 6, 1), (5, 2, None)]
+)
 def test_every_step_is_in_equally_many_windows(steps: int, length: int, each: int | None) -> None:
-    """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer of them."""
+    """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer
+    of them."""
     config = settings(sampling__steps=steps, sampling__sde_window=length)
     resolved = Resolved(config)
     trained = [resolved.trained_steps(window) for window in resolved.windows]
@@ -84,7 +88,8 @@ def test_each_prompt_is_rolled_out_as_if_its_window_were_that_of_all() -> None:
     group = {place: number // 2 for place, number in enumerate(batch.numbers)}
     for table in set(tables):
         alone = rolled_out(trainer, dataclasses.replace(several, tables=[table] * 4))
-        place = [alone.numbers.index(number) for number in batch.numbers]  # samples with one window lie side by side
+        # samples with one window lie side by side
+        place = [alone.numbers.index(number) for number in batch.numbers]
         for name in ("states", "log_probs"):
             found, expected = (getattr(each.trajectories, name) for each in (batch, alone))
             keys = [key for key in found if tables[group[key[0]]] is table]
@@ -100,10 +105,14 @@ def test_training_scores_every_stored_transition_as_the_rollout_did() -> None:
     with torch.no_grad():
         for transition in batch.trajectories.trained:
             log_prob = trainer.replay.score(batch, [transition]).log_prob
-            torch.testing.assert_close(log_prob[0], batch.trajectories.log_probs[transition], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                log_prob[0], batch.trajectories.log_probs[transition], rtol=1e-5, atol=1e-5
+            )
 
 
-def test_the_gate_on_rounding_sees_the_steps_of_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_on_rounding_sees_the_steps_of_all_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = tiny_trainer(settings(**ALONE, train__optimizer_steps=2))
     seen: set[int] = set()
     score = trainer.replay.score
@@ -142,24 +151,30 @@ def test_windows_of_unequal_length_are_spread_over_all_updates() -> None:
     steps, updates = of_iteration.trained, of_iteration.updates([True] * 8)
     assert {len(of_group) for of_group in steps} == {2, 3}
     assert [{sample for sample, _ in update} for update in updates] == [set(range(8))] * 2
-    assert sorted(updates[0] + updates[1]) == [(sample, t) for sample in range(8) for t in steps[sample // 2]]
+    assert sorted(updates[0] + updates[1]) == [
+        (sample, t) for sample in range(8) for t in steps[sample // 2]
+    ]
 
 
 def test_the_plan_has_room_for_the_longest_window() -> None:
     """The first iteration of this seed has short windows alone."""
-    config = settings(**ALONE | {"sampling__sde_window": 2, "train__prompts_per_iteration": 2, "seed": 22})
+    config = settings(
+        **ALONE | {"sampling__sde_window": 2, "train__prompts_per_iteration": 2, "seed": 22}
+    )
     trainer = tiny_trainer(config)
     lengths = [[len(steps) for steps in steps_of(trainer, iteration)] for iteration in range(20)]
     assert lengths[0] == [1, 1]
     longest = max(max(of_groups) for of_groups in lengths)
     assert longest == plan(config).trained_steps == 2
-    assert trajectory_bytes(trainer.resolved, numel=10, samples=4)["trajectories (fp32 latents)"] == 4 * 10 * 4 * (
-        longest + 1
-    )
+    assert trajectory_bytes(trainer.resolved, numel=10, samples=4)[
+        "trajectories (fp32 latents)"
+    ] == 4 * 10 * 4 * (longest + 1)
 
 
 def test_a_window_for_each_prompt_needs_a_window() -> None:
-    with pytest.raises(UserError, match=r"window_per_prompt = True: .*no window with .*sde_window = 0; .* is false"):
+    with pytest.raises(
+        UserError, match=r"window_per_prompt = True: .*no window with .*sde_window = 0; .* is false"
+    ):
         settings(sampling__window_per_prompt=True)
     with pytest.raises(UserError, match=r"optimizer_steps = 3: .*gives 2 trained transition"):
         check_trainable(settings(**ALONE, train__optimizer_steps=3))

@@ -1,4 +1,5 @@
-"""ZeRO-1 and 2 in bfloat16: working weights on every rank are the rounded values of a sharded float32 master."""
+"""ZeRO-1 and 2 in bfloat16: working weights on every rank are the rounded values of a sharded
+float32 master."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ OTHERS = ["full zero1 muon", "full zero2 muon", "lora zero1 adamw", "lora zero2 
 def train_settings(name: str, **overrides: Any) -> TrainConfig:
     """The settings of `<tuning> <engine> <optimizer>`."""
     _, engine, optimizer = name.split()
-    given = {"train__weight_decay": 0.5, "train__max_grad_norm": 0.1, "train__eps": 1e-8, "train__ema_decay": 0.5}
+    given = {
+        "train__weight_decay": 0.5,
+        "train__max_grad_norm": 0.1,
+        "train__eps": 1e-8,
+        "train__ema_decay": 0.5,
+    }
     given |= {
         "train__engine": engine,
         "train__optimizer": optimizer,
@@ -50,7 +56,8 @@ def train_settings(name: str, **overrides: Any) -> TrainConfig:
 
 
 def mixed_policy(name: str) -> HunyuanVideo15Policy:
-    """Activations in bfloat16; trained weights in float32, with values that bfloat16 does not hold."""
+    """Activations in bfloat16; trained weights in float32, with values that bfloat16 does not
+    hold."""
     policy = tiny_model(settings(model__tuning=name.split()[0])).policy
     policy.dtype = policy.forward.dtype = torch.bfloat16
     freeze_dead_ends(policy.transformer)
@@ -68,7 +75,8 @@ def loss_of(policy: HunyuanVideo15Policy, number: int) -> Tensor:
 def reference(name: str) -> Iterator[tuple[float, dict[str, Tensor]]]:
     """Yield the norm and the weights after each update of one process in plain torch.
 
-    Float32 weights are updated by torch's optimizers; their rounded copies make the gradients, which add up in float32.
+    Float32 weights are updated by torch's optimizers; their rounded copies make the gradients,
+    which add up in float32.
     """
     policy, config = mixed_policy(name), train_settings(name)
     rounded = policy.parameters()
@@ -77,12 +85,16 @@ def reference(name: str) -> Iterator[tuple[float, dict[str, Tensor]]]:
     by_muon = {n for n, p in master.items() if name.endswith("muon") and policy.is_muon(n, p)}
     kind = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([p for n, p in master.items() if n not in by_muon], eps=config.eps, **kind)
+        torch.optim.AdamW(
+            [p for n, p in master.items() if n not in by_muon], eps=config.eps, **kind
+        )
     ]
     if by_muon:
         matrices = [master[n] for n in sorted(by_muon)]
         optimizers.append(
-            torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", eps=config.eps, **kind)
+            torch.optim.Muon(
+                matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", eps=config.eps, **kind
+            )
         )
     for update in range(UPDATES):
         for n, p in rounded.items():
@@ -126,7 +138,8 @@ def assert_rounded(engine: Engine, state: dict[str, Tensor]) -> None:
 
 
 def check_updates(name: str) -> Engine:
-    """Compare with `reference`; the next forward reads the updated weights at their old addresses."""
+    """Compare with `reference`; the next forward reads the updated weights at their old
+    addresses."""
     policy = mixed_policy(name)
     stored = {n: p.detach().clone() for n, p in policy.parameters().items()}
     engine = make_engine(policy, train_settings(name))
@@ -134,7 +147,8 @@ def check_updates(name: str) -> Engine:
     assert_rounded(engine, stored)
     addresses, before = [p.data_ptr() for p in engine.parameters], stored
     count = sum(p.numel() for p in engine.parameters)
-    # Muon orthogonalises in bfloat16: the second update starts from weights that differ by its rounding.
+    # Muon orthogonalises in bfloat16: the second update starts from weights that differ by its
+    # rounding.
     tolerances = [2**-8, 0.1] if name.endswith("muon") else [2**-16] * UPDATES
     for update, (tolerance, (norm, expected)) in enumerate(zip(tolerances, reference(name))):
         with Sent() as sent:
@@ -143,20 +157,33 @@ def check_updates(name: str) -> Engine:
             found = engine.step()
         assert found == pytest.approx(norm, rel=tolerance)
         after = whole(engine)
-        off, way = (sum(float((expected[n] - o[n]).square().sum()) for n in o) ** 0.5 for o in (after, before))
+        off, way = (
+            sum(float((expected[n] - o[n]).square().sum()) for n in o) ** 0.5
+            for o in (after, before)
+        )
         assert off <= tolerance * way, (name, update, off, way)
         assert_rounded(engine, after)
         before = after
         # Gradients cross ranks in float32, and the weights are gathered once, in bfloat16.
         assert not [one for one in sent.found if "reduce" in one[0] and one[1] == torch.bfloat16]
-        assert sum(size for kind, dtype, size in sent.found if "reduce" in kind and dtype == torch.float32) >= count
-        assert len([one for one in sent.found if "gather" in one[0] and one[1] == torch.bfloat16]) == 1
+        assert (
+            sum(
+                size
+                for kind, dtype, size in sent.found
+                if "reduce" in kind and dtype == torch.float32
+            )
+            >= count
+        )
+        assert (
+            len([one for one in sent.found if "gather" in one[0] and one[1] == torch.bfloat16]) == 1
+        )
     assert addresses == [p.data_ptr() for p in engine.parameters]
     return engine
 
 
 def check_swaps(engine: Engine) -> None:
-    """Averaged weights and an anchor go into the working weights and out again; a NaN changes nothing."""
+    """Averaged weights and an anchor go into the working weights and out again; a NaN changes
+    nothing."""
     policy, present = engine.policy, whole(engine)
     assert engine.ema is not None
     anchor = {n: part + 0.25 for n, part in policy.snapshot().items()}
@@ -173,14 +200,17 @@ def check_swaps(engine: Engine) -> None:
     assert sent.found == [], "the other rank may wait in another collective"
     policy.load(state)
     engine.backward(loss_of(policy, 1) * (math.nan if rank() == 0 else 1), 2)
-    with pytest.raises(NonFiniteError, match=f"optimizer step {UPDATES}; the weights were not updated"):
+    with pytest.raises(
+        NonFiniteError, match=f"optimizer step {UPDATES}; the weights were not updated"
+    ):
         engine.step()
     assert_rounded(engine, present)
     assert all(torch.equal(value, present[n]) for n, value in whole(engine).items())
 
 
 def check_resume(folder: Path, engine: Engine) -> None:
-    """Other engines and the plain process keep every bit of the master, and this engine of theirs."""
+    """Other engines and the plain process keep every bit of the master, and this engine of
+    theirs."""
     (folder / "saved").mkdir(exist_ok=True)
     save_training_state(folder / "saved", engine)
     present = whole(engine)
@@ -207,7 +237,9 @@ def check_small_updates(name: str) -> None:
         now = whole(engine)
         assert_rounded(engine, now)
         changed = (
-            torch.cat([(now[n].to(dtype) != start[n].to(dtype)).flatten() for n in now])[large].float().mean()
+            torch.cat([(now[n].to(dtype) != start[n].to(dtype)).flatten() for n in now])[large]
+            .float()
+            .mean()
             for dtype in (torch.float32, torch.bfloat16)
         )
         moved.append([float(share) for share in changed])
@@ -216,7 +248,8 @@ def check_small_updates(name: str) -> None:
 
 
 def check_rollouts() -> None:
-    """A rollout has no collective, though one rank has more samples; the anchor's forwards have two gathers."""
+    """A rollout has no collective, though one rank has more samples; the anchor's forwards have two
+    gathers."""
     given = {"train__prompts_per_iteration": 1, "train__group_size": 3, "sampling__batch_size": 1}
     config = settings(**given, model__tuning="full", model__dtype="bfloat16", train__engine="zero2")
     trainer = mixed_trainer(config)
@@ -233,7 +266,9 @@ def check_rollouts() -> None:
     assert sent.found == []
     with sent:
         trainer.replay.anchor_velocities(batch, batch.trajectories.trained, trainer.anchor)
-    assert [(kind, dtype) for kind, dtype, _ in sent.found] == [("_allgather_base_", torch.bfloat16)] * 2
+    assert [(kind, dtype) for kind, dtype, _ in sent.found] == [
+        ("_allgather_base_", torch.bfloat16)
+    ] * 2
 
 
 def on_ranks(folder: Path, names: Sequence[str]) -> None:

@@ -61,15 +61,23 @@ BASE_SETTINGS: dict[str, Any] = {
 
 def settings(**overrides: Any) -> Config:
     """A tiny config; keys as `kl__strategy="fixed"`."""
-    return build(BASE_SETTINGS | {key.replace("__", "."): value for key, value in overrides.items()})
+    return build(
+        BASE_SETTINGS | {key.replace("__", "."): value for key, value in overrides.items()}
+    )
 
 
 def arguments(**overrides: Any) -> list[str]:
     """Settings as a user types them; keys as for `settings`."""
-    return [text for key, value in overrides.items() for text in (f"--{key.replace('__', '.')}", str(value))]
+    return [
+        text
+        for key, value in overrides.items()
+        for text in (f"--{key.replace('__', '.')}", str(value))
+    ]
 
 
-FEW_STEPS = arguments(sampling__num_frames=9, sampling__steps=3, train__optimizer_steps=2, eval__steps=2)
+FEW_STEPS = arguments(
+    sampling__num_frames=9, sampling__steps=3, train__optimizer_steps=2, eval__steps=2
+)
 """For a run of the command from `configs/recipes/paper.yaml` that takes seconds."""
 
 
@@ -98,7 +106,8 @@ def _tiny_autoencoder() -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _made(settings: tuple[tuple[str, Any], ...]) -> tuple[Any, Any, Tensor]:
-    """Make the transformer, the autoencoder (which all share), and the state of the random numbers after them."""
+    """Make the transformer, the autoencoder (which all share), and the state of the random numbers
+    after them."""
     config = ModelConfig(**dict(settings))
     torch.manual_seed(1)
     transformer = TestbedTransformer().eval()
@@ -107,26 +116,39 @@ def _made(settings: tuple[tuple[str, Any], ...]) -> tuple[Any, Any, Tensor]:
     return transformer, allow_batches(tiny_vae().eval()), torch.get_rng_state()
 
 
-def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Model:
+def tiny_model(
+    config: Config, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> Model:
     transformer, vae, numbers = _made(tuple(vars(config.model).items()))
     transformer = torch.nn.Module.to(copy.deepcopy(transformer), device, dtype)
     vae = vae if device == CPU else copy.deepcopy(vae).to(device)
     torch.set_rng_state(numbers)
-    policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=config.sampling.guidance_scale)
+    policy = HunyuanVideo15Policy(
+        transformer, dtype=dtype, guidance_scale=config.sampling.guidance_scale
+    )
     decoder = VideoDecoder(vae)
     model = Model(spec=tiny_spec(policy), policy=policy, decoder=decoder)
     model.set_checkpointing(CheckpointPlan(config.model.gradient_checkpointing))
     return model
 
 
-def embeddings(prompts: Sequence[str], dtype: torch.dtype = torch.float32) -> dict[str, TextEmbedding]:
-    return {p: TextEmbedding(text=embed(p).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype)) for p in ["", *prompts]}
+def embeddings(
+    prompts: Sequence[str], dtype: torch.dtype = torch.float32
+) -> dict[str, TextEmbedding]:
+    return {
+        p: TextEmbedding(text=embed(p).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype))
+        for p in ["", *prompts]
+    }
 
 
-def with_images(texts: Mapping[str, TextEmbedding], height: int = 4, width: int = 4) -> dict[str, TextEmbedding]:
+def with_images(
+    texts: Mapping[str, TextEmbedding], height: int = 4, width: int = 4
+) -> dict[str, TextEmbedding]:
     """Give each prompt a random image of its own; height and width are those of latents."""
     return {
-        prompt: dataclasses.replace(text, image=torch.randn(6, 8), frame=torch.randn(32, 1, height, width))
+        prompt: dataclasses.replace(
+            text, image=torch.randn(6, 8), frame=torch.randn(32, 1, height, width)
+        )
         for prompt, text in texts.items()
     }
 
@@ -137,17 +159,27 @@ def captions(*texts: str) -> dict[str, Caption]:
 
 
 def resolved(objective: ObjectiveConfig, kl: KLConfig | None = None) -> Objective:
-    """Resolve these sections, by default without a KL; the other settings do not matter to a loss."""
+    """Resolve these sections, by default without a KL; the other settings do not matter to a
+    loss."""
     kl = kl or KLConfig(strategy="none")
     return Objective(dataclasses.replace(settings(), objective=objective, kl=kl))
 
 
 def tiny_trainer(
-    config: Config, reward: Reward | None = None, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    config: Config,
+    reward: Reward | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> Trainer:
     prompts = train_prompts()
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
-    return Trainer(Resolved(config), tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype))
+    return Trainer(
+        Resolved(config),
+        tiny_model(config, dtype, device),
+        composite,
+        prompts,
+        embeddings(prompts, dtype),
+    )
 
 
 def planned(config: Config, prompts: Sequence[str], iteration: int = 0) -> IterationPlan:
@@ -156,10 +188,12 @@ def planned(config: Config, prompts: Sequence[str], iteration: int = 0) -> Itera
 
 
 def rounding_of_advantages(row: dict[str, Any]) -> float:
-    """What float32 leaves open in an advantage, and so in a loss, a mean of advantages that nearly cancel.
+    """What float32 leaves open in an advantage, and so in a loss, a mean of advantages that nearly
+    cancel.
 
-    An advantage is (R - mean) / std: a rounding of R, or of the mean, moves it by up to 2**-23 R / std, and that of the
-    mean moves a whole group alike. R is the sum of three parts: four roundings. A ratio near 1 adds far less.
+    An advantage is (R - mean) / std: a rounding of R, or of the mean, moves it by up to 2**-23 R /
+    std, and that of the mean moves a whole group alike. R is the sum of three parts: four
+    roundings. A ratio near 1 adds far less.
     """
     return 4 * 2**-23 * abs(row["reward/mean"]) / row["reward/std"]
 
@@ -172,13 +206,16 @@ def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:
             p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
-def train(config: Config, *, report: run.Report = lambda *about: None, resume: bool = False) -> Path:
+def train(
+    config: Config, *, report: run.Report = lambda *about: None, resume: bool = False
+) -> Path:
     """Train as `sage-fast train` does, by default without a page."""
     return run.train(config, load_setup, report, resume=resume)
 
 
 def paper_trainer(folder: Path, **overrides: Any) -> Trainer:
-    """The trainer of `configs/recipes/paper.yaml`, whose prompts are embedded into `folder`; keys as for `settings`."""
+    """The trainer of `configs/recipes/paper.yaml`, whose prompts are embedded into `folder`; keys
+    as for `settings`."""
     given = {key.replace("__", "."): str(value) for key, value in overrides.items()}
     config = load(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml", given)
     setup = load_setup(resolve(config))

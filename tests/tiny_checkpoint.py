@@ -1,6 +1,8 @@
-"""Complete HunyuanVideo 1.5 checkpoints of a few megabytes: every class is the published one, only the sizes differ.
+"""Complete HunyuanVideo 1.5 checkpoints of a few megabytes: every class is the published one, only
+the sizes differ.
 
-`python tests/tiny_checkpoint.py FOLDER` writes it; `model.path = FOLDER` then takes every path of a real model.
+`python tests/tiny_checkpoint.py FOLDER` writes it; `model.path = FOLDER` then takes every path of a
+real model.
 """
 
 import sys
@@ -37,9 +39,11 @@ IMAGE_PATCHES = 3
 GUIDANCE_SCALE = 6.0
 SHIFT = 5.0
 PREFIX_TOKENS = 108
-"""The pipeline drops that many tokens, which is what the published tokenizer makes of its system message."""
+"""The pipeline drops that many tokens, which is what the published tokenizer makes of its system
+message."""
 
-# The system turn is PREFIX_TOKENS tokens whatever it says, so that the crop ends exactly where the prompt begins.
+# The system turn is PREFIX_TOKENS tokens whatever it says, so that the crop ends exactly where the
+# prompt begins.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ '<|system|>' * " + str(PREFIX_TOKENS) + " }}"
@@ -54,7 +58,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|system|>")
 def tiny_transformer(
     width_of_a_head: int = 16, task: str = "t2v", *, step_distilled: bool = False
 ) -> HunyuanVideo15Transformer3DModel:
-    """2 heads, 2 blocks, random weights; 4.4 M parameters, nearly all in the projection with a fixed width of 2048."""
+    """2 heads, 2 blocks, random weights; 4.4 M parameters, nearly all in the projection with a
+    fixed width of 2048."""
     assert width_of_a_head % 8 == 0
     quarter = width_of_a_head // 4
     return HunyuanVideo15Transformer3DModel(
@@ -86,7 +91,9 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def write_tiny_checkpoint(folder: Path, seed: int = 0, task: str = "t2v", *, step_distilled: bool = False) -> Path:
+def write_tiny_checkpoint(
+    folder: Path, seed: int = 0, task: str = "t2v", *, step_distilled: bool = False
+) -> Path:
     """Write the pipeline of a task with random weights to `folder`; returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -99,7 +106,11 @@ def write_tiny_checkpoint(folder: Path, seed: int = 0, task: str = "t2v", *, ste
                 num_hidden_layers=3,
                 num_attention_heads=2,
                 num_key_value_heads=1,
-                rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [2, 3, 3],
+                },
                 initializer_range=0.2,
                 bos_token_id=None,
                 eos_token_id=0,
@@ -125,13 +136,20 @@ def write_tiny_checkpoint(folder: Path, seed: int = 0, task: str = "t2v", *, ste
             temporal_compression_ratio=4,
         )
         transformer = tiny_transformer(task=task, step_distilled=step_distilled)
-        # The default initialisation leaves the text all but without effect on the velocity; tests want to see it.
-        for module in (transformer.context_embedder, transformer.context_embedder_2, transformer.transformer_blocks):
+        # The default initialisation leaves the text all but without effect on the velocity; tests
+        # want to see it.
+        for module in (
+            transformer.context_embedder,
+            transformer.context_embedder_2,
+            transformer.transformer_blocks,
+        ):
             for p in module.parameters():
                 if p.ndim == 2:
                     torch.nn.init.normal_(p, std=1.5 / p.shape[1] ** 0.5)
         pipeline, images = (
-            (HunyuanVideo15ImageToVideoPipeline, tiny_siglip()) if task == "i2v" else (HunyuanVideo15Pipeline, {})
+            (HunyuanVideo15ImageToVideoPipeline, tiny_siglip())
+            if task == "i2v"
+            else (HunyuanVideo15Pipeline, {})
         )
     pipeline(
         text_encoder=text_encoder.eval(),
@@ -151,7 +169,8 @@ def tiny_siglip() -> dict[str, Any]:
     """The parts of an image-to-video pipeline that read its image."""
     size = 14 * IMAGE_PATCHES
     config = SiglipVisionConfig(
-        hidden_size=IMAGE_DIM, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=size,
+        hidden_size=IMAGE_DIM, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        image_size=size,
         patch_size=14,
     )  # fmt: skip
     extractor = SiglipImageProcessor(size={"height": size, "width": size})

@@ -4,7 +4,10 @@ import time
 from collections.abc import Callable
 
 HANG = 600
-"""Seconds after which a test that waits has failed. It guards against a hang and claims nothing about speed."""
+"""Seconds after which a test that waits has failed.
+
+It guards against a hang and claims nothing about speed.
+"""
 
 
 def wait_until(condition: Callable[[], object], shown: Callable[[], object] = str) -> None:

@@ -27,7 +27,12 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, deepspeed_config, make_engine
 from sage_fast.rewards import CompositeReward
-from sage_fast.run.checkpoint import TrainingState, load_checkpoint, save_checkpoint, save_training_state
+from sage_fast.run.checkpoint import (
+    TrainingState,
+    load_checkpoint,
+    save_checkpoint,
+    save_training_state,
+)
 from sage_fast.run.weights import save_weights
 from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.testbed.world import train_prompts
@@ -66,9 +71,11 @@ class NamedReward(BrightnessReward):
 
 
 class Peak(TorchDispatchMode):
-    """Largest number of bytes in live tensors; the garbage collector finds those that exist at the start.
+    """Largest number of bytes in live tensors; the garbage collector finds those that exist at the
+    start.
 
-    FSDP2 empties and refills the storage of a gathered weight, so sizes are read whenever a large tensor is made.
+    FSDP2 empties and refills the storage of a gathered weight, so sizes are read whenever a large
+    tensor is made.
     """
 
     LARGE = 2**14
@@ -81,8 +88,13 @@ class Peak(TorchDispatchMode):
     @staticmethod
     def _storages() -> list[torch.UntypedStorage]:
         gc.collect()
-        things = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not thing.is_meta]
-        return [thing.untyped_storage() for thing in things if not isinstance(thing, DTensor)]  # it has none of its own
+        things = [
+            thing
+            for thing in gc.get_objects()
+            if issubclass(type(thing), Tensor) and not thing.is_meta
+        ]
+        # it has none of its own
+        return [thing.untyped_storage() for thing in things if not isinstance(thing, DTensor)]
 
     @classmethod
     def now(cls) -> int:
@@ -90,17 +102,24 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, Tensor)]
+        made = [
+            t for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, Tensor)
+        ]
         self.live |= {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in made}
         if any(t.nbytes >= self.LARGE for t in made):
             self.live = {key: kept for key, kept in self.live.items() if not kept.expired()}
-            alive = (torch.UntypedStorage._new_with_weak_ptr(kept.cdata) for kept in self.live.values())
-            self.peak = max(self.peak, sum(storage.nbytes() for storage in alive if storage is not None))
+            alive = (
+                torch.UntypedStorage._new_with_weak_ptr(kept.cdata) for kept in self.live.values()
+            )
+            self.peak = max(
+                self.peak, sum(storage.nbytes() for storage in alive if storage is not None)
+            )
         return out
 
 
 def mixed_trainer(config: Config) -> Trainer:
-    """A trainer of float32 weights that run in bfloat16 under autocast, as full tuning on GPUs does."""
+    """A trainer of float32 weights that run in bfloat16 under autocast, as full tuning on GPUs
+    does."""
     model, prompts = tiny_model(config, torch.bfloat16), train_prompts()
     model.policy.networks["transformer"].float()
     reward = CompositeReward(BrightnessReward(), config.reward)
@@ -108,7 +127,8 @@ def mixed_trainer(config: Config) -> Trainer:
 
 
 def memory(folder: Path, mode: str, engine: str = "zero3") -> None:
-    """Write the bytes of rank 0, all weights trained in bfloat16: planned, and alive at the peak of a backward.
+    """Write the bytes of rank 0, all weights trained in bfloat16: planned, and alive at the peak of
+    a backward.
 
     The model is wider than in the other runs, so that its weights count, and the videos are longer.
     """
@@ -118,7 +138,9 @@ def memory(folder: Path, mode: str, engine: str = "zero3") -> None:
              "model__gradient_checkpointing": mode, "sampling__num_frames": 17}  # fmt: skip
     if engine != "zero3":
         deepspeed_config.BUCKET = 50_000
-    config = settings(**SETTINGS | {"train__prompts_per_iteration": 2, "train__optimizer_steps": 1} | given)
+    config = settings(
+        **SETTINGS | {"train__prompts_per_iteration": 2, "train__optimizer_steps": 1} | given
+    )
     before = Peak.now()
     wide = {"attention_head_dim": 32, "num_layers": 6, "rope_axes_dim": (8, 12, 12)}
     transformer = functools.partial(TestbedTransformer, **wide)
@@ -149,15 +171,20 @@ def memory(folder: Path, mode: str, engine: str = "zero3") -> None:
     shutdown()
 
 
-def run(folder: Path, tuning: str, engine: str, start: str | None, iterations: range, **overrides: Any) -> list[Any]:
-    """Resume from the checkpoint `start`, train `iterations`, and leave a checkpoint; return the rows."""
+def run(
+    folder: Path, tuning: str, engine: str, start: str | None, iterations: range, **overrides: Any
+) -> list[Any]:
+    """Resume from the checkpoint `start`, train `iterations`, and leave a checkpoint; return the
+    rows."""
     config = settings(**SETTINGS, model__tuning=tuning, train__engine=engine, **overrides)
     trainer = tiny_trainer(config, NamedReward())
     if start is not None:
         resume(trainer, folder / start)
     rows = [trainer.iteration(index) for index in iterations]
     name = f"{tuning}-{engine}-on-{world_size()}"
-    save_checkpoint(folder / name, iterations.stop, trainer.engine, trainer.state_dict(), trainer.anchor)
+    save_checkpoint(
+        folder / name, iterations.stop, trainer.engine, trainer.state_dict(), trainer.anchor
+    )
     return rows
 
 
@@ -170,7 +197,10 @@ def resume(trainer: Trainer, run: Path) -> None:
 def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
     """Yield a loss of all weights, one of the blocks' weights alone, and one that is NaN."""
     text = [embeddings(["a red circle moves left quickly"])["a red circle moves left quickly"]]
-    x, sigma = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(5)), torch.tensor([0.4])
+    x, sigma = (
+        torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(5)),
+        torch.tensor([0.4]),
+    )
     yield policy.velocity(x, policy.condition(sigma, text)).square().mean()
     with torch.no_grad():
         frozen = policy.condition(sigma, text)
@@ -180,11 +210,16 @@ def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
 
 def checks(folder: Path) -> None:
     """Compare with the plain engine: weights without a gradient, a non-finite update."""
-    from sage_fast.parallel.zero import ZeroEngine  # imports DeepSpeed, which the tests' own process does without
+    # imports DeepSpeed, which the tests' own process does without
+    from sage_fast.parallel.zero import (
+        ZeroEngine,
+    )
 
     found = {}
     for name in ("plain", "zero1", "zero2"):
-        config = settings(model__tuning="full", train__engine=name, train__weight_decay=0.5, train__eps=1e-8)
+        config = settings(
+            model__tuning="full", train__engine=name, train__weight_decay=0.5, train__eps=1e-8
+        )
         trainer = tiny_trainer(config)
         policy, engine = trainer.policy, trainer.engine
         if isinstance(engine, ZeroEngine):  # the group with the timeout of `timeout_minutes`
@@ -195,7 +230,9 @@ def checks(folder: Path) -> None:
             if number < 2:
                 engine.step()
                 continue
-            with pytest.raises(NonFiniteError, match="optimizer step 2; the weights were not updated"):
+            with pytest.raises(
+                NonFiniteError, match="optimizer step 2; the weights were not updated"
+            ):
                 engine.step()
             assert all(torch.equal(part, before[n]) for n, part in policy.parts().items()), name
         found[name] = {n: policy.states.whole(p).clone() for n, p in policy.parameters().items()}
@@ -216,7 +253,8 @@ MUON = ("full zero1", "full zero2", "lora zero2")
 
 
 def muon_engine(name: str) -> Engine:
-    """An engine with Muon; `eps` keeps AdamW's updates small for gradients that are only rounding."""
+    """An engine with Muon; `eps` keeps AdamW's updates small for gradients that are only
+    rounding."""
     tuning, engine = name.split()
     given = {"train__learning_rate": 1e-2, "train__weight_decay": 0.5, "train__eps": 1e-8}
     config = settings(model__tuning=tuning, train__engine=engine, train__optimizer="muon", **given)
@@ -226,18 +264,24 @@ def muon_engine(name: str) -> Engine:
 
 
 def muon_step(engine: Engine, number: int, ranks: Sequence[int]) -> dict[str, Tensor]:
-    """Update by the mean of two losses, with this process computing those of `ranks`; return the whole weights."""
+    """Update by the mean of two losses, with this process computing those of `ranks`; return the
+    whole weights."""
     policy, words = engine.policy, "a red circle moves left quickly"
     text = [embeddings([words])[words]]
     for place in ranks:
-        x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(10 * number + place))
-        engine.backward(policy.velocity(x, policy.condition(torch.tensor([0.4]), text)).square().mean(), 2)
+        x = torch.randn(
+            1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(10 * number + place)
+        )
+        engine.backward(
+            policy.velocity(x, policy.condition(torch.tensor([0.4]), text)).square().mean(), 2
+        )
     engine.step()
     return {name: policy.states.whole(p).clone() for name, p in policy.parameters().items()}
 
 
 def muon(folder: Path) -> None:
-    """Make three updates with a checkpoint after the second, then one from the checkpoint of the plain process."""
+    """Make three updates with a checkpoint after the second, then one from the checkpoint of the
+    plain process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     initialize()
     for name in MUON:
@@ -262,7 +306,12 @@ def main(folder: Path) -> None:
     if world_size() == 2:
         rows["full zero2 0"] = run(folder, "full", "zero2", None, range(2))
         rows["full zero3 2"] = run(
-            folder, "full", "zero3", "full-2", range(2, 3), model__gradient_checkpointing="attention"
+            folder,
+            "full",
+            "zero3",
+            "full-2",
+            range(2, 3),
+            model__gradient_checkpointing="attention",
         )
     else:
         rows["full zero3 2"] = run(folder, "full", "zero3", "full-zero2-on-2", range(2, 3))

@@ -1,1 +1,2 @@
-"""The mathematics of SAGE-GRPO: transitions, objective, scored processes, and the schedule of an iteration."""
+"""The mathematics of SAGE-GRPO: transitions, objective, scored processes, and the schedule of an
+iteration."""

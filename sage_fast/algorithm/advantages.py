@@ -11,7 +11,8 @@ from torch import Tensor
 from sage_fast.config.schema import AdvantageStd
 
 ROUNDING = 8
-"""Rewards of a group that differ by less than so many roundings of their size, in their dtype, are equal."""
+"""Rewards of a group that differ by less than so many roundings of their size, in their dtype, are
+equal."""
 EPS = 1e-6
 """Epsilon of Eq. 10."""
 SMALL_STD = 100 * EPS
@@ -32,14 +33,16 @@ def group_advantages(
     Args:
         rewards: float32 or float64 `[P, G]`, one row per group.
         valid: bool `[P, G]`; False excludes a sample from all statistics and gives it advantage 0.
-        std: population std of each `group`, or over the `batch` of all unequal groups about their means.
+        std: population std of each `group`, or over the `batch` of all unequal groups about their
+            means.
         clamp: bound on |A|.
         eps: epsilon of Eq. 10.
-        dtype: of the scores that `rewards` come from, whose rounding makes rewards equal; by default that of `rewards`.
+        dtype: of the scores that `rewards` come from, whose rounding makes rewards equal; by
+            default that of `rewards`.
 
     Returns:
-        Advantages, float64 `[P, G]`, and bool `[P]`, True for groups whose valid rewards are equal up to rounding (or
-        fewer than two).
+        Advantages, float64 `[P, G]`, and bool `[P]`, True for groups whose valid rewards are equal
+        up to rounding (or fewer than two).
     """
     rounding = _rounding_of(dtype or rewards.dtype)
     rewards = rewards.double()  # rewards of a group may differ by a small part of their size
@@ -51,12 +54,15 @@ def group_advantages(
     squares, size = centred.square().sum(1, keepdim=True), count
     if std == "batch":
         squares, size = squares.sum(), count[~equal].sum()
-    advantages = torch.where(equal[:, None], 0.0, centred / ((squares / size.clamp(min=1)).sqrt() + eps))
+    advantages = torch.where(
+        equal[:, None], 0.0, centred / ((squares / size.clamp(min=1)).sqrt() + eps)
+    )
     return advantages.clamp(-clamp, clamp), equal
 
 
 def small_groups(rewards: Tensor, valid: Tensor, equal: Tensor) -> int:
-    """Return the number of groups whose rewards differ, by so little that the epsilon of Eq. 10 shrinks advantages.
+    """Return the number of groups whose rewards differ, by so little that the epsilon of Eq. 10
+    shrinks advantages.
 
     Args:
         rewards: as for `group_advantages`.
@@ -77,14 +83,19 @@ def _rounding_of(dtype: torch.dtype) -> float:
 
 def _spread(values: Tensor, valid: Tensor) -> Tensor:
     """Return largest - smallest valid value of each group, `[P]`; -inf without one."""
-    return torch.where(valid, values, -torch.inf).amax(1) - torch.where(valid, values, torch.inf).amin(1)
+    return torch.where(valid, values, -torch.inf).amax(1) - torch.where(
+        valid, values, torch.inf
+    ).amin(1)
 
 
-def balanced_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float], valid: Tensor) -> Tensor:
+def balanced_rewards(
+    parts: Mapping[str, Tensor], weights: Mapping[str, float], valid: Tensor
+) -> Tensor:
     """Return sum of weight x part normalised by its group, float64 `[P, G]`; 0 for a failed sample.
 
-    It is 0 for a whole group where the parts cancel up to rounding. GDPO (arXiv 2601.05242) divides the sum by its
-    deviation over the batch: `group_advantages` with `std="batch"`, which leaves equal groups out of the deviation.
+    It is 0 for a whole group where the parts cancel up to rounding. GDPO (arXiv 2601.05242) divides
+    the sum by its deviation over the batch: `group_advantages` with `std="batch"`, which leaves
+    equal groups out of the deviation.
 
     Args:
         parts: part -> float32 or float64 `[P G]`; a part without a weight is left out.
@@ -102,5 +113,7 @@ def balanced_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float], 
             total = total + weight * normalised
             scale = _spread(normalised, valid) / _spread(values, valid)
             largest = torch.where(valid, values, 0.0).abs().amax(1)
-            rounding = rounding + torch.where(equal, 0.0, _rounding_of(own.dtype) * abs(weight) * scale * largest)
+            rounding = rounding + torch.where(
+                equal, 0.0, _rounding_of(own.dtype) * abs(weight) * scale * largest
+            )
     return torch.where((_spread(total, valid) <= rounding)[:, None], 0.0, total)

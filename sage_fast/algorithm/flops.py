@@ -9,7 +9,12 @@ from sage_fast.models.spec import Cost
 
 
 def flops(
-    cost: Cost, counts: Mapping[str, int], videos: int, *, checkpointing: CheckpointPlan | None, frozen_base: bool
+    cost: Cost,
+    counts: Mapping[str, int],
+    videos: int,
+    *,
+    checkpointing: CheckpointPlan | None,
+    frozen_base: bool,
 ) -> dict[str, float]:
     """Return part -> FLOPs of an iteration, all ranks together.
 
@@ -27,24 +32,35 @@ def flops(
 
     by_mode = {mode: of_transition(mode) for mode in MODES}
     transition = of_transition(None) if checkpointing is None else checkpointing.mean(by_mode)
-    parts = {part: count * (transition if part == "training" else cost.forward) for part, count in counts.items()}
+    parts = {
+        part: count * (transition if part == "training" else cost.forward)
+        for part, count in counts.items()
+    }
     return parts | {"decode": videos * cost.decode}
 
 
 def training_flops(
-    forward: float, attention: float, block_ends: float = 0.0, *, checkpointing: str | None, frozen_base: bool
+    forward: float,
+    attention: float,
+    block_ends: float = 0.0,
+    *,
+    checkpointing: str | None,
+    frozen_base: bool,
 ) -> float:
     """Return the FLOPs of a forward, its recomputation with checkpointing, and a backward.
 
-        linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] + 2.5)
+        linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] +
+        2.5)
 
-    Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither. With a frozen base
-    the last matmuls of the blocks, of `block_ends` FLOPs, are not recomputed. `checkpointing=None` gives model FLOPs,
-    as in model FLOPs utilization: no recomputation, and a backward of attention of two forwards, not 2.5.
+    Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither. With a
+    frozen base the last matmuls of the blocks, of `block_ends` FLOPs, are not recomputed.
+    `checkpointing=None` gives model FLOPs, as in model FLOPs utilization: no recomputation, and a
+    backward of attention of two forwards, not 2.5.
 
-    A linear layer's backward is one product for the gradient in its input and, unless the base is frozen (LoRA), one
-    for that in its weight. Attention's backward takes five products to the forward's two, since fused kernels recompute
-    the scores. The adapter's own products are not counted: about r / d of the linear part.
+    A linear layer's backward is one product for the gradient in its input and, unless the base is
+    frozen (LoRA), one for that in its weight. Attention's backward takes five products to the
+    forward's two, since fused kernels recompute the scores. The adapter's own products are not
+    counted: about r / d of the linear part.
     """
     linear = forward - attention
     recomputed = RECOMPUTED[checkpointing] if checkpointing else ()

@@ -13,7 +13,8 @@ class FeedbackRow:
     """Response of lambda to the KL that an optimizer step observes.
 
     Attributes:
-        factors: factors on lambda when the KL is too large and too small; None if lambda does not follow the KL.
+        factors: factors on lambda when the KL is too large and too small; None if lambda does not
+            follow the KL.
     """
 
     factors: tuple[float, float] | None = None
@@ -26,7 +27,8 @@ FEEDBACKS = {
 
 
 class KLController:
-    """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observations (Eq. 42).
+    """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observations (Eq.
+    42).
 
     Eq. 42 lowers lambda when the KL is too large ("relax"), the opposite of the usual direction.
     """

@@ -25,8 +25,11 @@ class Observer:
     def __init__(self, device: torch.device) -> None:
         self.watch, self.metrics = Stopwatch(device), Metrics()
 
-    def record_rewards(self, scores: Scores, advantages: Tensor, valid: Tensor, equal: Tensor) -> None:
-        """Record statistics of the composite as `reward/<statistic>` and means of its parts as `reward_part/<part>`.
+    def record_rewards(
+        self, scores: Scores, advantages: Tensor, valid: Tensor, equal: Tensor
+    ) -> None:
+        """Record statistics of the composite as `reward/<statistic>` and means of its parts as
+        `reward_part/<part>`.
 
         Args:
             scores: of the samples of all ranks, group by group.
@@ -40,7 +43,9 @@ class Observer:
         rewards = scores.rewards.view_as(valid)
         counted = rewards[valid]
         if not counted.numel():
-            raise NonFiniteError("every reward of this iteration failed; nothing can be learned from it")
+            raise NonFiniteError(
+                "every reward of this iteration failed; nothing can be learned from it"
+            )
         spread = torch.stack([r[v].std(correction=0) for r, v in zip(rewards, valid) if v.any()])
         self.metrics.set("reward/mean", float(counted.mean()))
         self.metrics.set("reward/std", float(spread.mean()))
@@ -57,7 +62,8 @@ class Observer:
 
         Args:
             loss: of the micro-batch.
-            policy_norm: gradient norm of the policy term in the velocity, `[B]`, which the equalizer levels (Eq. 38).
+            policy_norm: gradient norm of the policy term in the velocity, `[B]`, which the
+                equalizer levels (Eq. 38).
             steps: step of each transition.
         """
         add = self.metrics.add

@@ -1,6 +1,8 @@
-"""The objective of a run: its surrogates and KL strategies, and the loss that they make of `[B]` tensors.
+"""The objective of a run: its surrogates and KL strategies, and the loss that they make of `[B]`
+tensors.
 
-loss_i,t = -S_t surrogate(ratio or log-prob, A_i) + lambda_KL (beta_pos KL(theta || anchor) + beta_vel KL_vel)
+loss_i,t = -S_t surrogate(ratio or log-prob, A_i) + lambda_KL (beta_pos KL(theta || anchor) +
+beta_vel KL_vel)
 
 docs/explanation/objective.md has the equations.
 """
@@ -25,10 +27,12 @@ class Scored:
     """What a surrogate sees of a micro-batch, each `[B]`.
 
     Attributes:
-        log_ratio: log-ratio to the rollout policy, centred and normalised where the settings say so.
+        log_ratio: log-ratio to the rollout policy, centred and normalised where the settings say
+            so.
         kl_old: KL to the rollout policy, in closed form.
         advantage: A_i.
-        noised: all scores of noised samples and their coefficients, for a row that uses the errors behind them.
+        noised: all scores of noised samples and their coefficients, for a row that uses the errors
+            behind them.
     """
 
     log_ratio: Tensor
@@ -40,13 +44,16 @@ class Scored:
 def _clipped_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Clipped surrogate: min(ratio A, clip(ratio) A)."""
     ratio, clip_range = torch.exp(scored.log_ratio), objective.clip_range
-    return torch.minimum(ratio * scored.advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * scored.advantage)
+    return torch.minimum(
+        ratio * scored.advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * scored.advantage
+    )
 
 
 def clipped_by_range(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Return where the clip removes the gradient: above the range with A > 0, below it with A < 0.
 
-    On the other side of the range the minimum takes the ratio itself, whose gradient leads back into the range.
+    On the other side of the range the minimum takes the ratio itself, whose gradient leads back
+    into the range.
     """
     ratio = torch.exp(scored.log_ratio)
     too_high = (ratio > 1 + objective.clip_range) & (scored.advantage > 0)
@@ -57,18 +64,22 @@ def clipped_by_range(scored: Scored, objective: ObjectiveConfig) -> Tensor:
 def _masked_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Ratio x A without a gradient where the KL masks it (Flow-DPPO, arXiv 2606.11025)."""
     ratio = torch.exp(scored.log_ratio)
-    return torch.where(_beyond_kl_limit(scored, objective), ratio.detach(), ratio) * scored.advantage
+    return (
+        torch.where(_beyond_kl_limit(scored, objective), ratio.detach(), ratio) * scored.advantage
+    )
 
 
 def _beyond_kl_limit(scored: Scored, objective: ObjectiveConfig) -> Tensor:
-    """Return where the KL is above its limit and the update would raise it: A and the log-ratio have one sign."""
+    """Return where the KL is above its limit and the update would raise it: A and the log-ratio
+    have one sign."""
     return (scored.kl_old > objective.kl_limit) & (scored.advantage * scored.log_ratio > 0)
 
 
 def _plain_log_prob(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Log-prob x A (Eq. 43), up to the rollout's log-prob, which is constant.
 
-    On noised samples this is advantage-weighted matching (arXiv 2509.25050): -A times the flow-matching loss.
+    On noised samples this is advantage-weighted matching (arXiv 2509.25050): -A times the
+    flow-matching loss.
     """
     return scored.log_ratio * scored.advantage
 
@@ -76,9 +87,9 @@ def _plain_log_prob(scored: Scored, objective: ObjectiveConfig) -> Tensor:
 def _nft(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Negative DiffusionNFT loss (arXiv 2509.16117) on x0 times advantage_clamp / beta.
 
-    Each branch is divided by its mean error. The residual of a noised sample is x0 - x0_hat with x0_hat = x_s - s v,
-    and b is -s, so the errors, means over the elements, follow from the scores: `present` of v, `rollout` of v_old,
-    `moved` between both, `plus` and `minus` of v+ and v-.
+    Each branch is divided by its mean error. The residual of a noised sample is x0 - x0_hat with
+    x0_hat = x_s - s v, and b is -s, so the errors, means over the elements, follow from the scores:
+    `present` of v, `rollout` of v_old, `moved` between both, `plus` and `minus` of v+ and v-.
     """
     assert scored.noised is not None
     scores, row = scored.noised
@@ -99,19 +110,25 @@ class SurrogateRow:
     Attributes:
         title: name of the method that it makes.
         value: the term `[B]` that is maximised.
-        clipped: mask `[B]`: where the clip or the KL mask removes the gradient; its mean is `ratio/clip_fraction`.
-        uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
+        clipped: mask `[B]`: where the clip or the KL mask removes the gradient; its mean is
+            `ratio/clip_fraction`.
+        uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio
+            does harm.
         uses_kl: needs the KL to the rollout policy in closed form.
-        uses_errors: needs the errors of the predicted final sample at `objective.nft_beta`, and weighs the noise levels
-            itself; only on noised samples.
-        centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
-        scores_rollout: scores the steps of the rollout (reverse process), which itself yields their log-probs and
-            velocities; otherwise the final samples with new noise (docs/explanation/forward-process.md).
+        uses_errors: needs the errors of the predicted final sample at `objective.nft_beta`, and
+            weighs the noise levels itself; only on noised samples.
+        centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio`
+            says.
+        scores_rollout: scores the steps of the rollout (reverse process), which itself yields their
+            log-probs and velocities; otherwise the final samples with new noise
+            (docs/explanation/forward-process.md).
     """
 
     title: str
     value: Callable[[Scored, ObjectiveConfig], Tensor]
-    clipped: Callable[[Scored, ObjectiveConfig], Tensor] = lambda scored, _: torch.zeros_like(scored.log_ratio)
+    clipped: Callable[[Scored, ObjectiveConfig], Tensor] = lambda scored, _: torch.zeros_like(
+        scored.log_ratio
+    )
     uses_ratio: bool = False
     uses_kl: bool = False
     uses_errors: bool = False
@@ -120,24 +137,29 @@ class SurrogateRow:
 
 
 SURROGATES = {
-    "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, clipped=clipped_by_range, uses_ratio=True),
-    "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio, clipped=_beyond_kl_limit, uses_kl=True),
+    "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, clipped=clipped_by_range,
+        uses_ratio=True),
+    "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio,
+        clipped=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
     "nft": SurrogateRow(
-        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True, scores_rollout=not RENOISES["nft"]
+        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True,
+        scores_rollout=not RENOISES["nft"]
     ),
-    "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=not RENOISES["awm"]),
+    "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob,
+        scores_rollout=not RENOISES["awm"]),
 }  # fmt: skip
 
 
 RATIOS = {"plain": (False, False), "centred": (True, False), "normalised": (True, True)}
-"""Choice of `objective.ratio` -> whether the log-ratio that is clipped is centred, by adding the KL to the rollout
-policy, and whether it is multiplied by S_t."""
+"""Choice of `objective.ratio` -> whether the log-ratio that is clipped is centred, by adding the KL
+to the rollout policy, and whether it is multiplied by S_t."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Per-sample terms `[B]` of a micro-batch; `total` and `policy` carry gradients, `ratio` is the prepared one."""
+    """Per-sample terms `[B]` of a micro-batch; `total` and `policy` carry gradients, `ratio` is the
+    prepared one."""
 
     total: Tensor
     policy: Tensor
@@ -153,8 +175,8 @@ class KLStrategy:
     """The KL terms of a strategy.
 
     Attributes:
-        anchor: anchor of the position term: `start`, the weights at the start of the run; `moving`, refreshed every
-            `kl.anchor_interval` optimizer steps; None for no position term.
+        anchor: anchor of the position term: `start`, the weights at the start of the run; `moving`,
+            refreshed every `kl.anchor_interval` optimizer steps; None for no position term.
         velocity: whether the KL to the rollout policy is penalised.
     """
 
@@ -191,10 +213,11 @@ class Objective:
         centres_ratio: the KL to the rollout policy is added to the log-ratio.
         normalises_ratio: the log-ratio is multiplied by S_t.
         off_policy: an update may start from other weights than the rollout's.
-        stores_velocities: the loss needs the rollout's velocities, for the KL to the rollout policy in closed form. At
-            the weights of the rollout it does not: that KL and its gradient are 0 there.
-        reuses_velocities: an anchor equal to the present weights needs no forward: the rollout stored its velocities,
-            or the policy stays at the anchor within an iteration.
+        stores_velocities: the loss needs the rollout's velocities, for the KL to the rollout policy
+            in closed form. At the weights of the rollout it does not: that KL and its gradient are
+            0 there.
+        reuses_velocities: an anchor equal to the present weights needs no forward: the rollout
+            stored its velocities, or the policy stays at the anchor within an iteration.
         scores_noised: the loss needs a forward of the rollout policy at each noised sample.
     """
 
@@ -211,9 +234,13 @@ class Objective:
         self.centres_ratio = surrogate.centred or (surrogate.uses_ratio and centred)
         self.normalises_ratio = surrogate.uses_ratio and normalised
         self.off_policy = config.train.optimizer_steps > 1 or averaged
-        needs_kl = self.centres_ratio or surrogate.uses_kl or (strategy.velocity and self.closed_form)
+        needs_kl = (
+            self.centres_ratio or surrogate.uses_kl or (strategy.velocity and self.closed_form)
+        )
         self.stores_velocities = stores = self.off_policy and needs_kl
-        self.reuses_velocities = not averaged and (surrogate.scores_rollout or stores or not self.off_policy)
+        self.reuses_velocities = not averaged and (
+            surrogate.scores_rollout or stores or not self.off_policy
+        )
         self.scores_noised = stores and not surrogate.scores_rollout
         follows_rollout = strategy.velocity and self.closed_form and stores
         self.kl_pulls = self.kl_acts and (strategy.anchor is not None or follows_rollout)
@@ -261,23 +288,29 @@ class StepConstants:
 
     def at(self, steps: Tensor) -> StepConstants:
         """Return those of `steps`, int64 `[B]`."""
-        return StepConstants(equalizer=self.equalizer[steps], bias=self.bias[steps], coefs=self.coefs[steps])
+        return StepConstants(
+            equalizer=self.equalizer[steps], bias=self.bias[steps], coefs=self.coefs[steps]
+        )
 
 
-def sage_loss(objective: Objective, scores: TransitionScores, steps: StepConstants, kl_weight: float) -> Loss:
+def sage_loss(
+    objective: Objective, scores: TransitionScores, steps: StepConstants, kl_weight: float
+) -> Loss:
     """Compute the whole loss from the outputs of `transition_score`.
 
     Args:
         objective: the resolved settings.
         scores: the micro-batch.
-        steps: constants of its steps; a normalised ratio uses S_t even if `objective.equalizer` is off.
+        steps: constants of its steps; a normalised ratio uses S_t even if `objective.equalizer` is
+            off.
         kl_weight: lambda_KL.
     """
     surrogate, strategy, kl = objective.surrogate, objective.strategy, objective.kl
     kl_old, log_ratio = scores.kl_old, scores.log_prob - scores.log_prob_old
     weight = steps.equalizer if objective.equalizes else torch.ones_like(steps.equalizer)
     if objective.centres_ratio:
-        # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
+        # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is
+        # quadratic in v - v_old.
         log_ratio = log_ratio + steps.bias * kl_old
         if objective.normalises_ratio:
             log_ratio, weight = steps.equalizer * log_ratio, weight / steps.equalizer
@@ -307,8 +340,9 @@ class GradientNorms:
 
     Attributes:
         policy: norm of the policy term's gradient.
-        anchor: squared norm of the position term's gradient without lambda, minus what rounding adds. It is negative
-            where rounding added less than its average: clamp the sum, not the terms.
+        anchor: squared norm of the position term's gradient without lambda, minus what rounding
+            adds. It is negative where rounding added less than its average: clamp the sum, not the
+            terms.
         velocity: the same of the velocity term.
     """
 
@@ -318,7 +352,12 @@ class GradientNorms:
 
 
 def gradient_norms(
-    objective: Objective, loss: Loss, scores: TransitionScores, row: Row, numel: int, rounding: Tensor
+    objective: Objective,
+    loss: Loss,
+    scores: TransitionScores,
+    row: Row,
+    numel: int,
+    rounding: Tensor,
 ) -> GradientNorms:
     """Return the gradient norms in the velocity of the policy term and of the KL terms.
 
@@ -329,12 +368,12 @@ def gradient_norms(
         d KL_old / dv = 2 m d / D,    mean(d^2) = KL_old / m
         mean(r d) = (mean(r_old^2) - mean(r^2) - b^2 mean(d^2)) / (2 b)
 
-    The policy term depends on v through logp and, where centred or as in DiffusionNFT, through KL_old: its norm is
-    exact. `kl.velocity_term = rollout` is left out (0), because its gradient is sampling noise many times larger than
-    its pull.
+    The policy term depends on v through logp and, where centred or as in DiffusionNFT, through
+    KL_old: its norm is exact. `kl.velocity_term = rollout` is left out (0), because its gradient is
+    sampling noise many times larger than its pull.
 
-    The squared norm of a KL term is 4 beta^2 m KL / D. Two velocities of equal weights differ by rounding, which adds
-    its own KL on average: the squared norm is that of KL - `rounding`.
+    The squared norm of a KL term is 4 beta^2 m KL / D. Two velocities of equal weights differ by
+    rounding, which adds its own KL on average: the squared norm is that of KL - `rounding`.
 
     Args:
         objective: as given to `sage_loss`.
@@ -345,30 +384,42 @@ def gradient_norms(
         rounding: KL that rounding makes between velocities of equal weights, `[B]`.
     """
     log_prob, kl_old, kl = scores.log_prob, scores.kl_old, objective.kl
-    slopes = torch.autograd.grad(loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True)
-    of_log_prob, of_kl = (torch.zeros_like(log_prob) if slope is None else slope for slope in slopes)
-    residual, before = ((value.detach() - row.k) / row.w for value in (log_prob, scores.log_prob_old))
+    slopes = torch.autograd.grad(
+        loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True
+    )
+    of_log_prob, of_kl = (
+        torch.zeros_like(log_prob) if slope is None else slope for slope in slopes
+    )
+    residual, before = (
+        (value.detach() - row.k) / row.w for value in (log_prob, scores.log_prob_old)
+    )
     kl_distance = kl_old.detach() / row.m
     cross_term = (before - residual - row.b.square() * kl_distance) / (2 * row.b)
     grad_logp, grad_kl = of_log_prob * row.w * row.b, of_kl * row.m
-    square = grad_logp.square() * residual - 2 * grad_logp * grad_kl * cross_term + grad_kl.square() * kl_distance
+    square = (
+        grad_logp.square() * residual
+        - 2 * grad_logp * grad_kl * cross_term
+        + grad_kl.square() * kl_distance
+    )
     policy = 2 * (square.clamp(min=0) / numel).sqrt()
 
     anchor = velocity = torch.zeros_like(policy)
     if objective.strategy.anchor is not None:
         anchor = 4 * kl.beta_pos**2 * row.m * (loss.kl_anchor - rounding) / numel
     if objective.strategy.velocity and objective.closed_form:
-        # Without stored velocities the KL to the rollout policy is exactly 0: nothing was rounded twice.
+        # Without stored velocities the KL to the rollout policy is exactly 0: nothing was rounded
+        # twice.
         rounded = rounding if objective.stores_velocities else torch.zeros_like(rounding)
         velocity = 4 * kl.beta_vel**2 * row.m * (loss.kl_velocity - rounded) / numel
     return GradientNorms(policy=policy, anchor=anchor, velocity=velocity)
 
 
 def gradient_share(kl_weight: float, policy: float, anchor: float, velocity: float) -> float:
-    """Return the KL's share of the gradient on the velocity, `kl/gradient_share`: k / (k + p), 0 where both are 0.
+    """Return the KL's share of the gradient on the velocity, `kl/gradient_share`: k / (k + p), 0
+    where both are 0.
 
-    k is lambda times the root of the KL terms' mean squares, added; a mean that rounding alone would explain (at most
-    0) counts as 0. p is the root of the policy term's mean square.
+    k is lambda times the root of the KL terms' mean squares, added; a mean that rounding alone
+    would explain (at most 0) counts as 0. p is the root of the policy term's mean square.
 
     Args:
         kl_weight: lambda_KL.

@@ -12,12 +12,19 @@ from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import check_agreement, world_size
 
-NODE_PATHS = {"data.prompts", "data.eval_prompts", "data.embedding_cache", "model.path", "model.weights"}
+NODE_PATHS = {
+    "data.prompts",
+    "data.eval_prompts",
+    "data.embedding_cache",
+    "model.path",
+    "model.weights",
+}
 """Settings that may name another path on each node, for copies of the same files."""
 
 
 def check_same_settings(config: Config, **states: object) -> None:
-    """Check that all ranks run the same settings: a node may read an older copy of a file. Collective.
+    """Check that all ranks run the same settings: a node may read an older copy of a file.
+    Collective.
 
     Ranks with other settings would make other collectives, and wait for each other.
 
@@ -40,9 +47,10 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
         ranks: world size; None takes that of this process.
 
     Raises:
-        UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
-            transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
-            without an average, one part to balance, or more ranks than samples.
+        UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer
+            steps than trained transitions, a KL that is always 0 or that needs rollout log-probs
+            where there are none, averaged weights without an average, one part to balance, or more
+            ranks than samples.
     """
     check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
     resolved, s, train = Resolved(config), config.sampling, config.train
@@ -50,16 +58,28 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
     rows = sampler_in_words(s)
     if trainable == 0:
         raise no_gradient(s)
-    noiseless = f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false"
-    s.require(bool(resolved.table.stochastic_steps) or not s.shared_initial_noise, "shared_initial_noise", noiseless)
+    noiseless = (
+        f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is "
+        "false"
+    )
+    s.require(
+        bool(resolved.table.stochastic_steps) or not s.shared_initial_noise,
+        "shared_initial_noise",
+        noiseless,
+    )
     together = s.shared_initial_noise and resolved.objective.surrogate.scores_rollout
-    needs = "expected sampling.shared_initial_noise and a surrogate that scores rollouts; the nearest choice is noise"
+    needs = (
+        "expected sampling.shared_initial_noise and a surrogate that scores rollouts; the nearest "
+        "choice is noise"
+    )
     config.objective.require(together or config.objective.direction == "noise", "direction", needs)
-    share = f" and train.timestep_fraction = {train.timestep_fraction:g}" * (train.timestep_fraction < 1)
+    share = f" and train.timestep_fraction = {train.timestep_fraction:g}" * (
+        train.timestep_fraction < 1
+    )
     if trainable < train.optimizer_steps:
         raise UserError(
-            f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} trained transition(s) a "
-            f"sample; the nearest valid value is {trainable}"
+            f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} "
+            f"trained transition(s) a sample; the nearest valid value is {trainable}"
         )
     _check_kl(resolved.objective)
     check_ranks(train, config.model.sequence_parallel, ranks or world_size())
@@ -76,8 +96,8 @@ def _check_kl(objective: Objective) -> None:
     kl.require(
         objective.surrogate.scores_rollout or not strategy.velocity or objective.closed_form,
         "velocity_term",
-        f"objective.surrogate = {objective.settings.surrogate} scores no step of the rollout; the nearest choice is "
-        "closed_form, or kl.strategy = moving",
+        f"objective.surrogate = {objective.settings.surrogate} scores no step of the rollout; the "
+        "nearest choice is closed_form, or kl.strategy = moving",
     )
     refreshed = strategy.moves and kl.anchor_interval == 1
     at_anchor = strategy.anchor is None or kl.beta_pos == 0 or refreshed
@@ -85,6 +105,6 @@ def _check_kl(objective: Objective) -> None:
     if objective.kl_acts and at_anchor and at_rollout and not objective.off_policy:
         where = f"kl.strategy = {kl.strategy!r}" + " at kl.anchor_interval = 1" * refreshed
         raise UserError(
-            f"train.optimizer_steps = 1: the KL of {where} is 0 in the first update of an iteration; expected at least "
-            "2, or kl.strategy = 'none'"
+            f"train.optimizer_steps = 1: the KL of {where} is 0 in the first update of an "
+            "iteration; expected at least 2, or kl.strategy = 'none'"
         )

@@ -1,16 +1,19 @@
 """Samplers as rows of numbers: x_next = a x + b v + c noise.
 
 Rectified flow writes x_s = (1-s) x0 + s z with velocity v = dx/ds = z - x0, so x0_hat = x - s v,
-z_hat = x + (1-s) v and score = -z_hat / s. For every sampler of this field, a step from s = sigma_t to n = sigma_{t+1}
-is an affine Gaussian transition, and its three scalars depend only on the step. This module computes them once, on the
-host in float64; the operators in `sage_fast.ops` read the finished table.
+z_hat = x + (1-s) v and score = -z_hat / s. For every sampler of this field, a step from s = sigma_t
+to n = sigma_{t+1} is an affine Gaussian transition, and its three scalars depend only on the step.
+This module computes them once, on the host in float64; the operators in `sage_fast.ops` read the
+finished table.
 
-    SDE family, integrated variance S, d = s - n           coefficient-preserving family, r = noise that is kept
-        a = 1 - S/(2s)                                          a = (1-n) + r
-        b = -d - S (1-s)/(2s)                                   b = -(1-n) s + r (1-s)
-        c = sqrt(S)                                             c = sqrt(n^2 - r^2)
+    SDE family,                        coefficient-preserving family,
+    integrated variance S, d = s - n   r = noise that is kept
+        a = 1 - S/(2s)                     a = (1-n) + r
+        b = -d - S (1-s)/(2s)              b = -(1-n) s + r (1-s)
+        c = sqrt(S)                        c = sqrt(n^2 - r^2)
 
-docs/explanation/samplers.md derives each row; docs/explanation/departures.md lists the departures from the paper.
+docs/explanation/samplers.md derives each row; docs/explanation/departures.md lists the departures
+from the paper.
 """
 
 from __future__ import annotations
@@ -33,21 +36,25 @@ def sigma_schedule(steps: int, shift: float) -> Tensor:
 
     Args:
         steps: number of transitions T, at least 1.
-        shift: timestep shift, above 0; HunyuanVideo 1.5 uses 5 (480p t2v), 9 (720p t2v), 7 (720p i2v).
+        shift: timestep shift, above 0; HunyuanVideo 1.5 uses 5 (480p t2v), 9 (720p t2v), 7 (720p
+            i2v).
 
     Returns:
         float64 `[T+1]`, strictly decreasing from 1 to 0. Equal to diffusers'
         `FlowMatchEulerDiscreteScheduler(shift=shift)` as the HunyuanVideo 1.5 pipeline drives it.
     """
     uniform = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return (shift * uniform / (1 + (shift - 1) * uniform)).clamp(max=1)  # rounding exceeds 1 at shift 0.1
+    # rounding exceeds 1 at shift 0.1
+    return (shift * uniform / (1 + (shift - 1) * uniform)).clamp(max=1)
 
 
 def _sde(s: Tensor, n: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return 1 - variance / (2 * s), -(s - n) - variance * (1 - s) / (2 * s), variance.sqrt()
 
 
-def _coefficient_preserving(s: Tensor, n: Tensor, kept: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _coefficient_preserving(
+    s: Tensor, n: Tensor, kept: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     return (1 - n) + kept, -(1 - n) * s + kept * (1 - s), c
 
 
@@ -62,12 +69,14 @@ def _dance(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _flow(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Flow-GRPO (arXiv 2505.05470): eta sqrt(s/(1-s)), first order; at s = 1 the denominator uses sigma_1."""
+    """Flow-GRPO (arXiv 2505.05470): eta sqrt(s/(1-s)), first order; at s = 1 the denominator uses
+    sigma_1."""
     return _sde(s, n, eta**2 * (s - n) * s / (1 - torch.where(s == 1, n, s)))
 
 
 def _sage(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """SAGE-GRPO (Eq. 5): the integral of eta^2 s/(1-s), with 1 - sigma clamped and the result at least 0."""
+    """SAGE-GRPO (Eq. 5): the integral of eta^2 s/(1-s), with 1 - sigma clamped and the result at
+    least 0."""
     log_ratio = torch.log((1 - n).clamp(min=SAGE_CLAMP) / (1 - s).clamp(min=SAGE_CLAMP))
     return _sde(s, n, (eta**2 * (log_ratio - (s - n))).clamp(min=0))
 
@@ -79,14 +88,19 @@ def _cps(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _frozen(s: Tensor, n: Tensor, eta: float, exponent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """An SDE solved in closed form over the step, with x0_hat frozen (docs/explanation/samplers.md).
+    """An SDE solved in closed form over the step, with x0_hat frozen
+    (docs/explanation/samplers.md).
 
-    A share exp(eta^2 exponent) of the old noise's variance survives; `exponent` is -inf where none does.
+    A share exp(eta^2 exponent) of the old noise's variance survives; `exponent` is -inf where none
+    does.
     """
     if eta == 0:  # 0 * inf below would be nan
         return _ode(s, n, eta)
     return _coefficient_preserving(
-        s, n, n * torch.exp(0.5 * eta**2 * exponent), n * torch.sqrt(-torch.expm1(eta**2 * exponent))
+        s,
+        n,
+        n * torch.exp(0.5 * eta**2 * exponent),
+        n * torch.sqrt(-torch.expm1(eta**2 * exponent)),
     )
 
 
@@ -101,7 +115,10 @@ def _dance_precise(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Te
 
 
 def _sage_notes(c: Tensor) -> tuple[str, ...]:
-    last = f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `precise` leaves none"
+    last = (
+        f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `precise` "
+        "leaves none"
+    )
     return (last,) if c[-1] > 0 else ()
 
 
@@ -113,7 +130,8 @@ class SamplerRow:
         step: (s, n, eta) -> a, b, c; float64 `[T]` each.
         largest_eta: largest eta for which the sampler is defined.
         notes: c -> sentences on unusual steps.
-        log_corrected: integrates the SDE of eta^2 s/(1-s) over the step, as SAGE-GRPO does, instead of its first order.
+        log_corrected: integrates the SDE of eta^2 s/(1-s) over the step, as SAGE-GRPO does, instead
+            of its first order.
     """
 
     step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
@@ -134,11 +152,12 @@ SAMPLERS = {
 
 
 REDUCTIONS = {"mean": True, "unscaled": False}
-"""Reduction of the log-prob over the elements of a sample -> whether it is the Gaussian log-prob, a mean per element;
-otherwise it is -mean((x_next - mean)^2)."""
+"""Reduction of the log-prob over the elements of a sample -> whether it is the Gaussian log-prob, a
+mean per element; otherwise it is -mean((x_next - mean)^2)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # tensors have no equality that is a bool
+# tensors have no equality that is a bool
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TransitionTable:
     """The T transitions of a sampler on a schedule.
 
@@ -175,17 +194,24 @@ class TransitionTable:
         inside[start:stop] = True
         a, b, c = _ode(self.sigmas[:-1], self.sigmas[1:], 0.0)
         return dataclasses.replace(
-            self, a=torch.where(inside, self.a, a), b=torch.where(inside, self.b, b), c=torch.where(inside, self.c, c)
+            self,
+            a=torch.where(inside, self.a, a),
+            b=torch.where(inside, self.b, b),
+            c=torch.where(inside, self.c, c),
         )
 
     def excess_noise(self) -> Tensor:
-        """Return the noise in x beyond the next sigma, as the standard deviation after each step, float64 `[T]`.
+        """Return the noise in x beyond the next sigma, as the standard deviation after each step,
+        float64 `[T]`.
 
-        It is exact for data at a point, where the network's x0_hat is right: x = (1 - sigma) x0 + y, and a step
-        multiplies y by a + b/s and adds c noise. The last entry stays on the final sample.
+        It is exact for data at a point, where the network's x0_hat is right: x = (1 - sigma) x0 +
+        y, and a step multiplies y by a + b/s and adds c noise. The last entry stays on the final
+        sample.
         """
         variance, excess = 1.0, []
-        for s, n, a, b, c in zip(*(x.tolist() for x in (self.sigmas[:-1], self.sigmas[1:], self.a, self.b, self.c))):
+        for s, n, a, b, c in zip(
+            *(x.tolist() for x in (self.sigmas[:-1], self.sigmas[1:], self.a, self.b, self.c))
+        ):
             variance = (a + b / s) ** 2 * variance + c**2
             excess.append(max(variance - n**2, 0.0) ** 0.5)
         return torch.tensor(excess, dtype=torch.float64)
@@ -199,35 +225,41 @@ class TransitionTable:
         """Return the table in the form the operators read.
 
         Args:
-            reduction: `mean` (mean log-prob per element), or `unscaled` (-mean((x_next - mean)^2), as the authors of
-                cps use).
+            reduction: `mean` (mean log-prob per element), or `unscaled` (-mean((x_next - mean)^2),
+                as the authors of cps use).
 
         Returns:
-            float32 `[T, 6]`, rows (a, b, c, w, k, m) with log-prob = w mean((x_next - a x - b v)^2) + k and
-            KL = m mean((v - v_anchor)^2) (Eq. 11 with 2 x variance). Logarithms and quotients are computed here in
-            float64. w = k = m = 0 where c = 0.
+            float32 `[T, 6]`, rows (a, b, c, w, k, m) with log-prob = w mean((x_next - a x - b v)^2)
+            + k and KL = m mean((v - v_anchor)^2) (Eq. 11 with 2 x variance). Logarithms and
+            quotients are computed here in float64. w = k = m = 0 where c = 0.
         """
         w, noisy = self._log_prob_weight(reduction), self.c > 0
-        k = torch.where(noisy & REDUCTIONS[reduction], -(self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
+        k = torch.where(
+            noisy & REDUCTIONS[reduction], -(self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0
+        )
         m = torch.where(noisy, self.b.square() / (2 * self.c.square()), 0.0)
         return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
 
     def gradient_scale(self, reduction: str = "mean") -> Tensor:
-        """Return N_t, the expected size of the log-prob's gradient in the velocity (Eq. 38), float64 `[T]`.
+        """Return N_t, the expected size of the log-prob's gradient in the velocity (Eq. 38),
+        float64 `[T]`.
 
         |b| is the sensitivity of the mean to the network; for the mean log-prob N_t = |b|/c.
         """
         return 2 * self._log_prob_weight(reduction).abs() * self.b.abs() * self.c
 
     def log_ratio_bias(self, reduction: str = "mean") -> Tensor:
-        """Return -E[log-ratio] under the rollout policy in units of the KL, float64 `[T]`: 1 for a true log-prob.
+        """Return -E[log-ratio] under the rollout policy in units of the KL, float64 `[T]`: 1 for a
+        true log-prob.
 
-        `unscaled` is not a log-prob: there E[log-ratio] = -mean((mu - mu_old)^2), which is -2 c^2 times the KL.
+        `unscaled` is not a log-prob: there E[log-ratio] = -mean((mu - mu_old)^2), which is -2 c^2
+        times the KL.
         """
         return torch.ones_like(self.c) if REDUCTIONS[reduction] else 2 * self.c.square()
 
     def equalizer(self, reduction: str = "mean") -> Tensor:
-        """Return S_t = median(N) / (N_t + 1e-8) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""
+        """Return S_t = median(N) / (N_t + 1e-8) over the stochastic steps (Eq. 9), float64 `[T]`; 0
+        where c = 0."""
         scale = self.gradient_scale(reduction)
         noisy = self.c > 0
         if not noisy.any():
@@ -252,17 +284,23 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     require(eta <= row.largest_eta, "sampling.eta", eta, expected)
     sigmas = sigmas.detach().to("cpu", torch.float64)
     s, n = sigmas[:-1], sigmas[1:]
-    if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
+    if (
+        sigmas.ndim != 1
+        or len(s) < 1
+        or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1)
+    ):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
     a, b, c = row.step(s, n, float(eta))
     return TransitionTable(sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(c))
 
 
 def forward_table(sigmas: Tensor) -> TransitionTable:
-    """Return the table that scores a noised sample x_s = (1-s) x0 + s z by the clean x0: one step from s to 0.
+    """Return the table that scores a noised sample x_s = (1-s) x0 + s z by the clean x0: one step
+    from s to 0.
 
     The mean is x0_hat = x_s - s v and the standard deviation s / sqrt(2). The log-prob is then
-    -mean((v - (z - x0))^2) up to a constant, and the KL mean((v - v_anchor)^2). See forward-process.md.
+    -mean((v - (z - x0))^2) up to a constant, and the KL mean((v - v_anchor)^2). See
+    forward-process.md.
     """
     s = sigmas[:-1]
     return TransitionTable(sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))

@@ -1,4 +1,5 @@
-"""The model card of a run: what was trained on what, what it gained on held-out prompts, and how to use it."""
+"""The model card of a run: what was trained on what, what it gained on held-out prompts, and how to
+use it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ log = logging.getLogger(__name__)
 
 
 def model_card(
-    run: RunFolder, config: Config, spec: Spec, *, iteration: int, base: str | None, files: Iterable[str]
+    run: RunFolder,
+    config: Config,
+    spec: Spec,
+    *,
+    iteration: int,
+    base: str | None,
+    files: Iterable[str],
 ) -> str:
     """Return the README.md of a run's weights on the hub.
 
@@ -34,7 +41,10 @@ def model_card(
         base: hub id of the base model.
         files: names of the files beside the card.
     """
-    lora, task = config.model.trains_adapter, "image-to-video" if spec.takes_images else "text-to-video"
+    lora, task = (
+        config.model.trains_adapter,
+        "image-to-video" if spec.takes_images else "text-to-video",
+    )
     name, link = spec.license or (None, None)
     data = ModelCardData(
         base_model=base,
@@ -46,12 +56,20 @@ def model_card(
         pipeline_tag=task,
         tags=[task, "sage-fast", *(["lora"] if lora else [])],
     )
-    shown: dict[str, Any] = {"run": run.path.resolve().name, "version": __version__, "spec": spec, "base": base}
+    shown: dict[str, Any] = {
+        "run": run.path.resolve().name,
+        "version": __version__,
+        "spec": spec,
+        "base": base,
+    }
     shown |= {"config": config, "iteration": iteration, "evaluation": _evaluation(run, iteration)}
     shown |= {"settings": _settings(dataclasses.asdict(config), base), "lora_file": LORA_FILE}
     names = [entry.name for entry in config.reward.entries]
-    shown["rewards"] = [name if "://" in name else Path(name).name for name in names]  # without folders of this machine
-    shown["files"] = sorted(file for file in files if file.endswith(".safetensors") and "/" not in file)
+    # without folders of this machine
+    shown["rewards"] = [name if "://" in name else Path(name).name for name in names]
+    shown["files"] = sorted(
+        file for file in files if file.endswith(".safetensors") and "/" not in file
+    )
     return str(ModelCard.from_template(data, str(Path(__file__).parent / "card.md.j2"), **shown))
 
 
@@ -63,19 +81,27 @@ def _evaluation(run: RunFolder, iteration: int) -> str:
     if not sets.keys() >= {"before", "after"}:
         return "There are no evaluations from before and after training."
     if (last := sets["after"].iteration) != iteration:
-        return f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration {last}."
+        return (
+            f"The weights of iteration {iteration} were not evaluated: eval/after.json is of "
+            f"iteration {last}."
+        )
     return compare([sets["before"], sets["after"]]).text
 
 
 def _settings(settings: dict[str, Any], base: str | None) -> str:
-    """Return the settings as YAML, with the name alone of each absolute path: folders of this machine stay private."""
+    """Return the settings as YAML, with the name alone of each absolute path: folders of this
+    machine stay private."""
 
     def shown(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: shown(kept) for key, kept in value.items()}
         if isinstance(value, list):
             return [shown(kept) for kept in value]
-        return Path(value).name or value if isinstance(value, str) and value.startswith(("/", "~")) else value
+        return (
+            Path(value).name or value
+            if isinstance(value, str) and value.startswith(("/", "~"))
+            else value
+        )
 
     path = split_path(settings["model"]["path"])[1]
     settings["model"] |= {"path": base or Path(path).name or path}

@@ -14,8 +14,18 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("run", metavar="RUN", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it")
-    add("--folder", type=TypedFile, default="comparison", help="where the page goes (default: comparison)")
+    add(
+        "run",
+        metavar="RUN",
+        nargs="+",
+        help="run folder, or folder with videos.csv; LABEL=RUN names it",
+    )
+    add(
+        "--folder",
+        type=TypedFile,
+        default="comparison",
+        help="where the page goes (default: comparison)",
+    )
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

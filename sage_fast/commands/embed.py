@@ -1,4 +1,5 @@
-"""`sage-fast embed`: cache the embeddings of a run's prompts on disk, so that training loads no text encoder."""
+"""`sage-fast embed`: cache the embeddings of a run's prompts on disk, so that training loads no
+text encoder."""
 
 from __future__ import annotations
 
@@ -19,22 +20,34 @@ log = logging.getLogger(__name__)
 
 def add_arguments(add: Callable[..., object]) -> None:
     add("config", type=TypedPath, metavar="CONFIG", help="YAML file")
-    add("--prompts", type=TypedPath, metavar="FILE", help="encode these instead of data.prompts and data.eval_prompts")
+    add(
+        "--prompts",
+        type=TypedPath,
+        metavar="FILE",
+        help="encode these instead of data.prompts and data.eval_prompts",
+    )
     add("--quiet", action="store_true", help="print nothing but errors")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    """Add missing embeddings to `data.embedding_cache`: prompts, negative prompts and the empty prompt.
+    """Add missing embeddings to `data.embedding_cache`: prompts, negative prompts and the empty
+    prompt.
 
-    The ranks share the work. Only the text encoders are loaded, and only if an embedding is missing.
+    The ranks share the work. Only the text encoders are loaded, and only if an embedding is
+    missing.
 
     Raises:
-        UserError: no cache is configured, a prompt has two negative prompts, or the text encoders cannot be read.
+        UserError: no cache is configured, a prompt has two negative prompts, or the text encoders
+            cannot be read.
     """
     config = load_run(options.config, overrides)[0]
     if config.data.embedding_cache is None:
-        raise UserError("data.embedding_cache = None: expected the folder that runs share, such as embeddings")
-    sources = [options.prompts] if options.prompts else [config.data.prompts, config.data.eval_prompts]
+        raise UserError(
+            "data.embedding_cache = None: expected the folder that runs share, such as embeddings"
+        )
+    sources = (
+        [options.prompts] if options.prompts else [config.data.prompts, config.data.eval_prompts]
+    )
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
     captions, cache = captions_of(prompts), Path(config.data.embedding_cache)
     with heavy_imports("embed"):
@@ -52,7 +65,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     with fail_fast(config.timeout_minutes):
         spec = find_spec(config.model.path, fetch=True)
         check_captions(prompts, spec)
-        load = functools.partial(spec.load_encoder, getattr(torch, dtype), local_device(), config.sampling)
-        encode_cached(captions, load, cache, cache_key(spec, dtype, cache, config.sampling), spec.condition)
+        load = functools.partial(
+            spec.load_encoder, getattr(torch, dtype), local_device(), config.sampling
+        )
+        encode_cached(
+            captions, load, cache, cache_key(spec, dtype, cache, config.sampling), spec.condition
+        )
     shutdown()
     log.info(f"{cache}: {len(captions)} texts")

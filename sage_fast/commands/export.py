@@ -13,9 +13,18 @@ from sage_fast.util.paths import TypedFile, TypedPath
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("run", type=TypedPath, metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one")
+    add(
+        "run",
+        type=TypedPath,
+        metavar="RUN",
+        help="run folder, whose newest weights are used, or a checkpoint in one",
+    )
     add("folder", type=TypedFile, metavar="FOLDER", help="new or empty folder")
-    add("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder")
+    add(
+        "--base",
+        metavar="HUB_ID",
+        help="the base model on the hub, where model.path is a local folder",
+    )
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

@@ -20,10 +20,12 @@ log = logging.getLogger(__name__)
 
 
 def export(source: Path, folder: Path, base: str | None = None) -> list[Path]:
-    """Write the newest weights of a run, or those of a checkpoint in it, and a model card into `folder`.
+    """Write the newest weights of a run, or those of a checkpoint in it, and a model card into
+    `folder`.
 
-    A LoRA is written in diffusers format, in peft's (adapter_model.safetensors, adapter_config.json) and in each of
-    `Spec.lora_layouts` (<run>-<layout>.safetensors). All weights stay in diffusers format.
+    A LoRA is written in diffusers format, in peft's (adapter_model.safetensors,
+    adapter_config.json) and in each of `Spec.lora_layouts` (<run>-<layout>.safetensors). All
+    weights stay in diffusers format.
 
     Args:
         source: the run folder, or a checkpoint in one.
@@ -34,7 +36,8 @@ def export(source: Path, folder: Path, base: str | None = None) -> list[Path]:
         The files.
 
     Raises:
-        UserError: `source` has no weights or damaged ones, `folder` holds files, or `base` is no hub id.
+        UserError: `source` has no weights or damaged ones, `folder` holds files, or `base` is no
+            hub id.
     """
     check_new_folder(folder, "folder")
     place = folder.resolve()
@@ -51,7 +54,9 @@ def _write(source: Path, folder: Path, base: str | None) -> None:
     config = run.settings()
     path = split_path(config.model.path)[1]
     if is_hub_id(path) and not Path(path).is_dir() and run.facts.get("model_is_local"):
-        raise UserError(f"model.path = {path!r}: a folder where the run began, and none here; export from there")
+        raise UserError(
+            f"model.path = {path!r}: a folder where the run began, and none here; export from there"
+        )
     spec = find_spec(config.model.path)
     base = _base(path, base, spec)
     folder.mkdir()
@@ -70,13 +75,18 @@ def _base(path: str, base: str | None, spec: Spec) -> str | None:
     if base is None and is_hub_id(path) and not Path(path).is_dir():
         return path
     if base is None:
-        log.info(f"note: model.path = {path!r} is no hub id: --base HUB_ID names the base in files and card")
+        log.info(
+            f"note: model.path = {path!r} is no hub id: --base HUB_ID names the base in files and "
+            "card"
+        )
     elif not is_hub_id(base):
         raise UserError(f"--base {base!r}: expected a hub id such as {spec.published}")
     return base
 
 
-def _write_lora(spec: Spec, part: str, weights: Path, folder: Path, name: str, base: str | None) -> None:
+def _write_lora(
+    spec: Spec, part: str, weights: Path, folder: Path, name: str, base: str | None
+) -> None:
     """Write the adapter of one part in all formats."""
     file = lora_files(spec.networks)[part]
     tensors, adapter = read_lora(weights / file)
@@ -88,4 +98,6 @@ def _write_lora(spec: Spec, part: str, weights: Path, folder: Path, name: str, b
     save_tensors(own / "adapter_model.safetensors", named, {"format": "pt"})
     for layout, place in spec.lora_layouts.items():
         metadata = {"format": "pt"} | ({"base_model": base} if base else {})
-        save_tensors(own / f"{name}-{layout}.safetensors", converted(tensors, adapter, place), metadata)
+        save_tensors(
+            own / f"{name}-{layout}.safetensors", converted(tensors, adapter, place), metadata
+        )

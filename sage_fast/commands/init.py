@@ -1,4 +1,5 @@
-"""`sage-fast init`: create a starter folder with settings and prompts to edit, and for the testbed a reward.
+"""`sage-fast init`: create a starter folder with settings and prompts to edit, and for the testbed
+a reward.
 
 Imports nothing heavy.
 """
@@ -29,16 +30,27 @@ OWN = {
 
 OWN_REWARD = {
     "name": "my_rewards:MyReward # the class in my_rewards.py; see there",
-    "weights": "{color: 1, steady: 1} # reward = sum of weight x part; parts without a weight are only logged",
+    "weights": (
+        "{color: 1, steady: 1} # reward = sum of weight x part; parts without a weight are only "
+        "logged"
+    ),
 }
-"""Settings that point at an example of a reward, made for the testbed. Other configurations keep their own reward."""
+"""Settings that point at an example of a reward, made for the testbed.
+
+Other configurations keep their own reward.
+"""
 
 PROMPTS = {True: "a red circle moves left quickly", False: "a red fox trots through fresh snow"}
 """Whether a configuration is for the testbed -> a prompt to sample."""
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("folder", type=TypedFile, metavar="FOLDER", help="new folder, or one without files of those names")
+    add(
+        "folder",
+        type=TypedFile,
+        metavar="FOLDER",
+        help="new folder, or one without files of those names",
+    )
     add("--config", metavar="NAME", default="demo", help="a shipped configuration (default: demo)")
 
 
@@ -47,9 +59,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
 
 def init(folder: Path, name: str) -> str:
-    """Write config.yaml, prompts.txt, heldout.txt and my_rewards.py, and slurm.sbatch if it is not for the testbed.
+    """Write config.yaml, prompts.txt, heldout.txt and my_rewards.py, and slurm.sbatch if it is not
+    for the testbed.
 
-    If the configuration has .jsonl files, copies of these instead of the .txt files, and their images in `images`.
+    If the configuration has .jsonl files, copies of these instead of the .txt files, and their
+    images in `images`.
 
     Args:
         folder: created if missing.
@@ -70,22 +84,37 @@ def init(folder: Path, name: str) -> str:
         prompts = read_prompts(given)
         lines = "".join(f"{prompt.text}\n" for prompt in prompts)
         files[file + suffix] = lines if given in SETS else Path(given).read_text(encoding="utf-8")
-        images |= {prompt.image: Path(prompt.caption.image).read_bytes() for prompt in prompts if prompt.image}
+        images |= {
+            prompt.image: Path(prompt.caption.image).read_bytes()
+            for prompt in prompts
+            if prompt.image
+        }
         captions |= {prompt.text for prompt in prompts}
     on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}
     own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
     settings = _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))
     extra = ["my_rewards.py", "slurm.sbatch"][: 2 - on_testbed]
-    texts = {"config.yaml": settings, **{name: (_FOLDER / name).read_text(encoding="utf-8") for name in extra}, **files}
+    texts = {
+        "config.yaml": settings,
+        **{name: (_FOLDER / name).read_text(encoding="utf-8") for name in extra},
+        **files,
+    }
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
+        raise UserError(
+            f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}"
+        )
     if found := [file for file in (*texts, *images) if (folder / file).exists()]:
-        raise UserError(f"{str(folder)!r} already holds {', '.join(found)}; expected another folder")
+        raise UserError(
+            f"{str(folder)!r} already holds {', '.join(found)}; expected another folder"
+        )
     for file, content in (texts | images).items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / file, content)
     wrote = f"{', '.join(texts)}{f' and {len(images)} images' if images else ''}"
-    return f"{folder}: wrote {wrote}\n{_next_commands(folder, f'heldout{suffix}', on_testbed=on_testbed)}"
+    return (
+        f"{folder}: wrote "
+        f"{wrote}\n{_next_commands(folder, f'heldout{suffix}', on_testbed=on_testbed)}"
+    )
 
 
 def _own_settings(file: Path, own: Mapping[str, str]) -> str:
@@ -98,8 +127,16 @@ def _own_settings(file: Path, own: Mapping[str, str]) -> str:
 
 
 def _next_commands(folder: Path, heldout: str, *, on_testbed: bool) -> str:
-    launch, more = ("sage-fast", "") if on_testbed else ("torchrun --nproc-per-node 8 -m sage_fast", " --gpus 8")
-    prompt = f"--prompts {heldout}" if heldout.endswith(".jsonl") else f'--prompt "{PROMPTS[on_testbed]}"'
+    launch, more = (
+        ("sage-fast", "")
+        if on_testbed
+        else ("torchrun --nproc-per-node 8 -m sage_fast", " --gpus 8")
+    )
+    prompt = (
+        f"--prompts {heldout}"
+        if heldout.endswith(".jsonl")
+        else f'--prompt "{PROMPTS[on_testbed]}"'
+    )
     commands = [
         f"cd {shlex.quote(str(folder))}",
         f"sage-fast train config.yaml --dry-run{more}  # sizes, memory, time",

@@ -17,12 +17,27 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", type=TypedPath, metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    add(
+        "config",
+        type=TypedPath,
+        metavar="CONFIG",
+        help="YAML file, or a run folder (its weights are used)",
+    )
     add("--prompt", action="append", default=[], help="may be given several times")
     image = "image of each --prompt in turn, or one for all"
     add("--image", type=TypedPath, metavar="FILE", action="append", default=[], help=image)
-    add("--prompts", type=TypedPath, metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
-    add("--folder", type=TypedFile, default="samples", help="where the MP4 files go (default: samples)")
+    add(
+        "--prompts",
+        type=TypedPath,
+        metavar="FILE",
+        help="UTF-8 text with one prompt a line, or .jsonl",
+    )
+    add(
+        "--folder",
+        type=TypedFile,
+        default="samples",
+        help="where the MP4 files go (default: samples)",
+    )
     add("--quiet", action="store_true", help="no progress bar")
 
 
@@ -36,7 +51,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
-    prompts = _given(options.prompt, options.image) + (read_prompts(options.prompts) if options.prompts else [])
+    prompts = _given(options.prompt, options.image) + (
+        read_prompts(options.prompts) if options.prompts else []
+    )
     check_folder(options.folder)
     config = load_source("sample", options.config, overrides)
     from sage_fast.commands.sample_videos import generate, save_videos
@@ -63,7 +80,10 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 def _given(texts: Sequence[str], images: Sequence[str]) -> list[Prompt]:
     """Return the prompts of the command line."""
     if len(images) not in (0, min(1, len(texts)), len(texts)):
-        raise UserError(f"--image: {len(images)} for {len(texts)} of --prompt; expected one for all, or one for each")
+        raise UserError(
+            f"--image: {len(images)} for {len(texts)} of --prompt; expected one for all, or one "
+            "for each"
+        )
     prompts = []
     for text, image in zip(texts, itertools.cycle(images or [""])):
         where = f"--image {image!r}" if image else f"--prompt {text!r}"

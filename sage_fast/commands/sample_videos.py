@@ -23,7 +23,9 @@ def generate(setup: Setup, prompts: Sequence[str], seeds: Tensor) -> list[Tensor
     return [videos[i] for i in range(len(prompts))]
 
 
-def save_videos(videos: Sequence[Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:
+def save_videos(
+    videos: Sequence[Tensor], prompts: Sequence[str], folder: Path, fps: float
+) -> list[Path]:
     """Write one file per video, and a contact sheet named after the number of the first video.
 
     Nothing is overwritten: numbering continues from the highest number in `folder`.
@@ -39,7 +41,10 @@ def save_videos(videos: Sequence[Tensor], prompts: Sequence[str], folder: Path, 
     """
     folder.mkdir(parents=True, exist_ok=True)
     first = max(numbered(folder), default=-1) + 1
-    paths = [save_video(v, prompt, folder, i, fps) for i, (v, prompt) in enumerate(zip(videos, prompts), first)]
+    paths = [
+        save_video(v, prompt, folder, i, fps)
+        for i, (v, prompt) in enumerate(zip(videos, prompts), first)
+    ]
     if videos:
         with atomic_path(folder / f"contact-sheet-{first:02d}.png") as file:
             contact_sheet(videos, prompts[: len(videos)]).save(file, "PNG")

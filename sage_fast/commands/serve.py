@@ -1,4 +1,5 @@
-"""`sage-fast serve-reward`: check the rewards of a configuration, then serve them over HTTP until a signal."""
+"""`sage-fast serve-reward`: check the rewards of a configuration, then serve them over HTTP until a
+signal."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ def add_arguments(add: Callable[..., object]) -> None:
     add("config", type=TypedPath, metavar="CONFIG", help="YAML file; its rewards are served")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 picks a free port (default: 8000)")
-    add("--largest", type=int, metavar="MIB", default=1024, help="largest request in MiB (default: 1024)")
+    add(
+        "--largest",
+        type=int,
+        metavar="MIB",
+        default=1024,
+        help="largest request in MiB (default: 1024)",
+    )
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
@@ -41,10 +48,15 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     try:
         from sage_fast.rewards.server import LOOPBACK, RewardServer
     except ModuleNotFoundError as error:
-        raise UserError(f"serve-reward needs {error.name}: pip install starlette uvicorn") from error
+        raise UserError(
+            f"serve-reward needs {error.name}: pip install starlette uvicorn"
+        ) from error
 
     if options.host not in LOOPBACK and not token():
-        raise UserError(f"--host {options.host}: expected {LOOPBACK[0]}, or a password in {TOKEN} for server and runs")
+        raise UserError(
+            f"--host {options.host}: expected {LOOPBACK[0]}, or a password in {TOKEN} for server "
+            "and runs"
+        )
     device = str(initialize())
     reward = CompositeReward.of(config.reward, device, metadata_of(prompts), least_workers=1)
     reward.check(config.sampling, [prompt.key for prompt in prompts], device)
@@ -54,7 +66,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     except OSError as error:
         raise UserError(f"--host {options.host} --port {options.port}: {error.strerror}") from error
     try:
-        log.info(f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}")
+        log.info(
+            f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}"
+        )
         server.listen()
     except KeyboardInterrupt:
         log.info("ended")

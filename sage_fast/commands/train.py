@@ -26,12 +26,35 @@ MAX_GPUS = 2**20
 
 
 def add_arguments(add: Callable[..., object]) -> None:
-    add("config", type=TypedPath, metavar="CONFIG", help="YAML file; with --resume also a run folder")
-    add("--dry-run", action="store_true", help="print sizes, FLOPs, memory and times (rewards: as measured), then stop")
+    add(
+        "config",
+        type=TypedPath,
+        metavar="CONFIG",
+        help="YAML file; with --resume also a run folder",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print sizes, FLOPs, memory and times (rewards: as measured), then stop",
+    )
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
-    add("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")
-    add("--gpu-price", type=float, metavar="PRICE", help="with --dry-run: price of a GPU-hour, for the cost of the run")
-    add("--resume", action="store_true", help="continue the run in the output folder, by its own settings, or begin it")
+    add(
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="with --dry-run: memory of a GPU (default: 80)",
+    )
+    add(
+        "--gpu-price",
+        type=float,
+        metavar="PRICE",
+        help="with --dry-run: price of a GPU-hour, for the cost of the run",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the run in the output folder, by its own settings, or begin it",
+    )
     add("--quiet", action="store_true", help="print nothing but errors")
 
 
@@ -39,9 +62,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     given = options.config, overrides
     config, notes = resumed_settings(*given) if options.resume else (load(*given), [])
     _check_gpus(options)
-    resume = options.resume and RunFolder(config.output).exists  # alike on all ranks: it begins once all have joined
+    # alike on all ranks: it begins once all have joined
+    resume = options.resume and RunFolder(config.output).exists
     is_alone = launched("WORLD_SIZE", 1) == 1
-    if options.dry_run or is_alone:  # else a rank would end before the others, which wait for it, can be told
+    # else a rank would end before the others, which wait for it, can be told
+    if options.dry_run or is_alone:
         check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
         check_named(config.model, config.data, config.named_rewards)
     if options.dry_run:
@@ -71,9 +96,16 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 def _check_gpus(o: argparse.Namespace) -> None:
     if o.gpus is not None and o.gpus > MAX_GPUS:
         raise UserError(f"--gpus {reprlib.repr(o.gpus)}: expected at most {MAX_GPUS:,}")
-    for name, value in (("--gpus", o.gpus), ("--gpu-memory", o.gpu_memory), ("--gpu-price", o.gpu_price)):
+    for name, value in (
+        ("--gpus", o.gpus),
+        ("--gpu-memory", o.gpu_memory),
+        ("--gpu-price", o.gpu_price),
+    ):
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} {value:g}: expected {'at least 1' if name == '--gpus' else 'a number above 0'}")
+            raise UserError(
+                f"{name} {value:g}: expected "
+                f"{'at least 1' if name == '--gpus' else 'a number above 0'}"
+            )
         if value is not None and not o.dry_run:
             start = f"torchrun --nproc-per-node {o.gpus or 'N'} -m sage_fast train {o.config}"
             raise UserError(f"{name} goes with --dry-run; to train on GPUs: {start}")

@@ -17,10 +17,11 @@ from sage_fast.util.errors import UserError
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split a command line into its own words and its settings, dotted key -> value as typed; the last one wins.
+    """Split a command line into its own words and its settings, dotted key -> value as typed; the
+    last one wins.
 
-    A setting is `--key.path value` or `--key.path=value`: an option with a dot in its name, or one that is named like a
-    setting or a section, such as `--seed`.
+    A setting is `--key.path value` or `--key.path=value`: an option with a dot in its name, or one
+    that is named like a setting or a section, such as `--seed`.
 
     Raises:
         UserError: a setting without its value.
@@ -45,7 +46,10 @@ METAVARS = {int: "INTEGER", float: "NUMBER", dict: "{NAME: NUMBER, ...}", list: 
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add every setting as an option, for the help and for completion. `split_settings` parses the arguments."""
+    """Add every setting as an option, for the help and for completion.
+
+    `split_settings` parses the arguments.
+    """
     for name, section in sections(Config).items():
         meaning = meanings(section)
         group = parser.add_argument_group(f"settings, {name}" if name else "settings", meaning[""])
@@ -55,7 +59,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 f"--{setting.name}",
                 choices=setting.choices or (("true", "false") if setting.type is bool else None),
-                metavar="TEXT" if setting.is_text else METAVARS.get(get_origin(setting.type) or setting.type),
+                metavar="TEXT"
+                if setting.is_text
+                else METAVARS.get(get_origin(setting.type) or setting.type),
                 help=text.replace("%", "%%"),
             )
 

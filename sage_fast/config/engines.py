@@ -1,7 +1,7 @@
 """Capabilities of each choice of engine, optimizer, tuning and dtype.
 
-The rest of the code asks a row what it can do, and never compares its name. Imports nothing heavy: what runs is named
-by a string, `module:name`.
+The rest of the code asks a row what it can do, and never compares its name. Imports nothing heavy:
+what runs is named by a string, `module:name`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class EngineRow:
 
     @property
     def keeps_master(self) -> bool:
-        """Whether forwards read copies of float32 weights, stored in the dtype of the activations on every rank."""
+        """Whether forwards read copies of float32 weights, stored in the dtype of the activations
+        on every rank."""
         return bool(self.shards) and not self.gathers
 
     def stored_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of a trained weight as forwards read it, for activations of `element_bytes`."""
+        """Return the bytes of a trained weight as forwards read it, for activations of
+        `element_bytes`."""
         return element_bytes if self.keeps_master else 4
 
     @property
@@ -51,18 +53,23 @@ ENGINES = {
     "plain": EngineRow(build="sage_fast.parallel.plain:PlainEngine"),
     "zero1": _zero("state"),
     "zero2": _zero("state", "gradients"),
-    "zero3": EngineRow(build="sage_fast.parallel.fsdp:FsdpEngine", shards=("state", "gradients", "weights")),
+    "zero3": EngineRow(
+        build="sage_fast.parallel.fsdp:FsdpEngine", shards=("state", "gradients", "weights")
+    ),
 }
 
 
 OPTIMIZERS = {"adamw": False, "muon": True}
-"""Choice of `train.optimizer` -> whether Muon updates the matrices of the blocks; AdamW updates all else."""
+"""Choice of `train.optimizer` -> whether Muon updates the matrices of the blocks; AdamW updates all
+else."""
 
 RENOISES = {"clip": False, "kl_mask": False, "log_prob": False, "nft": True, "awm": True}
-"""Choice of `objective.surrogate` -> whether it re-noises the final samples, and so scores no step of the rollout."""
+"""Choice of `objective.surrogate` -> whether it re-noises the final samples, and so scores no step
+of the rollout."""
 
 ADAPTERS = {"lora": True, "full": False}
-"""Choice of `model.tuning` -> whether an adapter is trained, and the weights under it are frozen."""
+"""Choice of `model.tuning` -> whether an adapter is trained, and the weights under it are frozen.
+"""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """Choice of `model.dtype` -> bytes of an element."""

@@ -1,4 +1,5 @@
-"""Sections of settings: every field has a type, bounds and a meaning, and one check covers them all.
+"""Sections of settings: every field has a type, bounds and a meaning, and one check covers them
+all.
 
     @dataclasses.dataclass(kw_only=True)
     class SamplingConfig(Section):
@@ -7,8 +8,9 @@
         eta: float = within(1.0, least=0)
         \"""Noise level.\"""
 
-A section checks itself when it is created, including by `dataclasses.replace`. Rules over several fields are in its
-`__post_init__`. Meanings are read from the source, so that `--help` repeats nothing. Imports nothing heavy.
+A section checks itself when it is created, including by `dataclasses.replace`. Rules over several
+fields are in its `__post_init__`. Meanings are read from the source, so that `--help` repeats
+nothing. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ BOUNDS = {
     "below": ("below", operator.lt),
 }
 NAMES = "names"
-"""Key of a field's metadata that says what the setting names on this machine; the other keys are `BOUNDS`."""
+"""Key of a field's metadata that says what the setting names on this machine; the other keys are
+`BOUNDS`."""
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -50,12 +53,14 @@ _PYTHON: dict[Any, Any] = {bool: bool, int: int, float: int | float, str: str}
 
 
 def within(default: float | None, **bounds: float) -> Any:
-    """Declare a number with `BOUNDS`; `above` and `below` exclude the bound itself, `every` counts from `least`."""
+    """Declare a number with `BOUNDS`; `above` and `below` exclude the bound itself, `every` counts
+    from `least`."""
     return dataclasses.field(default=default, metadata=bounds)
 
 
 def names(kind: str, default: str | None) -> Any:
-    """Declare a text that names something on this machine; `sage_fast.config.places.PLACES` has the kinds."""
+    """Declare a text that names something on this machine; `sage_fast.config.places.PLACES` has the
+    kinds."""
     return dataclasses.field(default=default, metadata={NAMES: kind})
 
 
@@ -96,7 +101,8 @@ class Setting:
         type: type annotation.
         default: value if nothing is given.
         bounds: name in `BOUNDS` -> bound.
-        names: what the setting names on this machine, in `sage_fast.config.places.PLACES`; None for a plain value.
+        names: what the setting names on this machine, in `sage_fast.config.places.PLACES`; None for
+            a plain value.
     """
 
     name: str
@@ -148,10 +154,18 @@ class Setting:
             least = self.bounds["least"]
             below = max((value - least) // every, 0) * every + least
             valid = str(below) if below > value else f"{below} and {below + every}"
-            return None if value == below else f"expected {self.range}; the nearest valid values are {valid}"
+            return (
+                None
+                if value == below
+                else f"expected {self.range}; the nearest valid values are {valid}"
+            )
         for name, bound in self.bounds.items():
             if not BOUNDS[name][1](value, bound):
-                valid = f"; the nearest is {bound}" if name in ("least", "most") else f", such as {self.default}"
+                valid = (
+                    f"; the nearest is {bound}"
+                    if name in ("least", "most")
+                    else f", such as {self.default}"
+                )
                 return f"expected {self.range}{valid}"
         return None
 
@@ -168,7 +182,8 @@ def kind(hint: Any) -> str:
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """Return the value if it has the type, at any depth; whole numbers become floats where the type is float.
+    """Return the value if it has the type, at any depth; whole numbers become floats where the type
+    is float.
 
     Raises:
         ValueError: says what was expected.
@@ -188,8 +203,14 @@ def _convert(hint: Any, value: Any) -> Any:
     if value is None and types.NoneType in _members(hint):
         return None
     wanted = next(member for member in (*_members(hint), hint) if member is not types.NoneType)
-    if not isinstance(value, _PYTHON.get(wanted, ())) or (isinstance(value, bool) and wanted is not bool):
-        quoted = f", such as {str(value)!r}" if wanted is str and not isinstance(value, list | dict) else ""
+    if not isinstance(value, _PYTHON.get(wanted, ())) or (
+        isinstance(value, bool) and wanted is not bool
+    ):
+        quoted = (
+            f", such as {str(value)!r}"
+            if wanted is str and not isinstance(value, list | dict)
+            else ""
+        )
         raise ValueError(f"expected {kind(hint)}{quoted}")
     if wanted is float:
         return float(value) if is_finite(value) else value
@@ -204,7 +225,8 @@ def is_finite(value: float) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether text can be written as UTF-8; arguments in another encoding cannot, as Python decodes them."""
+    """Whether text can be written as UTF-8; arguments in another encoding cannot, as Python decodes
+    them."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -214,7 +236,8 @@ def is_hub_id(text: str) -> bool:
 
 
 def section_name(section: type) -> str:
-    """Return `sampling` for `SamplingConfig` and "" for the whole tree, `Config`; `SECTION` in a class overrides it."""
+    """Return `sampling` for `SamplingConfig` and "" for the whole tree, `Config`; `SECTION` in a
+    class overrides it."""
     return vars(section).get("SECTION", section.__name__.removesuffix("Config").lower())
 
 
@@ -231,7 +254,11 @@ def own_settings(section: type) -> tuple[Setting, ...]:
             name = (prefix + field.name).removeprefix(".")
             bounds = {key: bound for key, bound in field.metadata.items() if key != NAMES}
             kind = field.metadata.get(NAMES)
-            found.append(Setting(name=name, type=hints[field.name], default=default, bounds=bounds, names=kind))
+            found.append(
+                Setting(
+                    name=name, type=hints[field.name], default=default, bounds=bounds, names=kind
+                )
+            )
     return tuple(found)
 
 
@@ -239,23 +266,37 @@ def own_settings(section: type) -> tuple[Setting, ...]:
 def sections(tree: type) -> dict[str, type]:
     """Return name -> section; the first one is the tree itself, named `""`."""
     hints = get_type_hints(tree)
-    inside = {f.name: hints[f.name] for f in dataclasses.fields(tree) if dataclasses.is_dataclass(hints[f.name])}
+    inside = {
+        f.name: hints[f.name]
+        for f in dataclasses.fields(tree)
+        if dataclasses.is_dataclass(hints[f.name])
+    }
     return {"": tree} | inside
 
 
 @functools.cache
 def settings_of(tree: type) -> dict[str, Setting]:
     """Return dotted name -> setting of the whole tree."""
-    return {setting.name: setting for section in sections(tree).values() for setting in own_settings(section)}
+    return {
+        setting.name: setting
+        for section in sections(tree).values()
+        for setting in own_settings(section)
+    }
 
 
 @functools.cache
 def meanings(section: type) -> dict[str, str]:
-    """Return field -> the docstring after it in the source, and `""` -> the section's own docstring."""
+    """Return field -> the docstring after it in the source, and `""` -> the section's own
+    docstring."""
     found: dict[str, str] = {}
-    for base in filter(dataclasses.is_dataclass, section.__mro__):  # its own fields first, then those of its bases
+    # its own fields first, then those of its bases
+    for base in filter(dataclasses.is_dataclass, section.__mro__):
         tree, name = ast.parse(inspect.getsource(sys.modules[base.__module__])), ""
-        body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == base.__name__)
+        body = next(
+            node.body
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name == base.__name__
+        )
         for node in body:
             if isinstance(node, ast.AnnAssign):
                 name = ast.unparse(node.target)

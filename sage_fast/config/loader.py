@@ -1,7 +1,7 @@
 """Settings from YAML files and overrides to a checked `Config`, and back.
 
-`load` reads a file, applies overrides such as `{"sampling.eta": "0.7"}` and builds the tree, which checks itself before
-any model is made. `dump` writes the resolved tree into the run folder.
+`load` reads a file, applies overrides such as `{"sampling.eta": "0.7"}` and builds the tree, which
+checks itself before any model is made. `dump` writes the resolved tree into the run folder.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ BASES = {"0x": 16, "0o": 8, "0b": 2}
 
 ALIASES = {
     **dict.fromkeys(("lr", "learning-rate"), "train.learning_rate"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "max_train_steps"), "train.iterations"),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "num_train_epochs", "max_steps", "max_train_steps"),
+        "train.iterations",
+    ),
     **dict.fromkeys(("fsdp", "deepspeed", "zero_stage", "zero"), "train.engine"),
     **dict.fromkeys(("beta", "kl_coef", "kl_beta", "init_kl_coef", "kl_weight"), "kl.lambda_max"),
     **dict.fromkeys(("target_share", "lambda_limit"), "kl.lambda_max"),
-    **dict.fromkeys(("num_generations", "num_image_per_prompt", "num_videos_per_prompt"), "train.group_size"),
+    **dict.fromkeys(
+        ("num_generations", "num_image_per_prompt", "num_videos_per_prompt"), "train.group_size"
+    ),
     **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "train.batch_size"),
     **dict.fromkeys(("num_iterations", "num_inner_epochs", "ppo_epochs"), "train.optimizer_steps"),
     **dict.fromkeys(("optim", "optimizer_type"), "train.optimizer"),
@@ -50,22 +55,33 @@ ALIASES = {
     **dict.fromkeys(("adam_epsilon", "epsilon_adam"), "train.eps"),
     **dict.fromkeys(("clip_grad", "max_norm", "gradient_clip"), "train.max_grad_norm"),
     **dict.fromkeys(("ema", "use_ema"), "train.ema_decay"),
-    **dict.fromkeys(("save_steps", "save_freq", "checkpointing_steps"), "train.checkpoint_interval"),
-    **dict.fromkeys(("save_total_limit", "checkpoints_total_limit", "num_checkpoint_limit"), "train.keep_checkpoints"),
+    **dict.fromkeys(
+        ("save_steps", "save_freq", "checkpointing_steps"), "train.checkpoint_interval"
+    ),
+    **dict.fromkeys(
+        ("save_total_limit", "checkpoints_total_limit", "num_checkpoint_limit"),
+        "train.keep_checkpoints",
+    ),
     **dict.fromkeys(("eval_steps", "eval_freq", "eval_every", "validation_steps"), "eval.interval"),
     **dict.fromkeys(("cliprange", "clip_eps", "clip_epsilon", "epsilon"), "objective.clip_range"),
     **dict.fromkeys(("adv_clip_max", "advantage_clip"), "objective.advantage_clamp"),
     **dict.fromkeys(("scale_rewards", "global_std"), "objective.advantage_std"),
     **dict.fromkeys(("loss_type", "loss"), "objective.surrogate"),
     **dict.fromkeys(("cfg", "cfg_scale", "guidance", "cfg_infer"), "sampling.guidance_scale"),
-    **dict.fromkeys(("num_inference_steps", "inference_steps", "num_steps", "sampling_steps"), "sampling.steps"),
+    **dict.fromkeys(
+        ("num_inference_steps", "inference_steps", "num_steps", "sampling_steps"), "sampling.steps"
+    ),
     **dict.fromkeys(("noise_level", "noise_scale"), "sampling.eta"),
     **dict.fromkeys(("flow_shift", "timestep_shift", "time_shift"), "sampling.shift"),
     **dict.fromkeys(("sde_window_size", "window_size"), "sampling.sde_window"),
-    **dict.fromkeys(("same_latent", "init_same_noise", "same_noise"), "sampling.shared_initial_noise"),
+    **dict.fromkeys(
+        ("same_latent", "init_same_noise", "same_noise"), "sampling.shared_initial_noise"
+    ),
     **dict.fromkeys(("scheduler", "solver"), "sampling.sampler"),
     **dict.fromkeys(("frames", "frame_number", "video_length"), "sampling.num_frames"),
-    **dict.fromkeys(("model_name_or_path", "pretrained_model_name_or_path", "pretrained_model"), "model.path"),
+    **dict.fromkeys(
+        ("model_name_or_path", "pretrained_model_name_or_path", "pretrained_model"), "model.path"
+    ),
     **dict.fromkeys(("model_id", "checkpoint", "ckpt"), "model.path"),
     **dict.fromkeys(("lora_path", "adapter", "resume_from_lora"), "model.weights"),
     **dict.fromkeys(("rank", "lora_r", "r"), "model.lora_rank"),
@@ -73,37 +89,47 @@ ALIASES = {
     **dict.fromkeys(("target_modules", "lora_target_modules"), "model.lora_targets"),
     **dict.fromkeys(("use_lora", "use_peft"), "model.tuning"),
     **dict.fromkeys(("mixed_precision", "torch_dtype", "precision", "bf16", "fp16"), "model.dtype"),
-    **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "model.attention"),
+    **dict.fromkeys(
+        ("attn_implementation", "attn_backend", "attention_backend"), "model.attention"
+    ),
     **dict.fromkeys(("sp_size", "ulysses_degree", "context_parallel"), "model.sequence_parallel"),
     **dict.fromkeys(("reward_funcs", "reward_fn", "reward_model", "reward_func"), "reward.name"),
     **dict.fromkeys(("reward_weights",), "reward.weights"),
-    **dict.fromkeys(("dataset", "dataset_name", "train_file", "data_json_path", "prompt_file"), "data.prompts"),
+    **dict.fromkeys(
+        ("dataset", "dataset_name", "train_file", "data_json_path", "prompt_file"), "data.prompts"
+    ),
     **dict.fromkeys(("output_dir", "save_dir", "logdir", "logging_dir"), "output"),
     **dict.fromkeys(("report_to", "log_with"), "tracking.trackers"),
     **dict.fromkeys(("project_name", "wandb_project"), "tracking.project"),
 }
-"""Last part of a name in other trainers, or of a setting that is not offered any more -> the setting meant."""
+"""Last part of a name in other trainers, or of a setting that is not offered any more -> the
+setting meant."""
 _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
 
 def load(
-    path: str | Path | None, overrides: Mapping[str, str] | None = None, overlays: Sequence[Mapping[str, Any]] = ()
+    path: str | Path | None,
+    overrides: Mapping[str, str] | None = None,
+    overlays: Sequence[Mapping[str, Any]] = (),
 ) -> Config:
-    """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the result.
+    """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the
+    result.
 
     What a file names is relative to that file, and what an override names to the current folder:
     sage_fast/config/places.py. `overlays` are taken as they are.
 
-    The file may begin with `base: FILE`, relative to it, and then changes the settings of FILE. A mapping such as
-    `reward.weights`, or one of its entries, replaces the whole mapping of the layer below: a file's replaces the
-    base's, an override's replaces the file's. An entry of `reward.args` replaces only that argument.
+    The file may begin with `base: FILE`, relative to it, and then changes the settings of FILE. A
+    mapping such as `reward.weights`, or one of its entries, replaces the whole mapping of the layer
+    below: a file's replaces the base's, an override's replaces the file's. An entry of
+    `reward.args` replaces only that argument.
 
     Args:
         path: None for the defaults.
         overlays: settings as in a file. They win over the file, and the overrides win over them.
 
     Raises:
-        UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
+        UserError: file missing or not YAML, unknown key (names the nearest one), wrong type,
+            invalid value.
     """
     own = _read(Path(path)) if path else {}
     typed = {key: _typed(key, text) for key, text in (overrides or {}).items()}
@@ -116,7 +142,8 @@ def keys_of(path: Path) -> list[str]:
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
+    """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led
+    to this one."""
     tree = read_yaml(path)
     base, own = tree.pop("base", None), leaves(tree)
     if unknown := [key for key in _entries_joined(own) if key not in settings_of(Config)]:
@@ -128,17 +155,25 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         return own
     if not isinstance(base, str) or not base or path.resolve() in above:
-        expected = "it leads back to this file" if isinstance(base, str) and base else "expected another YAML file"
+        expected = (
+            "it leads back to this file"
+            if isinstance(base, str) and base
+            else "expected another YAML file"
+        )
         raise UserError(f"config {path}: base = {base!r}: {expected}")
     return _merged(_read(Path(located(base, path.parent)), (*above, path.resolve())), own)
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge layers: the last value of a setting wins. `reward.several` and a single reward replace each other."""
+    """Merge layers: the last value of a setting wins.
+
+    `reward.several` and a single reward replace each other.
+    """
     joined: dict[str, Any] = {}
     for layer in layers:
         own = _entries_joined(layer)
-        if not {"reward.args", "reward.name"} & layer.keys() and "reward.args" in own:  # single arguments
+        # single arguments
+        if not {"reward.args", "reward.name"} & layer.keys() and "reward.args" in own:
             below = settings_of(Config)["reward.args"].checked(joined.get("reward.args", {}))
             own["reward.args"] = below | own["reward.args"]
         if own.get("reward.several"):
@@ -167,31 +202,42 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     except ValueError as error:
         raise UserError(f"config {path}: not valid YAML: {error}") from error
     if not loaded or not isinstance(loaded, dict):
-        raise UserError(f"config {path}: {'expected a mapping of' if loaded else 'holds no'} settings")
+        raise UserError(
+            f"config {path}: {'expected a mapping of' if loaded else 'holds no'} settings"
+        )
     return loaded
 
 
 class NumberError(ValueError):
-    """A number of a YAML text that cannot be read, or that YAML's versions read as different ones."""
+    """A number of a YAML text that cannot be read, or that YAML's versions read as different
+    ones."""
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with numbers as people write them, dates as text, and no key twice in a mapping.
 
-    `010` is 10 and `1e-4` is a number. `1:30`, a number in base 60 to YAML 1.1 and text to YAML 1.2, is refused.
+    `010` is 10 and `1e-4` is a number. `1:30`, a number in base 60 to YAML 1.1 and text to YAML
+    1.2, is refused.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [str(key.value) for key, _ in node.value]
         if repeated := [name for name in names if names.count(name) > 1]:
-            raise yaml.MarkedYAMLError(problem=f"found duplicate key {repeated[0]}", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"found duplicate key {repeated[0]}", problem_mark=node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
     def whole_number(self, node: yaml.ScalarNode) -> int:
-        """Read an integer. Leading zeros mean nothing; `0x`, `0o` and `0b` say which base it is in."""
+        """Read an integer.
+
+        Leading zeros mean nothing; `0x`, `0o` and `0b` say which base it is in.
+        """
         digits = node.value.replace("_", "")
         if len(digits) > MAX_NUMBER_CHARS:
-            raise _number_error(node, f"a number of {len(digits):,} characters; expected at most {MAX_NUMBER_CHARS}")
+            raise _number_error(
+                node, f"a number of {len(digits):,} characters; expected at most {MAX_NUMBER_CHARS}"
+            )
         base = BASES.get(digits.lstrip("-+")[:2].lower(), 10)
         return int(digits, base)
 
@@ -205,7 +251,8 @@ class _Loader(yaml.SafeLoader):
         text = reprlib.repr(node.value)
         expected = "expected a plain number, or quotes around it for text"
         raise _number_error(
-            node, f"{text} is a number in base 60 to some readers of YAML and text to others; {expected}"
+            node,
+            f"{text} is a number in base 60 to some readers of YAML and text to others; {expected}",
         )
 
 
@@ -224,10 +271,14 @@ _BASE_60 = "!base-60"
 _DIGITS = "[0-9]+(_[0-9]+)*"
 _NUMBERS = {
     _INTEGER: rf"[-+]?({_DIGITS}|0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+)",
-    _FLOAT: rf"[-+]?({_DIGITS}(\.({_DIGITS})?)?|\.{_DIGITS})([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    _FLOAT: rf"[-+]?({_DIGITS}(\.({_DIGITS})?)?|\.{_DIGITS})([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
     _BASE_60: r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?",
 }
-"""Tag -> the plain text that has it, instead of YAML 1.1's numbers. An integer is no float: the first one counts."""
+"""Tag -> the plain text that has it, instead of YAML 1.1's numbers.
+
+An integer is no float: the first one counts.
+"""
 
 
 def _set_numbers(kind: type[_Loader] | type[_Dumper]) -> None:
@@ -266,8 +317,15 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("nested too deeply for settings") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        raise ValueError(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from error
-    except (yaml.YAMLError, ValueError, LookupError, OverflowError) as error:  # the last three: of a number
+        raise ValueError(
+            f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        ) from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        OverflowError,
+    ) as error:  # the last three: of a number
         raise ValueError(f"cannot read a value: {first_line(error)}") from error
 
 
@@ -279,7 +337,8 @@ def _value_of(text: str) -> Any:
             return None
         if _expanded_chars(node, {}) > LARGEST:
             raise yaml.MarkedYAMLError(
-                problem=f"longer than {LARGEST:,} characters with every alias written out", problem_mark=node.start_mark
+                problem=f"longer than {LARGEST:,} characters with every alias written out",
+                problem_mark=node.start_mark,
             )
         return loader.construct_document(node)
     finally:
@@ -290,7 +349,8 @@ def _expanded_chars(node: yaml.Node, known: dict[int, int | None]) -> int:
     """Return the characters of a node with every alias in it written out.
 
     Args:
-        known: number of a node -> its characters; None while they are counted, and so within itself.
+        known: number of a node -> its characters; None while they are counted, and so within
+            itself.
 
     Raises:
         yaml.MarkedYAMLError: a node contains itself.
@@ -299,7 +359,9 @@ def _expanded_chars(node: yaml.Node, known: dict[int, int | None]) -> int:
     if key in known:
         chars = known[key]
         if chars is None:
-            raise yaml.MarkedYAMLError(problem="an alias of what it is in", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="an alias of what it is in", problem_mark=node.start_mark
+            )
         return chars
     if isinstance(node, yaml.ScalarNode):
         return len(node.value) + 1
@@ -324,7 +386,9 @@ def build(settings: Mapping[str, Any]) -> Config:
 
 def dump(config: Config) -> str:
     """Return the resolved tree as YAML."""
-    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(
+        dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True
+    )
 
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -336,7 +400,11 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     if name in sections(Config) and not tree and isinstance(tree, dict | None):
         return {}
     if isinstance(tree, dict) and tree and name not in settings_of(Config):
-        return {name: leaf for key, value in tree.items() for name, leaf in leaves(value, f"{prefix}{key}.").items()}
+        return {
+            name: leaf
+            for key, value in tree.items()
+            for name, leaf in leaves(value, f"{prefix}{key}.").items()
+        }
     return {name: tree}
 
 
@@ -344,14 +412,19 @@ def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Collect dotted entries such as `reward.weights.red` into their mapping."""
     joined = dict(settings)
     for name, setting in settings_of(Config).items():
-        entries = {key.removeprefix(f"{name}."): joined.pop(key) for key in settings if key.startswith(f"{name}.")}
+        entries = {
+            key.removeprefix(f"{name}."): joined.pop(key)
+            for key in settings
+            if key.startswith(f"{name}.")
+        }
         if entries and get_origin(setting.type) is dict:
             joined[name] = setting.checked(joined.get(name, {})) | entries
     return joined
 
 
 def _typed(key: str, text: str) -> Any:
-    """Parse the value of an override as YAML; the value of a text setting stays as typed, with its line breaks."""
+    """Parse the value of an override as YAML; the value of a text setting stays as typed, with its
+    line breaks."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
     setting = settings_of(Config).get(key)
@@ -364,7 +437,9 @@ def _typed(key: str, text: str) -> Any:
         raise UserError(f"--{key} {reprlib.repr(text)}: {error}") from error
     except ValueError as error:
         quote = f"quote special characters twice: --{key} \"'...'\""
-        raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; {quote}") from error
+        raise UserError(
+            f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; {quote}"
+        ) from error
     as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
     return text if takes_text and as_typed else value
 
@@ -372,15 +447,24 @@ def _typed(key: str, text: str) -> Any:
 def _unknown(key: str) -> str:
     """Say what is wrong with an unknown key."""
     if key in sections(Config):
-        return f"{key!r} is a section of settings: {', '.join(s.name for s in own_settings(sections(Config)[key]))}"
-    question = f"did you mean {' or '.join(map(repr, close))}?" if (close := similar(key)) else "--help lists them"
+        return (
+            f"{key!r} is a section of settings: "
+            f"{', '.join(s.name for s in own_settings(sections(Config)[key]))}"
+        )
+    question = (
+        f"did you mean {' or '.join(map(repr, close))}?"
+        if (close := similar(key))
+        else "--help lists them"
+    )
     return f"unknown setting {textwrap.shorten(key, 60)!r}; {question}"
 
 
 def similar(key: str) -> list[str]:
-    """Return the settings that an unknown key may mean, by its last part: `--eta`, `--lr`, `sampling.stesp`.
+    """Return the settings that an unknown key may mean, by its last part: `--eta`, `--lr`,
+    `sampling.stesp`.
 
-    The list is empty rather than a guess. Of several settings, those of the key's own section are meant.
+    The list is empty rather than a guess. Of several settings, those of the key's own section are
+    meant.
     """
     section, _, last = key.rpartition(".")
     last = last.replace("-", "_")

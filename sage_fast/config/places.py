@@ -1,8 +1,9 @@
-"""What settings name on this machine: files, folders, checkpoints and code. One rule for all of them.
+"""What settings name on this machine: files, folders, checkpoints and code. One rule for all of
+them.
 
-A relative path, or a module, means the folder of the settings file that names it; on the command line, the current
-folder. A field of the schema says what it names (`names("file")`); nothing here knows a setting by its name.
-Imports nothing heavy.
+A relative path, or a module, means the folder of the settings file that names it; on the command
+line, the current folder. A field of the schema says what it names (`names("file")`); nothing here
+knows a setting by its name. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def placed(settings: Mapping[str, Any], folder: Path, *, is_file: bool = True) -
         is_file: whether a file in `folder` holds the settings. If not, they are typed in `folder`.
 
     Raises:
-        UserError: names the setting; a path cannot be expanded, or a module is only in the current folder.
+        UserError: names the setting; a path cannot be expanded, or a module is only in the current
+            folder.
     """
     whole = Path(without_dots(folder))
     return {key: _placed(key, value, whole, is_file) for key, value in settings.items()}
@@ -43,12 +45,17 @@ def placed_plugin(name: str) -> str:
 
 
 def is_moved(old: Any, new: Any) -> bool:
-    """Whether a setting names the same thing at another place: it has kept its name, and the old place is empty."""
+    """Whether a setting names the same thing at another place: it has kept its name, and the old
+    place is empty."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return old.keys() == new.keys() and all(old[key] == new[key] or is_moved(old[key], new[key]) for key in old)
+        return old.keys() == new.keys() and all(
+            old[key] == new[key] or is_moved(old[key], new[key]) for key in old
+        )
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(a == b or is_moved(a, b) for a, b in zip(old, new))
-    if not (isinstance(old, str) and isinstance(new, str) and os.path.isabs(old) and os.path.isabs(new)):
+    if not (
+        isinstance(old, str) and isinstance(new, str) and os.path.isabs(old) and os.path.isabs(new)
+    ):
         return False
     return Path(old).name == Path(new).name and not _is_there(old) and _is_there(new)
 
@@ -65,7 +72,8 @@ def _is_there(place: str) -> bool:
 
 
 def split_family(path: str) -> tuple[str | None, str]:
-    """Split `package.module:Name:PATH` into the place of the model family and PATH; the first is None without it."""
+    """Split `package.module:Name:PATH` into the place of the model family and PATH; the first is
+    None without it."""
     found = _FAMILY.fullmatch(path)
     return (None, path) if found is None else (found[1], found[2])
 
@@ -82,11 +90,13 @@ def _placed(key: str, value: Any, folder: Path, is_file: bool) -> Any:
         raise UserError(f"{key} = {error}") from error
 
 
-# -- one function for each kind of name. A value of another type stays as it is, and is refused by its check. ----------
+# -- one function for each kind of name. A value of another type stays as it is, and is refused by
+# its check.
 
 
 def _output(value: Any, folder: Path, is_file: bool) -> Any:
-    """A folder that a command writes, wherever the settings are: relative to the current folder, and left so."""
+    """A folder that a command writes, wherever the settings are: relative to the current folder,
+    and left so."""
     return expanded(value) if isinstance(value, str) else value
 
 
@@ -97,11 +107,16 @@ def _file(value: Any, folder: Path, is_file: bool) -> Any:
 def _prompts(value: Any, folder: Path, is_file: bool) -> Any:
     """A prompt file, or a shipped set."""
     prefixes = tuple({name.partition(":")[0] + ":" for name in PROMPT_SETS})
-    return value if isinstance(value, str) and value.startswith(prefixes) else _file(value, folder, is_file)
+    return (
+        value
+        if isinstance(value, str) and value.startswith(prefixes)
+        else _file(value, folder, is_file)
+    )
 
 
 def _model(value: Any, folder: Path, is_file: bool) -> Any:
-    """A checkpoint: a shipped one, one with random weights, a folder or a hub id, each perhaps after a family."""
+    """A checkpoint: a shipped one, one with random weights, a folder or a hub id, each perhaps
+    after a family."""
     if not isinstance(value, str) or not value:
         return value
     family, path = split_family(value)
@@ -115,7 +130,8 @@ def _model(value: Any, folder: Path, is_file: bool) -> Any:
 
 
 def _plugin(value: Any, folder: Path, is_file: bool) -> Any:
-    """A reward or another plug-in: `package.module:name`, a short name or an address; or a list of them."""
+    """A reward or another plug-in: `package.module:name`, a short name or an address; or a list of
+    them."""
     if isinstance(value, list):
         return [_plugin(item, folder, is_file) for item in value]
     if not isinstance(value, str) or ":" not in value or "://" in value:
@@ -126,21 +142,30 @@ def _plugin(value: Any, folder: Path, is_file: bool) -> Any:
     if find_module(module, folder) is not None:
         return f"{folder}/{module}:{name}"
     here = Path.cwd()
-    if is_file and here != folder and find_module(module, here) is not None and not is_importable(module):
+    if (
+        is_file
+        and here != folder
+        and find_module(module, here) is not None
+        and not is_importable(module)
+    ):
         raise UserError(
-            f"{value!r}: no module {module!r} is installed or in {folder}, the folder of the settings; the current "
-            "folder has one: give the name as an option to take that"
+            f"{value!r}: no module {module!r} is installed or in {folder}, the folder of the "
+            "settings; the current folder has one: give the name as an option to take that"
         )
     return value
 
 
 def _arguments(value: Any, folder: Path, is_file: bool) -> Any:
-    """Arguments of a reward. A text that names a file or folder beside the settings, or begins with `~/`, is a path."""
+    """Arguments of a reward.
+
+    A text that names a file or folder beside the settings, or begins with `~/`, is a path.
+    """
     if isinstance(value, Mapping):
         return {key: _arguments(item, folder, is_file) for key, item in value.items()}
     if isinstance(value, list):
         return [_arguments(item, folder, is_file) for item in value]
-    if not isinstance(value, str) or not value or "$" in value:  # ${NAME} is a secret: config/secrets.py
+    # ${NAME} is a secret: config/secrets.py
+    if not isinstance(value, str) or not value or "$" in value:
         return value
     if value.startswith("~/"):
         return expanded(value)
@@ -150,8 +175,8 @@ def _arguments(value: Any, folder: Path, is_file: bool) -> Any:
     looks_like_path = "/" in value or Path(value).suffix
     if is_file and looks_like_path and os.path.exists(value):
         raise UserError(
-            f"{value!r}: is in the current folder and not in {folder}, the folder of the settings; write the whole "
-            "path, or give the argument as an option"
+            f"{value!r}: is in the current folder and not in {folder}, the folder of the settings; "
+            "write the whole path, or give the argument as an option"
         )
     return value
 
@@ -160,12 +185,17 @@ def _rewards(value: Any, folder: Path, is_file: bool) -> Any:
     """A list of rewards, each as the section `reward`."""
     if not isinstance(value, list):
         return value
-    return [_reward(entry, folder, is_file) if isinstance(entry, Mapping) else entry for entry in value]
+    return [
+        _reward(entry, folder, is_file) if isinstance(entry, Mapping) else entry for entry in value
+    ]
 
 
 def _reward(entry: Mapping[str, Any], folder: Path, is_file: bool) -> dict[str, Any]:
     kinds = {setting.field: setting.names for setting in own_settings(RewardEntry) if setting.names}
-    return {key: PLACES[kinds[key]](value, folder, is_file) if key in kinds else value for key, value in entry.items()}
+    return {
+        key: PLACES[kinds[key]](value, folder, is_file) if key in kinds else value
+        for key, value in entry.items()
+    }
 
 
 PLACES: dict[str, Callable[[Any, Path, bool], Any]] = {

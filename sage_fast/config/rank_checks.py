@@ -11,7 +11,10 @@ from sage_fast.util.errors import UserError
 
 
 def check_choices(
-    sampling: SamplingConfig, objective: ObjectiveConfig, train: TrainConfig, part_weights: Mapping[str, float]
+    sampling: SamplingConfig,
+    objective: ObjectiveConfig,
+    train: TrainConfig,
+    part_weights: Mapping[str, float],
 ) -> None:
     """Check that the choices of the sections fit each other, as far as names and numbers tell.
 
@@ -19,22 +22,25 @@ def check_choices(
         part_weights: part of the reward -> its weight.
 
     Raises:
-        UserError: no noise to train on, averaged weights without an average, or one part to balance.
+        UserError: no noise to train on, averaged weights without an average, or one part to
+            balance.
     """
     is_deterministic = sampling.sampler in ODE_SAMPLERS or sampling.eta == 0
-    if is_deterministic and not RENOISES.get(objective.surrogate, True):  # another one is asked by its row, later
+    # another one is asked by its row, later
+    if is_deterministic and not RENOISES.get(objective.surrogate, True):
         raise no_gradient(sampling)
     sampling.require(
         train.ema_decay > 0 or not sampling.averaged_weights,
         "averaged_weights",
-        f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above 0, such as 0.9; the "
-        "nearest choice is false",
+        f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above "
+        "0, such as 0.9; the nearest choice is false",
     )
     weighted = [part for part, weight in part_weights.items() if weight]
     objective.require(
         len(weighted) > 1 or not objective.balanced_rewards,
         "balanced_rewards",
-        f"the reward has one part with a weight, {weighted[0]}, so nothing to balance; the nearest choice is false",
+        f"the reward has one part with a weight, {weighted[0]}, so nothing to balance; the nearest "
+        "choice is false",
     )
 
 
@@ -42,8 +48,9 @@ def no_gradient(sampling: SamplingConfig) -> UserError:
     """Return the error of settings whose rollouts have no stochastic step to train."""
     forward = " or ".join(name for name, renoises in RENOISES.items() if renoises)
     return UserError(
-        f"{sampler_in_words(sampling)} has no stochastic step to train, so there is no policy gradient; expected one "
-        f"that adds noise, with eta above 0, or objective.surrogate = {forward}"
+        f"{sampler_in_words(sampling)} has no stochastic step to train, so there is no policy "
+        "gradient; expected one that adds noise, with eta above 0, or objective.surrogate = "
+        f"{forward}"
     )
 
 
@@ -61,13 +68,14 @@ def check_engine(config: TrainConfig) -> None:
     package = ENGINES[config.engine].package
     if package is not None and importlib.util.find_spec(package) is None:
         raise UserError(
-            f"train.engine = {config.engine!r} needs {package}, which is not installed: pip install "
-            f"'sage-fast[{package}]'; the nearest choice without it is plain"
+            f"train.engine = {config.engine!r} needs {package}, which is not installed: pip "
+            f"install 'sage-fast[{package}]'; the nearest choice without it is plain"
         )
 
 
 def check_ranks(train: TrainConfig, size: int, ranks: int) -> None:
-    """Check that an iteration has a sample for every rank, or for every group of `model.sequence_parallel` ranks.
+    """Check that an iteration has a sample for every rank, or for every group of
+    `model.sequence_parallel` ranks.
 
     Args:
         train: section `train`.
@@ -81,9 +89,10 @@ def check_ranks(train: TrainConfig, size: int, ranks: int) -> None:
     if samples < groups:
         sharing = next((n for n in (2, 4, 8) if ranks % n == 0 and ranks // n <= samples), None)
         raise UserError(
-            f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = {train.group_size}: "
-            f"{samples} samples an iteration for {groups} ranks; expected at least one each. The nearest is {samples} "
-            f"ranks, or train.prompts_per_iteration = {-(-groups // train.group_size)}"
+            f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = "
+            f"{train.group_size}: {samples} samples an iteration for {groups} ranks; expected at "
+            f"least one each. The nearest is {samples} ranks, or train.prompts_per_iteration = "
+            f"{-(-groups // train.group_size)}"
             + (f", or model.sequence_parallel = {sharing}" if sharing else "")
         )
 
@@ -99,10 +108,14 @@ def check_sequence_parallel(size: int, ranks: int) -> int:
         UserError: `size` does not divide the ranks.
     """
     if ranks % size:
-        more = f"torchrun --nproc-per-node {size} ..." if ranks == 1 else f"{-(-ranks // size) * size} ranks"
+        more = (
+            f"torchrun --nproc-per-node {size} ..."
+            if ranks == 1
+            else f"{-(-ranks // size) * size} ranks"
+        )
         raise UserError(
-            f"model.sequence_parallel = {size}: expected a divisor of the number of ranks, which is {ranks}; the "
-            f"nearest is {_largest_divisor(ranks, size)}, or start {more}"
+            f"model.sequence_parallel = {size}: expected a divisor of the number of ranks, which "
+            f"is {ranks}; the nearest is {_largest_divisor(ranks, size)}, or start {more}"
         )
     return ranks // size
 
@@ -115,8 +128,9 @@ def check_heads(size: int, heads: int) -> None:
     """
     if heads % size:
         raise UserError(
-            f"model.sequence_parallel = {size}: expected a divisor of the transformer's {heads} attention heads, which "
-            f"the GPUs of a sample share; the nearest is {_largest_divisor(heads, size)}"
+            f"model.sequence_parallel = {size}: expected a divisor of the transformer's {heads} "
+            "attention heads, which the GPUs of a sample share; the nearest is "
+            f"{_largest_divisor(heads, size)}"
         )
 
 

@@ -38,7 +38,7 @@ def place_of_reward(name: str, setting: str) -> str:
     offered = registered(GROUP, SHIPPED)
     if name not in offered:
         raise UserError(
-            f"{setting}: {nearest(name, sorted(offered))}; or 'package.module:name', such as my_rewards:MyReward, or "
-            "http://host:port"
+            f"{setting}: {nearest(name, sorted(offered))}; or 'package.module:name', such as "
+            "my_rewards:MyReward, or http://host:port"
         )
     return offered[name]

@@ -1,7 +1,8 @@
 """One typed tree of settings: a run is described by a `Config`.
 
-Every default, choice, bound and help text is written here and nowhere else. sage_fast/config/loader.py reads the tree
-from YAML files and the command line. A section validates itself on construction.
+Every default, choice, bound and help text is written here and nowhere else.
+sage_fast/config/loader.py reads the tree from YAML files and the command line. A section validates
+itself on construction.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ OnFailure = Literal["drop", "stop"]
 
 
 MOST_SAMPLES, MOST_PIXELS = 2**20, 2**34
-"""Most samples of an iteration, each of which is planned, and most pixels of all frames of a video."""
+"""Most samples of an iteration, each of which is planned, and most pixels of all frames of a video.
+"""
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
 MODEL_NAMES = ("testbed", "testbed-i2v")
@@ -55,40 +57,44 @@ class ModelConfig(Section):
 
     path: str = names("model", "testbed")
     """`testbed`, `testbed-i2v`, a local folder in diffusers format, or a hub id such as
-    hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p`, the same with
-    `-4-blocks`, and `random:testbed` have random weights, for measuring the time and memory of an iteration without a
-    checkpoint. Prefix any of these with `package.module:Name:` to use a model family of your own."""
+    hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p`, the
+    same with `-4-blocks`, and `random:testbed` have random weights, for measuring the time and
+    memory of an iteration without a checkpoint. Prefix any of these with `package.module:Name:` to
+    use a model family of your own."""
     dtype: DType = "bfloat16"
     """Storage type of frozen weights and activations. Latents are always float32."""
     tuning: Tuning = "lora"
     """What to train: a LoRA adapter or all weights."""
     weights: str | None = names("file", None)
-    """Trained weights to start from, as a run saves them: a LoRA (rank and alpha then come from the file) or a
-    transformer folder. Or a LoRA of another program: docs/how-to/export.md."""
+    """Trained weights to start from, as a run saves them: a LoRA (rank and alpha then come from the
+    file) or a transformer folder. Or a LoRA of another program: docs/how-to/export.md."""
     lora_rank: int = within(64, least=1)
     """Rank of the LoRA adapter."""
     lora_alpha: int = within(128, least=1)
     """The adapter's output is scaled by alpha / rank."""
     lora_targets: str | None = None
-    """Regular expression over full module names. Layers that match get an adapter. If not given, those that the model
-    chooses: of its blocks, the linear layers of attention and feed-forward."""
+    """Regular expression over full module names. Layers that match get an adapter. If not given,
+    those that the model chooses: of its blocks, the linear layers of attention and feed-forward."""
     attention: AttentionBackend = "auto"
-    """Attention kernel. `flash`, `flash3` and `flash4` are flash-attn 2, 3 and 4. `auto` picks the fastest one
-    installed, measured at the size of the run."""
+    """Attention kernel. `flash`, `flash3` and `flash4` are flash-attn 2, 3 and 4. `auto` picks the
+    fastest one installed, measured at the size of the run."""
     gradient_checkpointing: Checkpointing = "auto"
-    """What the backward recomputes. `full`: every transformer block, at the least memory and the cost of one more
-    forward. `attention`: the blocks except for attention, whose output is kept. `none`: nothing. `auto`: as
-    little as fits into free memory, by block."""
+    """What the backward recomputes. `full`: every transformer block, at the least memory and the
+    cost of one more forward. `attention`: the blocks except for attention, whose output is kept.
+    `none`: nothing. `auto`: as little as fits into free memory, by block."""
     sequence_parallel: int = within(1, least=1)
-    """GPUs that share one sample, for videos too long for one GPU. Each holds a part of the tokens and, for attention,
-    a part of the heads. Must divide the number of the transformer's heads and the number of ranks."""
+    """GPUs that share one sample, for videos too long for one GPU. Each holds a part of the tokens
+    and, for attention, a part of the heads. Must divide the number of the transformer's heads and
+    the number of ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
             re.compile(self.lora_targets or "")
         except re.error as error:
-            raise UserError(f"model.lora_targets = {self.lora_targets!r}: not a regular expression: {error}") from error
+            raise UserError(
+                f"model.lora_targets = {self.lora_targets!r}: not a regular expression: {error}"
+            ) from error
 
     @property
     def trains_adapter(self) -> bool:
@@ -106,13 +112,13 @@ class DataConfig(Section):
     """The prompts."""
 
     prompts: str = names("prompts", "testbed:train")
-    """Training prompts: a UTF-8 text file with one prompt per line, a .jsonl file (docs/how-to/prompts.md), or
-    `testbed:train`, `testbed:heldout`."""
+    """Training prompts: a UTF-8 text file with one prompt per line, a .jsonl file
+    (docs/how-to/prompts.md), or `testbed:train`, `testbed:heldout`."""
     eval_prompts: str = names("prompts", "testbed:heldout")
     """Held-out prompts, in the same formats."""
     embedding_cache: str | None = names("file", None)
-    """Folder of prompt embeddings, filled by `sage-fast embed` and shared between runs. If not given, `embeddings` in
-    the run folder."""
+    """Folder of prompt embeddings, filled by `sage-fast embed` and shared between runs. If not
+    given, `embeddings` in the run folder."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -137,21 +143,26 @@ class SamplingConfig(Section):
     width: int = within(832, least=16, every=16)
     """Video width in pixels."""
     sde_window: int = within(0, least=0)
-    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps are SDE steps. A
-    length that divides sampling.steps trains each step equally often; with another the end steps are in fewer windows.
-    Surrogates that re-noise the final samples, such as nft, train all steps whatever the window."""
+    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps
+    are SDE steps. A length that divides sampling.steps trains each step equally often; with another
+    the end steps are in fewer windows. Surrogates that re-noise the final samples, such as nft,
+    train all steps whatever the window."""
     window_per_prompt: bool = False
     """Draw the window anew for each prompt, instead of one for all prompts of an iteration."""
     averaged_weights: bool = False
-    """Roll out, and score the old policy, with the average of the weights, as DiffusionNFT does. Needs train.ema_decay
-    above 0, which sets how slowly the average follows. The ratio then differs from 1 in the first update already."""
+    """Roll out, and score the old policy, with the average of the weights, as DiffusionNFT does.
+    Needs train.ema_decay above 0, which sets how slowly the average follows. The ratio then differs
+    from 1 in the first update already."""
     shared_initial_noise: bool = False
-    """Give all samples of a group the same initial latents. The steps before its window then run once per rank for all
-    of its samples."""
+    """Give all samples of a group the same initial latents. The steps before its window then run
+    once per rank for all of its samples."""
     batch_size: int = within(4, least=1)
     """Samples denoised together."""
     cuda_graphs: bool = True
-    """Replay denoising steps from CUDA graphs, where they fit in memory. Results are bit-identical."""
+    """Replay denoising steps from CUDA graphs, where they fit in memory.
+
+    Results are bit-identical.
+    """
     offload_trajectories: bool = False
     """Keep the trained steps in pinned host memory instead of GPU memory."""
 
@@ -162,12 +173,17 @@ class SamplingConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = f"expected at most {MOST_PIXELS:,} pixels in num_frames x height x width, such as 81 x 480 x 832"
+        most = (
+            f"expected at most {MOST_PIXELS:,} pixels in num_frames x height x width, such as 81 x "
+            "480 x 832"
+        )
         self.require(self.num_frames * self.height * self.width <= MOST_PIXELS, "num_frames", most)
         all_steps = f"expected 0 (all steps) to sampling.steps; the nearest is {self.steps}"
         self.require(self.sde_window <= self.steps, "sde_window", all_steps)
         no_window = "there is no window with sampling.sde_window = 0; the nearest choice is false"
-        self.require(self.sde_window > 0 or not self.window_per_prompt, "window_per_prompt", no_window)
+        self.require(
+            self.sde_window > 0 or not self.window_per_prompt, "window_per_prompt", no_window
+        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -177,35 +193,49 @@ class RewardEntry(Section):
     SECTION: ClassVar[str] = ""
 
     name: str = names("plugin", "testbed")
-    """A shipped reward (`testbed`), one that an installed package offers, `package.module:name` of a class or a
-    callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B], or http://host:port of `sage-fast
-    serve-reward`. A module beside the settings file is found first."""
+    """A shipped reward (`testbed`), one that an installed package offers, `package.module:name` of
+    a class or a callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B], or
+    http://host:port of `sage-fast serve-reward`. A module beside the settings file is found
+    first."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict, metadata={NAMES: "arguments"})
-    """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'. `${NAME}` in one stands for the
-    environment variable NAME: give secrets so."""
-    weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
-    """Weights of the composite reward R = sum of weight x part. The paper's setting A is 1, 1, 1 and B is 0.5, 0.5, 1.
-    Weights given on the command line replace those of the file, which replace the default: '{red: 1}', or
-    --reward.weights.red 1."""
+    """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'. `${NAME}` in one
+    stands for the environment variable NAME: give secrets so."""
+    weights: dict[str, float] = dataclasses.field(
+        default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0}
+    )
+    """Weights of the composite reward R = sum of weight x part. The paper's setting A is 1, 1, 1
+    and B is 0.5, 0.5, 1. Weights given on the command line replace those of the file, which replace
+    the default: '{red: 1}', or --reward.weights.red 1."""
     prefix: str | None = None
-    """Prefix for the names of its parts, such as clip_, for two rewards with a part of the same name. `weights` use the
-    names without it."""
+    """Prefix for the names of its parts, such as clip_, for two rewards with a part of the same
+    name. `weights` use the names without it."""
     device: str | None = None
-    """Device of the reward, if not the rank's own: cpu, cuda:7, or a comma-separated list that the ranks and their
-    workers take in turn. Passed to a class that takes `device`; the videos are already there."""
+    """Device of the reward, if not the rank's own: cpu, cuda:7, or a comma-separated list that the
+    ranks and their workers take in turn. Passed to a class that takes `device`; the videos are
+    already there."""
     workers: int = within(0, least=0)
-    """Processes per rank that score in parallel with the rollout. A hang or a crash in one ends neither the run nor the
-    call. 0: score in the run's own process, on its main thread, between two rollouts. For a reward on a server, an
-    address or `vlm`: maximum number of concurrent calls, at least 1."""
+    """Processes per rank that score in parallel with the rollout. A hang or a crash in one ends
+    neither the run nor the call. 0: score in the run's own process, on its main thread, between two
+    rollouts. For a reward on a server, an address or `vlm`: maximum number of concurrent calls, at
+    least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.is_address and (bare := bare_address(self.name)) != self.name:  # the name itself may hold a secret
+        # the name itself may hold a secret
+        if self.is_address and (bare := bare_address(self.name)) != self.name:
             name = "reward.name" if isinstance(self, RewardConfig) else "name"
-            raise UserError(f"{name} = {bare!r}: expected this address alone, without a user or a query")
-        self.require(all(map(is_finite, self.weights.values())), "weights", "expected finite weights")
-        self.require(_is_plain(self.args), "args", "expected numbers, text, lists and mappings with names")
-        listed = "expected cpu, cuda or cuda:N, or several of them with commas, such as cuda:6,cuda:7"
+            raise UserError(
+                f"{name} = {bare!r}: expected this address alone, without a user or a query"
+            )
+        self.require(
+            all(map(is_finite, self.weights.values())), "weights", "expected finite weights"
+        )
+        self.require(
+            _is_plain(self.args), "args", "expected numbers, text, lists and mappings with names"
+        )
+        listed = (
+            "expected cpu, cuda or cuda:N, or several of them with commas, such as cuda:6,cuda:7"
+        )
         self.require(all(map(_DEVICE.fullmatch, self.devices)), "device", listed)
 
     @property
@@ -232,24 +262,27 @@ class RewardEntry(Section):
 class RewardConfig(RewardEntry):
     """The reward that training maximises."""
 
-    several: list[dict[str, Any]] = dataclasses.field(default_factory=list, metadata={NAMES: "rewards"})
-    """Several rewards in place of `name`: a list of mappings, each with a name and weights and, where needed, args,
-    prefix, device and workers."""
+    several: list[dict[str, Any]] = dataclasses.field(
+        default_factory=list, metadata={NAMES: "rewards"}
+    )
+    """Several rewards in place of `name`: a list of mappings, each with a name and weights and,
+    where needed, args, prefix, device and workers."""
     on_failure: OnFailure = "drop"
-    """What to do with a sample whose reward still fails after the retries. `drop`: drop it from its group and count it
-    as `reward/dropped`. `stop`: stop the run."""
+    """What to do with a sample whose reward still fails after the retries. `drop`: drop it from its
+    group and count it as `reward/dropped`. `stop`: stop the run."""
     retries: int = within(1, least=0, most=100)
-    """Further calls for a video after one that raised, hung in a worker process, or returned a value that is not
-    finite. Each scores one video."""
+    """Further calls for a video after one that raised, hung in a worker process, or returned a
+    value that is not finite. Each scores one video."""
     max_dropped: float = within(0.2, least=0, most=1)
-    """Largest fraction of dropped samples in an iteration or an evaluation. Above it the run stops with a
-    checkpoint."""
+    """Largest fraction of dropped samples in an iteration or an evaluation. Above it the run stops
+    with a checkpoint."""
     timeout_seconds: float = within(300.0, least=0)
     """Time limit for one call of a reward in worker processes or on a server, which scores up to
-    sampling.batch_size videos, and for starting a worker. A worker that exceeds it is killed and restarted. After
-    twice this time, the videos of a batch that still have no score are dropped. The other ranks wait meanwhile: keep
-    it at or below a tenth of `timeout_minutes`. 0: no limit. A call in the run's own process (workers: 0) has none:
-    nothing can end it but the end of the run."""
+    sampling.batch_size videos, and for starting a worker. A worker that exceeds it is killed and
+    restarted. After twice this time, the videos of a batch that still have no score are dropped.
+    The other ranks wait meanwhile: keep it at or below a tenth of `timeout_minutes`. 0: no limit. A
+    call in the run's own process (workers: 0) has none: nothing can end it but the end of the
+    run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,7 +291,9 @@ class RewardConfig(RewardEntry):
                 unset = getattr(self, field.name) == getattr(RewardEntry(), field.name)
                 self.require(unset, field.name, "reward.several takes its place; move it there")
         nonzero = "expected finite weights, at least one of them not zero, such as vq 1, mq 1, ta 1"
-        self.require(any(self.part_weights.values()), "several" if self.several else "weights", nonzero)
+        self.require(
+            any(self.part_weights.values()), "several" if self.several else "weights", nonzero
+        )
 
     @property
     def entries(self) -> list[RewardEntry]:
@@ -267,7 +302,11 @@ class RewardConfig(RewardEntry):
         Raises:
             UserError: an entry has an unknown key or a wrong value.
         """
-        return [_entry(values, place) for place, values in enumerate(self.several)] if self.several else [self]
+        return (
+            [_entry(values, place) for place, values in enumerate(self.several)]
+            if self.several
+            else [self]
+        )
 
     @property
     def keyed_entries(self) -> dict[str, RewardEntry]:
@@ -286,19 +325,27 @@ class RewardConfig(RewardEntry):
         for entry in self.entries:
             for part, weight in entry.weights.items():
                 if entry.named(part) in weights:
-                    raise UserError(f"reward.several: two rewards have a part {entry.named(part)!r}; give one a prefix")
+                    raise UserError(
+                        f"reward.several: two rewards have a part {entry.named(part)!r}; give one "
+                        "a prefix"
+                    )
                 weights[entry.named(part)] = weight
         return weights
 
 
 def _entry(values: Mapping[str, Any], place: int) -> RewardEntry:
-    fields, key = [field.name for field in dataclasses.fields(RewardEntry)], f"reward.several[{place}]"
+    fields, key = (
+        [field.name for field in dataclasses.fields(RewardEntry)],
+        f"reward.several[{place}]",
+    )
     for name in values:
         if name not in fields:
             raise UserError(f"{key}: unknown key {name!r}; {nearest(name, fields)}")
     for name in ("name", "weights"):
         if name not in values:
-            raise UserError(f"{key}: {name!r} is missing, such as {{name: testbed, weights: {{vq: 1}}}}")
+            raise UserError(
+                f"{key}: {name!r} is missing, such as {{name: testbed, weights: {{vq: 1}}}}"
+            )
     try:
         return RewardEntry(**values)
     except UserError as error:
@@ -319,39 +366,46 @@ class ObjectiveConfig(Section):
     """The policy term of the loss."""
 
     surrogate: Surrogate = "clip"
-    """`clip`: clipped ratio. `kl_mask`: the ratio, masked by the KL to the rollout policy instead of clipped.
-    `log_prob`: the plain log-prob of Eq. 43, without a ratio. The others re-noise the final samples and so train with
-    any sampler, including `ode`. `nft`: DiffusionNFT, with the weighting of its published code. `awm`:
-    advantage-weighted matching."""
+    """`clip`: clipped ratio. `kl_mask`: the ratio, masked by the KL to the rollout policy instead
+    of clipped. `log_prob`: the plain log-prob of Eq. 43, without a ratio. The others re-noise the
+    final samples and so train with any sampler, including `ode`. `nft`: DiffusionNFT, with the
+    weighting of its published code. `awm`: advantage-weighted matching."""
     nft_beta: float = within(1.0, above=0)
-    """Beta of `nft`. The distance of the optimum from the rollout policy is proportional to 1 / beta."""
+    """Beta of `nft`.
+
+    The distance of the optimum from the rollout policy is proportional to 1 / beta.
+    """
     kl_limit: float = within(1e-5, above=0)
-    """`kl_mask` masks a transition that moves away from the rollout policy when its KL to it is above this. Per element
-    with objective.log_prob = mean. Takes effect from the second update of an iteration on, with
-    sampling.averaged_weights from the first."""
+    """`kl_mask` masks a transition that moves away from the rollout policy when its KL to it is
+    above this. Per element with objective.log_prob = mean. Takes effect from the second update of
+    an iteration on, with sampling.averaged_weights from the first."""
     direction: Direction = "noise"
-    """What a step that a group enters from the same latents is scored against, which is the first of its window.
-    `noise`: the latents that it led to. `endpoint`: as far away, in the direction in which the final sample differs
-    from the mean of its group's. Not the exact policy gradient; far less noise. Needs
-    sampling.shared_initial_noise."""
+    """What a step that a group enters from the same latents is scored against, which is the first
+    of its window. `noise`: the latents that it led to. `endpoint`: as far away, in the direction in
+    which the final sample differs from the mean of its group's. Not the exact policy gradient; far
+    less noise. Needs sampling.shared_initial_noise."""
     ratio: Ratio = "plain"
-    """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy is added to the
-    log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times S_t, so that the clip acts alike at
-    every step."""
+    """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy
+    is added to the log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times
+    S_t, so that the clip acts alike at every step."""
     clip_range: float = within(1e-4, above=0)
     """The ratio of a transition is clipped to [1 - clip_range, 1 + clip_range]."""
     log_prob: Reduction = "mean"
-    """Reduction of the log-prob over the elements of a sample. `unscaled` is -mean((x_next - mu)^2). No effect on
-    the policy term of `nft`; it scales the KL."""
+    """Reduction of the log-prob over the elements of a sample. `unscaled` is -mean((x_next -
+    mu)^2). No effect on the policy term of `nft`; it scales the KL."""
     equalizer: bool = True
-    """Apply the temporal gradient equalizer S_t (Eq. 9). No effect on `nft`, which weighs the noise levels itself."""
+    """Apply the temporal gradient equalizer S_t (Eq. 9).
+
+    No effect on `nft`, which weighs the noise levels itself.
+    """
     balanced_rewards: bool = False
-    """Normalise each part of the reward over its group before the weighted sum. With `advantage_std` = batch this is
-    GDPO, up to one factor for all samples where groups are equal: they do not count in the deviation. Needs at least
-    two parts with a weight."""
+    """Normalise each part of the reward over its group before the weighted sum. With
+    `advantage_std` = batch this is GDPO, up to one factor for all samples where groups are equal:
+    they do not count in the deviation. Needs at least two parts with a weight."""
     advantage_std: AdvantageStd = "group"
-    """Standard deviation that divides the advantages. `group`: that of the sample's own group (Eq. 10). `batch`: that
-    of all samples of unequal groups about their group means, which gives a nearly equal group little weight."""
+    """Standard deviation that divides the advantages. `group`: that of the sample's own group (Eq.
+    10). `batch`: that of all samples of unequal groups about their group means, which gives a
+    nearly equal group little weight."""
     advantage_clamp: float = within(5.0, above=0)
     """Largest |advantage|, in units of the standard deviation that `advantage_std` names."""
     drop_equal_groups: bool = True
@@ -360,14 +414,17 @@ class ObjectiveConfig(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class KLConfig(Section):
-    """The KL penalty, which keeps the policy near its starting weights, near its recent self, or both."""
+    """The KL penalty, which keeps the policy near its starting weights, near its recent self, or
+    both."""
 
     strategy: KLStrategyName = "dual"
-    """Terms of the KL. `fixed`: anchor = weights at the start of the run, `model.weights` included. `moving`: an anchor
-    that is refreshed. `stepwise`: the rollout policy. `dual`: moving and stepwise."""
+    """Terms of the KL. `fixed`: anchor = weights at the start of the run, `model.weights` included.
+    `moving`: an anchor that is refreshed. `stepwise`: the rollout policy. `dual`: moving and
+    stepwise."""
     velocity_term: VelocityTerm = "closed_form"
-    """Form of the KL to the rollout policy. `rollout`: logp_old - logp (Eq. 15). `closed_form`: the same KL without
-    sampling noise; with one update per iteration it is exactly 0 and costs nothing."""
+    """Form of the KL to the rollout policy. `rollout`: logp_old - logp (Eq. 15). `closed_form`: the
+    same KL without sampling noise; with one update per iteration it is exactly 0 and costs
+    nothing."""
     beta_pos: float = within(1.0, least=0)
     """Weight of the KL to the anchor."""
     beta_vel: float = within(0.1, least=0)
@@ -375,15 +432,17 @@ class KLConfig(Section):
     anchor_interval: int = within(10, least=1)
     """Optimizer steps between refreshes of the moving anchor."""
     lambda_min: float = within(1e-7, least=0)
-    """Weight of the whole KL at the start, and its lower bound afterwards; at most kl.lambda_max."""
+    """Weight of the whole KL at the start, and its lower bound afterwards; at most kl.lambda_max.
+    """
     lambda_max: float = within(1e-5, least=0)
-    """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`. 0 turns the KL off. At the
-    paper's 1e-5 the KL does nothing."""
+    """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`. 0 turns
+    the KL off. At the paper's 1e-5 the KL does nothing."""
     warmup_steps: int = within(100, least=0)
-    """K of Eq. 41: optimizer steps over which lambda rises linearly from kl.lambda_min to kl.lambda_max."""
+    """K of Eq. 41: optimizer steps over which lambda rises linearly from kl.lambda_min to
+    kl.lambda_max."""
     feedback: Feedback = "none"
-    """How lambda changes after the warm-up. `none`: stay at kl.lambda_max. `paper`: Eq. 42 as printed, between
-    kl.lambda_min and kl.lambda_max."""
+    """How lambda changes after the warm-up. `none`: stay at kl.lambda_max. `paper`: Eq. 42 as
+    printed, between kl.lambda_min and kl.lambda_max."""
     target: float = within(1e-4, above=0)
     """Target KL of `paper`, per element."""
     history: int = within(10, least=1)
@@ -395,7 +454,9 @@ class KLConfig(Section):
         self.require(self.feedback != "share", "feedback", f"{left}; {nearest_choice}")
         super().__post_init__()
         nearest_valid = f"kl.lambda_max; the nearest is {self.lambda_max}"
-        self.require(self.lambda_min <= self.lambda_max, "lambda_min", f"expected at most {nearest_valid}")
+        self.require(
+            self.lambda_min <= self.lambda_max, "lambda_min", f"expected at most {nearest_valid}"
+        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -413,37 +474,42 @@ class TrainConfig(Section):
     batch_size: int = within(1, least=1)
     """Transitions per forward. Gradients accumulate up to the optimizer step."""
     timestep_fraction: float = within(1.0, above=0, most=1)
-    """Fraction of the stochastic steps that is trained, drawn anew for each iteration. Each sample trains them in a
-    random order of its own."""
+    """Fraction of the stochastic steps that is trained, drawn anew for each iteration. Each sample
+    trains them in a random order of its own."""
     engine: EngineName = "plain"
-    """What is sharded over the ranks. `plain`: nothing. With DeepSpeed, `zero1`: the optimizer state; `zero2`: the
-    gradients too. With PyTorch's FSDP2, `zero3`: the weights too. docs/how-to/many-gpus.md says which to use when."""
+    """What is sharded over the ranks. `plain`: nothing. With DeepSpeed, `zero1`: the optimizer
+    state; `zero2`: the gradients too. With PyTorch's FSDP2, `zero3`: the weights too.
+    docs/how-to/many-gpus.md says which to use when."""
     hybrid_shard: bool = True
-    """With `zero3` on several nodes, shard over the ranks of a node, so that only gradients cross nodes, once an
-    update. Each node holds all shards: without it, they are spread over all ranks."""
+    """With `zero3` on several nodes, shard over the ranks of a node, so that only gradients cross
+    nodes, once an update. Each node holds all shards: without it, they are spread over all
+    ranks."""
     optimizer: Optimizer = "adamw"
-    """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their adapters, and AdamW for the
-    rest."""
+    """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their
+    adapters, and AdamW for the rest."""
     learning_rate: float = within(1e-5, above=0)
-    """Learning rate after the warm-up. Muon's updates are scaled to the size of AdamW's, so that one value serves
-    both."""
+    """Learning rate after the warm-up. Muon's updates are scaled to the size of AdamW's, so that
+    one value serves both."""
     warmup_steps: int = within(0, least=0)
     """Optimizer steps over which the learning rate rises linearly. Step k of K uses k / K of it."""
     schedule: LearningRateSchedule = "constant"
-    """Learning rate after the warm-up: `constant`, or a `cosine` or `linear` decay to 0 at the end of the run, after
-    iterations x optimizer_steps steps. A run extended with --resume follows the curve of its new length."""
+    """Learning rate after the warm-up: `constant`, or a `cosine` or `linear` decay to 0 at the end
+    of the run, after iterations x optimizer_steps steps. A run extended with --resume follows the
+    curve of its new length."""
     weight_decay: float = within(1e-4, least=0)
-    """Decoupled weight decay: each step shrinks a weight by learning rate x weight_decay, unless its gradient is
-    exactly zero, as that of a LoRA's A is in the first step."""
+    """Decoupled weight decay: each step shrinks a weight by learning rate x weight_decay, unless
+    its gradient is exactly zero, as that of a LoRA's A is in the first step."""
     eps: float | None = within(None, above=0)
-    """Added to the root of AdamW's second moment. Unset, 1e-15 for an adapter, whose gradients may be as small as 2e-9
-    per element; 1e-10 for all weights, so that weights whose gradients are rounding do not move."""
+    """Added to the root of AdamW's second moment. Unset, 1e-15 for an adapter, whose gradients may
+    be as small as 2e-9 per element; 1e-10 for all weights, so that weights whose gradients are
+    rounding do not move."""
     max_grad_norm: float = within(1.0, above=0)
     """Maximum gradient norm over all weights; larger gradients are scaled down to it."""
     ema_decay: float = within(0.0, least=0, below=1)
-    """Decay of the exponential moving average of the trained weights, which is evaluated and saved; 0 turns it off.
-    Update t uses at most (1 + t) / (10 + t), so that the average forgets the start; with sampling.averaged_weights,
-    where the average also rolls out, the decay is the same from the first update on."""
+    """Decay of the exponential moving average of the trained weights, which is evaluated and saved;
+    0 turns it off. Update t uses at most (1 + t) / (10 + t), so that the average forgets the start;
+    with sampling.averaged_weights, where the average also rolls out, the decay is the same from the
+    first update on."""
     checkpoint_interval: int = within(50, least=1)
     """Iterations between checkpoints."""
     keep_checkpoints: int = within(2, least=1)
@@ -451,17 +517,24 @@ class TrainConfig(Section):
     keep_best: bool = True
     """Also keep the checkpoint with the highest held-out reward, of those that were evaluated."""
     grace_seconds: float = within(25.0, above=0)
-    """Time from SIGTERM or Ctrl-C to the end of the process. An iteration that does not end within half of it is
-    abandoned, and redone after --resume. Slurm, Kubernetes and torchrun kill after 30 seconds by default."""
+    """Time from SIGTERM or Ctrl-C to the end of the process. An iteration that does not end within
+    half of it is abandoned, and redone after --resume. Slurm, Kubernetes and torchrun kill after 30
+    seconds by default."""
     parity_gate: bool = True
-    """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range. With several
-    updates per iteration, also measure what rounding adds to the ratio after the first one: warn above a tenth, stop
-    above a third. With `kl_mask` it is what rounding adds to the KL, compared with objective.kl_limit."""
+    """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip
+    range. With several updates per iteration, also measure what rounding adds to the ratio after
+    the first one: warn above a tenth, stop above a third. With `kl_mask` it is what rounding adds
+    to the KL, compared with objective.kl_limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = f"{MOST_SAMPLES:,} samples an iteration; the nearest is {MOST_SAMPLES // self.group_size}"
-        self.require(self.samples <= MOST_SAMPLES, "prompts_per_iteration", f"expected at most {most}")
+        most = (
+            f"{MOST_SAMPLES:,} samples an iteration; the nearest is "
+            f"{MOST_SAMPLES // self.group_size}"
+        )
+        self.require(
+            self.samples <= MOST_SAMPLES, "prompts_per_iteration", f"expected at most {most}"
+        )
 
     @property
     def samples(self) -> int:
@@ -478,8 +551,8 @@ class EvalConfig(Section):
     steps: int = within(40, least=1, most=1000)
     """Euler steps of the ODE, as in diffusers' pipeline."""
     guidance_scale: float | None = within(None, least=1)
-    """Classifier-free guidance scale of evaluations and of `sage-fast sample`. If not given, that of training,
-    sampling.guidance_scale."""
+    """Classifier-free guidance scale of evaluations and of `sage-fast sample`. If not given, that
+    of training, sampling.guidance_scale."""
     num_prompts: int = within(16, least=1)
     """Number of held-out prompts to use, from the start of the file."""
     seeds_per_prompt: int = within(1, least=1)
@@ -487,8 +560,8 @@ class EvalConfig(Section):
     num_videos: int = within(6, least=1)
     """Videos shown in the report: largest gains, medians and largest losses."""
     judge: str | None = names("plugin", None)
-    """Another reward, named as in `reward.name`, that is never trained on. A rising reward with a falling judge is
-    reward hacking. `testbed-judge` is the testbed's."""
+    """Another reward, named as in `reward.name`, that is never trained on. A rising reward with a
+    falling judge is reward hacking. `testbed-judge` is the testbed's."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -496,7 +569,8 @@ class TrackingConfig(Section):
     """Trackers that show the metrics of a run, in addition to its folder."""
 
     trackers: list[str] = dataclasses.field(default_factory=lambda: ["tensorboard"])
-    """Trackers in addition to `metrics.jsonl`, by accelerate's names: `tensorboard`, `wandb`, `mlflow`, ..."""
+    """Trackers in addition to `metrics.jsonl`, by accelerate's names: `tensorboard`, `wandb`,
+    `mlflow`, ..."""
     project: str = "sage-fast"
     """Project name of the run, in trackers that have projects."""
 
@@ -506,12 +580,15 @@ class Config(Section):
     """The run as a whole."""
 
     output: str = names("output", "runs/sage")
-    """Run folder; must not hold another run. A relative one is in the folder where the command starts."""
+    """Run folder; must not hold another run.
+
+    A relative one is in the folder where the command starts.
+    """
     seed: int = within(0, least=0, below=2**63)
     """Seed from which all random numbers of a run follow."""
     timeout_minutes: float = within(60.0, above=0)
-    """Longest time a rank waits for the others, for example while one of them downloads, scores or evaluates. Then the
-    run ends."""
+    """Longest time a rank waits for the others, for example while one of them downloads, scores or
+    evaluates. Then the run ends."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
@@ -525,10 +602,18 @@ class Config(Section):
     @property
     def named_rewards(self) -> dict[str, RewardEntry]:
         """Setting that holds the name of a reward -> the reward, with `eval.judge`."""
-        judge = {} if self.eval.judge is None else {"eval.judge": RewardEntry(name=self.eval.judge, weights={})}
+        judge = (
+            {}
+            if self.eval.judge is None
+            else {"eval.judge": RewardEntry(name=self.eval.judge, weights={})}
+        )
         return self.reward.keyed_entries | judge
 
     @property
     def eval_guidance_scale(self) -> float:
         """Guidance scale of evaluations."""
-        return self.sampling.guidance_scale if self.eval.guidance_scale is None else self.eval.guidance_scale
+        return (
+            self.sampling.guidance_scale
+            if self.eval.guidance_scale is None
+            else self.eval.guidance_scale
+        )

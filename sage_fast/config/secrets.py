@@ -1,4 +1,5 @@
-"""Secrets of rewards: files hold `${NAME}`, a reward gets the environment variable NAME, and no text shows its value.
+"""Secrets of rewards: files hold `${NAME}`, a reward gets the environment variable NAME, and no
+text shows its value.
 
 Imports nothing heavy.
 """
@@ -17,7 +18,8 @@ from typing import Any
 from sage_fast.util.errors import UserError
 
 SHORTEST = 4
-"""Shortest value of the environment that is masked in texts: any text holds shorter ones by chance."""
+"""Shortest value of the environment that is masked in texts: any text holds shorter ones by chance.
+"""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _given: dict[str, str] = {}
 """Value, or how an answer may write it -> name of the variable that was read."""
@@ -44,7 +46,8 @@ def from_environment(value: Any, name: str) -> Any:
 
 
 def secret(variable: str) -> str:
-    """Read an environment variable whose value `names_for_values` then masks; return "" if it is not set."""
+    """Read an environment variable whose value `names_for_values` then masks; return "" if it is
+    not set."""
     bare = (value := os.environ.get(variable, "")).strip()
     data = bare.encode(errors="surrogateescape")
     quoted = html.escape(bare), urllib.parse.quote(data), urllib.parse.quote(data, safe="")
@@ -54,11 +57,15 @@ def secret(variable: str) -> str:
 
 
 def names_for_values(text: str) -> str:
-    """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward.
+    """Put `${NAME}` back in place of the values of the environment in a text, such as the error of
+    a reward.
 
-    Letters may be of any case. At the end of a text, where an answer may be cut, `2 * SHORTEST` of them are enough.
+    Letters may be of any case. At the end of a text, where an answer may be cut, `2 * SHORTEST` of
+    them are enough.
     """
-    for value in sorted((value for value in _given if len(value) >= SHORTEST), key=len, reverse=True):
+    for value in sorted(
+        (value for value in _given if len(value) >= SHORTEST), key=len, reverse=True
+    ):
         text = _pattern(value).sub(f"${{{_given[value]}}}", text)
     return text
 
@@ -66,7 +73,9 @@ def names_for_values(text: str) -> str:
 @functools.cache
 def _pattern(value: str) -> re.Pattern[str]:
     """Return the pattern of a value, or of its beginning at the end of a text."""
-    cuts = [re.escape(value[:length]) + "$" for length in range(len(value) - 1, 2 * SHORTEST - 1, -1)]
+    cuts = [
+        re.escape(value[:length]) + "$" for length in range(len(value) - 1, 2 * SHORTEST - 1, -1)
+    ]
     return re.compile("|".join([re.escape(value), *cuts]), flags=re.IGNORECASE)
 
 

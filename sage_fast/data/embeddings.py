@@ -31,17 +31,25 @@ def _digest(*parts: str) -> str:
 
 
 def _files(cache: Path, model: str, captions: Mapping[str, Caption]) -> dict[str, Path]:
-    """Return key -> the file of its embedding, which follows from the model, the text, and what is in the image."""
-    images = {path: [hashlib.sha256(Path(path).read_bytes()).hexdigest()] for _, path in {*captions.values()} if path}
-    names = {key: _digest(model, text, *images.get(path, [])) for key, (text, path) in captions.items()}
+    """Return key -> the file of its embedding, which follows from the model, the text, and what is
+    in the image."""
+    images = {
+        path: [hashlib.sha256(Path(path).read_bytes()).hexdigest()]
+        for _, path in {*captions.values()}
+        if path
+    }
+    names = {
+        key: _digest(model, text, *images.get(path, [])) for key, (text, path) in captions.items()
+    }
     return {key: cache / f"{name}.safetensors" for key, name in names.items()}
 
 
 def cache_key(spec: Spec, dtype: str, cache: Path | None, sampling: SamplingConfig) -> str:
-    """Return model, dtype, version of the encoders and size of images as one string, alike on all ranks. Collective.
+    """Return model, dtype, version of the encoders and size of images as one string, alike on all
+    ranks. Collective.
 
-    Training needs no text encoders once all prompts are embedded. If the checkpoint has none, the version is the one
-    that last filled the cache.
+    Training needs no text encoders once all prompts are embedded. If the checkpoint has none, the
+    version is the one that last filled the cache.
 
     Args:
         spec: the checkpoint.
@@ -72,16 +80,18 @@ def encode_cached(
     model: str,
     kind: type[Condition],
 ) -> dict[str, Any]:
-    """Return key -> embedding on every rank, from `cache` or from the rank that encodes them. Collective.
+    """Return key -> embedding on every rank, from `cache` or from the rank that encodes them.
+    Collective.
 
-    No rank waits longer than another takes to load the encoders and encode one caption. The ranks need no shared
-    file system: a rank that lacks an embedding receives it from one that has it.
+    No rank waits longer than another takes to load the encoders and encode one caption. The ranks
+    need no shared file system: a rank that lacks an embedding receives it from one that has it.
 
     Args:
         captions: key -> what to encode, the same on every rank.
-        encoder_factory: loads the encoders and returns a function from caption to embedding; called only on a rank
-            that has a caption to encode.
-        cache: folder with one safetensors file per (model, caption), with a checksum; None keeps nothing on disk.
+        encoder_factory: loads the encoders and returns a function from caption to embedding; called
+            only on a rank that has a caption to encode.
+        cache: folder with one safetensors file per (model, caption), with a checksum; None keeps
+            nothing on disk.
         model: result of `cache_key`.
         kind: class of the embeddings.
 
@@ -89,12 +99,17 @@ def encode_cached(
         UserError: an encoder gives values that are not finite; they are not kept.
     """
     files = {} if cache is None else _files(cache, model, captions)
-    known = {key: kind(**tensors) for key, file in files.items() if (tensors := _read(file)) is not None}
+    known = {
+        key: kind(**tensors) for key, file in files.items() if (tensors := _read(file)) is not None
+    }
     if unsound := [file for key, file in files.items() if key not in known and file.exists()]:
-        log.warning(f"note: {len(unsound)} embeddings are damaged and are made again: {unsound[0]} ...")
+        log.warning(
+            f"note: {len(unsound)} embeddings are damaged and are made again: {unsound[0]} ..."
+        )
     held = all_gather_object([key in known for key in captions])
     turns = itertools.cycle(range(world_size()))
-    sources = {}  # key that some rank lacks -> a rank that has it, or the next in turn, which encodes it
+    # key that some rank lacks -> a rank that has it, or the next in turn, which encodes it
+    sources = {}
     for key, *holds in zip(captions, *held, strict=True):
         if not all(holds):
             sources[key] = holds.index(True) if any(holds) else next(turns)
@@ -112,26 +127,31 @@ def encode_cached(
                 sent = broadcast_object(known.get(key), sources[key])
                 for note in sent.notes:
                     log.warning(wrapped(f"note: {note}"))
-                # Prefer the file if this rank sees it: memory-mapped, the ranks of a node share it in the page cache.
+                # Prefer the file if this rank sees it: memory-mapped, the ranks of a node share it
+                # in the page cache.
                 tensors = _read(files[key]) if key in files else None
                 known[key] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
     firsts: dict[str, str] = {}  # checksum -> the first prompt with that embedding
     for key, condition in known.items() if rank() == 0 else ():
         if (earlier := firsts.setdefault(_checksum(Path(), condition.tensors()), key)) != key:
-            log.warning(wrapped(f"note: the model cannot tell prompts {earlier!r} and {key!r} apart"))
+            log.warning(
+                wrapped(f"note: the model cannot tell prompts {earlier!r} and {key!r} apart")
+            )
     return {key: known[key] for key in captions}
 
 
 def _write(condition: Condition, file: Path) -> None:
-    """Write a condition atomically: a kill leaves no partial file, and runs that share the cache do not collide."""
+    """Write a condition atomically: a kill leaves no partial file, and runs that share the cache do
+    not collide."""
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in condition.tensors().items()}
     write_atomic(file, save(tensors, {"sha256": _checksum(file, tensors)}))
 
 
 def _read(file: Path) -> dict[str, Tensor] | None:
-    """Read the tensors of an embedding; None if the file is missing, damaged, or not the one written under its name."""
+    """Read the tensors of an embedding; None if the file is missing, damaged, or not the one
+    written under its name."""
     if not file.is_file():  # a pipe would block
         return None
     try:
@@ -140,13 +160,16 @@ def _read(file: Path) -> dict[str, Tensor] | None:
         tensors = load_file(file)
     except (FileNotFoundError, SafetensorError):
         return None
-    if written != _checksum(file, tensors) or not all(tensor.isfinite().all() for tensor in tensors.values()):
+    if written != _checksum(file, tensors) or not all(
+        tensor.isfinite().all() for tensor in tensors.values()
+    ):
         return None
     return tensors
 
 
 def _checksum(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of the name of a file, which follows from model and prompt, and of its content."""
+    """Return the SHA-256 of the name of a file, which follows from model and prompt, and of its
+    content."""
     found = hashlib.sha256(file.name.encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())

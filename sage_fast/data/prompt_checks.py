@@ -16,9 +16,14 @@ from sage_fast.util.ranks import fail_together, rank, world_size
 
 
 def check_prompt_sets(
-    data: DataConfig, model_path: str, spec: Spec, train: Sequence[Prompt], heldout: Sequence[Prompt]
+    data: DataConfig,
+    model_path: str,
+    spec: Spec,
+    train: Sequence[Prompt],
+    heldout: Sequence[Prompt],
 ) -> None:
-    """Check that prompts of a shipped set, by its name or in a file, suit the model; random weights take any.
+    """Check that prompts of a shipped set, by its name or in a file, suit the model; random weights
+    take any.
 
     Raises:
         UserError: the set was made for another model.
@@ -28,16 +33,22 @@ def check_prompt_sets(
     for key, prompts in (("prompts", train), ("eval_prompts", heldout)):
         if captions.issuperset(prompt.text for prompt in prompts):
             raise UserError(
-                f"data.{key} = {getattr(data, key)!r}: captions of the testbed's moving shapes, not for "
-                f"model.path = {model_path!r}; expected a file of other prompts: {FORMATS}"
+                f"data.{key} = {getattr(data, key)!r}: captions of the testbed's moving shapes, "
+                f"not for model.path = {model_path!r}; expected a file of other prompts: {FORMATS}"
             )
 
 
 def notes_on_prompts(*sets: Sequence[Prompt]) -> list[str]:
-    """Return notes on prompts that hold what another program may take for an instruction; a line of each kind."""
+    """Return notes on prompts that hold what another program may take for an instruction; a line of
+    each kind."""
     notes: dict[str, None] = {}
     for prompts in sets:
-        texts = [(text, prompt.where) for prompt in prompts for text in (prompt.text, prompt.negative) if text]
+        texts = [
+            (text, prompt.where)
+            for prompt in prompts
+            for text in (prompt.text, prompt.negative)
+            if text
+        ]
         notes |= dict.fromkeys(notes_on_words(texts))
     return [*notes]
 
@@ -47,11 +58,16 @@ def shared_prompts(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str | 
     keys = {prompt.key for prompt in train}
     shared = [prompt.key for prompt in heldout if prompt.key in keys]
     among = f"{len(shared)} of {len(heldout)} prompts of data.eval_prompts are also in data.prompts"
-    return f"{among}, such as {shared[0]!r}: their scores say little about new prompts" if shared else None
+    return (
+        f"{among}, such as {shared[0]!r}: their scores say little about new prompts"
+        if shared
+        else None
+    )
 
 
 def check_task(prompts: Sequence[Prompt], spec: Spec) -> None:
-    """Check that every prompt has an image if the model takes images, and that none has one otherwise.
+    """Check that every prompt has an image if the model takes images, and that none has one
+    otherwise.
 
     Raises:
         UserError: one is not as expected.
@@ -59,18 +75,20 @@ def check_task(prompts: Sequence[Prompt], spec: Spec) -> None:
     for prompt in prompts:
         if spec.takes_images and not prompt.image:
             raise UserError(
-                f"{prompt.where}: model.path = {spec.path!r} is image-to-video; expected an image for each prompt, in "
+                f"{prompt.where}: model.path = {spec.path!r} is image-to-video; expected an image "
+                "for each prompt, in "
                 'the key "image" of a .jsonl file, or sample --image'
             )
         if prompt.image and not spec.takes_images:
             raise UserError(
-                f"{prompt.where}: image = {prompt.image!r}, and model.path = {spec.path!r} is text-to-video; an image "
-                "for a reward needs another key"
+                f"{prompt.where}: image = {prompt.image!r}, and model.path = {spec.path!r} is "
+                "text-to-video; an image for a reward needs another key"
             )
 
 
 def check_captions(prompts: Sequence[Prompt], spec: Spec) -> None:
-    """Check that a model can encode the prompts: `check_task`, their words, and that images are whole. Collective.
+    """Check that a model can encode the prompts: `check_task`, their words, and that images are
+    whole. Collective.
 
     Raises:
         UserError: it cannot.

@@ -1,7 +1,8 @@
 """Recognise what a prompt file holds that was written for another program.
 
-Tables, comments, options and wildcards are instructions to the program that they were written for. Read as a prompt,
-they would be encoded as words. What can hardly be meant as words is refused; what may be meant so gets a note.
+Tables, comments, options and wildcards are instructions to the program that they were written for.
+Read as a prompt, they would be encoded as words. What can hardly be meant as words is refused; what
+may be meant so gets a note.
 """
 
 from __future__ import annotations
@@ -18,15 +19,73 @@ Line = tuple[int, str]
 """Number of a line, from 1, and its text without spaces around it."""
 
 JSONL = "rename the file to .jsonl, with one object a line"
-OWN_KEYS = 'a .jsonl file holds such values, as {"prompt": "a cat", "negative_prompt": "blurry", "seed": 7}'
+OWN_KEYS = (
+    'a .jsonl file holds such values, as {"prompt": "a cat", "negative_prompt": "blurry", "seed": '
+    "7}"
+)
 
-# -- within a prompt --------------------------------------------------------------------------------------------------
+# -- within a prompt -------------------------------------------------------------------------------
 
 KNOWN_OPTIONS = (
-    *("ar", "aspect", "c", "camera", "cfg", "chaos", "cref", "cw", "d", "duration", "fps", "frames", "g", "gs", "h"),
-    *("height", "hd", "image", "iw", "l", "loop", "motion", "n", "neg", "negative", "negative-prompt"),
-    *("negative_prompt", "niji", "no", "num_frames", "prompt", "q", "quality", "r", "ratio", "raw", "repeat", "s"),
-    *("sampler", "scale", "seed", "size", "sref", "steps", "stop", "style", "stylize", "sv", "sw", "test", "tile"),
+    *(
+        "ar",
+        "aspect",
+        "c",
+        "camera",
+        "cfg",
+        "chaos",
+        "cref",
+        "cw",
+        "d",
+        "duration",
+        "fps",
+        "frames",
+        "g",
+        "gs",
+        "h",
+    ),
+    *(
+        "height",
+        "hd",
+        "image",
+        "iw",
+        "l",
+        "loop",
+        "motion",
+        "n",
+        "neg",
+        "negative",
+        "negative-prompt",
+    ),
+    *(
+        "negative_prompt",
+        "niji",
+        "no",
+        "num_frames",
+        "prompt",
+        "q",
+        "quality",
+        "r",
+        "ratio",
+        "raw",
+        "repeat",
+        "s",
+    ),
+    *(
+        "sampler",
+        "scale",
+        "seed",
+        "size",
+        "sref",
+        "steps",
+        "stop",
+        "style",
+        "stylize",
+        "sv",
+        "sw",
+        "test",
+        "tile",
+    ),
     *("turbo", "uplight", "upbeta", "v", "version", "vibe", "video", "w", "weird", "width", "zoom"),
 )
 """Options that generators of pictures and videos take at the end of a prompt."""
@@ -62,7 +121,8 @@ HABITS = (
         what="an option of another program",
         # Editors make one dash of two hyphens. Prose has one before a word too, but no number then.
         pattern=re.compile(
-            rf"(?:^|\s)(?:--(?:{_OPTION})(?![\w-])(?:[ =]\S+)?|[\u2013\u2014](?:{_OPTION})[ =]\d\S*)",
+            rf"(?:^|\s)(?:--(?:{_OPTION})(?![\w-])(?:[ =]\S+)?|[\u2013\u2014](?:{_OPTION})[ "
+            r"=]\d\S*)",
             re.IGNORECASE,
         ),
         instead=f"remove it; {OWN_KEYS}, and settings hold the rest",
@@ -71,7 +131,9 @@ HABITS = (
     ),
     Habit(
         what="an option of another program",
-        pattern=re.compile(rf"\s-(?:{_OPTION})[ =](?:\d[\d.:x]*|in|out|left|right|up|down)(?!\S)", re.IGNORECASE),
+        pattern=re.compile(
+            rf"\s-(?:{_OPTION})[ =](?:\d[\d.:x]*|in|out|left|right|up|down)(?!\S)", re.IGNORECASE
+        ),
         instead=f"remove it; {OWN_KEYS}, and settings hold the rest",
         refused=True,
         example="a cat -motion 2",
@@ -85,7 +147,9 @@ HABITS = (
     ),
     Habit(
         what="the name of a field",
-        pattern=re.compile(r"^[\"'-]*\s*(?:negative[ _-]?prompt|prompt)[\"']?\s*[:=]", re.IGNORECASE),
+        pattern=re.compile(
+            r"^[\"'-]*\s*(?:negative[ _-]?prompt|prompt)[\"']?\s*[:=]", re.IGNORECASE
+        ),
         instead=f"keep the prompt alone; {OWN_KEYS}",
         refused=True,
         example="Negative prompt: blurry",
@@ -142,7 +206,8 @@ HABITS = (
     Habit(
         what="a mark for an image, or of a page",
         pattern=re.compile(
-            r"\[/?(?:img|image|video|b|i|url)\]|</?[A-Za-z][\w-]*(?: [^<>]*)?/?>|<\|[^<>|]*\|>|!?\[[^\[\]]*\]\([^()]*\)"
+            r"\[/?(?:img|image|video|b|i|url)\]|</?[A-Za-z][\w-]*(?: "
+            r"[^<>]*)?/?>|<\|[^<>|]*\|>|!?\[[^\[\]]*\]\([^()]*\)"
         ),
         instead='the key "image" of a .jsonl file names an image',
         refused=False,
@@ -171,7 +236,9 @@ HABITS = (
     ),
     Habit(
         what="quotes around the prompt",
-        pattern=re.compile(r"^(?:\"[^\"]*\"|'[^']*'|\u201c[^\u201c\u201d]*\u201d|\u00ab[^\u00ab\u00bb]*\u00bb),?$"),
+        pattern=re.compile(
+            r"^(?:\"[^\"]*\"|'[^']*'|\u201c[^\u201c\u201d]*\u201d|\u00ab[^\u00ab\u00bb]*\u00bb),?$"
+        ),
         instead="they are part of the prompt, as a text to be shown",
         refused=False,
         example='"a cat"',
@@ -185,7 +252,9 @@ HABITS = (
     ),
     Habit(
         what="an escape",
-        pattern=re.compile(r"&(?:[a-z]{2,8}|#\d+|#x[0-9a-f]+);|\\(?:[nrt\"']|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})"),
+        pattern=re.compile(
+            r"&(?:[a-z]{2,8}|#\d+|#x[0-9a-f]+);|\\(?:[nrt\"']|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})"
+        ),
         instead="it stays as it is written",
         refused=False,
         example="salt &amp; pepper",
@@ -205,7 +274,10 @@ HABITS = (
         example="caf\ufffd",
     ),
 )
-"""What is recognised within a prompt, whatever file it came from. The first that is found is told."""
+"""What is recognised within a prompt, whatever file it came from.
+
+The first that is found is told.
+"""
 
 
 def check_words(text: str, where: str) -> None:
@@ -219,7 +291,9 @@ def check_words(text: str, where: str) -> None:
     """
     for habit in HABITS:
         if habit.refused and (found := habit.found(text)):
-            raise UserError(f"{where}: {_quoted(found)} is {habit.what}; expected words alone: {habit.instead}")
+            raise UserError(
+                f"{where}: {_quoted(found)} is {habit.what}; expected words alone: {habit.instead}"
+            )
 
 
 def notes_on_words(texts: Sequence[tuple[str, str]]) -> list[str]:
@@ -235,14 +309,18 @@ def notes_on_words(texts: Sequence[tuple[str, str]]) -> list[str]:
             continue
         where, found = next(iter(places.items()))
         others = f", and {len(places) - 1} more such" if len(places) > 1 else ""
-        notes.append(f"{where}: {_quoted(found)} looks like {habit.what}{others}; encoded as words: {habit.instead}")
+        notes.append(
+            f"{where}: {_quoted(found)} looks like {habit.what}{others}; encoded as words: "
+            f"{habit.instead}"
+        )
     for delimiter in (",", "|"):
         rows = [_cells(text, delimiter) for text, _ in texts]
         if len(rows) > 1 and _width(rows) > 1 and _is_tight(rows):
             text, where = texts[0]
             notes.append(
-                f"{where}: {_quoted(text)} looks like a row of a table, as every line has {len(rows[0])} values with "
-                f"{DELIMITERS[delimiter]} between; encoded as words: a table has to be a .jsonl file"
+                f"{where}: {_quoted(text)} looks like a row of a table, as every line has "
+                f"{len(rows[0])} values with {DELIMITERS[delimiter]} between; encoded as words: a "
+                "table has to be a .jsonl file"
             )
     return notes
 
@@ -252,23 +330,55 @@ def _quoted(found: str) -> str:
     return repr(short)
 
 
-# -- a text file as a whole -------------------------------------------------------------------------------------------
+# -- a text file as a whole ------------------------------------------------------------------------
 
-PROMPT_COLUMNS = {"prompt", "prompts", "caption", "captions", "negativeprompt", "promptid", "videoprompt"}
+PROMPT_COLUMNS = {
+    "prompt",
+    "prompts",
+    "caption",
+    "captions",
+    "negativeprompt",
+    "promptid",
+    "videoprompt",
+}
 """Names of columns, as `squeezed` gives them, that are no prompts."""
-OTHER_COLUMNS = {"text", "description", "instruction", "query", "title", "sentence", "id", "file", "image", "seed"}
-"""Further names, which may also be words of a prompt: they count in a row that is written as a table."""
+OTHER_COLUMNS = {
+    "text",
+    "description",
+    "instruction",
+    "query",
+    "title",
+    "sentence",
+    "id",
+    "file",
+    "image",
+    "seed",
+}
+"""Further names, which may also be words of a prompt: they count in a row that is written as a
+table."""
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
-_CELL = re.compile(r"-?\d+(?:\.\d+)?|\S+\.(?:mp4|webm|mov|avi|mkv|gif|png|jpe?g|webp|txt|safetensors)", re.IGNORECASE)
+_CELL = re.compile(
+    r"-?\d+(?:\.\d+)?|\S+\.(?:mp4|webm|mov|avi|mkv|gif|png|jpe?g|webp|txt|safetensors)",
+    re.IGNORECASE,
+)
 _LISTED = {
     "numbers": re.compile(r"^\(?\d{1,5}[.):]\s"),
     "marks": re.compile(r"^[-*\u2022]\s"),
 }
-_PAIRS = {'"': '"', "'": "'", "\u201c": "\u201d", "\u201e": "\u201c", "\u2018": "\u2019", "\u00ab": "\u00bb", "`": "`"}
+_PAIRS = {
+    '"': '"',
+    "'": "'",
+    "\u201c": "\u201d",
+    "\u201e": "\u201c",
+    "\u2018": "\u2019",
+    "\u00ab": "\u00bb",
+    "`": "`",
+}
 
 
 def squeezed(name: str) -> str:
-    """Return the letters and digits of a name without case, so that `Negative-Prompt ` is `negativeprompt`."""
+    """Return the letters and digits of a name without case, so that `Negative-Prompt ` is
+    `negativeprompt`."""
     return "".join(filter(str.isalnum, name.casefold()))
 
 
@@ -289,7 +399,11 @@ def check_lines(lines: Sequence[Line], source: str) -> None:
 
 def _json(lines: Sequence[Line]) -> Iterator[Line]:
     for number, text in lines:
-        if re.match(r"""\{\s*["']|\[\s*["'{]""", text) or text in ("[", "{") or (text[0] in "[{" and _is_json(text)):
+        if (
+            re.match(r"""\{\s*["']|\[\s*["'{]""", text)
+            or text in ("[", "{")
+            or (text[0] in "[{" and _is_json(text))
+        ):
             yield number, f"JSON in a text file; expected one prompt a line: {JSONL}"
 
 
@@ -303,7 +417,13 @@ def _is_json(text: str) -> bool:
 def _comments(lines: Sequence[Line]) -> Iterator[Line]:
     for number, text in lines:
         if re.match(r"#(?:[\s#!=*-]|$)|//\s|<!--|<\?xml|/\*", text):
-            yield number, f"{_quoted(text)} is a comment, and there are none in prompt files; remove the line"
+            yield (
+                number,
+                (
+                    f"{_quoted(text)} is a comment, and there are none in prompt files; remove the "
+                    "line"
+                ),
+            )
 
 
 def _no_words(lines: Sequence[Line]) -> Iterator[Line]:
@@ -319,7 +439,9 @@ def _header(lines: Sequence[Line]) -> Iterator[Line]:
         yield number, f"{_quoted(first)} {advice}"
     for delimiter in DELIMITERS:
         cells = _cells(first, delimiter)
-        if not all(re.fullmatch(r"\s?[\w.-]{0,30}(?: [\w.-]{1,30}){0,2}\s?", cell) for cell in cells):
+        if not all(
+            re.fullmatch(r"\s?[\w.-]{0,30}(?: [\w.-]{1,30}){0,2}\s?", cell) for cell in cells
+        ):
             continue
         names = {squeezed(cell) for cell in cells}
         is_tight = len(cells) > 1 and not any(cell.startswith(" ") for cell in cells)
@@ -331,7 +453,10 @@ def _table(lines: Sequence[Line]) -> Iterator[Line]:
     for number, text in lines:
         # A quoted cell and another one behind it. Prose has a space there.
         if re.match(r'"(?:[^"]|"")*"[,;\t][^\s,;]', text):
-            yield number, f"{_quoted(text)} is a row of a table; expected one prompt a line: {JSONL}"
+            yield (
+                number,
+                f"{_quoted(text)} is a row of a table; expected one prompt a line: {JSONL}",
+            )
     for delimiter, called in DELIMITERS.items():
         rows = [_cells(text, delimiter) for _, text in lines]
         width = _width(rows)
@@ -339,10 +464,15 @@ def _table(lines: Sequence[Line]) -> Iterator[Line]:
             continue
         columns = [[row[i] for row in rows] for i in range(width)]
         is_data = any(all(_CELL.fullmatch(cell) for cell in column) for column in columns)
-        if delimiter == "\t" or (len(rows) > 1 and (is_data or (delimiter == ";" and _is_tight(rows)))):
+        if delimiter == "\t" or (
+            len(rows) > 1 and (is_data or (delimiter == ";" and _is_tight(rows)))
+        ):
             where, row = lines[0]
             columned = f"every line has {width} values with {called} between"
-            yield where, f"{_quoted(row)}: {columned}, as a table; expected one prompt a line: {JSONL}"
+            yield (
+                where,
+                f"{_quoted(row)}: {columned}, as a table; expected one prompt a line: {JSONL}",
+            )
 
 
 def _width(rows: Sequence[Sequence[str]]) -> int:
@@ -371,7 +501,8 @@ def _all_quoted(lines: Sequence[Line]) -> Iterator[Line]:
 
 
 def _is_quoted(text: str) -> bool:
-    """Whether a text stands in quotes as a whole, and not only begins and ends with quoted words."""
+    """Whether a text stands in quotes as a whole, and not only begins and ends with quoted
+    words."""
     end = _PAIRS.get(text[:1])
     if end is None or len(text) < 3 or not text.endswith(end):
         return False
@@ -384,7 +515,11 @@ def _all_listed(lines: Sequence[Line]) -> Iterator[Line]:
     for called, pattern in _LISTED.items():
         if len(lines) > 1 and all(pattern.match(text) for _, text in lines):
             number, first = lines[0]
-            yield number, f"{_quoted(first)}: every line is listed by {called}, which would be encoded; remove them"
+            yield (
+                number,
+                f"{_quoted(first)}: every line is listed by {called}, which would be encoded; "
+                "remove them",
+            )
 
 
 FORMATS: tuple[Callable[[Sequence[Line]], Iterator[Line]], ...] = (
@@ -396,10 +531,11 @@ FORMATS: tuple[Callable[[Sequence[Line]], Iterator[Line]], ...] = (
     _all_listed,
     _no_words,
 )
-"""Each yields the lines of a text file that belong to another format, and what is wrong with them."""
+"""Each yields the lines of a text file that belong to another format, and what is wrong with them.
+"""
 
 
-# -- keys of a record -------------------------------------------------------------------------------------------------
+# -- keys of a record ------------------------------------------------------------------------------
 
 
 def meant_key(key: str, own: Sequence[str], further: Mapping[str, str]) -> str | None:

@@ -8,10 +8,12 @@ from typing import Any
 
 
 class PromptOrder:
-    """The prompts that a run has taken: iterations take them one after another, in a new shuffle every epoch.
+    """The prompts that a run has taken: iterations take them one after another, in a new shuffle
+    every epoch.
 
-    Between two resumes every iteration takes `per_iteration` of them. A resume with another number goes on behind the
-    last prompt that was taken, so an epoch still has every prompt once. Other prompts than before begin a new epoch.
+    Between two resumes every iteration takes `per_iteration` of them. A resume with another number
+    goes on behind the last prompt that was taken, so an epoch still has every prompt once. Other
+    prompts than before begin a new epoch.
 
     Args:
         prompts: training prompts, in the order of their file.
@@ -29,7 +31,8 @@ class PromptOrder:
 
     @property
     def offset(self) -> int:
-        """Prompts taken beyond `per_iteration` for each earlier iteration, as `prompts_of_iteration` takes it."""
+        """Prompts taken beyond `per_iteration` for each earlier iteration, as
+        `prompts_of_iteration` takes it."""
         return self.taken - self.since * self.per_iteration
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,7 +44,8 @@ class PromptOrder:
         }
 
     def load_state_dict(self, state: dict[str, Any], iteration: int) -> None:
-        """Restore `state_dict`, and convert it to the present prompts and their number an iteration.
+        """Restore `state_dict`, and convert it to the present prompts and their number an
+        iteration.
 
         Args:
             iteration: the iteration to continue with.

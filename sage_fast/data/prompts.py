@@ -24,13 +24,26 @@ from sage_fast.util.paths import expanded
 KEYS = ("prompt", "negative_prompt", "seed", "image")
 OTHERS_KEYS = {"negative": "negative_prompt", "negprompt": "negative_prompt", "prompts": "prompt"}
 """Keys of other programs, as `squeezed`, -> which of `KEYS` they stand for."""
-UNREAD = (".json", ".ndjson", ".jsonlines", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".xml", ".parquet", ".xlsx")
+UNREAD = (
+    ".json",
+    ".ndjson",
+    ".jsonlines",
+    ".csv",
+    ".tsv",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".xml",
+    ".parquet",
+    ".xlsx",
+)
 """Suffixes that would wrongly be read as text."""
 SETS = {
     "testbed:train": "sage_fast.testbed.world:train_prompts",
     "testbed:heldout": "sage_fast.testbed.world:heldout_prompts",
 }
-"""Named prompts -> the function that returns them, for the models that list them in `Spec.prompt_sets`."""
+"""Named prompts -> the function that returns them, for the models that list them in
+`Spec.prompt_sets`."""
 BLANKS = "\u115f\u1160\u2800\u3164\uffa0"
 """Letters and symbols that show nothing: Hangul's fillers, and Braille's empty cell."""
 FORMATS = "UTF-8 text with one prompt a line, or .jsonl"
@@ -45,9 +58,11 @@ class Prompt:
     Attributes:
         text: the prompt.
         negative: negative prompt for guidance; empty if the record has none.
-        image: path of the image that the video begins from, as the record names it; empty if it has none.
+        image: path of the image that the video begins from, as the record names it; empty if it has
+            none.
         folder: what a relative `image` is relative to.
-        seed: seed of the first video in `eval` and `sample`; None derives it from the seed of the run.
+        seed: seed of the first video in `eval` and `sample`; None derives it from the seed of the
+            run.
         metadata: further keys of the record, for rewards that take them.
         where: file and line, or what else gave it, for messages.
     """
@@ -67,24 +82,34 @@ class Prompt:
 
     @property
     def caption(self) -> Caption:
-        return Caption(self.text, str(Path(self.folder, expanded(self.image)).absolute()) if self.image else "")
+        return Caption(
+            self.text, str(Path(self.folder, expanded(self.image)).absolute()) if self.image else ""
+        )
 
     def check(self, check_image: Callable[[str], object] = check_image) -> None:
-        """Check the texts, the key, and the image by a function of its path; by default its header alone.
+        """Check the texts, the key, and the image by a function of its path; by default its header
+        alone.
 
         Raises:
-            UserError: the prompt is empty or no text, a text looks like a key with an image, or holds an option,
-                a wildcard or another instruction of `prompt_habits`; or the image cannot be used.
+            UserError: the prompt is empty or no text, a text looks like a key with an image, or
+                holds an option, a wildcard or another instruction of `prompt_habits`; or the image
+                cannot be used.
         """
-        if not any(unicodedata.category(letter)[0] not in "CMZ" and letter not in BLANKS for letter in self.text):
+        if not any(
+            unicodedata.category(letter)[0] not in "CMZ" and letter not in BLANKS
+            for letter in self.text
+        ):
             invisible = ", or all of its characters are invisible" * bool(self.text)
             raise UserError(f"{self.where}: the prompt is empty{invisible}")
         if "\0" in (texts := self.text + self.negative) or not is_unicode(texts):
-            raise UserError(f"{self.where}: the prompt holds a NUL or half of a character; expected text")
+            raise UserError(
+                f"{self.where}: the prompt holds a NUL or half of a character; expected text"
+            )
         keys = self.key, self.saying(self.negative).key
         if wrong := [key for key in keys if split_key(key)[1] != self.image]:
             raise UserError(
-                f"{self.where}: {textwrap.shorten(wrong[0], 60)!r} ends like the name of a prompt with an image; "
+                f"{self.where}: {textwrap.shorten(wrong[0], 60)!r} ends like the name of a prompt "
+                "with an image; "
                 'expected the image in the key "image" of a .jsonl file'
             )
         for text in (self.text, self.negative):
@@ -103,16 +128,17 @@ class Prompt:
 def read_prompts(source: str) -> list[Prompt]:
     """Read the prompts of a UTF-8 file, or of a shipped set.
 
-    `.jsonl` has one object per line. Of the keys `KEYS` only `prompt` is required; further keys are metadata. `image`
-    is relative to the file. Any other file is text with one prompt per line; blank lines are skipped. Lines
-    may end as on any system. Text that was written for another program is refused (`prompt_habits`).
+    `.jsonl` has one object per line. Of the keys `KEYS` only `prompt` is required; further keys are
+    metadata. `image` is relative to the file. Any other file is text with one prompt per line;
+    blank lines are skipped. Lines may end as on any system. Text that was written for another
+    program is refused (`prompt_habits`).
 
     Args:
         source: path, or a name in `SETS`.
 
     Raises:
-        UserError: missing, not UTF-8, malformed, or with a misspelt key, a wrong type or an image that cannot be used;
-            names file and line.
+        UserError: missing, not UTF-8, malformed, or with a misspelt key, a wrong type or an image
+            that cannot be used; names file and line.
     """
     if source in SETS:
         return [Prompt(text=text, where=source) for text in pkgutil.resolve_name(SETS[source])()]
@@ -121,7 +147,8 @@ def read_prompts(source: str) -> list[Prompt]:
     suffix = Path(source).suffix.lower()
     if suffix in UNREAD:
         raise UserError(f"prompt file {source!r}: expected {FORMATS}; the nearest is .jsonl")
-    # splitlines() also splits at form feeds, ... A mark may be anywhere in a file that was put together from several.
+    # splitlines() also splits at form feeds, ... A mark may be anywhere in a file that was put
+    # together from several.
     split = re.split("\r\n|\r|\n", _text_of(source).replace("\ufeff", ""))
     lines = [(number, line.strip()) for number, line in enumerate(split, start=1) if line.strip()]
     if not lines:
@@ -129,7 +156,8 @@ def read_prompts(source: str) -> list[Prompt]:
     for number, line in lines:
         if "\0" in line:
             raise UserError(
-                f"prompt file {source!r}, line {number}: holds a NUL, as UTF-16 does; save it as UTF-8 text"
+                f"prompt file {source!r}, line {number}: holds a NUL, as UTF-16 does; save it as "
+                "UTF-8 text"
             )
     if suffix != ".jsonl":
         check_lines(lines, source)
@@ -147,13 +175,19 @@ def configured_prompts(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def captions_of(prompts: Sequence[Prompt]) -> dict[str, Caption]:
-    """Return key -> caption of all that a run of these prompts embeds: empty, given and negative prompts.
+    """Return key -> caption of all that a run of these prompts embeds: empty, given and negative
+    prompts.
 
     Raises:
         UserError: a prompt has two negative prompts.
     """
-    negatives = [prompt.saying(prompt.negative) for prompt in _firsts(prompts).values() if prompt.negative]
-    return {prompt.key: prompt.caption for prompt in (*(p.saying("") for p in prompts), *prompts, *negatives)}
+    negatives = [
+        prompt.saying(prompt.negative) for prompt in _firsts(prompts).values() if prompt.negative
+    ]
+    return {
+        prompt.key: prompt.caption
+        for prompt in (*(p.saying("") for p in prompts), *prompts, *negatives)
+    }
 
 
 def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
@@ -162,8 +196,11 @@ def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
 
 
 def metadata_of(prompts: Iterable[Prompt]) -> dict[str, Fields]:
-    """Return key -> metadata for the prompts that have any, the path of the image included; errors as `_firsts`."""
-    return {key: metadata for key, first in _firsts(prompts).items() if (metadata := _metadata(first))}
+    """Return key -> metadata for the prompts that have any, the path of the image included; errors
+    as `_firsts`."""
+    return {
+        key: metadata for key, first in _firsts(prompts).items() if (metadata := _metadata(first))
+    }
 
 
 def _metadata(prompt: Prompt) -> Fields:
@@ -174,19 +211,22 @@ def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
     """Return key -> its first record.
 
     Raises:
-        UserError: another record of the prompt has other values. Sampling, training and evaluation must use the same
-            policy and the same reward for a prompt.
+        UserError: another record of the prompt has other values. Sampling, training and evaluation
+            must use the same policy and the same reward for a prompt.
     """
     known: dict[str, Prompt] = {}
     for prompt in prompts:
         first = known.setdefault(prompt.key, prompt)
-        own, other = ({"negative_prompt": record.negative, **_metadata(record)} for record in (prompt, first))
+        own, other = (
+            {"negative_prompt": record.negative, **_metadata(record)} for record in (prompt, first)
+        )
         for key in own | other:
             if own.get(key) != other.get(key):
                 name = textwrap.shorten(key, 60)
                 raise UserError(
                     f"{prompt.where}: {name} = {repr(own.get(key))[:200]}; the same prompt has "
-                    f"{repr(other.get(key))[:200]} in {first.where}; expected one {name} for a prompt everywhere"
+                    f"{repr(other.get(key))[:200]} in {first.where}; expected one {name} for a "
+                    "prompt everywhere"
                 )
     return known
 
@@ -200,14 +240,22 @@ def _text_of(source: str) -> str:
     if not found:
         close = difflib.get_close_matches(path.name, SETS, n=1)
         hint = f", or {close[0]!r}" if close else ""
-        relative = "; a relative path in a settings file means the folder of that file" if path.is_absolute() else ""
-        raise UserError(f"prompt file {source!r}: {why_no_file(path)}; expected {FORMATS}{hint}{relative}")
+        relative = (
+            "; a relative path in a settings file means the folder of that file"
+            if path.is_absolute()
+            else ""
+        )
+        raise UserError(
+            f"prompt file {source!r}: {why_no_file(path)}; expected {FORMATS}{hint}{relative}"
+        )
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = len(re.findall(rb"\r\n|\r|\n", content[: error.start])) + 1
-        raise UserError(f"prompt file {source!r}, line {line}: not UTF-8; save it as UTF-8 text") from error
+        raise UserError(
+            f"prompt file {source!r}, line {line}: not UTF-8; save it as UTF-8 text"
+        ) from error
 
 
 def _json_fields(line: str, where: str) -> Fields:
@@ -227,12 +275,15 @@ def _refuse(constant: str) -> None:
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> Fields:
-    """Return an object of JSON, in which a key may stand once: the last value would win in silence."""
+    """Return an object of JSON, in which a key may stand once: the last value would win in
+    silence."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {textwrap.shorten(twice, 60)!r} stands there twice; expected one")
+        raise ValueError(
+            f"the key {textwrap.shorten(twice, 60)!r} stands there twice; expected one"
+        )
     return fields
 
 
@@ -242,18 +293,35 @@ def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
         meant = meant_key(key, KEYS, OTHERS_KEYS)
         if meant is not None:
             raise UserError(
-                f"{where}: unknown key {textwrap.shorten(key, 60)!r}; expected one of {', '.join(KEYS)}; did you mean "
-                f"{meant!r}? For metadata of your own, give it another name"
+                f"{where}: unknown key {textwrap.shorten(key, 60)!r}; expected one of "
+                f"{', '.join(KEYS)}; did you mean {meant!r}? For metadata of your own, give it "
+                "another name"
             )
         if difflib.get_close_matches(key, KEYS[:2], n=1, cutoff=0.85):
-            raise UserError(f"{where}: unknown key {textwrap.shorten(key, 60)!r}; {nearest(key, KEYS)}")
+            raise UserError(
+                f"{where}: unknown key {textwrap.shorten(key, 60)!r}; {nearest(key, KEYS)}"
+            )
     if "prompt" not in fields:
         raise UserError(f"{where}: 'prompt' is missing")
-    text, negative, image = (_text(fields, key, where) for key in ("prompt", "negative_prompt", "image"))
+    text, negative, image = (
+        _text(fields, key, where) for key in ("prompt", "negative_prompt", "image")
+    )
     seed = fields.get("seed")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
-        raise UserError(f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1")
-    found = Prompt(text=text, negative=negative, image=image, folder=folder, seed=seed, metadata=metadata, where=where)
+    if seed is not None and (
+        not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63
+    ):
+        raise UserError(
+            f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1"
+        )
+    found = Prompt(
+        text=text,
+        negative=negative,
+        image=image,
+        folder=folder,
+        seed=seed,
+        metadata=metadata,
+        where=where,
+    )
     found.check()
     return found
 

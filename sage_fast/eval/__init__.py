@@ -1,1 +1,2 @@
-"""Evaluations: held-out scores, their intervals and paired differences, scored videos, and signs of reward hacking."""
+"""Evaluations: held-out scores, their intervals and paired differences, scored videos, and signs of
+reward hacking."""

@@ -25,19 +25,27 @@ class Candidate:
     iteration: int = 0
 
 
-def notes_on(candidates: Sequence[Candidate], sampling: SamplingConfig, guidance_scale: float) -> list[str]:
-    """Return lines that name the evaluated weights, and the settings of a candidate that others replace."""
+def notes_on(
+    candidates: Sequence[Candidate], sampling: SamplingConfig, guidance_scale: float
+) -> list[str]:
+    """Return lines that name the evaluated weights, and the settings of a candidate that others
+    replace."""
     lines = []
     for candidate in candidates:
         if (own := candidate.config) is None:
             continue
         if candidate.iteration:
             lines.append(f"weights of iteration {candidate.iteration}: {own.model.weights}")
-        sizes = ("shift", "num_frames", "height", "width")  # what ODE samples depend on, with the guidance scale
-        both = [(f"sampling.{name}", *(getattr(s, name) for s in (own.sampling, sampling))) for name in sizes]
+        # what ODE samples depend on, with the guidance scale
+        sizes = ("shift", "num_frames", "height", "width")
+        both = [
+            (f"sampling.{name}", *(getattr(s, name) for s in (own.sampling, sampling)))
+            for name in sizes
+        ]
         both.append(("eval.guidance_scale", own.eval_guidance_scale, guidance_scale))
         lines += [
-            f"note: {candidate.label} has {name} = {mine}, but is sampled with {used}, like the first"
+            f"note: {candidate.label} has {name} = {mine}, but is sampled with {used}, like the "
+            "first"
             for name, mine, used in both
             if mine != used
         ]

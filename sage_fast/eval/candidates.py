@@ -1,4 +1,5 @@
-"""Score candidates on the same prompts and seeds: models, sampled with the ODE, and folders of videos."""
+"""Score candidates on the same prompts and seeds: models, sampled with the ODE, and folders of
+videos."""
 
 from __future__ import annotations
 
@@ -42,16 +43,18 @@ def evaluate_candidates(
     """Evaluate the candidates. Collective.
 
     Args:
-        config: samples and scores all candidates; only the `model` section of each candidate's own settings is used.
-        scorers: label -> an additional reward, named as in `reward.name`; its parts, which do not count in the
-            composite, are called `<label>/<part>`.
+        config: samples and scores all candidates; only the `model` section of each candidate's own
+            settings is used.
+        scorers: label -> an additional reward, named as in `reward.name`; its parts, which do not
+            count in the composite, are called `<label>/<part>`.
         folder: where to write `videos/<label>/`; new or empty.
 
     Returns:
         The videos of each with their scores, and the prefixes of the scores that nothing trains on.
 
     Raises:
-        UserError: a scorer, the folder or a video is wrong, or a folder of videos has none of the prompts.
+        UserError: a scorer, the folder or a video is wrong, or a folder of videos has none of the
+            prompts.
     """
     if folder is not None:
         check_new_folder(folder)
@@ -73,7 +76,13 @@ def _folders(candidates: Sequence[Candidate], folder: Path | None) -> list[Path 
     """Return a video folder for each candidate, named after it."""
     names: list[str] = []
     for candidate in candidates:
-        name = re.sub(r"[^\w.-]+", "-", candidate.label).strip(".-").encode()[:80].decode(errors="ignore") or "source"
+        name = (
+            re.sub(r"[^\w.-]+", "-", candidate.label)
+            .strip(".-")
+            .encode()[:80]
+            .decode(errors="ignore")
+            or "source"
+        )
         names.append(name if name not in names else f"{name}-{len(names)}")
     return [None if folder is None else folder / "videos" / name for name in names]
 
@@ -81,21 +90,34 @@ def _folders(candidates: Sequence[Candidate], folder: Path | None) -> list[Path 
 class _Evaluator:
     """Loads the rewards once and the models one at a time."""
 
-    def __init__(self, candidates: Sequence[Candidate], config: Config, scorers: Mapping[str, str]) -> None:
+    def __init__(
+        self, candidates: Sequence[Candidate], config: Config, scorers: Mapping[str, str]
+    ) -> None:
         self.config = config
         self.setup: Setup | None = None
-        self.folders = {c.label: read_folder(c.label, Path(c.path)) for c in candidates if c.config is None}
+        self.folders = {
+            c.label: read_folder(c.label, Path(c.path)) for c in candidates if c.config is None
+        }
         train, heldout = configured_prompts(config.data)
         paths = dict.fromkeys(c.config.model.path for c in candidates if c.config is not None)
         for path in paths:
             check_task(heldout, find_spec(path, fetch=True))
         in_folders = [prompt for found in self.folders.values() for prompt in found.prompts]
-        self.prompts = {p.key for p in heldout[: config.eval.num_prompts]} if paths else {*in_folders}
+        self.prompts = (
+            {p.key for p in heldout[: config.eval.num_prompts]} if paths else {*in_folders}
+        )
         if paths and self.folders:
-            log.info("note: videos in folders are compressed, those of other sources are not, which changes scores")
+            log.info(
+                "note: videos in folders are compressed, those of other sources are not, which "
+                "changes scores"
+            )
         for found in self.folders.values():
             self._check_prompts(found)
-        images = {key: {"image": path} for found in self.folders.values() for key, path in found.images.items()}
+        images = {
+            key: {"image": path}
+            for found in self.folders.values()
+            for key, path in found.images.items()
+        }
         metadata, device = images | metadata_of([*train, *heldout]), str(local_device())
         known = [prompt.key for prompt in heldout] if paths else in_folders
         further: dict[str, Scorer] = {}
@@ -108,11 +130,14 @@ class _Evaluator:
         missing = sorted(self.prompts - {*found.prompts})
         if len(missing) == len(self.prompts):
             raise UserError(
-                f"{found.label}: none of its prompts, such as {found.prompts[0]!r}, is evaluated; data.eval_prompts = "
-                f"FILE with the prompts of {VIDEOS} makes them pairs"
+                f"{found.label}: none of its prompts, such as {found.prompts[0]!r}, is evaluated; "
+                f"data.eval_prompts = FILE with the prompts of {VIDEOS} makes them pairs"
             )
         if missing:
-            log.info(f"note: {found.label} has no video of {len(missing)} of the prompts, such as {missing[0]!r}")
+            log.info(
+                f"note: {found.label} has no video of {len(missing)} of the prompts, such as "
+                f"{missing[0]!r}"
+            )
 
     def __call__(self, candidate: Candidate, home: Path | None) -> VideoSet:
         """Evaluate one candidate; return its videos with their scores."""
@@ -129,17 +154,26 @@ class _Evaluator:
         return from_evaluation(candidate.label, result, numbered(home) if home is not None else {})
 
     def _load(self, model: ModelConfig) -> Setup:
-        """Load a model, after the current one has been freed, and embed the prompts, unless they are known."""
+        """Load a model, after the current one has been freed, and embed the prompts, unless they
+        are known."""
         attention, embeddings = None, None
         if self.setup is not None:
             attention = cast(AttentionBackend, self.setup.model.attention)  # measured once
             last = self.setup.config.model
-            embeddings = self.setup.embeddings if (last.path, last.dtype) == (model.path, model.dtype) else None
+            embeddings = (
+                self.setup.embeddings
+                if (last.path, last.dtype) == (model.path, model.dtype)
+                else None
+            )
             self.setup = None
             gc.collect()
             torch.cuda.empty_cache()
         model = dataclasses.replace(model, sequence_parallel=self.config.model.sequence_parallel)
-        setup = load_setup(resolve(dataclasses.replace(self.config, model=model)), attention=attention, rewards=False)
+        setup = load_setup(
+            resolve(dataclasses.replace(self.config, model=model)),
+            attention=attention,
+            rewards=False,
+        )
         for note in setup.model.notes:
             log.info(f"note: {note}")
         if embeddings is None:
@@ -152,22 +186,32 @@ class _Evaluator:
         """Score a folder's videos of the evaluated prompts."""
         chosen = [i for i, prompt in enumerate(found.prompts) if prompt in self.prompts]
         if len(chosen) < len(found.prompts):
-            log.info(f"note: {found.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
+            log.info(
+                f"note: {found.label}: {len(found.prompts) - len(chosen)} videos of other prompts "
+                "do not count"
+            )
         found = found.only(chosen)
         log.info(f"score {found.label}")
         seeds = found.seeds or [index for _, index in found.keys]
 
         def read(share: range) -> Chunks:
-            return _batches([*found.shown.values()][share.start : share.stop], self.config.sampling.batch_size)
+            return _batches(
+                [*found.shown.values()][share.start : share.stop], self.config.sampling.batch_size
+            )
 
         result, _ = score_videos(self.rewards, found.prompts, seeds, read)
-        return dataclasses.replace(found, scores=from_evaluation("", result, {}).scores, evaluation=result)
+        return dataclasses.replace(
+            found, scores=from_evaluation("", result, {}).scores, evaluation=result
+        )
 
 
 def _batches(files: Sequence[Path], size: int) -> Chunks:
-    """Yield videos of one shape and rate, at most `size` at a time, with their indices in `files`."""
+    """Yield videos of one shape and rate, at most `size` at a time, with their indices in
+    `files`."""
     clips = ((i, read_clip(file)) for i, file in enumerate(files))
-    for (_, fps), alike in itertools.groupby(clips, key=lambda each: (each[1].frames.shape, each[1].fps)):
+    for (_, fps), alike in itertools.groupby(
+        clips, key=lambda each: (each[1].frames.shape, each[1].fps)
+    ):
         while batch := dict(itertools.islice(alike, size)):
             videos = torch.stack([clip.frames for clip in batch.values()])
             yield Chunk([*batch], videos.to(local_device()), fps)

@@ -1,4 +1,5 @@
-"""Score a policy on held-out prompts with the ODE and fixed seeds, so that evaluations can be compared in pairs."""
+"""Score a policy on held-out prompts with the ODE and fixed seeds, so that evaluations can be
+compared in pairs."""
 
 from __future__ import annotations
 
@@ -42,14 +43,18 @@ Chunks = Iterator[Chunk]
 Evaluation = dict[str, Any]
 """Scores of N videos, identical on every rank, as in `eval/*.json`; null where a reward failed.
 
-`parts` includes those of `eval.judge` as `judge/<part>`. `negatives` and `images` map prompts to their negative prompts
-and to the paths of their images.
+`parts` includes those of `eval.judge` as `judge/<part>`. `negatives` and `images` map prompts to
+their negative prompts and to the paths of their images.
 """
 
 
 @torch.no_grad()
 def video_chunks(
-    setup: Setup, prompts: Sequence[str], seeds: Tensor, *, pause: Callable[[], object] = lambda: None
+    setup: Setup,
+    prompts: Sequence[str],
+    seeds: Tensor,
+    *,
+    pause: Callable[[], object] = lambda: None,
 ) -> Chunks:
     """Sample videos with the ODE and yield them in chunks of at most `sampling.batch_size` prompts.
 
@@ -70,10 +75,22 @@ def video_chunks(
     def generate(keys: Sequence[str], own: Tensor) -> Tensor:
         conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
         x = initial_latents(own, shape, device)
-        return rollout(model.policy, table, coefs, conditioning, keys, own, x, on_step=bar.update, graphs=setup.graphs)
+        return rollout(
+            model.policy,
+            table,
+            coefs,
+            conditioning,
+            keys,
+            own,
+            x,
+            on_step=bar.update,
+            graphs=setup.graphs,
+        )
 
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
-        for run in model.policy.states.pad_to_largest(runs, lambda: generate([dummy], seeds.new_zeros(1))):
+        for run in model.policy.states.pad_to_largest(
+            runs, lambda: generate([dummy], seeds.new_zeros(1))
+        ):
             chosen = order[run]
             latents = generate([prompts[i] for i in chosen], seeds[chosen])
             yield Chunk(chosen, model.decoder(latents), model.spec.fps)
@@ -82,8 +99,8 @@ def video_chunks(
 def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
     """Return the prompts and seeds (int64 `[N]`) of the N videos of an evaluation.
 
-    A prompt with a seed of its own uses that seed, then seeds derived from it alone: they are the same in every run
-    and file.
+    A prompt with a seed of its own uses that seed, then seeds derived from it alone: they are the
+    same in every run and file.
     """
     config = setup.config
     chosen = setup.eval_prompts[: config.eval.num_prompts]
@@ -91,10 +108,18 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
     def seed_of(prompt: int, k: int) -> Tensor:
         if (own := setup.eval_seeds.get(prompt)) is None:
             return sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation")
-        return torch.tensor([own]) if k == 0 else sample_seeds(own, 0, 0, range(k, k + 1), "evaluation")
+        return (
+            torch.tensor([own])
+            if k == 0
+            else sample_seeds(own, 0, 0, range(k, k + 1), "evaluation")
+        )
 
-    pairs = [(prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))]
-    return [chosen[prompt] for prompt, _ in pairs], torch.cat([seed_of(prompt, k) for prompt, k in pairs])
+    pairs = [
+        (prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))
+    ]
+    return [chosen[prompt] for prompt, _ in pairs], torch.cat(
+        [seed_of(prompt, k) for prompt, k in pairs]
+    )
 
 
 def negatives_for(setup: Setup, keys: Sequence[str]) -> dict[str, str]:
@@ -110,26 +135,34 @@ def evaluate(
     pause: Callable[[], object] = lambda: None,
     rewards: Mapping[str, Scorer] | None = None,
 ) -> tuple[Evaluation, list[Tensor]]:
-    """Sample the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each, and score them.
+    """Sample the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each,
+    and score them.
 
     Collective; `save`, result and errors as in `score_videos`.
 
     Args:
-        pause: called after each step; an exception it raises on one rank ends the evaluation on all.
+        pause: called after each step; an exception it raises on one rank ends the evaluation on
+            all.
         rewards: as for `score_videos`; by default those of the setup.
     """
     config, model = setup.config, setup.model
     keys, seeds = prompts_and_seeds(setup)
 
     def sample(share: range) -> Chunks:
-        return video_chunks(setup, [keys[i] for i in share], seeds[share.start : share.stop], pause=pause)
+        return video_chunks(
+            setup, [keys[i] for i in share], seeds[share.start : share.stop], pause=pause
+        )
 
     rewards = rewards or rewards_of(setup.reward, setup.judge)
     kept, waits = config.eval.num_videos, model.policy.collective_forwards
     with model.policy.at_guidance(config.eval_guidance_scale):
-        scores, videos = score_videos(rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=waits)
+        scores, videos = score_videos(
+            rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=waits
+        )
     images = {key: setup.captions[key].image for key in keys if split_key(key)[1]}
-    about = {"iteration": iteration, "negatives": negatives_for(setup, keys)} | ({"images": images} if images else {})
+    about = {"iteration": iteration, "negatives": negatives_for(setup, keys)} | (
+        {"images": images} if images else {}
+    )
     return scores | about, videos
 
 
@@ -158,9 +191,11 @@ def score_videos(
         videos_of: returns the videos with these numbers, indexed from 0 on each rank.
         kept: number of this rank's first videos to return, float32 `[F, 3, H, W]`.
         save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
-        collective: whether `videos_of` runs forwards that other ranks wait for; an error of this rank then waits.
+        collective: whether `videos_of` runs forwards that other ranks wait for; an error of this
+            rank then waits.
     """
-    share = share_of(len(prompts), data_size(), data_rank())  # the first rank, which writes files, always has a video
+    # the first rank, which writes files, always has a video
+    share = share_of(len(prompts), data_size(), data_rank())
     keys = [prompts[i] for i in share]
     pending: dict[str, list[Pending]] = {prefix: [] for prefix in rewards}
     order: list[int] = []
@@ -173,7 +208,9 @@ def score_videos(
             try:
                 drawn = derive_seed(seeds[share[indices[0]]], "reward")
                 for prefix, reward in [*rewards.items()][::-1]:
-                    pending[prefix].append(reward.submit(chunk, [keys[i] for i in indices], fps, drawn))
+                    pending[prefix].append(
+                        reward.submit(chunk, [keys[i] for i in indices], fps, drawn)
+                    )
                 if save is not None and sequence_rank() == 0:
                     for i, video in zip(indices, chunk.cpu()):
                         save(share[i], keys[i], video)
@@ -184,12 +221,19 @@ def score_videos(
                 continue
             order += indices
             # Copies: a view would keep the whole chunk.
-            videos.update((i, video.to("cpu", copy=True)) for i, video in zip(indices, chunk) if i < kept)
+            videos.update(
+                (i, video.to("cpu", copy=True)) for i, video in zip(indices, chunk) if i < kept
+            )
         if failure is not None:
             raise failure
-        own = {prefix: join_scores([scores.result() for scores in chunks]) for prefix, chunks in pending.items()}
+        own = {
+            prefix: join_scores([scores.result() for scores in chunks])
+            for prefix, chunks in pending.items()
+        }
     numbers = [share[i] for i in order]
-    merged = {prefix: gather_checked(rewards[prefix], numbers, scores) for prefix, scores in own.items()}
+    merged = {
+        prefix: gather_checked(rewards[prefix], numbers, scores) for prefix, scores in own.items()
+    }
     scores = {
         "iteration": 0,
         "prompts": list(prompts),
@@ -197,7 +241,11 @@ def score_videos(
         "seeds": list(seeds),
         "weights": dict(rewards[""].weights),
         "reward": _numbers(merged[""].rewards),
-        "parts": {prefix + part: _numbers(x) for prefix in merged for part, x in merged[prefix].parts.items()},
+        "parts": {
+            prefix + part: _numbers(x)
+            for prefix in merged
+            for part, x in merged[prefix].parts.items()
+        },
     }
     return scores, [videos[i] for i in sorted(videos)]
 

@@ -1,4 +1,5 @@
-"""Scores of sets of videos: means, paired differences to the first set, and the sign of reward hacking."""
+"""Scores of sets of videos: means, paired differences to the first set, and the sign of reward
+hacking."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ class Row:
     Attributes:
         score: name of the score; `reward` for the composite.
         label: label of the set.
-        mean, margin: mean over the videos and the half-width of its 95 % interval over prompts (None with fewer than
-            `MIN_PROMPTS`).
+        mean, margin: mean over the videos and the half-width of its 95 % interval over prompts
+            (None with fewer than `MIN_PROMPTS`).
         videos, prompts: numbers of videos and prompts with this score.
-        gain, gain_margin: mean paired difference to the first set and its margin; None for the first set, and where
-            that has no such score.
+        gain, gain_margin: mean paired difference to the first set and its margin; None for the
+            first set, and where that has no such score.
         pairs: number of pairs with this score in both sets.
     """
 
@@ -46,15 +47,25 @@ class Row:
 
 
 def table(sets: Sequence[VideoSet]) -> list[Row]:
-    """Return all scores of all sets with their paired differences to the first set, grouped by score."""
+    """Return all scores of all sets with their paired differences to the first set, grouped by
+    score."""
     names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
     names.sort(key=lambda name: name != "reward")  # the composite first, the others in their order
-    return [_row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores]
+    return [
+        _row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores
+    ]
 
 
 def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
     mean, margin, prompts = _mean(values := videos.by_key(name))
-    row = Row(score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=prompts)
+    row = Row(
+        score=name,
+        label=videos.label,
+        mean=mean,
+        margin=margin,
+        videos=len(values),
+        prompts=prompts,
+    )
     if videos is first or name not in first.scores:
         return row
     gain, gain_margin, _ = _mean(gains := gains_of(name, first, videos))
@@ -73,14 +84,18 @@ def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
     return {key: value - base[key] for key, value in values.items() if key in base}
 
 
-# -- reward hacking ---------------------------------------------------------------------------------------------------
+# -- reward hacking --------------------------------------------------------------------------------
 
 
-def hacking(first: VideoSet, last: VideoSet, watched: tuple[str, ...] = (JUDGE_PART,), pairs: int = 1) -> str | None:
-    """Return a warning if the composite rose and a score that nothing trains on fell, both beyond their intervals.
+def hacking(
+    first: VideoSet, last: VideoSet, watched: tuple[str, ...] = (JUDGE_PART,), pairs: int = 1
+) -> str | None:
+    """Return a warning if the composite rose and a score that nothing trains on fell, both beyond
+    their intervals.
 
-    Each score is another chance of a fall by luck, and so is each pair of sets that is looked at. The intervals of the
-    falls are corrected for the number of both by Bonferroni's method: all hold together in 95 % of cases.
+    Each score is another chance of a fall by luck, and so is each pair of sets that is looked at.
+    The intervals of the falls are corrected for the number of both by Bonferroni's method: all hold
+    together in 95 % of cases.
 
     Args:
         watched: prefixes of the scores that nothing trains on.
@@ -96,15 +111,18 @@ def hacking(first: VideoSet, last: VideoSet, watched: tuple[str, ...] = (JUDGE_P
 def _falls(name: str, first: VideoSet, last: VideoSet, comparisons: int) -> bool:
     """Whether the interval of a score's mean gain, corrected for `comparisons`, lies below 0."""
     gains = gains_of(name, first, last)
-    gain, margin = mean_and_margin([prompt for prompt, _ in gains], list(gains.values()), comparisons)
+    gain, margin = mean_and_margin(
+        [prompt for prompt, _ in gains], list(gains.values()), comparisons
+    )
     return margin is not None and gain + margin < 0
 
 
 def hacking_in_run(evaluations: Sequence[VideoSet]) -> str | None:
-    """Return a warning if a run hacks its reward: since its first evaluation, or since a part of the judge was best.
+    """Return a warning if a run hacks its reward: since its first evaluation, or since a part of
+    the judge was best.
 
-    A judge that rises first and falls later is also over-optimisation. Which evaluation was best is chosen by the
-    scores, so that each earlier one counts as a pair that is looked at.
+    A judge that rises first and falls later is also over-optimisation. Which evaluation was best is
+    chosen by the scores, so that each earlier one counts as a pair that is looked at.
 
     Args:
         evaluations: of one run, in the order of iterations.
@@ -116,7 +134,10 @@ def hacking_in_run(evaluations: Sequence[VideoSet]) -> str | None:
     if found := hacking(first, last, pairs=pairs):
         return found
     for part in sorted(name for name in last.scores if name.startswith(JUDGE_PART)):
-        best = max(evaluations[:-1], key=lambda videos: statistics.fmean(videos.by_key(part).values() or [-math.inf]))
+        best = max(
+            evaluations[:-1],
+            key=lambda videos: statistics.fmean(videos.by_key(part).values() or [-math.inf]),
+        )
         if found := hacking(best, last, pairs=pairs):
             return f"since iteration {best.iteration}: {found}"
     return None

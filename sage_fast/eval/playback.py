@@ -1,7 +1,7 @@
 """Read videos back: each frame once, the rate of the picture, and a form that every browser plays.
 
-A frame counts once, however long it is shown: a player at a constant rate would repeat or leave out frames where
-their times are uneven. The duration is the picture's own, since sound may be longer.
+A frame counts once, however long it is shown: a player at a constant rate would repeat or leave out
+frames where their times are uneven. The duration is the picture's own, since sound may be longer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _FORMATS = "mov,matroska,avi,gif,apng,mpegts,mpeg,flv,asf,ogg,yuv4mpegpipe"
 _HDR = ("smpte2084", "arib-std-b67")
 """Transfer functions of HDR, as ffmpeg calls PQ and HLG. Their levels are no levels of a screen."""
 _SHOWN = re.compile(
-    r"n: *\d+ pts: *(?P<pts>-?\d+|NOPTS) pts_time:.*? duration: *(?P<duration>-?\d+|NOPTS) .*?fmt:(?P<format>\w+)"
+    r"n: *\d+ pts: *(?P<pts>-?\d+|NOPTS) pts_time:.*? duration: *(?P<duration>-?\d+|NOPTS) "
+    r".*?fmt:(?P<format>\w+)"
     r".*? i:(?P<interlaced>\w)"
 )
 """A line of ffmpeg's filter `showinfo`, which it writes for each frame."""
@@ -72,7 +73,8 @@ def read_clip(path: Path) -> Clip:
     """Read all frames of a video, and their rate.
 
     Raises:
-        UserError: the file cannot be read, is cut off or damaged, has transparent pixels, or is HDR.
+        UserError: the file cannot be read, is cut off or damaged, has transparent pixels, or is
+            HDR.
     """
     told = _Told()
     frames = np.stack([*_frames(path, told)])
@@ -85,7 +87,8 @@ def read_video(path: Path) -> Tensor:
 
 
 def for_browser(path: Path) -> tuple[str, bytes]:
-    """Return MIME type and content of a video that every browser plays; re-encode the file only if it must.
+    """Return MIME type and content of a video that every browser plays; re-encode the file only if
+    it must.
 
     Raises:
         UserError: as `read_clip`.
@@ -118,12 +121,22 @@ def _frames(path: Path, told: _Told) -> Iterator[np.ndarray]:
         raise _unreadable(path, str(error)) from error
     # The first picture that is no cover, frame by frame.
     chosen = ["-map", "0:V:0", "-fps_mode", "passthrough", "-enc_time_base", "1:1"]
-    # `showinfo` tells the time of each frame, which is then its number, so that none is too near to the one before.
-    # Pixels are made square.
+    # `showinfo` tells the time of each frame, which is then its number, so that none is too near to
+    # the one before. Pixels are made square.
     chosen += ["-vf", "showinfo=checksum=0,setpts=N/TB,scale=w=round(iw*sar):h=ih,setsar=1"]
     # PAM: each frame with a header of its size. Transparency is kept, to be refused.
     coded = ["-f", "image2pipe", "-c:v", "pam", "-pix_fmt", "rgba", "-"]
-    command = [program, "-hide_banner", "-nostdin", "-nostats", "-v", "level+info", *_source(path), *chosen, *coded]
+    command = [
+        program,
+        "-hide_banner",
+        "-nostdin",
+        "-nostats",
+        "-v",
+        "level+info",
+        *_source(path),
+        *chosen,
+        *coded,
+    ]
     count = 0
     with (
         tempfile.TemporaryFile() as said,
@@ -134,7 +147,9 @@ def _frames(path: Path, told: _Told) -> Iterator[np.ndarray]:
         try:
             while (frame := _next_frame(process.stdout)) is not None:
                 if frame[..., 3].min() < 255:
-                    raise UserError(f"{path}: frame {count} has transparent pixels; expected an opaque video")
+                    raise UserError(
+                        f"{path}: frame {count} has transparent pixels; expected an opaque video"
+                    )
                 yield frame[..., :3]
                 count += 1
             process.wait()
@@ -144,19 +159,27 @@ def _frames(path: Path, told: _Told) -> Iterator[np.ndarray]:
         lines = said.read().decode(errors="replace").splitlines()
     if problems := [line for line in lines if re.search(r"\[(?:error|fatal)\]", line)]:
         why = re.sub(r"\[[^\[\]]* @ 0x[0-9a-f]+\] |\[(?:error|fatal)\] ", "", problems[0])
-        raise _unreadable(path, f"it ends after {count} frames, or is damaged: {why}" if count else why)
+        raise _unreadable(
+            path, f"it ends after {count} frames, or is damaged: {why}" if count else why
+        )
     if count == 0 or process.returncode:
-        raise _unreadable(path, f"ffmpeg ended with status {process.returncode} after {count} frames")
+        raise _unreadable(
+            path, f"ffmpeg ended with status {process.returncode} after {count} frames"
+        )
     _read_log(path, lines, told)
 
 
 def _source(path: Path) -> list[str]:
-    """Return arguments of ffmpeg that open a video file, and never what a playlist or a script names."""
+    """Return arguments of ffmpeg that open a video file, and never what a playlist or a script
+    names."""
     return ["-protocol_whitelist", "file", "-format_whitelist", _FORMATS, "-i", for_ffmpeg(path)]
 
 
 def _is_gif_without_end(path: Path) -> bool:
-    """Whether a file is a GIF that is cut off. It does not say how long it is, and ffmpeg takes any end for its own."""
+    """Whether a file is a GIF that is cut off.
+
+    It does not say how long it is, and ffmpeg takes any end for its own.
+    """
     with path.open("rb") as file:
         begins = file.read(4)
         file.seek(-min(path.stat().st_size, 64), os.SEEK_END)
@@ -164,7 +187,8 @@ def _is_gif_without_end(path: Path) -> bool:
 
 
 def _next_frame(stream: IO[bytes]) -> np.ndarray | None:
-    """Read a frame in PAM, uint8 `[H, W, 4]`; None at the end of the stream, or if it is cut off there."""
+    """Read a frame in PAM, uint8 `[H, W, 4]`; None at the end of the stream, or if it is cut off
+    there."""
     header: dict[bytes, bytes] = {}
     while (line := stream.readline().strip()) != b"ENDHDR":
         if not line:
@@ -190,16 +214,22 @@ def _read_log(path: Path, lines: list[str], told: _Told) -> None:
     told.codec = mapped[1] if mapped else ""
     told.format = shown[0]["format"] if shown else ""
     if hdr := [name for name in _HDR if re.search(rf"\b{name}\b", text)]:
-        raise UserError(f"{path}: is HDR ({hdr[0]}); expected standard range, such as bt709: tone map it first")
+        raise UserError(
+            f"{path}: is HDR ({hdr[0]}); expected standard range, such as bt709: tone map it first"
+        )
     if any(found["interlaced"] != "P" for found in shown):
-        log.info(f"note: {path} is interlaced: each frame holds lines of two moments, which rewards see as combs")
+        log.info(
+            f"note: {path} is interlaced: each frame holds lines of two moments, which rewards see "
+            "as combs"
+        )
     told.fps, end = _rate(text, shown)
     stated = re.search(r"Duration: (\d+):(\d+):([\d.]+)", text)
     if stated is None:
         return
     duration = 3600 * int(stated[1]) + 60 * int(stated[2]) + float(stated[3])
     frames = 2 / told.fps
-    # Where all ends early, the file is cut off, perhaps between two frames. Sound may be longer than the picture.
+    # Where all ends early, the file is cut off, perhaps between two frames. Sound may be longer
+    # than the picture.
     if end < 0.9 * duration - frames and _sound_ends(path) < 0.9 * duration - frames:
         count = f"{len(shown)} frames, {end:.2f} s of {duration:.2f} s"
         raise _unreadable(path, f"it ends after {count}")
@@ -208,8 +238,8 @@ def _read_log(path: Path, lines: list[str], told: _Told) -> None:
 def _rate(text: str, shown: list[re.Match[str]]) -> tuple[float, float]:
     """Return the frames per second of the picture, and its duration in seconds.
 
-    The rate is the number of frames over their duration. Where times are rounded to a thousandth of a second, as in
-    WebM and MKV, it is the rate that the file states if that gives these times.
+    The rate is the number of frames over their duration. Where times are rounded to a thousandth of
+    a second, as in WebM and MKV, it is the rate that the file states if that gives these times.
     """
     configured = re.search(r"config in time_base: (\d+)/(\d+), frame_rate: (\d+)/(\d+)", text)
     tick, stated = Fraction(1, 1000), Fraction(0)
@@ -228,7 +258,9 @@ def _rate(text: str, shown: list[re.Match[str]]) -> tuple[float, float]:
     duration = tick * (span + (own or Fraction(span, max(1, count - 1))))
     if stated:
         is_rounded = tick == Fraction(1, 1000)
-        is_constant = all(abs(time - times[0] - i / stated / tick) <= 1 for i, time in enumerate(times))
+        is_constant = all(
+            abs(time - times[0] - i / stated / tick) <= 1 for i, time in enumerate(times)
+        )
         if (is_rounded and is_constant) or not duration:
             return float(stated), float(count / stated)
     return float(count / duration) if duration else 24.0, float(duration)
@@ -236,9 +268,17 @@ def _rate(text: str, shown: list[re.Match[str]]) -> tuple[float, float]:
 
 def _sound_ends(path: Path) -> float:
     """Return the end of a file's sound in seconds; 0 if it has none."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-stats", *_source(path)]
+    command = [
+        imageio_ffmpeg.get_ffmpeg_exe(),
+        "-hide_banner",
+        "-nostdin",
+        "-stats",
+        *_source(path),
+    ]
     command += ["-map", "0:a", "-c", "copy", "-f", "null", "-"]
-    said = subprocess.run(command, capture_output=True, process_group=0).stderr.decode(errors="replace")
+    said = subprocess.run(command, capture_output=True, process_group=0).stderr.decode(
+        errors="replace"
+    )
     times = re.findall(r"time=(\d+):(\d+):([\d.]+)", said)
     return max((3600 * int(h) + 60 * int(m) + float(s) for h, m, s in times), default=0.0)
 

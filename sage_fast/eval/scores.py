@@ -1,7 +1,7 @@
 """Scores of evaluations: means with errors and intervals.
 
-Videos share the difficulty of their prompt, votes share a pair of videos, and runs share a seed: each is a cluster.
-Standard errors are clustered. Intervals are 95 % intervals.
+Videos share the difficulty of their prompt, votes share a pair of videos, and runs share a seed:
+each is a cluster. Standard errors are clustered. Intervals are 95 % intervals.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from scipy import special  # scipy.stats takes five times as long to import
 
 MIN_PROMPTS = 5
-"""Fewest prompts for a standard error. Estimated from two prompts it is itself off by more than half, so "2 standard
-errors" would mean nothing."""
+"""Fewest prompts for a standard error. Estimated from two prompts it is itself off by more than
+half, so "2 standard errors" would mean nothing."""
 
 TOO_FEW = f"no interval from fewer than {MIN_PROMPTS} prompts"
 
@@ -24,7 +24,8 @@ UPPER = 0.975
 
 
 def columns_of(scores: Mapping[str, Any]) -> dict[str, Sequence[float | None]]:
-    """Return name -> one score per video: `reward` (the composite), then its parts and the judge's."""
+    """Return name -> one score per video: `reward` (the composite), then its parts and the
+    judge's."""
     return {"reward": scores["reward"], **scores["parts"]}
 
 
@@ -34,24 +35,29 @@ def as_float(value: object) -> float:
 
 
 def composite(scores: Mapping[str, Any], weights: Mapping[str, float]) -> Sequence[float]:
-    """Return the composite under `weights`, recomputed from the parts if these are others; NaN if a part is missing."""
+    """Return the composite under `weights`, recomputed from the parts if these are others; NaN if a
+    part is missing."""
     if not weights or (scores["weights"] or weights) == weights:
         return scores["reward"]
     parts = [(weight, scores["parts"].get(part)) for part, weight in weights.items() if weight != 0]
     return [
-        sum(weight * as_float(values[i]) if values is not None else math.nan for weight, values in parts)
+        sum(
+            weight * as_float(values[i]) if values is not None else math.nan
+            for weight, values in parts
+        )
         for i in range(len(scores["reward"]))
     ]
 
 
-# -- means, errors, intervals ------------------------------------------------------------------------------------------
+# -- means, errors, intervals ----------------------------------------------------------------------
 
 
 def clustered_variance(values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable]) -> float:
-    """Cluster-robust variance of the mean of `values`, given one cluster label per value; at least two clusters.
+    """Cluster-robust variance of the mean of `values`, given one cluster label per value; at least
+    two clusters.
 
-    With K clusters of n_k values it is K / (K - 1) sum_k (n_k (mean_k - mean))^2 / n^2. For equal n_k this is the
-    squared standard error of the cluster means.
+    With K clusters of n_k values it is K / (K - 1) sum_k (n_k (mean_k - mean))^2 / n^2. For equal
+    n_k this is the squared standard error of the cluster means.
     """
     array = np.asarray(values, dtype=np.float64)
     sums: dict[Hashable, float] = {}
@@ -66,29 +72,37 @@ def mean_and_margin(
 ) -> tuple[float, float | None]:
     """Return the mean of the finite `values` and the half-width of its 95 % interval over prompts.
 
-    The half-width is that of Student's t; None with fewer than `MIN_PROMPTS`. `comparisons` widens it as `t_quantile`
-    does.
+    The half-width is that of Student's t; None with fewer than `MIN_PROMPTS`. `comparisons` widens
+    it as `t_quantile` does.
     """
-    kept = [(prompt, value) for prompt, value in zip(prompts, map(as_float, values)) if math.isfinite(value)]
+    kept = [
+        (prompt, value)
+        for prompt, value in zip(prompts, map(as_float, values))
+        if math.isfinite(value)
+    ]
     if not kept:
         return math.nan, None
     array, names = np.array([value for _, value in kept]), [prompt for prompt, _ in kept]
     count = len(set(names))
     if count < MIN_PROMPTS:
         return float(array.mean()), None
-    return float(array.mean()), t_quantile(count, comparisons) * math.sqrt(clustered_variance(array, names))
+    return float(array.mean()), t_quantile(count, comparisons) * math.sqrt(
+        clustered_variance(array, names)
+    )
 
 
 def t_quantile(count: int, comparisons: int = 1) -> float:
     """Upper 97.5 % quantile of Student's t for a mean over `count` clusters.
 
-    With several `comparisons` the level is Bonferroni's: all their intervals hold together in 95 % of cases.
+    With several `comparisons` the level is Bonferroni's: all their intervals hold together in 95 %
+    of cases.
     """
     upper = UPPER if comparisons == 1 else 1 - (1 - UPPER) / comparisons
     return float(special.stdtrit(count - 1, upper))
 
 
 def format_number(value: float, digits: int, *, sign: bool = False) -> str:
-    """Format with `digits` decimals, or with two significant digits if the number would round to zero."""
+    """Format with `digits` decimals, or with two significant digits if the number would round to
+    zero."""
     kind = ".2g" if 0 < abs(value) < 10**-digits else f".{digits}f"
     return f"{value:{'+' * sign}{kind}}"

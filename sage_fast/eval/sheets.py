@@ -1,4 +1,5 @@
-"""Lay out frames of videos as a picture: the contact sheet of trackers and of `sage-fast sample`."""
+"""Lay out frames of videos as a picture: the contact sheet of trackers and of `sage-fast
+sample`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ CAPTION_WIDTH, CAPTION_LETTERS, LINE = 200, 24, 20
 """Pixels and letters of a line of a caption, and pixels from one line to the next."""
 
 
-def contact_sheet(videos: Sequence[Tensor], captions: Sequence[str], *, num_frames: int = 6) -> Image.Image:
+def contact_sheet(
+    videos: Sequence[Tensor], captions: Sequence[str], *, num_frames: int = 6
+) -> Image.Image:
     """Lay out one row per video: its caption, then evenly spaced frames from first to last.
 
     Args:
@@ -45,11 +48,15 @@ def contact_sheet(videos: Sequence[Tensor], captions: Sequence[str], *, num_fram
 
 
 def _strip(video: Tensor, count: int) -> Image.Image:
-    """Return evenly spaced frames side by side: enlarged by nearest neighbour, reduced by averaging."""
+    """Return evenly spaced frames side by side: enlarged by nearest neighbour, reduced by
+    averaging."""
     frames = pixels(video)
     _, height, width, _ = frames.shape
     size = max(1, round(HEIGHT * width / height)), HEIGHT
     method = Image.Resampling.NEAREST if height <= HEIGHT else Image.Resampling.BOX
-    chosen = [np.asarray(Image.fromarray(frames[i]).resize(size, method)) for i in evenly_spaced(len(frames), count)]
+    chosen = [
+        np.asarray(Image.fromarray(frames[i]).resize(size, method))
+        for i in evenly_spaced(len(frames), count)
+    ]
     gap = np.full((HEIGHT, FRAME_GAP, 3), PAPER, dtype=np.uint8)
     return Image.fromarray(np.hstack([part for frame in chosen for part in (gap, frame)][1:]))

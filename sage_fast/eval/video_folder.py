@@ -1,8 +1,9 @@
 """A folder of scored videos with a `videos.csv`, which any program can write.
 
-`videos.csv` has a header with `file` and `prompt`, then one line per video; `file` is relative to the folder, and so is
-`image`, of a prompt that has one. `sage-fast eval` adds `seed` and the scores. Any other purely numeric column is a
-score too. Values stand between commas, semicolons or tabs, as spreadsheets write them.
+`videos.csv` has a header with `file` and `prompt`, then one line per video; `file` is relative to
+the folder, and so is `image`, of a prompt that has one. `sage-fast eval` adds `seed` and the
+scores. Any other purely numeric column is a score too. Values stand between commas, semicolons or
+tabs, as spreadsheets write them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, why_no_file, write_atomic
 
 OWN = ("file", "prompt", "image", "seed", "")
-"""Columns of a `videos.csv` that are no scores; one without a name is the index that pandas writes."""
+"""Columns of a `videos.csv` that are no scores; one without a name is the index that pandas writes.
+"""
 OTHERS_COLUMNS = {"filename": "file", "prompts": "prompt", "seeds": "seed"}
 """Names that other programs give `OWN` columns, as `squeezed`, -> the column."""
 SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".gif")
@@ -38,8 +40,8 @@ def read_folder(label: str, folder: Path) -> VideoSet:
     """Read a folder with a `videos.csv`.
 
     Raises:
-        UserError: `videos.csv` is not UTF-8, has no rows or the wrong header, names a missing file or a video twice,
-            or writes numbers with a decimal comma.
+        UserError: `videos.csv` is not UTF-8, has no rows or the wrong header, names a missing file
+            or a video twice, or writes numbers with a decimal comma.
     """
     index = folder / VIDEOS
     columns, rows = _read_table(index)
@@ -48,7 +50,10 @@ def read_folder(label: str, folder: Path) -> VideoSet:
     lines: dict[tuple[Path, str], int] = {}
     for line, row in enumerate(rows, start=1):
         if len(row) != len(columns):
-            raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
+            raise UserError(
+                f"{index}, video {line}: expected {len(columns)} values; text with commas needs "
+                "quotes"
+            )
         values = dict(zip(columns, row))
         name, prompt = values["file"], values["prompt"].strip()
         file = _find(folder, name)
@@ -59,13 +64,17 @@ def read_folder(label: str, folder: Path) -> VideoSet:
             raise UserError(f"{index}, video {line}: {name!r} has no prompt")
         first = lines.setdefault((file, prompt), line)
         if first != line:
-            raise UserError(f"{index}, video {line}: {name!r} with this prompt is video {first} already")
+            raise UserError(
+                f"{index}, video {line}: {name!r} with this prompt is video {first} already"
+            )
         files.append(file)
         if (image := values.get("image")) and split_key(prompt)[1]:
             images[prompt] = os.path.realpath(folder / image)
     _note_others(index, files)
     by_column = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
-    scores = {name: _numbers(texts, name, index) for name, texts in by_column.items() if name not in OWN}
+    scores = {
+        name: _numbers(texts, name, index) for name, texts in by_column.items() if name not in OWN
+    }
     return VideoSet(
         label=label,
         prompts=[prompt.strip() for prompt in by_column["prompt"]],
@@ -95,7 +104,10 @@ def _read_table(index: Path) -> tuple[list[str], list[list[str]]]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{index}: not a CSV file in UTF-8: {error}") from error
     if len(rows) < 2:
-        raise UserError(f"{index}: holds no video; expected a header with file and prompt, then a line for each video")
+        raise UserError(
+            f"{index}: holds no video; expected a header with file and prompt, then a line for "
+            "each video"
+        )
     columns, *rows = rows
     for name in columns:
         if (meant := meant_key(name, OWN, OTHERS_COLUMNS)) is not None and meant not in columns:
@@ -130,7 +142,10 @@ def _note_others(index: Path, files: Sequence[Path]) -> None:
     others = sorted(path for path in index.parent.iterdir() if path.suffix.lower() in SUFFIXES)
     others = [path for path in others if os.path.realpath(path) not in named]
     if others:
-        log.info(f"note: {index} does not name {len(others)} videos beside it, such as {others[0].name!r}")
+        log.info(
+            f"note: {index} does not name {len(others)} videos beside it, such as "
+            f"{others[0].name!r}"
+        )
 
 
 def _numbers(texts: Sequence[str], name: str, index: Path) -> list[float] | None:
@@ -151,21 +166,30 @@ def _numbers(texts: Sequence[str], name: str, index: Path) -> list[float] | None
     first = texts[wrong[0] - 1]
     if all(re.fullmatch(r"\s*[+-]?\d+,\d+\s*", texts[line - 1]) for line in wrong):
         raise UserError(
-            f"{index}, video {wrong[0]}: {name} = {first!r}: expected a decimal point, as {first.replace(',', '.')!r}"
+            f"{index}, video {wrong[0]}: {name} = {first!r}: expected a decimal point, as "
+            f"{first.replace(',', '.')!r}"
         )
     if any(math.isfinite(value) for value in values):
-        log.info(f"note: {index}: {name} is no score, as video {wrong[0]} has {first[:60]!r}; expected numbers alone")
+        log.info(
+            f"note: {index}: {name} is no score, as video {wrong[0]} has {first[:60]!r}; expected "
+            "numbers alone"
+        )
     return None
 
 
 def _seeds(texts: Sequence[str], index: Path) -> list[int] | None:
     """Parse the column of seeds; None if there is none, or if one is no seed."""
-    wrong = [line for line, text in enumerate(texts, start=1) if not re.fullmatch("[0-9]{1,19}", text)]
+    wrong = [
+        line for line, text in enumerate(texts, start=1) if not re.fullmatch("[0-9]{1,19}", text)
+    ]
     if not wrong:
         return [int(text) for text in texts] or None
     if any(texts):
         first = texts[wrong[0] - 1]
-        log.info(f"note: {index}: seeds are left out, as video {wrong[0]} has {first[:60]!r}; expected whole numbers")
+        log.info(
+            f"note: {index}: seeds are left out, as video {wrong[0]} has {first[:60]!r}; expected "
+            "whole numbers"
+        )
     return None
 
 
@@ -174,14 +198,25 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
     table = io.StringIO(newline="")
     given = {"image": bool(videos.images), "seed": bool(videos.seeds)}
     columns = ["file", "prompt", *(name for name, has in given.items() if has), *videos.scores]
-    returns = "\r" in "".join(videos.prompts)  # csv.QUOTE_MINIMAL, which is 0, would leave them bare; QUOTE_ALL is 1
-    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n", quoting=1 if returns else 0)
+    # csv.QUOTE_MINIMAL, which is 0, would leave them bare; QUOTE_ALL is 1
+    returns = "\r" in "".join(videos.prompts)
+    writer = csv.DictWriter(
+        table, columns, extrasaction="ignore", lineterminator="\n", quoting=1 if returns else 0
+    )
     writer.writeheader()
     for i, (file, prompt) in enumerate(zip(videos.files, videos.prompts, strict=True)):
         assert file is not None
         path, seed = videos.images.get(prompt), videos.seeds and videos.seeds[i]
         image = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if path else ""
-        numbers = {name: repr(values[i]) if math.isfinite(values[i]) else "" for name, values in videos.scores.items()}
-        about = {"file": os.path.relpath(file, folder), "prompt": prompt, "image": image, "seed": seed}
+        numbers = {
+            name: repr(values[i]) if math.isfinite(values[i]) else ""
+            for name, values in videos.scores.items()
+        }
+        about = {
+            "file": os.path.relpath(file, folder),
+            "prompt": prompt,
+            "image": image,
+            "seed": seed,
+        }
         writer.writerow(numbers | about)
     write_atomic(folder / VIDEOS, table.getvalue())

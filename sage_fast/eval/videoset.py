@@ -58,7 +58,11 @@ class VideoSet:
 
     def by_key(self, name: str) -> dict[Key, float]:
         """Return the finite values of a score by key."""
-        return {k: value for k, value in zip(self.keys, self.scores.get(name, ())) if math.isfinite(value)}
+        return {
+            k: value
+            for k, value in zip(self.keys, self.scores.get(name, ()))
+            if math.isfinite(value)
+        }
 
     def only(self, indices: Sequence[int]) -> VideoSet:
         """Return some of the videos."""
@@ -72,7 +76,10 @@ class VideoSet:
 
 
 def from_evaluation(
-    label: str, scores: Mapping[str, Any], files: Mapping[int, Path], weights: Mapping[str, float] | None = None
+    label: str,
+    scores: Mapping[str, Any],
+    files: Mapping[int, Path],
+    weights: Mapping[str, float] | None = None,
 ) -> VideoSet:
     """Build a set from an evaluation (`eval/*.json`) and its files by number.
 

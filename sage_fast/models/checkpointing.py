@@ -1,9 +1,10 @@
 """Gradient checkpointing of transformer blocks: `model.gradient_checkpointing`.
 
-`full` keeps a block's inputs and recomputes the whole block. `attention` also keeps attention's output, so the
-recomputation skips attention: 73 % of its FLOPs for HunyuanVideo 1.5 at 480p, 81 frames. On the CPU both give the
-gradients of `none` bit for bit. On a GPU the gradients of any mode vary in rounding from one backward to the next: the
-backward of cuDNN's attention and of FlashAttention sums by atomics.
+`full` keeps a block's inputs and recomputes the whole block. `attention` also keeps attention's
+output, so the recomputation skips attention: 73 % of its FLOPs for HunyuanVideo 1.5 at 480p, 81
+frames. On the CPU both give the gradients of `none` bit for bit. On a GPU the gradients of any mode
+vary in rounding from one backward to the next: the backward of cuDNN's attention and of
+FlashAttention sums by atomics.
 """
 
 from __future__ import annotations
@@ -18,21 +19,30 @@ from typing import Any, Self
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from sage_fast.models.attention.backends import is_attention
 
-RECOMPUTED: dict[str, tuple[str, ...]] = {"none": (), "attention": ("linear",), "full": ("linear", "attention")}
+RECOMPUTED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "attention": ("linear",),
+    "full": ("linear", "attention"),
+}
 """Mode -> what the backward recomputes, from fastest to least memory."""
 MODES = tuple(RECOMPUTED)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPlan:
-    """What the backward recomputes: `mode` in the first `count` of the blocks, the next faster mode in the others.
+    """What the backward recomputes: `mode` in the first `count` of the blocks, the next faster mode
+    in the others.
 
-    By default all blocks have the mode. The last blocks keep more, since the backward begins with them: what they keep
-    is freed before the first recomputation needs room.
+    By default all blocks have the mode. The last blocks keep more, since the backward begins with
+    them: what they keep is freed before the first recomputation needs room.
     """
 
     mode: str
@@ -50,14 +60,19 @@ class CheckpointPlan:
         return (self.count * by_mode[self.mode] + rest * by_mode[self.faster]) / self.blocks
 
     def __str__(self) -> str:
-        return self.mode if self.count == self.blocks else f"{self.mode} in {self.count} of {self.blocks} blocks"
+        return (
+            self.mode
+            if self.count == self.blocks
+            else f"{self.mode} in {self.count} of {self.blocks} blocks"
+        )
 
 
 NO_RECOMPUTE = CheckpointPlan(MODES[0])
 
 
 def fastest_that_fits(needed: Mapping[str, float], room: float, blocks: int) -> CheckpointPlan:
-    """Return what to recompute in `blocks` so that activations, of `needed` bytes in each mode, fit into `room` bytes.
+    """Return what to recompute in `blocks` so that activations, of `needed` bytes in each mode, fit
+    into `room` bytes.
 
     If they fit in no mode, everything is recomputed.
     """
@@ -70,11 +85,14 @@ def fastest_that_fits(needed: Mapping[str, float], room: float, blocks: int) -> 
     return CheckpointPlan(MODES[-1], blocks, blocks)
 
 
-def set_checkpointing(transformer: Any, mode: str, *, others: str | None = None, first: Iterable[Any] = ()) -> None:
+def set_checkpointing(
+    transformer: Any, mode: str, *, others: str | None = None, first: Iterable[Any] = ()
+) -> None:
     """Set one of `MODES` through diffusers' own switch.
 
     Args:
-        others: mode of the blocks that are not among the modules `first`; None: all blocks have `mode`.
+        others: mode of the blocks that are not among the modules `first`; None: all blocks have
+            `mode`.
     """
     if not RECOMPUTED[mode]:
         transformer.disable_gradient_checkpointing()
@@ -84,7 +102,9 @@ def set_checkpointing(transformer: Any, mode: str, *, others: str | None = None,
     modules = {id(module) for block in first for module in block.modules()}
 
     def run_block(block: Any, *arguments: Any) -> Any:
-        return (run if others is None or id(next(block.children())) in modules else run_other)(block, *arguments)
+        return (run if others is None or id(next(block.children())) in modules else run_other)(
+            block, *arguments
+        )
 
     transformer.enable_gradient_checkpointing(run_block)
 
@@ -95,18 +115,25 @@ def _runner(mode: str) -> Callable[..., Any]:
         return lambda block, *arguments: block(*arguments)
 
     def run(block: nn.Module, *arguments: Any) -> Any:
-        return checkpoint(block, *arguments, use_reentrant=False, context_fn=lambda: _contexts(mode, block))
+        return checkpoint(
+            block, *arguments, use_reentrant=False, context_fn=lambda: _contexts(mode, block)
+        )
 
     return run
 
 
 def _are_ends_unread(block: nn.Module) -> bool:
-    """Whether the block alone reads what its last layers return: it has no wrapper, subclass, patch or hook.
+    """Whether the block alone reads what its last layers return: it has no wrapper, subclass, patch
+    or hook.
 
     Hooks of FSDP2, and of what counts FLOPs, compute nothing with results.
     """
     modules = [*block.modules()]
-    hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    hooks = [
+        hook
+        for m in modules
+        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    ]
     hooks += [*_global_forward_hooks.values(), *_global_forward_pre_hooks.values()]
     known = "torch.distributed.fsdp", "torch.utils."
     foreign = any(not str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
@@ -120,7 +147,8 @@ _recomputes = contextvars.ContextVar("_recomputes", default=False)
 
 
 def is_recomputing() -> bool:
-    """Whether a backward recomputes a block whose results nothing reads, but only what autograd saves."""
+    """Whether a backward recomputes a block whose results nothing reads, but only what autograd
+    saves."""
     return _recomputes.get()
 
 
@@ -136,7 +164,8 @@ def _contexts(mode: str, block: nn.Module) -> tuple[Context, Context]:
 
 
 class _Recomputation(contextlib.ExitStack):
-    """The context of a block's recomputation, which every backward through the block enters again."""
+    """The context of a block's recomputation, which every backward through the block enters
+    again."""
 
     def __init__(self, block: nn.Module, selective: Context) -> None:
         super().__init__()
@@ -149,4 +178,6 @@ class _Recomputation(contextlib.ExitStack):
 
 
 def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    )

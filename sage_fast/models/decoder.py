@@ -28,7 +28,8 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, latents: Tensor) -> Tensor:
-        """Decode latents `[B, C, T, H, W]`, in the policy's scale, to videos `[B, F, 3, H', W']`, float32 in [0, 1].
+        """Decode latents `[B, C, T, H, W]`, in the policy's scale, to videos `[B, F, 3, H', W']`,
+        float32 in [0, 1].
 
         Raises:
             UserError: no way of decoding fits in memory.

@@ -25,9 +25,11 @@ HUB_SECONDS = 5.0
 
 @functools.cache
 def reachable(path: str) -> str:
-    """Return `path` if it is a folder or a model on a reachable hub, else the folder of its cached download.
+    """Return `path` if it is a folder or a model on a reachable hub, else the folder of its cached
+    download.
 
-    Cached per path: without network, `from_pretrained` retries for every file, even for cached ones.
+    Cached per path: without network, `from_pretrained` retries for every file, even for cached
+        ones.
 
     Raises:
         UserError: there is no local copy, and the hub cannot be reached or has no such model.
@@ -39,26 +41,36 @@ def reachable(path: str) -> str:
         return path
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"model.path = {path!r}: no such folder, and no such model on the hub (or a private one: hf auth login)"
+            f"model.path = {path!r}: no such folder, and no such model on the hub (or a private "
+            "one: hf auth login)"
         ) from error
     except (HTTPError, OSError) as error:
-        # `snapshot_download` would refuse a snapshot without files that no run reads, such as README.md.
+        # `snapshot_download` would refuse a snapshot without files that no run reads, such as
+        # README.md.
         cache = Path(constants.HF_HUB_CACHE)
         home = cache / repo_folder_name(repo_id=path, repo_type="model")
         main, held = home / "refs" / "main", sorted((home / "snapshots").glob("*/"))
-        commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
+        commit = (
+            main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
+        )
         if commit and (snapshot := home / "snapshots" / commit).is_dir():
             return str(snapshot)
         raise UserError(
-            f"model.path = {path!r}: the Hugging Face hub cannot be reached ({first_line(error)}), and the model is "
-            + (f"in the cache by its commit alone: --model.path {held[0]}" if held else f"not in the cache {cache}")
-            + f". On a machine with network: hf download {path} --local-dir FOLDER; then here --model.path FOLDER. Or "
-            "set HF_HOME to a cache that has it"
+            f"model.path = {path!r}: the Hugging Face hub cannot be reached ({first_line(error)}), "
+            "and the model is "
+            + (
+                f"in the cache by its commit alone: --model.path {held[0]}"
+                if held
+                else f"not in the cache {cache}"
+            )
+            + f". On a machine with network: hf download {path} --local-dir FOLDER; "
+            "then here --model.path FOLDER. Or set HF_HOME to a cache that has it"
         ) from error
 
 
 def stated_config(cls: Any, source: str, part: str = "") -> Any:
-    """Return what a checkpoint's file states for a class of diffusers, such as model_index.json of a pipeline.
+    """Return what a checkpoint's file states for a class of diffusers, such as model_index.json of
+    a pipeline.
 
     Args:
         cls: class whose `config_name` is the file's name.

@@ -2,10 +2,10 @@
 
     prompt -> Condition -> ConditionTable -> BatchConditions -> Inputs
 
-An encoder makes a `Condition` of a prompt; it belongs to one sample and is cached on disk. `conditioning_table` makes a
-`ConditionTable`, which covers an iteration at all of its noise levels. Its `of` gives the `BatchConditions` of a batch,
-in tensors that a CUDA graph can hold, and their `at` the `Inputs` of one forward. Each model packs conditions of
-different lengths in its own way.
+An encoder makes a `Condition` of a prompt; it belongs to one sample and is cached on disk.
+`conditioning_table` makes a `ConditionTable`, which covers an iteration at all of its noise levels.
+Its `of` gives the `BatchConditions` of a batch, in tensors that a CUDA graph can hold, and their
+`at` the `Inputs` of one forward. Each model packs conditions of different lengths in its own way.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from sage_fast.util.captions import Caption
 from sage_fast.util.encoders import check_finite
 
 Key = Hashable
-"""Opaque key of a sample's condition. A text prompt is its own key; see `sage_fast.util.captions` for images."""
+"""Opaque key of a sample's condition.
+
+A text prompt is its own key; see `sage_fast.util.captions` for images.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Condition:
-    """A model's conditioning inputs for one sample, without padding. Subclasses add a field per tensor.
+    """A model's conditioning inputs for one sample, without padding. Subclasses add a field per
+    tensor.
 
     Attributes:
-        encoders: field -> part of the checkpoint that makes it, for messages; a field without an entry names itself.
+        encoders: field -> part of the checkpoint that makes it, for messages; a field without an
+            entry names itself.
         negative: key of the condition that guidance steers away from.
         notes: lines of text about its encoding, for the user; not cached.
     """
@@ -57,17 +62,24 @@ class Condition:
             check_finite(tensor, self.encoders.get(name, name), f"prompt {key!r}")
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
-        return dataclasses.replace(self, **{name: t.to(device, dtype) for name, t in self.tensors().items()})
+        return dataclasses.replace(
+            self, **{name: t.to(device, dtype) for name, t in self.tensors().items()}
+        )
 
 
 Encoder = Callable[[Caption], Condition]
 """Caption -> its `Condition`."""
 
 
-def pass_lengths(conditions: Mapping[Any, Condition], *, guided: bool) -> dict[Key, tuple[int, ...]]:
-    """Return key -> condition length in each pass of a forward; with guidance, the negative one is a second pass."""
+def pass_lengths(
+    conditions: Mapping[Any, Condition], *, guided: bool
+) -> dict[Key, tuple[int, ...]]:
+    """Return key -> condition length in each pass of a forward; with guidance, the negative one is
+    a second pass."""
     return {
-        key: (condition.tokens, conditions[condition.negative].tokens) if guided else (condition.tokens,)
+        key: (condition.tokens, conditions[condition.negative].tokens)
+        if guided
+        else (condition.tokens,)
         for key, condition in conditions.items()
     }
 
@@ -81,13 +93,17 @@ class Inputs(Protocol):
 
 
 class BatchConditions(Protocol):
-    """Conditions of B samples at every noise level of a rollout: a named tuple of tensors, of None, or of such tuples.
+    """Conditions of B samples at every noise level of a rollout: a named tuple of tensors, of None,
+    or of such tuples.
 
     A CUDA graph reads copies of the tensors.
     """
 
     def at(self, steps: Tensor) -> Inputs:
-        """Return the inputs at `steps`, int64 `[1]` (one step for all samples) or `[B]`. Must not synchronise."""
+        """Return the inputs at `steps`, int64 `[1]` (one step for all samples) or `[B]`.
+
+        Must not synchronise.
+        """
 
 
 class ConditionTable(Protocol):
@@ -97,4 +113,5 @@ class ConditionTable(Protocol):
         """Return the conditions of a batch."""
 
     def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
-        """Return the inputs of one training forward, differentiable if the weights behind them are trained."""
+        """Return the inputs of one training forward, differentiable if the weights behind them are
+        trained."""

@@ -30,7 +30,12 @@ from sage_fast.util.errors import UserError, first_line, nearest
 from sage_fast.util.files import read_text
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
-JSON_TYPES: dict[type, Any] = {int: (int, float), float: (int, float), str: str, tuple: (list, tuple)}
+JSON_TYPES: dict[type, Any] = {
+    int: (int, float),
+    float: (int, float),
+    str: str,
+    tuple: (list, tuple),
+}
 """Type of a field's default -> what config.json may hold."""
 FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of weights in a file that are read as they are meant."""
@@ -49,15 +54,23 @@ def read_config(setting: str, source: str, part: str) -> dict[str, Any]:
         UserError: it is missing or cannot be read.
     """
     if Path(source).is_dir() and not (Path(source) / part / "config.json").is_file():
-        raise UserError(f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is missing")
+        raise UserError(
+            f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is "
+            "missing"
+        )
     try:
         config = _ConfigReader.load_config(source, subfolder=part)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {first_line(error)}") from error
+        raise UserError(
+            f"{setting} = {source!r}: cannot read the {part}'s config.json: {first_line(error)}"
+        ) from error
     if not isinstance(config, dict):
         raise UserError(f"{setting} = {source!r}: the {part}'s config.json holds no mapping")
     if config.get("quantization_config"):
-        raise UserError(f"{setting} = {source!r}: its {part} is quantized; expected weights in float32 or bfloat16")
+        raise UserError(
+            f"{setting} = {source!r}: its {part} is quantized; expected weights in float32 or "
+            "bfloat16"
+        )
     return config
 
 
@@ -67,30 +80,40 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     Args:
         path: one of `CHECKPOINTS`, a folder, a hub id, `random:NAME`, or any of these prefixed with
             `package.module:Name:`.
-        fetch: download missing configuration files from the hub. Otherwise a hub id gets the published sizes of the
-            family in its prefix, or of the default family.
+        fetch: download missing configuration files from the hub. Otherwise a hub id gets the
+            published sizes of the family in its prefix, or of the default family.
 
     Raises:
-        UserError: `path` is neither a checkpoint folder nor shaped like a hub id, names an unknown random model, has no
-            matching family, or is a checkpoint for another task.
+        UserError: `path` is neither a checkpoint folder nor shaped like a hub id, names an unknown
+            random model, has no matching family, or is a checkpoint for another task.
     """
     given = path
     named, path = split_path(path)
     if is_random(path):
         return _find_random(path)
-    if is_hub_id(path) and Path(path).is_dir():  # settings name a folder of theirs by its whole path
+    # settings name a folder of theirs by its whole path
+    if is_hub_id(path) and Path(path).is_dir():
         raise UserError(
-            f"model.path = {given!r}: a hub id, and a folder of that name is in the current folder but not beside the "
-            f"settings; --model.path ./{path} is the folder"
+            f"model.path = {given!r}: a hub id, and a folder of that name is in the current folder "
+            f"but not beside the settings; --model.path ./{path} is the folder"
         )
     path = str(CHECKPOINTS.get(path, path))
-    if Path(path).is_file() or Path(path).suffix in (".safetensors", ".gguf", ".ckpt", ".pt", ".bin"):
-        raise UserError(f"model.path = {given!r}: a single file; expected a folder in diffusers format")
+    if Path(path).is_file() or Path(path).suffix in (
+        ".safetensors",
+        ".gguf",
+        ".ckpt",
+        ".pt",
+        ".bin",
+    ):
+        raise UserError(
+            f"model.path = {given!r}: a single file; expected a folder in diffusers format"
+        )
     if not Path(path).is_dir():
         if not is_hub_id(path):
             raise UserError(
-                f"model.path = {given!r}: no such folder; {nearest(Path(path).name, CHECKPOINTS)}; or a local folder "
-                f"in diffusers format, or a hub id such as {(named or default_family()).published}"
+                f"model.path = {given!r}: no such folder; {nearest(Path(path).name, CHECKPOINTS)}; "
+                "or a local folder in diffusers format, or a hub id such as "
+                f"{(named or default_family()).published}"
             )
         if not fetch:
             return (named or default_family())(path)
@@ -103,18 +126,23 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     spec = cls(path, configs)
     for part in parts:
         for key, value in spec.known_fields(part).items():
-            usual = inspect.signature({**cls.networks, "vae": cls.autoencoder}[part]).parameters[key].default
+            usual = (
+                inspect.signature({**cls.networks, "vae": cls.autoencoder}[part])
+                .parameters[key]
+                .default
+            )
             if not isinstance(value, JSON_TYPES.get(type(usual), object)):
                 raise UserError(
-                    f"model.path = {given!r}: {part}/config.json describes no model: {key} is {value!r}; expected a "
-                    f"value like {usual!r}"
+                    f"model.path = {given!r}: {part}/config.json describes no model: {key} is "
+                    f"{value!r}; expected a value like {usual!r}"
                 )
     spec.check()
     return spec
 
 
 def check_weights(spec: Spec) -> None:
-    """Check that a local folder holds the weights that its config.json asks for; reads headers alone.
+    """Check that a local folder holds the weights that its config.json asks for; reads headers
+    alone.
 
     Raises:
         UserError: one is missing, or has another shape or type, or a file is damaged.
@@ -124,13 +152,21 @@ def check_weights(spec: Spec) -> None:
 
 
 def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
-    """Check one part as `check_weights` does; what is not a local folder passes, and is checked once it is loaded."""
+    """Check one part as `check_weights` does; what is not a local folder passes, and is checked
+    once it is loaded."""
     if not Path(source).is_dir():
         return
     folder, start = Path(source, part), f"{setting} = {source!r}:"
-    name = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file() else SAFETENSORS_WEIGHTS_NAME
+    name = (
+        SAFE_WEIGHTS_INDEX_NAME
+        if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file()
+        else SAFETENSORS_WEIGHTS_NAME
+    )
     if not (folder / name).is_file():
-        raise UserError(f"{start} {part}/ holds no {name} and no index; save_pretrained writes them, without a variant")
+        raise UserError(
+            f"{start} {part}/ holds no {name} and no index; save_pretrained writes them, without a "
+            "variant"
+        )
     expected = {key: list(tensor.shape) for key, tensor in spec.meta(part).state_dict().items()}
     given: dict[str, tuple[list[int], str, str]] = {}
     files = {"": name}  # a file without an index lists its weights itself
@@ -139,18 +175,35 @@ def _check_part(spec: Spec, setting: str, source: str, part: str) -> None:
             index = json.loads(read_text(folder / name))
             files, _ = dict(index["weight_map"]), dict(index["metadata"])
             if outside := [file for file in files.values() if Path(file).name != file]:
-                raise ValueError(f"it names {outside[0]!r}; expected files beside it, as save_pretrained writes them")
+                raise ValueError(
+                    f"it names {outside[0]!r}; expected files beside it, as save_pretrained writes "
+                    "them"
+                )
         for name in sorted({*files.values()}):
             with safe_open(folder / name, "pt") as opened:
-                for key in opened.keys() if "" in files else [key for key, file in files.items() if file == name]:
+                for key in (
+                    opened.keys()
+                    if "" in files
+                    else [key for key, file in files.items() if file == name]
+                ):
                     found = opened.get_slice(key)
                     given[key] = found.get_shape(), found.get_dtype(), name
-    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise UserError(f"{start} cannot read {part}/{name}: {error}") from error
     for key, (shape, dtype, name) in given.items():
         what = f"{start} {key} has shape {shape} and type {dtype} in {part}/{name}"
         if shape != expected.get(key):
-            raise UserError(f"{what}; its config.json asks for {expected.get(key, 'no such weight')}")
+            raise UserError(
+                f"{what}; its config.json asks for {expected.get(key, 'no such weight')}"
+            )
         if dtype not in FLOATS:
             raise UserError(f"{what}; expected one of {', '.join(FLOATS)}")
     if lacking := sorted(expected.keys() - given.keys()):
@@ -179,38 +232,65 @@ def _find_random(path: str) -> Spec:
     return found[path](path)
 
 
-def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a part onto the device, strictly: unlike plain `from_pretrained`, never fill in random weights.
+def _load(
+    spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Load a part onto the device, strictly: unlike plain `from_pretrained`, never fill in random
+    weights.
 
-    Files are mapped, and each tensor is cast and moved by itself: the ranks of a node share the files' pages, and none
-    holds the model in host memory. Only `random:NAME` gives random weights.
+    Files are mapped, and each tensor is cast and moved by itself: the ranks of a node share the
+    files' pages, and none holds the model in host memory. Only `random:NAME` gives random weights.
     """
     if is_random(source):
         return random_module(spec, part, dtype, device)
     _check_part(spec, setting, source, part)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
-    options: dict[str, Any] = {"subfolder": part, "device_map": {"": device}, "use_safetensors": True}
+    options: dict[str, Any] = {
+        "subfolder": part,
+        "device_map": {"": device},
+        "use_safetensors": True,
+    }
     try:
         with progress_bars_of(source):
-            module, found = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-    except (OSError, ValueError, TypeError, LookupError, SafetensorError, NotImplementedError) as error:
-        raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {first_line(error)}") from error
+            module, found = cls.from_pretrained(
+                source, dtype=dtype, output_loading_info=True, **options
+            )
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        SafetensorError,
+        NotImplementedError,
+    ) as error:
+        raise UserError(
+            f"{setting} = {source!r}: cannot read the weights in {part}/: {first_line(error)}"
+        ) from error
     if odd := [*found["missing_keys"], *found["unexpected_keys"]]:  # of a download
-        raise UserError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
+        raise UserError(
+            f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: "
+            f"{odd[0]}"
+        )
     return module
 
 
-def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int = 0, weights: str | None = None) -> None:
-    """Make a network trainable: all of it, the adapter in `weights`, or a new adapter; freeze what no forward reads."""
+def make_trainable(
+    spec: Spec, network: Any, config: ModelConfig, seed: int = 0, weights: str | None = None
+) -> None:
+    """Make a network trainable: all of it, the adapter in `weights`, or a new adapter; freeze what
+    no forward reads."""
     if not config.trains_adapter:
         network.requires_grad_(True)
     elif weights is not None:
         load_lora(network, Path(weights), spec.main_network(), spec.lora_layouts.values())
     else:
         targets = spec.lora_targets if config.lora_targets is None else config.lora_targets
-        add_lora(network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed)
+        add_lora(
+            network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed
+        )
     if config.trains_adapter:
-        network.peft_config[ADAPTER].base_model_name_or_path = split_path(config.path)[1]  # saved with it
+        # saved with it
+        network.peft_config[ADAPTER].base_model_name_or_path = split_path(config.path)[1]
     spec.freeze_idle(network)
 
 
@@ -234,23 +314,24 @@ def load_model(
 ) -> Model:
     """Load a checkpoint and make it trainable.
 
-    Trained weights have the stored values, in float32: full fine-tuning loads whole networks so, whatever their files
-    and `model.dtype`; an adapter is always float32.
+    Trained weights have the stored values, in float32: full fine-tuning loads whole networks so,
+    whatever their files and `model.dtype`; an adapter is always float32.
 
     Args:
         needs_agreement: whether rollouts and training must round alike; see `choose_attention`.
         spec: that of `config.path`, if it is known.
 
     Raises:
-        UserError: the checkpoint is missing, incomplete or for another task, the LoRA weights fit another model, or the
-            attention backend is missing or wrong.
+        UserError: the checkpoint is missing, incomplete or for another task, the LoRA weights fit
+            another model, or the attention backend is missing or wrong.
     """
     dtype = getattr(torch, config.dtype)
     check_attention(config.attention, device, dtype)
     spec = spec or find_spec(config.path, fetch=True)
     check_heads(config.sequence_parallel, spec.heads)
     loaded = reachable(spec.path)
-    # Updates of the size of lr would vanish in bf16 rounding. An engine may round what forwards read afterwards.
+    # Updates of the size of lr would vanish in bf16 rounding. An engine may round what forwards
+    # read afterwards.
     weights = dtype if config.trains_adapter else torch.float32
     setting, source = "model.path", loaded
     if not config.trains_adapter and config.weights is not None:
@@ -263,19 +344,32 @@ def load_model(
         make_trainable(spec, network.eval(), config, seed, config.weights)
     vae.eval().requires_grad_(False)
     policy = spec.policy(networks, dtype=dtype, guidance_scale=sampling.guidance_scale)
-    ignored = {key for part, config in spec.configs.items() for key in config if not key.startswith("_")}
+    ignored = {
+        key for part, config in spec.configs.items() for key in config if not key.startswith("_")
+    }
     ignored -= {key for part in spec.configs for key in spec.known_fields(part)}
     if is_random(spec.path):
-        notes = [f"model.path = {spec.path}: the weights are random; times and memory count, videos and rewards do not"]
+        notes = [
+            f"model.path = {spec.path}: the weights are random; times and memory count, videos and "
+            "rewards do not"
+        ]
     else:
         notes = spec.notes(sampling)
     for part in (*spec.networks, "vae"):
         single = Path(spec.source(part, loaded), part, SAFETENSORS_WEIGHTS_NAME)
         index = single.with_name(SAFE_WEIGHTS_INDEX_NAME)
         if single.is_file() and index.is_file() and single.stat().st_mtime > index.stat().st_mtime:
-            notes = [*notes, f"{single} is newer than its index, whose files are loaded: remove the index to load it"]
+            notes = [
+                *notes,
+                f"{single} is newer than its index, whose files are loaded: remove the index to "
+                "load it",
+            ]
     if ignored:
-        notes = [*notes, f"model.path = {spec.path!r}: fields of config.json are not known here: {sorted(ignored)}"]
+        notes = [
+            *notes,
+            f"model.path = {spec.path!r}: fields of config.json are not known here: "
+            f"{sorted(ignored)}",
+        ]
     if (group := sequence_group()) is not None:
         policy.sequence = SequenceParallel(group, device)
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
@@ -283,12 +377,16 @@ def load_model(
     return model
 
 
-def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_agreement: bool = True) -> None:
-    """Use the attention backend `asked`, or for "auto" the fastest correct one at the size of this run. Collective.
+def choose_attention(
+    model: Model, asked: str, sampling: SamplingConfig, needs_agreement: bool = True
+) -> None:
+    """Use the attention backend `asked`, or for "auto" the fastest correct one at the size of this
+    run. Collective.
 
     Args:
-        needs_agreement: whether "auto" skips a backend whose output under `no_grad`, as in a rollout, is not that with
-            gradients to the bit. One that is asked for by name is used with a note.
+        needs_agreement: whether "auto" skips a backend whose output under `no_grad`, as in a
+            rollout, is not that with gradients to the bit. One that is asked for by name is used
+            with a note.
 
     Raises:
         UserError: on any rank, the requested backend does not run, or gives wrong results.
@@ -297,42 +395,61 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
     if (sample_shape := model.spec.attention_shape(sampling)) is None:
         if asked not in ("auto", model.attention):
             raise UserError(
-                f"model.attention = {asked!r}: {model.spec.title} calls a kernel of its own; the nearest is 'auto'"
+                f"model.attention = {asked!r}: {model.spec.title} calls a kernel of its own; the "
+                "nearest is 'auto'"
             )
         return
     tokens, heads, width = sample_shape
     shape = (sampling.batch_size, tokens, heads // sequence_size(), width)
     if asked == "auto":
         trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
-        found = ((name, trial.why_skipped(needs_agreement)) for rank in trials for name, trial in rank.items())
+        found = (
+            (name, trial.why_skipped(needs_agreement))
+            for rank in trials
+            for name, trial in rank.items()
+        )
         problems = {name: problem for name, problem in found if problem}
-        model.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
+        model.notes += [
+            f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()
+        ]
         right = {name: trial for name, trial in trials[0].items() if name not in problems}
         if problems and not right:
-            raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(model.notes))
+            raise UserError(
+                "model.attention = 'auto': no backend is right here; " + "; ".join(model.notes)
+            )
         model.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
         asked = fastest(right)
     elif not ATTENTION[asked].is_reference:
-        tried: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
+        tried: list[Trial] = all_gather_object(
+            try_attention(ATTENTION[asked], shape, device, dtype)
+        )
         if problem := next(filter(None, (trial.problem for trial in tried)), None):
             raise UserError(f"model.attention = {asked!r}: {problem}; the nearest choice is 'auto'")
-        if problem := next(filter(None, (trial.why_skipped(needs_agreement) for trial in tried)), None):
-            model.notes.append(f"model.attention = {asked!r}: {problem}; train.parity_gate tells whether it matters")
+        if problem := next(
+            filter(None, (trial.why_skipped(needs_agreement) for trial in tried)), None
+        ):
+            model.notes.append(
+                f"model.attention = {asked!r}: {problem}; train.parity_gate tells whether it "
+                "matters"
+            )
     model.attention = asked
     model.policy.attention = ATTENTION[asked]
 
 
 def _check_same(source: str, part: str, config: Mapping[str, Any]) -> None:
-    """Check that `source` holds weights for a network with this configuration, which spells out its defaults.
+    """Check that `source` holds weights for a network with this configuration, which spells out its
+    defaults.
 
     Raises:
         UserError: it does not.
     """
     if not (Path(source) / part / "config.json").is_file():
-        raise UserError(f"model.weights = {source!r}: expected a folder that holds {part}/config.json")
+        raise UserError(
+            f"model.weights = {source!r}: expected a folder that holds {part}/config.json"
+        )
     for key, value in read_config("model.weights", source, part).items():
         if key not in ("_diffusers_version", "_name_or_path") and config.get(key, value) != value:
             raise UserError(
-                f"model.weights = {source!r} was made for another model: "
-                f"{key} is {value!r}, model.path has {config[key]!r}"
+                f"model.weights = {source!r} was made for another model: {key} is {value!r}, "
+                f"model.path has {config[key]!r}"
             )

@@ -39,7 +39,8 @@ class Model:
         """Set what the backward recomputes."""
         self.checkpointing = chosen
         others = chosen.faster if chosen.count < chosen.blocks else None
-        for network in self.policy.networks.values():  # a forward may run one of them alone: each takes its share
+        # a forward may run one of them alone: each takes its share
+        for network in self.policy.networks.values():
             blocks = getattr(network, self.policy.blocks)
             first = blocks[: -(-chosen.count * len(blocks) // chosen.blocks)]
             set_checkpointing(network, chosen.mode, others=others, first=first)

@@ -1,7 +1,7 @@
 """A policy: networks that predict a velocity, their trainable weights, and snapshots of those.
 
-The anchor, base, rollout and averaged policies are not separate models. Each is a snapshot of the trainable weights
-(the adapter under LoRA), and `using` swaps it in place.
+The anchor, base, rollout and averaged policies are not separate models. Each is a snapshot of the
+trainable weights (the adapter under LoRA), and `using` swaps it in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class UnshardedStates:
     """Storage of weight snapshots: here whole on every rank. A sharding engine has its own."""
 
     gathers = False
-    """Whether a forward gathers sharded weights, so that all ranks must run the same number of forwards."""
+    """Whether a forward gathers sharded weights, so that all ranks must run the same number of
+    forwards."""
 
     def part(self, p: Tensor) -> Tensor:
         """Return this rank's shard of a weight; it shares the weight's memory."""
@@ -50,9 +51,11 @@ class UnshardedStates:
             p.copy_(state[name])
 
     def padding(self, count: int, backward: bool = False) -> int:
-        """Return max(count over ranks) - count if all ranks must run the same number of forwards, else 0.
+        """Return max(count over ranks) - count if all ranks must run the same number of forwards,
+        else 0.
 
-        Collective before the first forward. `backward` says that each forward has a backward, which reduces gradients.
+        Collective before the first forward. `backward` says that each forward has a backward, which
+        reduces gradients.
         """
         return 0
 
@@ -70,7 +73,8 @@ class UnshardedStates:
 
         Args:
             items: the work of this rank.
-            idle: runs a forward without effect, which must not need this rank's work (`rollout.idle`).
+            idle: runs a forward without effect, which must not need this rank's work
+                (`rollout.idle`).
             forwards: forwards that the items take together; by default each takes one.
             backward: whether each forward has a backward, which reduces gradients.
         """
@@ -88,11 +92,14 @@ def check_names(parameters: Mapping[str, Tensor], state: Mapping[str, object]) -
     """
     if parameters.keys() != state.keys():
         odd = sorted(parameters.keys() ^ state.keys())[0]
-        raise UserError(f"state does not fit the policy's trainable weights: {odd} is on one side only")
+        raise UserError(
+            f"state does not fit the policy's trainable weights: {odd} is on one side only"
+        )
 
 
 class Policy:
-    """A velocity field with trainable weights. Each model's subclass implements `velocity` and `conditioning_table`.
+    """A velocity field with trainable weights. Each model's subclass implements `velocity` and
+    `conditioning_table`.
 
     Args:
         networks: part of a checkpoint -> network, on its device.
@@ -101,18 +108,20 @@ class Policy:
 
     Attributes:
         states: storage of snapshots; a sharding engine sets its own.
-        attention: the attention kernel in use; None for a model that calls its own. Set only if `Spec.attention_shape`
-            returns a shape.
-        sequence: a `SequenceParallel` if ranks share a sample, each with a part of its tokens. Set only if `Spec.heads`
-            allows it.
-        uses_all_weights: forwards with gradients give one to every trained weight, so that all ranks reduce the same
-            set.
+        attention: the attention kernel in use; None for a model that calls its own. Set only if
+            `Spec.attention_shape` returns a shape.
+        sequence: a `SequenceParallel` if ranks share a sample, each with a part of its tokens. Set
+            only if `Spec.heads` allows it.
+        uses_all_weights: forwards with gradients give one to every trained weight, so that all
+            ranks reduce the same set.
         blocks: attribute name of the list of blocks in each network.
     """
 
     blocks = "transformer_blocks"
 
-    def __init__(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float = 1.0) -> None:
+    def __init__(
+        self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float = 1.0
+    ) -> None:
         self.networks = dict(networks)
         self.dtype = dtype
         self.guidance_scale = guidance_scale
@@ -123,7 +132,9 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return next(p for _, p in self.named_parameters()).device  # diffusers' own walks through every module
+        return next(
+            p for _, p in self.named_parameters()
+        ).device  # diffusers' own walks through every module
 
     @property
     def uses_guidance(self) -> bool:
@@ -131,15 +142,17 @@ class Policy:
 
     @property
     def guidance(self) -> float | None:
-        """The guidance scale as the operators take it, beside an unconditional velocity; None without guidance."""
+        """The guidance scale as the operators take it, beside an unconditional velocity; None
+        without guidance."""
         return self.guidance_scale if self.uses_guidance else None
 
     @property
     def collective_forwards(self) -> bool:
-        """Whether forwards are collective (ZeRO-3, sequence parallelism): no rank may leave a rollout alone."""
+        """Whether forwards are collective (ZeRO-3, sequence parallelism): no rank may leave a
+        rollout alone."""
         return sequence_size() > 1 or (world_size() > 1 and self.states.gathers)
 
-    # -- forward ------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def velocity(self, x: Tensor, inputs: Any) -> Tensor:
         """Velocity dx/dsigma at latents `x`, without guidance.
@@ -163,7 +176,10 @@ class Policy:
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Pick up changed weights. Call before replaying a recorded forward; a normal forward does it itself."""
+        """Pick up changed weights.
+
+        Call before replaying a recorded forward; a normal forward does it itself.
+        """
 
     def velocities(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """Return the conditional and, with guidance, the unconditional velocity."""
@@ -173,7 +189,8 @@ class Policy:
         return conditional, self.velocity(x, inputs.negative)
 
     def guided(self, v: Tensor, v_uncond: Tensor | None = None) -> Tensor:
-        """Return the velocity that moves the latents: v in its own dtype, or with guidance both combined in float32."""
+        """Return the velocity that moves the latents: v in its own dtype, or with guidance both
+        combined in float32."""
         return v if v_uncond is None else guided(v, v_uncond, self.guidance_scale, torch.float32)
 
     def guided_velocity(self, x: Tensor, inputs: Inputs) -> Tensor:
@@ -190,11 +207,12 @@ class Policy:
             self.guidance_scale = before
 
     def _autocast(self) -> torch.autocast:
-        """Return an autocast context, enabled if weights are stored in another dtype than the activations'."""
+        """Return an autocast context, enabled if weights are stored in another dtype than the
+        activations'."""
         weights = next(p for _, p in self.named_parameters()).dtype
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=weights != self.dtype)
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield all weights by name; with several networks, the names are `<network>.<name>`."""
@@ -204,17 +222,22 @@ class Policy:
 
     def block_list(self) -> list[nn.Module]:
         """Return the blocks of all networks."""
-        return [block for network in self.networks.values() for block in getattr(network, self.blocks)]
+        return [
+            block for network in self.networks.values() for block in getattr(network, self.blocks)
+        ]
 
     def sharded_units(self) -> list[Sequence[nn.Module]]:
-        """Return the modules whose weights ZeRO-3 shards, in runs of modules that a forward calls one after the other.
+        """Return the modules whose weights ZeRO-3 shards, in runs of modules that a forward calls
+        one after the other.
 
-        A module's weights are gathered for its forward and its backward. All other weights stay whole.
+        A module's weights are gathered for its forward and its backward. All other weights stay
+        whole.
         """
         return [list(getattr(network, self.blocks)) for network in self.networks.values()]
 
     def is_muon(self, name: str, p: Tensor) -> bool:
-        """Whether the optimizer `muon` updates this weight by Muon: true for the matrices of the blocks."""
+        """Whether the optimizer `muon` updates this weight by Muon: true for the matrices of the
+        blocks."""
         return p.ndim == 2 and f".{self.blocks}." in f".{name}"
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -239,14 +262,17 @@ class Policy:
         check_names(self.parameters(), state)
         for name, part in self.parts().items():
             if part.shape != state[name].shape:
-                raise UserError(f"{name}: expected shape {list(part.shape)}, got {list(state[name].shape)}")
+                raise UserError(
+                    f"{name}: expected shape {list(part.shape)}, got {list(state[name].shape)}"
+                )
         self.states.write(self.parameters(), state)
 
     @contextlib.contextmanager
     def using(self, state: State) -> Iterator[None]:
         """Run with another state of the trainable weights, then restore the present one.
 
-        After an error of this rank alone they are not restored: a sharding engine would need a collective.
+        After an error of this rank alone they are not restored: a sharding engine would need a
+        collective.
         """
         present = self.snapshot()
         try:

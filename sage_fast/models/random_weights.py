@@ -1,7 +1,8 @@
-"""Random weights for `model.path = random:NAME`: the published sizes without a checkpoint, to measure time and memory.
+"""Random weights for `model.path = random:NAME`: the published sizes without a checkpoint, to
+measure time and memory.
 
-Such a model generates noise, at the cost of the published one: classes, shapes and dtypes are the same, and a whole
-iteration runs, from the prompt to the checkpoint.
+Such a model generates noise, at the cost of the published one: classes, shapes and dtypes are the
+same, and a whole iteration runs, from the prompt to the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def random_module(spec: Spec, part: str, dtype: torch.dtype, device: torch.devic
         spec: the model.
         part: one of its networks, or `vae`.
         dtype: dtype of the weights.
-        device: device they are drawn on, with a fixed seed: the same kind of device gives the same model.
+        device: device they are drawn on, with a fixed seed: the same kind of device gives the same
+            model.
     """
     module = nn.Module.to(spec.meta(part), dtype).to_empty(device=device)
     assert not list(module.buffers()), "they would stay uninitialised"

@@ -13,7 +13,10 @@ SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
     "TestbedTransformer": "sage_fast.testbed.tiny_model:Testbed",
 }
-"""Transformer class, as in config.json -> family. The first one is the default until config.json is read."""
+"""Transformer class, as in config.json -> family.
+
+The first one is the default until config.json is read.
+"""
 
 _TESTBED = Path(__file__).parents[1] / "testbed"
 CHECKPOINTS = {"testbed": _TESTBED / "base", "testbed-i2v": _TESTBED / "base_i2v"}
@@ -26,13 +29,18 @@ def family(name: str) -> type[Spec]:
     Raises:
         UserError: there is no such family.
     """
-    from sage_fast.util.guard import guarded  # imports PyTorch, which a path without a family does not need
+    # imports PyTorch, which a path without a family does not need
+    from sage_fast.util.guard import (
+        guarded,
+    )
 
     setting = f"model.path = {name!r}"
     with guarded(setting):
         found = import_plugin(name, setting)
     if not (isinstance(found, type) and issubclass(found, Spec)):
-        raise UserError(f"{setting}: expected a subclass of sage_fast.models.spec.Spec, found {found!r}")
+        raise UserError(
+            f"{setting}: expected a subclass of sage_fast.models.spec.Spec, found {found!r}"
+        )
     return found
 
 
@@ -41,6 +49,7 @@ def default_family() -> type[Spec]:
 
 
 def split_path(path: str) -> tuple[type[Spec] | None, str]:
-    """Split `package.module:Name:PATH` into the family and PATH; the family is None without the prefix."""
+    """Split `package.module:Name:PATH` into the family and PATH; the family is None without the
+    prefix."""
     place, path = split_family(path)
     return (None if place is None else family(place)), path

@@ -1,4 +1,5 @@
-"""A model family: `Spec` reads a checkpoint's configuration, and makes the `Policy` and the `Decoder`.
+"""A model family: `Spec` reads a checkpoint's configuration, and makes the `Policy` and the
+`Decoder`.
 
 models/registry.py finds it; models/interface.py has what a policy takes besides the latents.
 """
@@ -21,8 +22,8 @@ from sage_fast.models.policy import Policy
 from sage_fast.util.errors import UserError, first_line
 
 MAX_GRAPHS = 64
-"""Most CUDA graphs of a run. It bounds the memory to plan with, and what PyTorch does not count: the driver's thousands
-of launches of each graph."""
+"""Most CUDA graphs of a run. It bounds the memory to plan with, and what PyTorch does not count:
+the driver's thousands of launches of each graph."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,17 @@ class Cost:
     Attributes:
         forward: FLOPs of one forward of the network, with `Spec.prompt_tokens` tokens of a prompt.
         attention: FLOPs of attention within `forward`.
-        block_ends: FLOPs within `forward` of the blocks' last matmuls, which recomputation skips with a frozen base.
+        block_ends: FLOPs within `forward` of the blocks' last matmuls, which recomputation skips
+            with a frozen base.
         decode: FLOPs of decoding the video.
         decoder_weights: number of elements of the autoencoder.
-        activations: checkpointing mode -> bytes per rank of a micro-batch's activations and their gradients.
-        step: bytes that a CUDA graph of a denoising step keeps for `sampling.batch_size` samples: its activations,
-            which need no gradients, and the conditions that do not depend on the prompt.
-        context: bytes that a graph of a further text length adds: a prompt's own conditions at every step.
+        activations: checkpointing mode -> bytes per rank of a micro-batch's activations and their
+            gradients.
+        step: bytes that a CUDA graph of a denoising step keeps for `sampling.batch_size` samples:
+            its activations, which need no gradients, and the conditions that do not depend on the
+            prompt.
+        context: bytes that a graph of a further text length adds: a prompt's own conditions at
+            every step.
     """
 
     forward: float
@@ -51,7 +56,8 @@ class Cost:
     block_ends: float = 0.0
 
     def graphs_within(self, room: float, most: float) -> float:
-        """Return the bytes that CUDA graphs keep of `room`: up to `most`, and 0 if not even one fits."""
+        """Return the bytes that CUDA graphs keep of `room`: up to `most`, and 0 if not even one
+        fits."""
         return min(room, most) if room >= self.step + self.context else 0.0
 
 
@@ -61,7 +67,8 @@ class Distillation:
 
     Attributes:
         steps: the numbers of steps that it is made for.
-        mean_velocity: whether it predicts the mean velocity of a step, and so needs the step's end (MeanFlow).
+        mean_velocity: whether it predicts the mean velocity of a step, and so needs the step's end
+            (MeanFlow).
     """
 
     steps: tuple[int, ...]
@@ -94,18 +101,23 @@ class Spec:
     Attributes:
         title: name of the family, for messages.
         published: hub id of a published checkpoint, used as an example.
-        networks: part of a checkpoint -> diffusers class of a trained network. The first one is the main network.
+        networks: part of a checkpoint -> diffusers class of a trained network. The first one is the
+            main network.
         autoencoder: diffusers class of the part `vae`.
         condition: class of the encoder's results.
         randoms: paths `random:NAME` of models with random weights.
         fps: frames per second of its videos.
         text_tokens: assumed prompt length while none is known.
-        lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular expression.
-        prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; files always do.
-        lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
-        set_guidance: the line that sets the guidance scale `{:g}` of a diffusers pipeline `pipe`, for the cards; empty:
-            its call takes `guidance_scale`.
-        license: name and address of the checkpoint's licence, for the cards of models trained from it.
+        lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular
+            expression.
+        prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model;
+            files always do.
+        lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a
+            layer is in it.
+        set_guidance: the line that sets the guidance scale `{:g}` of a diffusers pipeline `pipe`,
+            for the cards; empty: its call takes `guidance_scale`.
+        license: name and address of the checkpoint's licence, for the cards of models trained from
+            it.
     """
 
     title: ClassVar[str]
@@ -122,13 +134,16 @@ class Spec:
     set_guidance: ClassVar[str] = ""
     license: ClassVar[tuple[str, str] | None] = None
 
-    def __init__(self, path: str = "", configs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, path: str = "", configs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         self.path = path
         self.configs = configs or {}
 
     @classmethod
     def main_network(cls) -> str:
-        """Return the network whose class tells the family, and whose adapter has the name that diffusers looks for."""
+        """Return the network whose class tells the family, and whose adapter has the name that
+        diffusers looks for."""
         return next(iter(cls.networks))
 
     @classmethod
@@ -152,17 +167,20 @@ class Spec:
                 return {**self.networks, "vae": self.autoencoder}[part](**self.known_fields(part))
         except Exception as error:  # whatever odd values make a class raise
             raise UserError(
-                f"model.path = {self.path!r}: {part}/config.json describes no model: {first_line(error)}"
+                f"model.path = {self.path!r}: {part}/config.json describes no model: "
+                f"{first_line(error)}"
             ) from error
 
     @property
     def heads(self) -> int:
-        """Number of attention heads, which ranks sharing a sample divide among them; 1 if a sample cannot be shared."""
+        """Number of attention heads, which ranks sharing a sample divide among them; 1 if a sample
+        cannot be shared."""
         return 1
 
     @property
     def distillation(self) -> Distillation | None:
-        """What the checkpoint is distilled to; None if it is not, or if nothing on this machine says so."""
+        """What the checkpoint is distilled to; None if it is not, or if nothing on this machine
+        says so."""
         return None
 
     @property
@@ -184,7 +202,8 @@ class Spec:
 
     @property
     def prompt_tokens(self) -> int:
-        """Assumed tokens of a prompt in a forward, while none is known: those of its text and of its image."""
+        """Assumed tokens of a prompt in a forward, while none is known: those of its text and of
+        its image."""
         return self.text_tokens
 
     def check_prompts(self, prompts: Iterable[str]) -> None:
@@ -195,7 +214,8 @@ class Spec:
         """
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
-        """Return what the user should know about this checkpoint with these settings, one sentence each."""
+        """Return what the user should know about this checkpoint with these settings, one sentence
+        each."""
         return []
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
@@ -207,11 +227,13 @@ class Spec:
         return math.prod(latents[1:]) // self.patch
 
     def size_arguments(self, sampling: SamplingConfig) -> str:
-        """Return the arguments that give a diffusers pipeline the size of a video, for the cards."""
+        """Return the arguments that give a diffusers pipeline the size of a video, for the
+        cards."""
         return f"height={sampling.height}, width={sampling.width}, num_frames={sampling.num_frames}"
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int] | None:
-        """Return (tokens, heads, head width) at which to measure attention kernels; None if the model calls its own."""
+        """Return (tokens, heads, head width) at which to measure attention kernels; None if the
+        model calls its own."""
         return None
 
     def cost(self, config: Config) -> Cost:
@@ -219,13 +241,16 @@ class Spec:
         raise NotImplementedError
 
     def freeze_idle(self, network: nn.Module) -> None:
-        """Freeze weights that no forward reads, so that no optimizer or reducer waits for their gradients."""
+        """Freeze weights that no forward reads, so that no optimizer or reducer waits for their
+        gradients."""
 
     def is_gate(self, name: str) -> bool:
         """Whether a weight makes the gates of a block, which random weights keep small."""
         return False
 
-    def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> Policy:
+    def policy(
+        self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float
+    ) -> Policy:
         """Return the policy over loaded networks."""
         raise NotImplementedError
 
@@ -233,7 +258,9 @@ class Spec:
         """Return the decoder over a loaded autoencoder."""
         raise NotImplementedError
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
+    def load_encoder(
+        self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig
+    ) -> Encoder:
         """Load the encoders; dropping the returned function releases them.
 
         Args:
@@ -245,5 +272,6 @@ class Spec:
         raise NotImplementedError
 
     def encoder_version(self) -> str | None:
-        """Return a fingerprint of the encoders' files; empty if they are code, None if there are none."""
+        """Return a fingerprint of the encoders' files; empty if they are code, None if there are
+        none."""
         return ""

@@ -1,8 +1,9 @@
 """The fused operators.
 
-Each is declared once with `torch.library`; its implementations register behind the declaration. An operator runs on the
-device of its inputs, and callers never choose the implementation. The plain PyTorch reference in each file is the
-specification. This module re-exports the transition operators; a model imports the files of the others that it runs.
+Each is declared once with `torch.library`; its implementations register behind the declaration. An
+operator runs on the device of its inputs, and callers never choose the implementation. The plain
+PyTorch reference in each file is the specification. This module re-exports the transition
+operators; a model imports the files of the others that it runs.
 """
 
 from sage_fast.ops._common import Row as Row

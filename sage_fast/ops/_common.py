@@ -1,4 +1,5 @@
-"""Shared by the operators: library handle and compute dtype; row lookup and input checks of the transitions."""
+"""Shared by the operators: library handle and compute dtype; row lookup and input checks of the
+transitions."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LIBRARY = torch.library.Library("sage_fast", "DEF")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Accumulation dtype: float64 for float64 inputs (tests), fp32 for every other storage dtype."""
+    """Accumulation dtype: float64 for float64 inputs (tests), fp32 for every other storage
+    dtype."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -29,7 +31,12 @@ class Row(NamedTuple):
 
 def row(coefs: Tensor, step: Tensor, x: Tensor) -> Row:
     """Look up the rows of `step` (int64 `[]` or `[B]`), in the compute dtype of x `[B, ...]`."""
-    return Row(*coefs.index_select(0, step.reshape(-1)).to(compute_dtype(x)).expand(x.shape[0], 6).unbind(1))
+    return Row(
+        *coefs.index_select(0, step.reshape(-1))
+        .to(compute_dtype(x))
+        .expand(x.shape[0], 6)
+        .unbind(1)
+    )
 
 
 def per_sample(scalar: Tensor, x: Tensor) -> Tensor:
@@ -48,7 +55,12 @@ def sample_mean(x: Tensor) -> Tensor:
 
 
 def check(
-    x: Tensor, coefs: Tensor, step: Tensor, guidance: float | None, like_x: dict[str, Tensor | None], **others: Tensor
+    x: Tensor,
+    coefs: Tensor,
+    step: Tensor,
+    guidance: float | None,
+    like_x: dict[str, Tensor | None],
+    **others: Tensor,
 ) -> None:
     """Check shapes and devices from metadata alone, without synchronising.
 
@@ -63,14 +75,20 @@ def check(
     if x.ndim < 1:
         raise ValueError("x: expected [B, ...], got a scalar")
     if coefs.ndim != 2 or coefs.shape[1] != 6:
-        raise ValueError(f"coefs: expected [T, 6] from TransitionTable.coefficients(), got {list(coefs.shape)}")
+        raise ValueError(
+            f"coefs: expected [T, 6] from TransitionTable.coefficients(), got {list(coefs.shape)}"
+        )
     if step.dtype != torch.int64 or step.shape not in (torch.Size([]), x.shape[:1]):
-        raise ValueError(f"step: expected int64 [] or [{len(x)}], got {step.dtype} {list(step.shape)}")
+        raise ValueError(
+            f"step: expected int64 [] or [{len(x)}], got {step.dtype} {list(step.shape)}"
+        )
     if (like_x["v_uncond"] is None) != (guidance is None):
         raise ValueError("v_uncond and guidance go together: give both or neither")
     for name, tensor in like_x.items():
         if tensor is not None and tensor.shape != x.shape:
-            raise ValueError(f"{name}: expected the shape of x {list(x.shape)}, got {list(tensor.shape)}")
+            raise ValueError(
+                f"{name}: expected the shape of x {list(x.shape)}, got {list(tensor.shape)}"
+            )
     for name, tensor in {"coefs": coefs, "step": step, **like_x, **others}.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: is on {tensor.device}, x is on {x.device}")

@@ -1,11 +1,12 @@
 """Choose the implementation of the operators for each device. No other module does.
 
-Each operator registers its PyTorch reference for every device here. Fused implementations replace it where they are
-installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
+Each operator registers its PyTorch reference for every device here. Fused implementations replace
+it where they are installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays
+with the reference.
 
-`SAGE_FAST_OPS=reference` in the environment disables the fused implementations. `SAGE_FAST_OPS=triton` with
-`TRITON_INTERPRET=1` runs Triton's interpreter on the CPU: slow, for checks only, with the rounding of a GPU
-(kernels/common.py).
+`SAGE_FAST_OPS=reference` in the environment disables the fused implementations.
+`SAGE_FAST_OPS=triton` with `TRITON_INTERPRET=1` runs Triton's interpreter on the CPU: slow, for
+checks only, with the rounding of a GPU (kernels/common.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _serving: dict[str, str] = {}
 
 
 def implementation(device: torch.device) -> str:
-    """Name of the implementation on `device`: `C++`, `Triton`, `Triton interpreter` or `PyTorch reference`."""
+    """Name of the implementation on `device`: `C++`, `Triton`, `Triton interpreter` or `PyTorch
+    reference`."""
     return _serving.get(device.type, "PyTorch reference")
 
 
@@ -62,12 +64,16 @@ def _cpp(name: str) -> Operator:
     packet = getattr(torch.ops.sage_fast_cpu, name, None)
     operator: Operator = REFERENCES[name] if packet is None else packet.default
     if packet is None:
-        log.warning(f"the C++ operators are an older build, without {name}; the CPU runs its PyTorch reference")
+        log.warning(
+            f"the C++ operators are an older build, without {name}; the CPU runs its PyTorch "
+            "reference"
+        )
     return operator
 
 
 def _choose() -> dict[str, Callable[[str], Operator]]:
-    """Return device -> (operator name -> its fused implementation); record each device's in `_serving`."""
+    """Return device -> (operator name -> its fused implementation); record each device's in
+    `_serving`."""
     choice = os.environ.get("SAGE_FAST_OPS", "")
     if choice not in ("", "reference", "triton"):
         raise UserError(f"SAGE_FAST_OPS = {choice!r}: {nearest(choice, ('reference', 'triton'))}")
@@ -81,8 +87,8 @@ def _choose() -> dict[str, Callable[[str], Operator]]:
         return fused
     if problem := _load_extension(Path(__file__).parents[1]):
         log.warning(
-            f"the C++ operators {problem}; the CPU runs the slower PyTorch reference (reinstall where torch and a C++ "
-            "compiler are available)"
+            f"the C++ operators {problem}; the CPU runs the slower PyTorch reference (reinstall "
+            "where torch and a C++ compiler are available)"
         )
         return fused
     fused["cpu"], _serving["cpu"] = _cpp, "C++"
@@ -90,12 +96,14 @@ def _choose() -> dict[str, Callable[[str], Operator]]:
 
 
 def _load_extension(folder: Path) -> str | None:
-    """Load the newest build of the C++ operators in `folder` that can be loaded; return why there is none.
+    """Load the newest build of the C++ operators in `folder` that can be loaded; return why there
+    is none.
 
-    A build may be of another PyTorch, Python or processor, as on a disk that several machines share: it costs speed
-    alone.
+    A build may be of another PyTorch, Python or processor, as on a disk that several machines
+    share: it costs speed alone.
     """
-    builds = sorted(folder.glob("_C.*so"), key=lambda path: path.lstat().st_mtime, reverse=True)  # also a broken link
+    # also a broken link
+    builds = sorted(folder.glob("_C.*so"), key=lambda path: path.lstat().st_mtime, reverse=True)
     reasons = []
     for build in builds:
         try:
@@ -109,7 +117,8 @@ def _load_extension(folder: Path) -> str | None:
 
 
 def _check_whole(build: Path) -> None:
-    """Check that a library does not end before its table of sections: to load it would end the process by a signal.
+    """Check that a library does not end before its table of sections: to load it would end the
+    process by a signal.
 
     Raises:
         OSError: it does, as after a copy that was interrupted, or it cannot be read.
@@ -139,14 +148,15 @@ def register(
 ) -> None:
     """Define the operator of LIBRARY that `reference`, called `<operator>_reference`, specifies.
 
-    The reference gives its schema, runs for every device, and tells the shapes of meta and fake tensors. Fused
-    implementations replace it where they are installed.
+    The reference gives its schema, runs for every device, and tells the shapes of meta and fake
+    tensors. Fused implementations replace it where they are installed.
 
     Args:
         mutates: arguments that it writes to.
         cpp: whether the C++ extension has it; if not, the CPU runs the reference.
-        backward, setup_context: its first derivative, as `torch.library.register_autograd` takes them. Without, any
-            derivative raises; an operator that writes to an argument raises where that requires a gradient.
+        backward, setup_context: its first derivative, as `torch.library.register_autograd` takes
+            them. Without, any derivative raises; an operator that writes to an argument raises
+            where that requires a gradient.
     """
     name = reference.__name__.removesuffix("_reference")
     REFERENCES[name] = reference

@@ -1,10 +1,11 @@
-"""Rows beside their product with an adapter's A, in one pass, as they are, through GELU (tanh) or a gate:
+"""Rows beside their product with an adapter's A, in one pass, as they are, through GELU (tanh) or a
+gate:
 
     out = [h, h A^T]        h = x, gelu(x) or gate x
 
-models/lora/linear.py reads them with one matmul, [h, h A^T] [W, s B]^T. The backward is that of GELU between two layers
-with adapters, x = rows W'^T + (rows A'^T) s' B'^T and y = out [W, s B]^T. Both adapters need sums over rows that it
-holds anyway. From dh, dy s B and rows A'^T:
+models/lora/linear.py reads them with one matmul, [h, h A^T] [W, s B]^T. The backward is that of
+GELU between two layers with adapters, x = rows W'^T + (rows A'^T) s' B'^T and y = out [W, s B]^T.
+Both adapters need sums over rows that it holds anyway. From dh, dy s B and rows A'^T:
 
     dx = dh gelu'(x)         dA = (dy s B)^T gelu(x)         dB' = s' dx^T (rows A'^T)
 
@@ -20,7 +21,9 @@ from sage_fast.ops._common import compute_dtype
 from sage_fast.ops._dispatch import register
 
 
-def adapter_rows_reference(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
+def adapter_rows_reference(
+    x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None
+) -> Tensor:
     """Specification: x `[B, S, d]`, A `[r, d]`, gate `[B, d]` -> `[B, S, d + r]` in the dtype of x.
 
     The product is of h as stored.

@@ -2,9 +2,9 @@
 
     sum = x + gate y          out = norm_modulate(sum, scale, shift)
 
-The sum is rounded to its storage dtype before it is normalised. The backward is one pass too: dx is the gradient of out
-through the norm plus the gradient of sum, and dy = gate dx. Autograd saves sum, gate and scale, and y if scale, shift
-or gate is trained.
+The sum is rounded to its storage dtype before it is normalised. The backward is one pass too: dx is
+the gradient of out through the norm plus the gradient of sum, and dy = gate dx. Autograd saves sum,
+gate and scale, and y if scale, shift or gate is trained.
 """
 
 from __future__ import annotations
@@ -17,13 +17,24 @@ from torch import Tensor
 
 from sage_fast.ops._common import compute_dtype
 from sage_fast.ops._dispatch import register
-from sage_fast.ops.norm_modulate import check_rows, norm_modulate_backward_reference, norm_modulate_reference
+from sage_fast.ops.norm_modulate import (
+    check_rows,
+    norm_modulate_backward_reference,
+    norm_modulate_reference,
+)
 
 
 def gated_norm(
-    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, pad: int = 0
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float = 1e-6,
+    pad: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Add a branch of a transformer block to the residual stream, and apply AdaLN for the next branch.
+    """Add a branch of a transformer block to the residual stream, and apply AdaLN for the next
+    branch.
 
     Args:
         x: `[B, S, d]` residual stream, float32, bfloat16 or float16.
@@ -33,7 +44,8 @@ def gated_norm(
         pad: uninitialised columns to add on the right of each row of the second result.
 
     Returns:
-        `[B, S, d]` and `[B, S, d + pad]` in the dtype of x, computed in float32. Differentiable in every tensor.
+        `[B, S, d]` and `[B, S, d + pad]` in the dtype of x, computed in float32. Differentiable in
+        every tensor.
 
     Raises:
         ValueError: a shape, dtype or device does not fit, or `pad` is below 0.
@@ -65,9 +77,16 @@ def gated_norm_reference(
 
 
 def gated_norm_backward_reference(
-    grad_sum: Tensor, grad: Tensor, total: Tensor, gate: Tensor, scale: Tensor, y: Tensor | None, eps: float
+    grad_sum: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    y: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in x and y, and float32 `[B, d]` gradients in gate, scale and shift, which are empty without `y`.
+    """Gradients in x and y, and float32 `[B, d]` gradients in gate, scale and shift, which are
+    empty without `y`.
 
     grad is `[B, S, d + pad]`; its padding is not read.
     """
@@ -93,11 +112,21 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_sum: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
     total, gate, scale, *kept = ctx.saved_tensors
     y = kept[0] if kept else None
-    dx, dy, *modulation = torch.ops.sage_fast.gated_norm_backward(grad_sum, grad, total, gate, scale, y, ctx.eps)
+    dx, dy, *modulation = torch.ops.sage_fast.gated_norm_backward(
+        grad_sum, grad, total, gate, scale, y, ctx.eps
+    )
     if y is None:
         return dx, dy, None, None, None, None, None
     dgate, dscale, dshift = modulation
-    return dx, dy, dgate.to(gate.dtype), dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None, None
+    return (
+        dx,
+        dy,
+        dgate.to(gate.dtype),
+        dscale.to(scale.dtype),
+        dshift.to(ctx.shift_dtype),
+        None,
+        None,
+    )
 
 
 register(gated_norm_reference, backward=_backward, setup_context=_setup_context)

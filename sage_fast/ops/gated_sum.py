@@ -1,7 +1,8 @@
-"""Gated residual, x + gate y, in one pass; the backward writes dy = gate grad and sums grad y for the gate in another.
+"""Gated residual, x + gate y, in one pass; the backward writes dy = gate grad and sums grad y for
+the gate in another.
 
-There is no C++: the CPU runs the reference, whose parts are PyTorch's own kernels. On a GPU these move one element a
-thread where the gate is broadcast.
+There is no C++: the CPU runs the reference, whose parts are PyTorch's own kernels. On a GPU these
+move one element a thread where the gate is broadcast.
 """
 
 from __future__ import annotations
@@ -39,10 +40,17 @@ def gated_sum_reference(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     return torch.addcmul(x, gate[:, None], y).to(x.dtype).contiguous()
 
 
-def gated_sum_backward_reference(grad: Tensor, gate: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradient in y, and float32 `[B, d]` gradient in the gate, which is empty without `y`. That in x is grad."""
+def gated_sum_backward_reference(
+    grad: Tensor, gate: Tensor, y: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradient in y, and float32 `[B, d]` gradient in the gate, which is empty without `y`.
+
+    That in x is grad.
+    """
     dtype = compute_dtype(grad)
-    dgate = grad.new_empty(0, grad.shape[2], dtype=dtype) if y is None else (grad.to(dtype) * y).sum(1)
+    dgate = (
+        grad.new_empty(0, grad.shape[2], dtype=dtype) if y is None else (grad.to(dtype) * y).sum(1)
+    )
     return (gate[:, None] * grad).to(grad.dtype).contiguous(), dgate
 
 

@@ -2,10 +2,11 @@
 
     out = (x - mean(x)) / sqrt(var(x) + eps) (1 + scale) + shift
 
-Autograd saves only x and scale; the backward reads each row anyway and normalises it again. The gradients of scale and
-shift are sums over all tokens, and are skipped where both are frozen. `pad` leaves columns on the right of each row
-for models/lora/linear.py, and `pad_rows` leaves rows below each sample for the text that ops/norm_rotate.py joins. In a
-residual branch, the same pass adds the gradients of the branch and of x.
+Autograd saves only x and scale; the backward reads each row anyway and normalises it again. The
+gradients of scale and shift are sums over all tokens, and are skipped where both are frozen. `pad`
+leaves columns on the right of each row for models/lora/linear.py, and `pad_rows` leaves rows below
+each sample for the text that ops/norm_rotate.py joins. In a residual branch, the same pass adds the
+gradients of the branch and of x.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def norm_modulate(
         pad_rows: zero rows to add below those of each sample; their padding is zero too.
 
     Returns:
-        `[B, S + pad_rows, d + pad]` in the dtype of x, computed in float32. Differentiable in x, scale and shift.
+        `[B, S + pad_rows, d + pad]` in the dtype of x, computed in float32. Differentiable in x,
+        scale and shift.
 
     Raises:
         ValueError: a shape or device does not fit, or `pad` or `pad_rows` is below 0.
@@ -47,8 +49,8 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return x itself, for the residual stream, and `norm_modulate` of it.
 
-    The backward adds both gradients in the norm's own pass, which saves a separate one. Arguments and errors are those
-    of `norm_modulate`.
+    The backward adds both gradients in the norm's own pass, which saves a separate one. Arguments
+    and errors are those of `norm_modulate`.
     """
     check_rows(x, {"scale": scale, "shift": shift}, pad=pad, pad_rows=pad_rows)
     return _Residual.apply(x, scale, shift, eps, pad, pad_rows)
@@ -58,7 +60,8 @@ def check_rows(x: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
     """Check x, the vectors of its samples, and the counts of extra rows and columns.
 
     Raises:
-        ValueError: x is not `[B, S, d]`, one of `vectors` is not `[B, d]` on its device, or a count is below 0.
+        ValueError: x is not `[B, S, d]`, one of `vectors` is not `[B, d]` on its device, or a count
+            is below 0.
     """
     if min(further.values(), default=0) < 0:  # the kernels would write outside the result
         raise ValueError(f"expected at least 0, got {further}")
@@ -66,7 +69,9 @@ def check_rows(x: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
         raise ValueError(f"x: expected [B, S, d], got {list(x.shape)}")
     for name, tensor in vectors.items():
         if tensor.shape != (x.shape[0], x.shape[2]):
-            raise ValueError(f"{name}: expected {[x.shape[0], x.shape[2]]}, got {list(tensor.shape)}")
+            raise ValueError(
+                f"{name}: expected {[x.shape[0], x.shape[2]]}, got {list(tensor.shape)}"
+            )
         if tensor.device != x.device:
             raise ValueError(f"{name}: is on {tensor.device}, x is on {x.device}")
 
@@ -84,23 +89,35 @@ def norm_modulate_reference(
     """Specification in plain PyTorch; autograd can differentiate it. Fills the padding with 0."""
     dtype = compute_dtype(x)
     normed, _ = _normalize(x.to(dtype), eps)
-    out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype).contiguous()
+    out = (
+        (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None])
+        .to(x.dtype)
+        .contiguous()
+    )
     return F.pad(out, (0, pad, 0, pad_rows)) if pad or pad_rows else out
 
 
 def norm_modulate_backward_reference(
-    grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool, residual: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    eps: float,
+    modulation: bool,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient in x, and float32 `[B, d]` gradients in scale and shift, which are empty unless `modulation`.
+    """Gradient in x, and float32 `[B, d]` gradients in scale and shift, which are empty unless
+    `modulation`.
 
-    grad is `[B, S + pad_rows, d + pad]`; its padding is not read. `residual` `[B, S, d]` is added to the
-    gradient in x.
+    grad is `[B, S + pad_rows, d + pad]`; its padding is not read. `residual` `[B, S, d]` is added
+    to the gradient in x.
     """
     dtype = compute_dtype(x)
     normed, rstd = _normalize(x.to(dtype), eps)
     grad = grad[:, : x.shape[1], : x.shape[2]].to(dtype)
     inner = grad * (1 + scale.to(dtype)[:, None])
-    dx = rstd * (inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True))
+    dx = rstd * (
+        inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True)
+    )
     if residual is not None:
         dx = dx + residual.to(dtype)
     rows = len(x) if modulation else 0
@@ -125,11 +142,17 @@ class _Residual(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, residual: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, residual: Tensor | None, grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if grad is None:
             return residual, None, None, None, None, None
         x, scale = ctx.saved_tensors
         modulation = any(ctx.needs_input_grad[1:3])
-        dx, dscale, dshift = torch.ops.sage_fast.norm_modulate_backward(grad, x, scale, ctx.eps, modulation, residual)
-        trained = (dscale.to(scale.dtype), dshift.to(ctx.shift_dtype)) if modulation else (None, None)
+        dx, dscale, dshift = torch.ops.sage_fast.norm_modulate_backward(
+            grad, x, scale, ctx.eps, modulation, residual
+        )
+        trained = (
+            (dscale.to(scale.dtype), dshift.to(ctx.shift_dtype)) if modulation else (None, None)
+        )
         return dx, *trained, None, None, None

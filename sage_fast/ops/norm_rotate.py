@@ -1,12 +1,13 @@
 """RMSNorm of every head of queries and keys, and rotary embedding of the video tokens, in one pass:
 
-    y = x / sqrt(mean(x^2) + eps) weight        the result for text tokens; video tokens, which come first, rotate it:
+    y = x / sqrt(mean(x^2) + eps) weight        the result for text tokens; video tokens,
+                                                which come first, rotate it:
     (a, b) -> (a cos - b sin, a sin + b cos)    for each pair of neighbouring channels of y
 
-This replaces four norms, two rotations and two concatenations. One tensor holds the queries, keys and values of both
-streams: the projection of the video tokens leaves rows for the text. So attention reads the values where the projection
-wrote them, and all three gradients form one tensor, which the projection's backward reads whole. Autograd saves only
-the inputs.
+This replaces four norms, two rotations and two concatenations. One tensor holds the queries, keys
+and values of both streams: the projection of the video tokens leaves rows for the text. So
+attention reads the values where the projection wrote them, and all three gradients form one tensor,
+which the projection's backward reads whole. Autograd saves only the inputs.
 """
 
 from __future__ import annotations
@@ -34,36 +35,51 @@ def norm_rotate(
     """Return the queries, keys and values of joint attention.
 
     Args:
-        joint: `[B, N + L, 3, H, D]` queries, keys and values of N video tokens, float32, bfloat16 or float16; D even.
-            `text` overwrites the last L rows of each sample.
+        joint: `[B, N + L, 3, H, D]` queries, keys and values of N video tokens, float32, bfloat16
+            or float16; D even. `text` overwrites the last L rows of each sample.
         text: `[B, L, 3, H, D]`, in the dtype of joint.
-        video_query, text_query, video_key, text_key: `[D]` weights of the norms, float32 or the dtype of joint.
+        video_query, text_query, video_key, text_key: `[D]` weights of the norms, float32 or the
+            dtype of joint.
         rotary: float32 `[N, D / 2, 2]`, (cos, sin) of each pair of channels.
         eps: added to the mean square.
 
     Returns:
-        Queries, keys and values `[B, N + L, H, D]` in the dtype of joint, computed in float32. The values are a view
-        of joint. Differentiable in all but rotary.
+        Queries, keys and values `[B, N + L, H, D]` in the dtype of joint, computed in float32. The
+        values are a view of joint. Differentiable in all but rotary.
 
     Raises:
         ValueError: a shape, dtype or device does not fit.
     """
     if joint.ndim != 5 or joint.shape[2] != 3 or joint.shape[4] % 2:
-        raise ValueError(f"joint: expected [B, N + L, 3, H, D] with an even D, got {list(joint.shape)}")
+        raise ValueError(
+            f"joint: expected [B, N + L, 3, H, D] with an even D, got {list(joint.shape)}"
+        )
     batch, tokens, _, heads, width = joint.shape
     shape = (batch, tokens - len(rotary), 3, heads, width)
     if text.shape != shape or text.dtype != joint.dtype:
-        raise ValueError(f"text: expected {joint.dtype} {list(shape)}, got {text.dtype} {list(text.shape)}")
-    weights = {"video_query": video_query, "text_query": text_query, "video_key": video_key, "text_key": text_key}
+        raise ValueError(
+            f"text: expected {joint.dtype} {list(shape)}, got {text.dtype} {list(text.shape)}"
+        )
+    weights = {
+        "video_query": video_query,
+        "text_query": text_query,
+        "video_key": video_key,
+        "text_key": text_key,
+    }
     for name, weight in weights.items():
         if weight.shape != (width,):
             raise ValueError(f"{name}: expected [{width}], got {list(weight.shape)}")
     if rotary.shape[1:] != (width // 2, 2) or rotary.dtype != torch.float32:
-        raise ValueError(f"rotary: expected float32 [N, {width // 2}, 2], got {rotary.dtype} {list(rotary.shape)}")
+        raise ValueError(
+            f"rotary: expected float32 [N, {width // 2}, 2], got {rotary.dtype} "
+            f"{list(rotary.shape)}"
+        )
     for name, tensor in {"text": text, **weights, "rotary": rotary}.items():
         if tensor.device != joint.device:
             raise ValueError(f"{name}: is on {tensor.device}, joint is on {joint.device}")
-    return _JointNormRotate.apply(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
+    return _JointNormRotate.apply(
+        joint, text, video_query, text_query, video_key, text_key, rotary, eps
+    )
 
 
 class _JointNormRotate(torch.autograd.Function):
@@ -81,13 +97,18 @@ class _JointNormRotate(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: with checkpointing reading them triggers the recomputation
+        # read once: with checkpointing reading them triggers the recomputation
+        saved = ctx.saved_tensors
         weights = any(ctx.needs_input_grad[2:6])
-        d_joint, d_weights = torch.ops.sage_fast.norm_rotate_backward(*grads, *saved, ctx.eps, weights)
+        d_joint, d_weights = torch.ops.sage_fast.norm_rotate_backward(
+            *grads, *saved, ctx.eps, weights
+        )
         text_rows = d_joint[:, len(saved[-1]) :]
         d_text = text_rows.clone()
         text_rows.zero_()  # the text replaced what the video projection wrote there
-        weight_grads = [row.to(w.dtype) for row, w in zip(d_weights, saved[1:5])] if weights else [None] * 4
+        weight_grads = (
+            [row.to(w.dtype) for row, w in zip(d_weights, saved[1:5])] if weights else [None] * 4
+        )
         return d_joint, d_text, *weight_grads, None, None
 
 
@@ -110,14 +131,17 @@ def norm_rotate_reference(
     rotary: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Specification in plain PyTorch; autograd can differentiate it. joint already holds the text."""
+    """Specification in plain PyTorch; autograd can differentiate it. joint already holds the
+    text."""
     dtype = compute_dtype(joint)
 
     def normed(x: Tensor, video_weight: Tensor, text_weight: Tensor) -> Tensor:
         x = x.to(dtype)
         x = x * _rstd(x, eps)
         video = _rotated(x[:, : len(rotary)] * video_weight.to(dtype), rotary)
-        return torch.cat([video, x[:, len(rotary) :] * text_weight.to(dtype)], dim=1).to(joint.dtype)
+        return torch.cat([video, x[:, len(rotary) :] * text_weight.to(dtype)], dim=1).to(
+            joint.dtype
+        )
 
     query, key, _ = joint.unbind(2)
     return normed(query, video_query, text_query), normed(key, video_key, text_key)
@@ -136,19 +160,29 @@ def norm_rotate_backward_reference(
     eps: float,
     weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients in joint, and float32 `[4, D]` in the weights in their order; `[0, D]` unless `weights`."""
+    """Gradients in joint, and float32 `[4, D]` in the weights in their order; `[0, D]` unless
+    `weights`."""
     dtype, tokens = compute_dtype(joint), len(rotary)
     inverse = torch.stack([rotary[..., 0], -rotary[..., 1]], dim=-1)
     query, key, _ = joint.unbind(2)
     parts, weight_grads = [], []
-    for x, grad, pair in ((query, grad_query, (video_query, text_query)), (key, grad_key, (video_key, text_key))):
+    for x, grad, pair in (
+        (query, grad_query, (video_query, text_query)),
+        (key, grad_key, (video_key, text_key)),
+    ):
         x, grad = x.to(dtype), grad.to(dtype)
         grad = torch.cat([_rotated(grad[:, :tokens], inverse), grad[:, tokens:]], dim=1)
         rstd = _rstd(x, eps)
         normed = x * rstd
-        inner = torch.cat([g * w.to(dtype) for g, w in zip((grad[:, :tokens], grad[:, tokens:]), pair)], dim=1)
-        parts.append((rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))).to(joint.dtype))
-        weight_grads += [(grad * normed)[:, rows].sum((0, 1, 2)) for rows in (slice(tokens), slice(tokens, None))]
+        inner = torch.cat(
+            [g * w.to(dtype) for g, w in zip((grad[:, :tokens], grad[:, tokens:]), pair)], dim=1
+        )
+        parts.append(
+            (rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))).to(joint.dtype)
+        )
+        weight_grads += [
+            (grad * normed)[:, rows].sum((0, 1, 2)) for rows in (slice(tokens), slice(tokens, None))
+        ]
     d_joint = torch.stack([*parts, grad_value.to(joint.dtype)], dim=2)
     return d_joint, torch.stack(weight_grads)[: 4 if weights else 0]
 

@@ -1,17 +1,19 @@
 """The random-number specification: Philox4x32-10 (Salmon et al., SC'11) and Box-Muller.
 
-Every implementation that draws noise (this reference, csrc/, kernels/) follows it. So a seed gives the same noise on
-every device, in every batch, and in every replay of a CUDA graph.
+Every implementation that draws noise (this reference, csrc/, kernels/) follows it. So a seed gives
+the same noise on every device, in every batch, and in every replay of a CUDA graph.
 
     key      (seed & 0xffffffff, seed >> 32)                 one 64-bit seed per sample
-    counter  (block & 0xffffffff, block >> 32, step, stream) block = i // 4 for element i of the sample, C order
+    counter  (block & 0xffffffff, block >> 32, step, stream) block = i // 4 for element i of the
+                                                             sample, C order
     output   four 32-bit words w0..w3
-    uniform  u_j = (w_j >> 8) 2^-24 + 2^-25                  in (0, 1], products exact and the sum rounded in float32
+    uniform  u_j = (w_j >> 8) 2^-24 + 2^-25                  in (0, 1], products exact and the sum
+                                                             rounded in float32
     normal   element 4 block + 0: sqrt(-2 ln u0) cos(2 pi u1)     + 1: sqrt(-2 ln u0) sin(2 pi u1)
              element 4 block + 2: sqrt(-2 ln u2) cos(2 pi u3)     + 3: sqrt(-2 ln u2) sin(2 pi u3)
 
-`stream` separates the uses of one seed: 0 for transition noise, 1 for initial latents, 2 for noising final samples
-again.
+`stream` separates the uses of one seed: 0 for transition noise, 1 for initial latents, 2 for
+noising final samples again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
-    """Run ten rounds of Philox4x32 on int64 tensors that hold 32-bit words; return four such tensors."""
+    """Run ten rounds of Philox4x32 on int64 tensors that hold 32-bit words; return four such
+    tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -1,19 +1,23 @@
-"""Score a stored transition under the current policy: log-prob and both KLs, differentiable in both velocities.
+"""Score a stored transition under the current policy: log-prob and both KLs, differentiable in both
+velocities.
 
     v           = v_uncond + g (v_cond - v_uncond)   if v_uncond is given, else v
     logp        = w mean((x_next - a x - b v)^2) + k
-    kl_anchor   = m mean((v - v_anchor)^2)           position term of the dual KL (Eq. 13), 0 without v_anchor
-    kl_old      = m mean((v - v_old)^2)              velocity term in closed form (Eq. 12), 0 without v_old
+    kl_anchor   = m mean((v - v_anchor)^2)           position term of the dual KL (Eq. 13),
+                                                     0 without v_anchor
+    kl_old      = m mean((v - v_old)^2)              velocity term in closed form (Eq. 12),
+                                                     0 without v_old
     error_plus  = mean |x_next - a x - b v+|         v+ = (1-beta) v_old + beta v, 0 without beta
     error_minus = mean |x_next - a x - b v-|         v- = (1+beta) v_old - beta v, 0 without beta
 
     dv = 2/D [ -g_logp w b (x_next - a x - b v) + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
     dv_cond = g dv, dv_uncond = (1 - g) dv
 
-D is the number of elements per sample. The errors weigh the branches of DiffusionNFT and have no gradient. Forward and
-backward each read every input once; the backward writes each gradient once. No intermediate of latent size is stored.
-Bytes per element with fp32 x and x_next and bf16 velocities, with v_anchor and without v_old: forward 12, backward 14.
-With guidance, whose v_anchor is fp32: forward 16, backward 20.
+D is the number of elements per sample. The errors weigh the branches of DiffusionNFT and have no
+gradient. Forward and backward each read every input once; the backward writes each gradient once.
+No intermediate of latent size is stored. Bytes per element with fp32 x and x_next and bf16
+velocities, with v_anchor and without v_old: forward 12, backward 14. With guidance, whose v_anchor
+is fp32: forward 16, backward 20.
 """
 
 from __future__ import annotations
@@ -40,33 +44,39 @@ def transition_score(
     v_uncond: Tensor | None = None,
     guidance: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the log-prob of `x_next` given `x`, the KLs to the anchor and to the rollout policy, and two mean errors.
+    """Return the log-prob of `x_next` given `x`, the KLs to the anchor and to the rollout policy,
+    and two mean errors.
 
     Args:
         x: `[B, ...]` latents before the transition, float32 or bfloat16.
         x_next: `[B, ...]` latents after the transition, in the dtype of x.
-        v: `[B, ...]` velocity of the trained policy (conditional if `v_uncond` is given), float32, bfloat16 or float16.
+        v: `[B, ...]` velocity of the trained policy (conditional if `v_uncond` is given), float32,
+            bfloat16 or float16.
         coefs: float32 `[T, 6]` from `TransitionTable.coefficients`.
         step: int64 `[]` or `[B]`; a training batch may mix steps.
         v_anchor: `[B, ...]` velocity of the anchor, guidance included, or None.
-        v_old: `[B, ...]` velocity of the rollout policy, guidance included, or None, which stands for v in the errors.
-        beta: weight of v in DiffusionNFT's positive and negative predictions, or None if their errors are not needed.
+        v_old: `[B, ...]` velocity of the rollout policy, guidance included, or None, which stands
+            for v in the errors.
+        beta: weight of v in DiffusionNFT's positive and negative predictions, or None if their
+            errors are not needed.
         v_uncond: `[B, ...]` unconditional velocity for classifier-free guidance.
         guidance: the guidance scale; required with `v_uncond`.
 
     Returns:
-        logp, kl_anchor, kl_old, error_plus, error_minus, each float32 `[B]`; the first three are 0 at steps with c = 0.
-        Differentiable in v and v_uncond; the errors have no gradient.
+        logp, kl_anchor, kl_old, error_plus, error_minus, each float32 `[B]`; the first three are 0
+        at steps with c = 0. Differentiable in v and v_uncond; the errors have no gradient.
 
     Raises:
-        ValueError: the shape, dtype or device of a tensor does not fit, or only one of `v_uncond` and `guidance` is
-            given.
+        ValueError: the shape, dtype or device of a tensor does not fit, or only one of `v_uncond`
+            and `guidance` is given.
     """
     velocities = {"v": v, "v_uncond": v_uncond, "v_anchor": v_anchor, "v_old": v_old}
     check(x, coefs, step, guidance, {"x_next": x_next, **velocities})
     if x_next.dtype != x.dtype:
         raise ValueError(f"x_next: expected the dtype of x {x.dtype}, got {x_next.dtype}")
-    return torch.ops.sage_fast.transition_score(x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step, beta)
+    return torch.ops.sage_fast.transition_score(
+        x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step, beta
+    )
 
 
 def transition_score_reference(
@@ -88,7 +98,9 @@ def transition_score_reference(
     residual = x_next.to(dtype) - per_sample(coef.a, x) * x.to(dtype) - per_sample(coef.b, x) * v
     logp = coef.w * sample_mean(residual.square()) + coef.k
     kl_anchor, kl_old = (
-        torch.zeros_like(coef.m) if other is None else coef.m * sample_mean((v - other.to(dtype)).square())
+        torch.zeros_like(coef.m)
+        if other is None
+        else coef.m * sample_mean((v - other.to(dtype)).square())
         for other in (v_anchor, v_old)
     )
     error_plus, error_minus = torch.zeros_like(logp), torch.zeros_like(logp)
@@ -113,7 +125,8 @@ def transition_score_backward_reference(
     coefs: Tensor,
     step: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients in v and v_uncond, in plain PyTorch; the second is empty (`[0]`) without guidance."""
+    """Gradients in v and v_uncond, in plain PyTorch; the second is empty (`[0]`) without
+    guidance."""
     dtype = compute_dtype(x)
     coef = row(coefs, step, x)
     scale = 2 / sample_numel(x)
@@ -125,7 +138,9 @@ def transition_score_backward_reference(
             dv = dv + per_sample(scale * grad * coef.m, x) * (v32 - other.to(dtype))
     if v_uncond is None or guidance is None:
         return dv.to(v.dtype).contiguous(), v.new_empty(0)
-    return (guidance * dv).to(v.dtype).contiguous(), ((1 - guidance) * dv).to(v_uncond.dtype).contiguous()
+    return (guidance * dv).to(v.dtype).contiguous(), ((1 - guidance) * dv).to(
+        v_uncond.dtype
+    ).contiguous()
 
 
 register(transition_score_backward_reference)

@@ -1,4 +1,5 @@
-"""Engines: the optimizer side of training, on one process, replicated over ranks, or sharded by DeepSpeed or FSDP2."""
+"""Engines: the optimizer side of training, on one process, replicated over ranks, or sharded by
+DeepSpeed or FSDP2."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ NODE = 8
 
 
 def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = True) -> Engine:
-    """Build the engine that `train.engine` names; its module is imported here, since it may need DeepSpeed."""
-    engine: Engine = pkgutil.resolve_name(ENGINES[config.engine].build)(policy, config, ema_warms_up=ema_warms_up)
+    """Build the engine that `train.engine` names; its module is imported here, since it may need
+    DeepSpeed."""
+    engine: Engine = pkgutil.resolve_name(ENGINES[config.engine].build)(
+        policy, config, ema_warms_up=ema_warms_up
+    )
     return engine
 
 
 def ranks_that_shard(config: TrainConfig, ranks: int) -> int:
-    """Return how many of the `ranks` share one copy of what is sharded: with `train.hybrid_shard`, those of a node."""
+    """Return how many of the `ranks` share one copy of what is sharded: with `train.hybrid_shard`,
+    those of a node."""
     node = launched("LOCAL_WORLD_SIZE", NODE)
     hybrid = ENGINES[config.engine].gathers and config.hybrid_shard
     return node if hybrid and 1 < node < ranks and ranks % node == 0 else ranks

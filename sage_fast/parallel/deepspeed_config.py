@@ -14,9 +14,10 @@ BUCKET = 100_000_000
 def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False) -> dict[str, Any]:
     """Build DeepSpeed's configuration.
 
-    In bfloat16, forwards run on bfloat16 weights. The master, the sums of gradients and what crosses ranks of them stay
-    float32; DeepSpeed's defaults are bfloat16. Gradient accumulation is off: each loss is already scaled to its share
-    of the mean, and the engine decides when to call `step`.
+    In bfloat16, forwards run on bfloat16 weights. The master, the sums of gradients and what
+    crosses ranks of them stay float32; DeepSpeed's defaults are bfloat16. Gradient accumulation is
+    off: each loss is already scaled to its share of the mean, and the engine decides when to call
+    `step`.
 
     Args:
         trained: number of trained elements.

@@ -1,4 +1,5 @@
-"""EMA: the exponential moving average of the trained weights, for evaluation and export or as the rollout policy."""
+"""EMA: the exponential moving average of the trained weights, for evaluation and export or as the
+rollout policy."""
 
 import torch
 
@@ -7,10 +8,11 @@ from sage_fast.models.policy import State
 
 
 def ema_decay(config: TrainConfig, updates: int, *, warms_up: bool) -> float:
-    """Return the decay with which the averaged weights take in update number `updates`, counted from 1.
+    """Return the decay with which the averaged weights take in update number `updates`, counted
+    from 1.
 
-    With a warm-up it rises as (1 + t) / (10 + t), as for the exported average in the code of DiffusionNFT and
-    Flow-GRPO, so that the average soon forgets the weights at the start.
+    With a warm-up it rises as (1 + t) / (10 + t), as for the exported average in the code of
+    DiffusionNFT and Flow-GRPO, so that the average soon forgets the weights at the start.
     """
     return min(config.ema_decay, (1 + updates) / (10 + updates)) if warms_up else config.ema_decay
 

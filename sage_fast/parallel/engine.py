@@ -16,9 +16,11 @@ OptimizerState = Mapping[str, Mapping[str, Any]]
 
 
 class Engine(Protocol):
-    """The optimizer side of training: backward, reduction, step, averaged weights. run/checkpoint.py saves it.
+    """The optimizer side of training: backward, reduction, step, averaged weights.
+    run/checkpoint.py saves it.
 
-    Every method is collective. An engine is built with (policy, settings of training, ema_warms_up).
+    Every method is collective. An engine is built with (policy, settings of training,
+    ema_warms_up).
 
     Attributes:
         config: settings of training.
@@ -26,7 +28,8 @@ class Engine(Protocol):
         parameters: the trainable parameters.
         optimized: weight -> what the optimizer updates: the weight, or this rank's part of it.
         steps: optimizer steps so far.
-        learning_rate: of the next update, and after it of the latest one; the trainer sets it before each update.
+        learning_rate: of the next update, and after it of the latest one; the trainer sets it
+            before each update.
         ema: averaged weights, in the form of `policy.snapshot`; None if `train.ema_decay` is 0.
     """
 
@@ -57,14 +60,16 @@ class Engine(Protocol):
         """Use the averaged weights within the block; a no-op without an EMA."""
 
     def remember(self) -> bool:
-        """Copy the state to host memory for `rewind`; return False if it needs more than half of the free memory."""
+        """Copy the state to host memory for `rewind`; return False if it needs more than half of
+        the free memory."""
 
     def rewind(self) -> None:
         """Restore the state saved by `remember`."""
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """The optimizer's state for what it updates on this rank; nothing for a weight that has had no gradient."""
+        """The optimizer's state for what it updates on this rank; nothing for a weight that has had
+        no gradient."""
 
     def restore(self, weights: State, optimizer_state: OptimizerState, steps: int) -> None:
         """Go on from optimizer step `steps`, with weights as of `policy.snapshot`."""

@@ -1,7 +1,8 @@
-"""Memory that an engine holds per rank: weights, gradients, optimizer state and snapshots, but no activations.
+"""Memory that an engine holds per rank: weights, gradients, optimizer state and snapshots, but no
+activations.
 
-In bytes, with n trained and f frozen elements, a bytes per element of the activations, b per frozen element, and N
-ranks that share a copy:
+In bytes, with n trained and f frozen elements, a bytes per element of the activations, b per frozen
+element, and N ranks that share a copy:
 
               weights            gradients       master    moments   anchor, EMA (each)
     plain     4 n + b f          4 n             -         8 n       4 n
@@ -9,10 +10,11 @@ ranks that share a copy:
     zero2     a n + b f          4 n / N         4 n / N   8 n / N   4 n / N
     zero3     (4 n + b f) / N    4 n / N         -         8 n / N   4 n / N
 
-Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. zero1 and zero2 keep a float32 copy of the weights
-(DeepSpeed's master), which is updated and copied back, and a bucket of gradients in flight, with copies of it while it
-is reduced. In bfloat16, zero1 also keeps the gradients of one backward, 2 n, until they are added in float32. With
-zero3 what is outside the sharded units stays whole, its state too (2 % of HunyuanVideo 1.5), and a block is in flight.
+Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. zero1 and zero2 keep a float32
+copy of the weights (DeepSpeed's master), which is updated and copied back, and a bucket of
+gradients in flight, with copies of it while it is reduced. In bfloat16, zero1 also keeps the
+gradients of one backward, 2 n, until they are added in float32. With zero3 what is outside the
+sharded units stays whole, its state too (2 % of HunyuanVideo 1.5), and a block is in flight.
 tests/test_engine_deepspeed.py and tests/test_engine_fsdp.py compare the sums with the live tensors.
 """
 
@@ -41,7 +43,8 @@ class EngineMemory:
         optimizer_state: moments.
         anchor_and_averages: snapshots of the trained weights.
         master_weights: DeepSpeed's float32 copy, which is updated.
-        gradients_in_flight: those of one backward, or buckets of them and copies while they are reduced.
+        gradients_in_flight: those of one backward, or buckets of them and copies while they are
+            reduced.
         block_in_flight: gathered weights of a block and their gradients.
         autocast_copies: 16-bit copies of float32 weights.
     """
@@ -69,7 +72,9 @@ class EngineMemory:
         return {name.replace("_", " "): size for name, size in vars(self).items() if size}
 
     def __add__(self, other: EngineMemory) -> EngineMemory:
-        return EngineMemory(**{name: size + getattr(other, name) for name, size in vars(self).items()})
+        return EngineMemory(
+            **{name: size + getattr(other, name) for name, size in vars(self).items()}
+        )
 
 
 def engine_memory(
@@ -89,11 +94,16 @@ def engine_memory(
     snapshots = int(strategy.anchor is not None) + int(train.ema_decay > 0)
 
     def held(parameters: Mapping[str, Tensor], share: float) -> EngineMemory:
-        """Return the memory for these parameters; each rank holds a `share` of what the engine shards."""
+        """Return the memory for these parameters; each rank holds a `share` of what the engine
+        shards."""
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         n, by_muon = sum(p.numel() for p in trained.values()), OPTIMIZERS[train.optimizer]
-        moments = sum((1 if by_muon and policy.is_muon(k, p) else 2) * p.numel() for k, p in trained.items())
-        of_weights, of_gradients = (share if part in row.shards else 1.0 for part in ("weights", "gradients"))
+        moments = sum(
+            (1 if by_muon and policy.is_muon(k, p) else 2) * p.numel() for k, p in trained.items()
+        )
+        of_weights, of_gradients = (
+            share if part in row.shards else 1.0 for part in ("weights", "gradients")
+        )
         return EngineMemory(
             frozen_weights=of_weights * width * (sum(p.numel() for p in parameters.values()) - n),
             trained_weights=of_weights * stored * n,
@@ -104,14 +114,18 @@ def engine_memory(
         )
 
     weights = dict(policy.named_parameters())
-    in_units = {id(p) for units in policy.sharded_units() for unit in units for p in unit.parameters()}
+    in_units = {
+        id(p) for units in policy.sharded_units() for unit in units for p in unit.parameters()
+    }
     whole = {name: p for name, p in weights.items() if row.gathers and id(p) not in in_units}
     share = 1 / ranks_that_shard(train, ranks) if row.shards else 1.0
     sharded = held({name: p for name, p in weights.items() if name not in whole}, share)
     memory = held(whole, 1.0) + sharded
     if row.keeps_master:
         trained = [p for name, p in policy.parameters().items() if name not in whole]
-        memory = dataclasses.replace(memory, gradients_in_flight=_gradients_in_flight(trained, train, stored))
+        memory = dataclasses.replace(
+            memory, gradients_in_flight=_gradients_in_flight(trained, train, stored)
+        )
     if row.gathers:
         block = _block_in_flight(policy.sharded_units()[-1][0], model.element_bytes)
         memory = dataclasses.replace(memory, block_in_flight=block)
@@ -122,9 +136,11 @@ def engine_memory(
 
 
 def _gradients_in_flight(trained: Sequence[Tensor], train: TrainConfig, width: int) -> float:
-    """Return the bytes of gradients in flight in DeepSpeed, of `width` bytes an element, beside their float32 sums."""
+    """Return the bytes of gradients in flight in DeepSpeed, of `width` bytes an element, beside
+    their float32 sums."""
     n = sum(p.numel() for p in trained)
-    if width < 4 and "gradients" not in ENGINES[train.engine].shards:  # the sums are reduced, in place
+    # the sums are reduced, in place
+    if width < 4 and "gradients" not in ENGINES[train.engine].shards:
         return float(width * n)
     zero = deepspeed_settings(train, n)["zero_optimization"]
     bucket, buckets = zero["reduce_bucket_size"], 1 + zero["overlap_comm"]
@@ -136,8 +152,9 @@ def _gradients_in_flight(trained: Sequence[Tensor], train: TrainConfig, width: i
 def _block_in_flight(block: nn.Module, width: int) -> float:
     """Return the bytes of a block at the peak of its backward, with `width` bytes a gathered value.
 
-    They are its weights and their gradients, the gathered weights of the block before it, and the gradients of the
-    block after it in float32, while they are reduced. AdaLN's larger units are in flight when no activations are kept.
+    They are its weights and their gradients, the gathered weights of the block before it, and the
+    gradients of the block after it in float32, while they are reduced. AdaLN's larger units are in
+    flight when no activations are kept.
     """
     gathered = sum(p.numel() for p in block.parameters())
     reduced = sum(p.numel() for p in block.parameters() if p.requires_grad)

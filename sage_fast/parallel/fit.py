@@ -1,4 +1,5 @@
-"""Memory of a rank: what training, stored rollouts and CUDA graphs take, and the recomputation that makes it fit."""
+"""Memory of a rank: what training, stored rollouts and CUDA graphs take, and the recomputation that
+makes it fit."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from sage_fast.util.environment import free_bytes
 from sage_fast.util.ranks import all_gather_object, world_size
 
 MEMORY_SHARE = 0.85
-"""Share of the free memory that a run may plan with; the rest is for decoding, workspaces and fragmentation. In four
-iterations, training allocated 93 to 99 % of the plan: in benchmarks/results, `2026-11-27-h200-iteration.json` and
-`2026-11-25-h100-full.json`, `-nft` and `-nft-zero3`. What was reserved, and ranks that hold NCCL's buffers, were not
-measured."""
+"""Share of the free memory that a run may plan with; the rest is for decoding, workspaces and
+fragmentation. In four iterations, training allocated 93 to 99 % of the plan: in benchmarks/results,
+`2026-11-27-h200-iteration.json` and `2026-11-25-h100-full.json`, `-nft` and `-nft-zero3`. What was
+reserved, and ranks that hold NCCL's buffers, were not measured."""
 
 
 def choose_checkpointing(resolved: Resolved, model: Model) -> tuple[CheckpointPlan, float]:
@@ -25,28 +26,38 @@ def choose_checkpointing(resolved: Resolved, model: Model) -> tuple[CheckpointPl
 
     Return what is recomputed, and the bytes that are left for CUDA graphs: 0 if steps run without.
 
-    Called while every rank holds all weights: the bytes that they take now count as usable. All ranks recompute as much
-    as the rank with the least memory: they would wait for it anyway. The gradients are the same.
+    Called while every rank holds all weights: the bytes that they take now count as usable. All
+    ranks recompute as much as the rank with the least memory: they would wait for it anyway. The
+    gradients are the same.
     """
     policy, cost = model.policy, model.spec.cost(resolved.config)
     usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
     room = training_room(resolved, model.spec, policy, usable, ranks=world_size())
     fits, graphs = fit_training(resolved, policy, cost, room)
-    chosen = max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
+    chosen = max(
+        all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count)
+    )
     return chosen, room - chosen.mean(cost.activations) if graphs else 0.0
 
 
 def fit_training(
-    resolved: Resolved, policy: Policy, cost: Cost, room: float, chosen: CheckpointPlan | None = None
+    resolved: Resolved,
+    policy: Policy,
+    cost: Cost,
+    room: float,
+    chosen: CheckpointPlan | None = None,
 ) -> tuple[CheckpointPlan, float]:
     """Fit activations and CUDA graphs into `room` bytes, for a run and for its plan.
 
-    Return what is recomputed, `chosen` or for `auto` as little as fits, and the most bytes that CUDA graphs keep.
+    Return what is recomputed, `chosen` or for `auto` as little as fits, and the most bytes that
+    CUDA graphs keep.
     """
     asked = resolved.config.model.gradient_checkpointing
-    graphs = graph_bytes(cost, resolved) if policy.device.type != "cpu" else 0.0  # a plan's policy is on `meta`
+    # a plan's policy is on `meta`
+    graphs = graph_bytes(cost, resolved) if policy.device.type != "cpu" else 0.0
     least = cost.activations[MODES[-1] if asked == "auto" else asked]
-    room -= cost.graphs_within(room - least, graphs)  # nothing if none fits: recomputing for none would be in vain
+    # nothing if none fits: recomputing for none would be in vain
+    room -= cost.graphs_within(room - least, graphs)
     if chosen or asked != "auto":
         return chosen or CheckpointPlan(asked), graphs
     return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
@@ -55,18 +66,21 @@ def fit_training(
 def graph_bytes(cost: Cost, resolved: Resolved) -> float:
     """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
 
-    They do if weights are gathered and released (ZeRO-3), and if ranks share samples, whose exchanges are not
-    recorded.
+    They do if weights are gathered and released (ZeRO-3), and if ranks share samples, whose
+    exchanges are not recorded.
     """
     config = resolved.config
     alone = not ENGINES[config.train.engine].gathers and config.model.sequence_parallel == 1
     return cost.step + MAX_GRAPHS * cost.context if config.sampling.cuda_graphs and alone else 0.0
 
 
-def training_room(resolved: Resolved, spec: Spec, policy: Policy, usable: float, *, ranks: int) -> float:
+def training_room(
+    resolved: Resolved, spec: Spec, policy: Policy, usable: float, *, ranks: int
+) -> float:
     """Return the bytes for activations and CUDA graphs, for a run and for its plan.
 
-    It is what is left beside everything else that the engine and the stored rollouts will take on a rank.
+    It is what is left beside everything else that the engine and the stored rollouts will take on a
+    rank.
 
     Args:
         policy: with whole weights, on any device (including meta).
@@ -75,7 +89,9 @@ def training_room(resolved: Resolved, spec: Spec, policy: Policy, usable: float,
     """
     config = resolved.config
     groups = ranks // config.model.sequence_parallel
-    stored = {} if config.sampling.offload_trajectories else stored_rollouts(resolved, spec, groups)[1]
+    stored = (
+        {} if config.sampling.offload_trajectories else stored_rollouts(resolved, spec, groups)[1]
+    )
     held = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
     taken = held.total - held.weights + sum(stored.values())
     return MEMORY_SHARE * (usable - held.weights) - taken

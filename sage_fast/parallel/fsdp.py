@@ -1,9 +1,11 @@
-"""The engine `zero3`: PyTorch's FSDP2 (`fully_shard`) gathers the weights of a block for its forward and backward.
+"""The engine `zero3`: PyTorch's FSDP2 (`fully_shard`) gathers the weights of a block for its
+forward and backward.
 
-The units are the modules of `policy.sharded_units`: one all-gather each, with the next one's under way. A trained
-weight of a unit is a float32 shard on each rank, which the optimizers update in place. It is gathered in the
-activations' dtype, and its gradient is reduced in float32 after every micro-batch. All other weights stay whole on each
-rank, as in the plain engine: ranks may use them a different number of times.
+The units are the modules of `policy.sharded_units`: one all-gather each, with the next one's under
+way. A trained weight of a unit is a float32 shard on each rank, which the optimizers update in
+place. It is gathered in the activations' dtype, and its gradient is reduced in float32 after every
+micro-batch. All other weights stay whole on each rank, as in the plain engine: ranks may use them a
+different number of times.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class FsdpEngine(PlainEngine):
         policy = self.policy
         start_alone(policy.device)
         shards = torch.tensor(ranks_that_shard(self.config, world_size()), device=policy.device)
-        mesh, self.nodes = _meshes(policy.device, int(all_reduce(shards, "max")))  # nodes may differ in size
+        # nodes may differ in size
+        mesh, self.nodes = _meshes(policy.device, int(all_reduce(shards, "max")))
         matrices = {name for name, p in policy.parameters().items() if policy.is_muon(name, p)}
         self.parameters.clear()  # so that each whole weight is freed once it is sharded
         _shard(policy, mesh)
@@ -53,19 +56,23 @@ class FsdpEngine(PlainEngine):
             for name, p in named.items()
             if isinstance(p, DTensor)
         }
-        self.optimizers = make_optimizers(self.optimized, self.config, matrices, partitions, self.policy.has_adapter)
+        self.optimizers = make_optimizers(
+            self.optimized, self.config, matrices, partitions, self.policy.has_adapter
+        )
         policy.uses_all_weights = True
         if policy.has_adapter:
             log.info(
                 wrapped(
-                    "note: with train.engine = zero3 a LoRA is added to the rounded output of its layer, as peft does, "
-                    "not within one float32 sum: in bfloat16, small changes of a young adapter are lost. If the frozen "
-                    "weights fit on each GPU, train.engine = plain keeps them"
+                    "note: with train.engine = zero3 a LoRA is added to the rounded output of its "
+                    "layer, as peft does, not within one float32 sum: in bfloat16, small changes "
+                    "of a young adapter are lost. If the frozen weights fit on each GPU, "
+                    "train.engine = plain keeps them"
                 )
             )
 
     def _reduce_gradients(self) -> None:
-        """Average gradients: of whole weights over all ranks, of shards over the nodes; FSDP2 did so within them."""
+        """Average gradients: of whole weights over all ranks, of shards over the nodes; FSDP2 did
+        so within them."""
         average_gradients([p for p in self.parameters if not isinstance(p, DTensor)])
         for p, part in zip(self.parameters, self.optimized.values()):
             grad, p.grad = p.grad, None
@@ -85,7 +92,8 @@ class FsdpEngine(PlainEngine):
             )
             for sharded in (True, False)
         )
-        of_shards = of_shards.to(self.policy.device)  # a norm of no gradients is on the CPU, where NCCL reduces nothing
+        # a norm of no gradients is on the CPU, where NCCL reduces nothing
+        of_shards = of_shards.to(self.policy.device)
         copies = 1 if self.nodes is None else dist.get_world_size(self.nodes)
         return (all_reduce(of_shards.square()) / copies + of_whole.square()).sqrt()
 
@@ -121,7 +129,8 @@ class ShardedStates(UnshardedStates):
 
 
 def _meshes(device: torch.device, shards: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """Return the mesh of ranks that share a copy of the weights, and the group of those with the same shards."""
+    """Return the mesh of ranks that share a copy of the weights, and the group of those with the
+    same shards."""
     copies = world_size() // shards
     if copies == 1:
         return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",)), None
@@ -130,12 +139,15 @@ def _meshes(device: torch.device, shards: int) -> tuple[DeviceMesh, dist.Process
 
 
 def _shard(policy: Policy, mesh: DeviceMesh) -> None:
-    """Shard the policy's units; a module runs its forward with its weights, and after it holds the shards."""
+    """Shard the policy's units; a module runs its forward with its weights, and after it holds the
+    shards."""
     shard = functools.partial(
         fully_shard,
         mesh=mesh,
         reshard_after_forward=True,
-        mp_policy=MixedPrecisionPolicy(param_dtype=policy.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=policy.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
     )
     runs = policy.sharded_units()
     for p in nn.ModuleList(itertools.chain(*runs)).parameters():
@@ -154,11 +166,17 @@ class _Root(nn.Module):
         self.units = nn.ModuleList(units)
 
     def forward(self, _: None) -> None:
-        """Do nothing. FSDP2 of PyTorch 2.11 takes the first argument to move it to the GPU, and fails without one."""
+        """Do nothing.
+
+        FSDP2 of PyTorch 2.11 takes the first argument to move it to the GPU, and fails without one.
+        """
 
 
 def sizes(p: DTensor) -> tuple[int, ...]:
-    """Return the elements of a weight on each rank of its mesh: FSDP2 shards rows as `torch.chunk` does."""
+    """Return the elements of a weight on each rank of its mesh: FSDP2 shards rows as `torch.chunk`
+    does."""
     rows = -(-p.shape[0] // p.device_mesh.size())
     ends = [min(end * rows, p.shape[0]) for end in range(p.device_mesh.size() + 1)]
-    return tuple((end - start) * (p.numel() // p.shape[0]) for start, end in itertools.pairwise(ends))
+    return tuple(
+        (end - start) * (p.numel() // p.shape[0]) for start, end in itertools.pairwise(ends)
+    )

@@ -1,4 +1,5 @@
-"""Gradients before an update: averaged over the ranks, left out where they are zero, clipped to a norm."""
+"""Gradients before an update: averaged over the ranks, left out where they are zero, clipped to a
+norm."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -11,17 +12,21 @@ from torch.nn.utils import clip_grads_with_norm_
 from sage_fast.util.ranks import all_reduce, world_size
 
 FLAT_BYTES = 2**30
-"""Gradients that are copied side by side to cross in one call; all weights together would be a second copy of them."""
+"""Gradients that are copied side by side to cross in one call; all weights together would be a
+second copy of them."""
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Average gradients over the ranks, in few calls: an adapter has more than a thousand small ones. Collective.
+    """Average gradients over the ranks, in few calls: an adapter has more than a thousand small
+    ones. Collective.
 
     A weight that has a gradient on no rank keeps none (and is not decayed).
     """
     if world_size() == 1 or not parameters:
         return
-    present = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device).int()
+    present = torch.tensor(
+        [p.grad is not None for p in parameters], device=parameters[0].device
+    ).int()
     all_reduce(present, "max")
     gradients = []
     for p, used in zip(parameters, present.tolist()):
@@ -35,7 +40,10 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
 
 
 def forget_zero_gradients(parts: Collection[Tensor]) -> None:
-    """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero. Collective."""
+    """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero.
+
+    Collective.
+    """
     given = [(part, part.grad) for part in parts if part.grad is not None]
     moving = [grad.any() for _, grad in given]
     together = all_reduce(torch.stack(moving).int(), "max").tolist() if given else []
@@ -45,7 +53,8 @@ def forget_zero_gradients(parts: Collection[Tensor]) -> None:
 
 
 def clip_gradients(parts: Collection[Tensor], total: Tensor, max_norm: float) -> float:
-    """Scale gradients whose norm over all ranks is `total` to at most `max_norm`, if it is finite; return it."""
+    """Scale gradients whose norm over all ranks is `total` to at most `max_norm`, if it is finite;
+    return it."""
     if math.isfinite(norm := float(total)):
         clip_grads_with_norm_(parts, max_norm, total)
     return norm

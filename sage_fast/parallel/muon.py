@@ -1,4 +1,5 @@
-"""Muon, with the Newton-Schulz iteration of equal matrices batched, also for weights spread over the ranks."""
+"""Muon, with the Newton-Schulz iteration of equal matrices batched, also for weights spread over
+the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from sage_fast.util.ranks import exchange
 
 MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""a, b, c of the iteration X <- a X + (b G + c G^2) X, G = X X^T, which drives all singular values to about 1."""
+"""a, b, c of the iteration X <- a X + (b G + c G^2) X, G = X X^T, which drives all singular values
+to about 1."""
 ITERATIONS = 5
 BATCH_ELEMENTS = 2**24
 """Elements that are orthogonalised together: many small matrices, or one large one."""
@@ -38,7 +40,8 @@ class Partition:
 
 
 def orthogonalized(directions: Tensor, eps: float) -> Tensor:
-    """Return the nearly orthogonal matrices of N equal ones, `[N, m, n]`, in bfloat16, in which the iteration runs.
+    """Return the nearly orthogonal matrices of N equal ones, `[N, m, n]`, in bfloat16, in which the
+    iteration runs.
 
     `eps` bounds the norm of a direction from below.
     """
@@ -85,7 +88,8 @@ class Muon(torch.optim.Optimizer):
         return torch._foreach_lerp(grads, momenta, MOMENTUM)
 
     def _move(self, parts: list[Tensor], along: tuple[Tensor, ...], shape: torch.Size) -> None:
-        """Decay parts of matrices of this shape, and move them along orthogonal ones by an rms of 0.2 lr."""
+        """Decay parts of matrices of this shape, and move them along orthogonal ones by an rms of
+        0.2 lr."""
         (group,) = self.param_groups
         torch._foreach_mul_(parts, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(parts, along, alpha=-0.2 * group["lr"] * math.sqrt(max(shape)))
@@ -94,8 +98,8 @@ class Muon(torch.optim.Optimizer):
 class PartitionedMuon(Muon):
     """Muon on the parts of matrices that each rank holds, with the momentum of these parts.
 
-    A round has as many matrices as there are ranks. Each rank gets one of them whole, orthogonalises it, and sends the
-    others the update of their parts. All ranks step together.
+    A round has as many matrices as there are ranks. Each rank gets one of them whole,
+    orthogonalises it, and sends the others the update of their parts. All ranks step together.
 
     Args:
         parts: this rank's part of each matrix; it may be empty.
@@ -103,7 +107,9 @@ class PartitionedMuon(Muon):
         settings: those of `Muon`.
     """
 
-    def __init__(self, parts: Sequence[Tensor], partitions: Sequence[Partition], **settings: Any) -> None:
+    def __init__(
+        self, parts: Sequence[Tensor], partitions: Sequence[Partition], **settings: Any
+    ) -> None:
         super().__init__(parts, **settings)
         self.partitions = partitions
         self.group = partitions[0].group
@@ -111,7 +117,11 @@ class PartitionedMuon(Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        moving = [(p, partition) for p, partition in zip(group["params"], self.partitions) if p.grad is not None]
+        moving = [
+            (p, partition)
+            for p, partition in zip(group["params"], self.partitions)
+            if p.grad is not None
+        ]
         moving.sort(key=lambda pair: pair[1].shape)  # matrices of a round take equally long
         ranks = dist.get_world_size(self.group)
         for start in range(0, len(moving), ranks):
@@ -124,7 +134,9 @@ class PartitionedMuon(Muon):
         mine = matrices[rank][1] if rank < len(matrices) else None
         taken = list(mine.sizes) if mine else [0] * ranks
         whole = exchange(torch.cat(self._directions(parts)), given, taken, self.group)
-        whole = orthogonalized(whole.view(1, *mine.shape), eps).flatten() if mine else whole.bfloat16()
+        whole = (
+            orthogonalized(whole.view(1, *mine.shape), eps).flatten() if mine else whole.bfloat16()
+        )
         updates = exchange(whole, taken, given, self.group).split(given)
         for (p, partition), update in zip(matrices, updates):
             self._move([p], (update,), partition.shape)

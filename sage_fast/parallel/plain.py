@@ -1,4 +1,5 @@
-"""The plain engine, for one process or data parallelism: every rank holds all weights and optimizer state."""
+"""The plain engine, for one process or data parallelism: every rank holds all weights and optimizer
+state."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ from sage_fast.util.ranks import any_rank, data_size
 
 
 class PlainEngine(Engine):
-    """An engine without shards. The others override how updates are made and where the state is kept.
+    """An engine without shards. The others override how updates are made and where the state is
+    kept.
 
     Args:
         policy: its trainable parameters are optimised.
         config: optimizer, learning rate, clipping, EMA.
-        ema_warms_up: whether the decay of the averaged weights rises with the updates (`ema_decay`).
+        ema_warms_up: whether the decay of the averaged weights rises with the updates
+            (`ema_decay`).
 
     Attributes:
         optimized: weight -> what the optimizers update: the weight, or this rank's part of it.
@@ -51,13 +54,16 @@ class PlainEngine(Engine):
     def _prepare(self) -> None:
         self.optimized: dict[str, Tensor] = {**self.policy.parameters()}
         matrices = {name for name, p in self.optimized.items() if self.policy.is_muon(name, p)}
-        self.optimizers = make_optimizers(self.optimized, self.config, matrices, {}, self.policy.has_adapter)
+        self.optimizers = make_optimizers(
+            self.optimized, self.config, matrices, {}, self.policy.has_adapter
+        )
 
     def backward(self, loss: Tensor, total: int) -> None:
         """Accumulate the gradients of one micro-batch, as its share of the mean over an update.
 
-        The loss is scaled by data-parallel ranks / total. Gradients are averaged over all ranks later, and the ranks
-        of a sequence group each hold a part of their sample's gradient, so these parts add up.
+        The loss is scaled by data-parallel ranks / total. Gradients are averaged over all ranks
+        later, and the ranks of a sequence group each hold a part of their sample's gradient, so
+        these parts add up.
 
         Args:
             loss: sum over the micro-batch.
@@ -68,8 +74,11 @@ class PlainEngine(Engine):
     def step(self) -> float:
         norm = self._update(self.learning_rate)
         if not math.isfinite(norm):
-            raise NonFiniteError(f"gradient norm {norm} at optimizer step {self.steps}; the weights were not updated")
-        torch.autograd.graph.increment_version(self.parameters)  # some optimizers write unseen by autograd
+            raise NonFiniteError(
+                f"gradient norm {norm} at optimizer step {self.steps}; the weights were not updated"
+            )
+        # some optimizers write unseen by autograd
+        torch.autograd.graph.increment_version(self.parameters)
         self.steps += 1
         if self.ema is not None:
             decay = ema_decay(self.config, self.steps, warms_up=self.ema_warms_up)
@@ -94,7 +103,9 @@ class PlainEngine(Engine):
         average_gradients(self.parameters)
 
     def _gradient_norm(self) -> Tensor:
-        return get_total_norm([part.grad for part in self.optimized.values() if part.grad is not None])
+        return get_total_norm(
+            [part.grad for part in self.optimized.values() if part.grad is not None]
+        )
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -104,7 +115,12 @@ class PlainEngine(Engine):
     @property
     def optimizer_state(self) -> OptimizerState:
         states = [optimizer.state for optimizer in self.optimizers]
-        return {name: state[part] for state in states for name, part in self.optimized.items() if part in state}
+        return {
+            name: state[part]
+            for state in states
+            for name, part in self.optimized.items()
+            if part in state
+        }
 
     def restore(self, weights: State, optimizer_state: OptimizerState, steps: int) -> None:
         self.policy.load(weights)
@@ -120,8 +136,8 @@ class PlainEngine(Engine):
         state = self.policy.parts(), self.optimizer_state, self.steps, self.ema
         sizes: list[int] = []
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
-        # At the first call, and once the optimizer has allocated its state: on any rank, since a rank whose part of a
-        # weight is empty allocates nothing for it.
+        # At the first call, and once the optimizer has allocated its state: on any rank, since a
+        # rank whose part of a weight is empty allocates nothing for it.
         if any_rank(sum(sizes) > self._remembered_bytes, self.policy.device):
             self._remembered = None
             ranks = launched("LOCAL_WORLD_SIZE", 1)
@@ -129,7 +145,9 @@ class PlainEngine(Engine):
             if any_rank(not fits, self.policy.device):
                 return False
             self._remembered_bytes = sum(sizes)
-        self._remembered = recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        self._remembered = recursively_apply(
+            lambda tensor: tensor.detach().to("cpu", copy=True), state
+        )
         return True
 
     def rewind(self) -> None:

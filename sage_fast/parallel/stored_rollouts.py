@@ -16,13 +16,17 @@ from sage_fast.util.ranks import data_size
 
 
 def stored_rollouts(resolved: Resolved, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
-    """Return the samples of an iteration on a rank of the first of `groups`, which has most; and part -> bytes."""
+    """Return the samples of an iteration on a rank of the first of `groups`, which has most; and
+    part -> bytes."""
     samples = len(share_of(resolved.config.train.samples, groups, 0))
-    return samples, trajectory_bytes(resolved, math.prod(spec.latent_shape(resolved.config.sampling)), samples)
+    return samples, trajectory_bytes(
+        resolved, math.prod(spec.latent_shape(resolved.config.sampling)), samples
+    )
 
 
 def trajectory_bytes(resolved: Resolved, numel: int, samples: int) -> dict[str, float]:
-    """Return part -> bytes of what `samples` rollouts store for training, with `numel` elements per latent."""
+    """Return part -> bytes of what `samples` rollouts store for training, with `numel` elements per
+    latent."""
     config, objective, trained = resolved.config, resolved.objective, len(resolved.longest_window)
     # With untrained steps in between, a trained transition stores up to two states of its own.
     shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
@@ -46,11 +50,19 @@ def check_trajectories(resolved: Resolved, model: Model) -> str:
     size = sum(parts.values())
     device = model.policy.device
     on_gpu = device.type == "cuda" and not resolved.config.sampling.offload_trajectories
-    free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")
+    free, where = (
+        (free_bytes(device), "GPU memory")
+        if on_gpu
+        else (free_bytes(torch.device("cpu")), "host memory")
+    )
     if size > free:
         way = "set sampling.offload_trajectories = true, or " if on_gpu else ""
         raise UserError(
-            f"the rollouts of an iteration take {format_bytes(size)} of {where}; {format_bytes(free)} are free; "
-            f"{way}lower train.group_size, train.prompts_per_iteration or train.timestep_fraction"
+            f"the rollouts of an iteration take {format_bytes(size)} of {where}; "
+            f"{format_bytes(free)} are free; {way}lower train.group_size, "
+            "train.prompts_per_iteration or train.timestep_fraction"
         )
-    return f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"
+    return (
+        f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of "
+        f"{where}"
+    )

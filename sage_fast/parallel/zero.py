@@ -1,12 +1,12 @@
 """The DeepSpeed engine: ZeRO-1 and 2 (arXiv 1910.02054).
 
-DeepSpeed does not run our forward. It hooks the weights and receives every loss; it shards gradients, reduces, clips
-and gathers. DeepSpeed flattens each rank's weights into 1-D buffers, and the optimizers of the plain engine update
-slices of them. All else is as in the plain engine: learning rate, averages, files, and weights without a gradient,
-which stay unchanged.
+DeepSpeed does not run our forward. It hooks the weights and receives every loss; it shards
+gradients, reduces, clips and gathers. DeepSpeed flattens each rank's weights into 1-D buffers, and
+the optimizers of the plain engine update slices of them. All else is as in the plain engine:
+learning rate, averages, files, and weights without a gradient, which stay unchanged.
 
-Every rank updates its part of the float32 master. Forwards read the working weights, whole on every rank and in the
-dtype of the activations: the rounded master, gathered once an update.
+Every rank updates its part of the float32 master. Forwards read the working weights, whole on every
+rank and in the dtype of the activations: the rounded master, gathered once an update.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.util.console import wrapped
-from sage_fast.util.ranks import all_reduce, collective_device, data_size, rank, start_alone, world_size
+from sage_fast.util.ranks import (
+    all_reduce,
+    collective_device,
+    data_size,
+    rank,
+    start_alone,
+    world_size,
+)
 
 # DeepSpeed calls these by their old names, thousands of times an iteration.
 _OLD_NAMES = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base"
@@ -42,16 +49,20 @@ warnings.filterwarnings("ignore", rf"`torch\.distributed\.({_OLD_NAMES})` is ", 
 log = logging.getLogger(__name__)
 
 TESTED = "0.19"
-"""Minor version whose insides this file was written for. Another fails only where something is missing."""
+"""Minor version whose insides this file was written for.
+
+Another fails only where something is missing.
+"""
 
 
 @functools.cache
 def check_version() -> None:
-    """Warn, once in a process, if the installed minor version of DeepSpeed is not the tested one."""
+    """Warn, once in a process, if the installed minor version of DeepSpeed is not the tested
+    one."""
     if deepspeed.__version__.split(".")[:2] != TESTED.split("."):
         warning = (
-            f"warning: DeepSpeed {deepspeed.__version__} is not tested with sage-fast, which uses some of its insides; "
-            f"tested is {TESTED}: pip install 'deepspeed=={TESTED}.*'"
+            f"warning: DeepSpeed {deepspeed.__version__} is not tested with sage-fast, which uses "
+            f"some of its insides; tested is {TESTED}: pip install 'deepspeed=={TESTED}.*'"
         )
         log.warning(wrapped(warning))
 
@@ -61,7 +72,8 @@ def join_deepspeed() -> None:
 
     It would create a group of its own, whose timeout no argument sets.
     """
-    # An inference operator that is never called here. On a CPU, DeepSpeed would compile it at start and print so.
+    # An inference operator that is never called here. On a CPU, DeepSpeed would compile it at start
+    # and print so.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed(verbose=False)
@@ -89,14 +101,23 @@ class ZeroEngine(PlainEngine):
         modules, trained = _Modules(self.policy), sum(p.numel() for p in self.parameters)
         rows = _Rows(self.parameters, self._update_row)
         self.policy.states = states = _MasterStates(self.parameters)
-        settings = deepspeed_settings(self.config, trained, bf16=self.policy.dtype == torch.bfloat16)
+        settings = deepspeed_settings(
+            self.config, trained, bf16=self.policy.dtype == torch.bfloat16
+        )
         with contextlib.redirect_stdout(io.StringIO()):  # ZeRO-1 in bfloat16 prints memory
-            self.deepspeed, *_ = deepspeed.initialize(model=modules, optimizer=rows, config=settings)
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=modules, optimizer=rows, config=settings
+            )
         states.attach(*rows.param_groups[0]["params"])
         self.parts = [nn.Parameter(states.part(p)) for p in self.parameters]
-        partitions = {name: Partition(shape=p.shape, sizes=tuple(states.sizes(p))) for name, p in named.items()}
+        partitions = {
+            name: Partition(shape=p.shape, sizes=tuple(states.sizes(p)))
+            for name, p in named.items()
+        }
         self.optimized = dict(zip(named, self.parts))
-        self.optimizers = make_optimizers(self.optimized, self.config, matrices, partitions, self.policy.has_adapter)
+        self.optimizers = make_optimizers(
+            self.optimized, self.config, matrices, partitions, self.policy.has_adapter
+        )
         self.policy.uses_all_weights = True
 
     def _note(self, number: int, grad: Tensor) -> None:
@@ -123,7 +144,10 @@ class ZeroEngine(PlainEngine):
         return float(self.deepspeed.get_global_grad_norm())
 
     def _update_row(self, row: Tensor) -> None:
-        """Update the parts of weights in a row, by the row's gradient. Weights without a gradient stay unchanged."""
+        """Update the parts of weights in a row, by the row's gradient.
+
+        Weights without a gradient stay unchanged.
+        """
         assert row.grad is not None
         for part in self._waiting:
             start = (part.data_ptr() - row.data_ptr()) // row.element_size() if part.numel() else 0
@@ -140,12 +164,16 @@ class ZeroEngine(PlainEngine):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop two of DeepSpeed's warnings: `_Rows` is an optimizer of ours, and our engine reports an overflow itself."""
-    return not any(known in record.getMessage() for known in ("untested optimizer", "OVERFLOW! Skipping step"))
+    """Drop two of DeepSpeed's warnings: `_Rows` is an optimizer of ours, and our engine reports an
+    overflow itself."""
+    return not any(
+        known in record.getMessage() for known in ("untested optimizer", "OVERFLOW! Skipping step")
+    )
 
 
 class _Rows(torch.optim.Optimizer):
-    """The optimizer handed to DeepSpeed, which lays the weights in rows and steps each of them: by `update`."""
+    """The optimizer handed to DeepSpeed, which lays the weights in rows and steps each of them: by
+    `update`."""
 
     def __init__(self, parameters: Sequence[Tensor], update: Callable[[Tensor], None]) -> None:
         super().__init__(parameters, {"lr": 0.0})
@@ -175,9 +203,10 @@ class _Modules(nn.Module):
 class _MasterStates(UnshardedStates):
     """Snapshots of each rank's part of the float32 master.
 
-    DeepSpeed lays the working weights one after another into a buffer, padded to whole pairs of elements a rank, and
-    gives each rank the master of an equal row of it. It makes the master from the working weights, so `attach` writes
-    the weights into it as they were before they were rounded.
+    DeepSpeed lays the working weights one after another into a buffer, padded to whole pairs of
+    elements a rank, and gives each rank the master of an equal row of it. It makes the master from
+    the working weights, so `attach` writes the weights into it as they were before they were
+    rounded.
 
     Args:
         parameters: the trained weights, before DeepSpeed rounds them.
@@ -193,9 +222,13 @@ class _MasterStates(UnshardedStates):
         row = -(-ends[-1] // (2 * world_size())) * 2
         self._sizes = {}
         for p, end in zip(parameters, ends):
-            cuts = [min(max(row * number, end - p.numel()), end) for number in range(world_size() + 1)]
+            cuts = [
+                min(max(row * number, end - p.numel()), end) for number in range(world_size() + 1)
+            ]
             self._sizes[p] = [high - low for low, high in itertools.pairwise(cuts)]
-        own = (p.detach().flatten().narrow(0, self.start(p), self.sizes(p)[rank()]) for p in parameters)
+        own = (
+            p.detach().flatten().narrow(0, self.start(p), self.sizes(p)[rank()]) for p in parameters
+        )
         self.parts = {p: part.to(torch.float32, copy=True) for p, part in zip(parameters, own)}
 
     def attach(self, row: Tensor) -> None:
@@ -239,4 +272,8 @@ class _MasterStates(UnshardedStates):
         torch.autograd.graph.increment_version(parameters.values())
 
     def padding(self, count: int, backward: bool = False) -> int:
-        return int(all_reduce(torch.tensor(count).to(collective_device()), "max")) - count if backward else 0
+        return (
+            int(all_reduce(torch.tensor(count).to(collective_device()), "max")) - count
+            if backward
+            else 0
+        )

@@ -1,4 +1,5 @@
-"""The pages that compare sources: of `sage-fast eval`, and of `sage-fast compare`, with the course of each run."""
+"""The pages that compare sources: of `sage-fast eval`, and of `sage-fast compare`, with the course
+of each run."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ from sage_fast.util.meters import REWARD_PART
 
 
 def write_evaluation(
-    sets: Sequence[VideoSet], watched: tuple[str, ...], count: int, *, folder: Path | None, json: Path | None
+    sets: Sequence[VideoSet],
+    watched: tuple[str, ...],
+    count: int,
+    *,
+    folder: Path | None,
+    json: Path | None,
 ) -> None:
     """Print the table of an evaluation and write the requested files.
 
@@ -36,7 +42,10 @@ def write_evaluation(
     found = compare(sets, watched)
     print(printable(found.text))
     if json is not None:
-        lines = [{name: json_value(value) for name, value in dataclasses.asdict(row).items()} for row in found.rows]
+        lines = [
+            {name: json_value(value) for name, value in dataclasses.asdict(row).items()}
+            for row in found.rows
+        ]
         several = {"sources": {side.label: side.evaluation for side in sets}, "table": lines}
         write_json(several if len(sets) > 1 else sets[0].evaluation, json)
     if folder is not None:
@@ -49,7 +58,7 @@ SCORED_BY = ("eval.judge", *(f"reward.{name}" for name in ("name", "args", "weig
 ROWS = 6
 """Rows of videos on the page of `sage-fast compare`."""
 
-# -- runs -------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Trained], list[VideoSet], list[str]]:
@@ -77,7 +86,9 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Trained], list[Vid
         newest = run.ends[-1].label
         sets.append(dataclasses.replace(run.ends[-1], label=label))
         if newest != "after":
-            notes.append(f"{label} is shown {'before training' if newest == 'before' else f'at {newest}'}.")
+            notes.append(
+                f"{label} is shown {'before training' if newest == 'before' else f'at {newest}'}."
+            )
     return runs, sets, notes
 
 
@@ -93,22 +104,33 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
     """
     runs, sets, notes = read_sets(sources)
     found = compare(sets)
-    own = {(label, row.score): row for label, run in runs.items() if run.ends for row in table(run.ends) if row.pairs}
+    own = {
+        (label, row.score): row
+        for label, run in runs.items()
+        if run.ends
+        for row in table(run.ends)
+        if row.pairs
+    }
     found.warnings.extend(f"{label}: {run.hacking}" for label, run in runs.items() if run.hacking)
     settings = _differing(runs)
     if apart := [name for name, *_ in settings if name in SCORED_BY]:
         notes.append(
-            f"The runs are scored in different ways ({', '.join(apart)}): gains of one over another may mean nothing. "
-            "sage-fast eval scores them alike."
+            f"The runs are scored in different ways ({', '.join(apart)}): gains of one over "
+            "another may mean nothing. sage-fast eval scores them alike."
         )
     found.notes[:0] = notes
     in_common = set.intersection(*(set(videos.shown) for videos in sets)) if sets else set()
     if sets and not in_common:
-        found.notes.append("No videos are shown: no prompt has one of every source. sage-fast eval samples them alike.")
+        found.notes.append(
+            "No videos are shown: no prompt has one of every source. sage-fast eval samples them "
+            "alike."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     print(printable(found.text))
     of_runs = {"own": own, "charts": _charts(runs), "settings": settings}
-    _write_page(folder / "comparison.html", found, ROWS * bool(in_common), " · ".join(sources), **of_runs)
+    _write_page(
+        folder / "comparison.html", found, ROWS * bool(in_common), " · ".join(sources), **of_runs
+    )
 
 
 def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of_runs: Any) -> None:
@@ -116,8 +138,8 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
 
     Args:
         count: number of rows of videos to show.
-        of_runs: `own` ((label, score) -> a run's gain over its own evaluation before training), `charts` (SVG), and
-            `settings` (rows of cells, of which the first is the header).
+        of_runs: `own` ((label, score) -> a run's gain over its own evaluation before training),
+            `charts` (SVG), and `settings` (rows of cells, of which the first is the header).
     """
     rows, notes = found.rows, [*found.notes]
     scores = dict.fromkeys(row.score for row in rows)
@@ -137,11 +159,16 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
 
 
 def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:
-    """Return a header and the settings that differ between runs, with a dash for a default; [] if none do.
+    """Return a header and the settings that differ between runs, with a dash for a default; [] if
+    none do.
 
-    Files and code are compared by what they hold where all runs know it, and shown by it if their names are the same.
+    Files and code are compared by what they hold where all runs know it, and shown by it if their
+    names are the same.
     """
-    found, contents = [["setting", *runs]], [run.folder.facts.get("contents", {}) for run in runs.values()]
+    found, contents = (
+        [["setting", *runs]],
+        [run.folder.facts.get("contents", {}) for run in runs.values()],
+    )
     for name in sorted({name for run in runs.values() for name in run.settings} - {"output"}):
         given = [str(run.settings.get(name, "\N{EN DASH}")) for run in runs.values()]
         holds = [str(held.get(name, "")) for held in contents]
@@ -158,6 +185,16 @@ def _charts(runs: Mapping[str, Trained]) -> list[str]:
         shown = {label: run.points.get(score, {}) for label, run in runs.items()}
         drawn.append(charts.held_out(shown, f"Held-out {score}", least=1))
     rows = {label: run.folder.rows for label, run in runs.items() if run.folder.rows}
-    parts = sorted({key for each in rows.values() for row in each for key in row if key.startswith(REWARD_PART)})
-    drawn += [charts.metric(key, rows) for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS])]
+    parts = sorted(
+        {
+            key
+            for each in rows.values()
+            for row in each
+            for key in row
+            if key.startswith(REWARD_PART)
+        }
+    )
+    drawn += [
+        charts.metric(key, rows) for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS])
+    ]
     return [chart for chart in drawn if chart is not None]

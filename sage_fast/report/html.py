@@ -25,11 +25,16 @@ SHOWN_SIDE = 480
 
 
 def render(template: str | Path, **values: Any) -> str:
-    """Render a template: a name in this folder, or any file, which may extend those. Values are escaped."""
+    """Render a template: a name in this folder, or any file, which may extend those.
+
+    Values are escaped.
+    """
     here = Path(__file__).parent
     file = here / template
     loader = jinja2.FileSystemLoader([file.parent, here])
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
     environment.filters["number"] = shown_number
     return environment.get_template(file.name).render(**values)
 
@@ -52,7 +57,8 @@ def data_address(file: Path) -> str:
 
 
 def image_address(file: str | Path) -> str:
-    """Return an image as a `data:` URL, reduced or enlarged to about the size that videos are shown in.
+    """Return an image as a `data:` URL, reduced or enlarged to about the size that videos are shown
+    in.
 
     Raises:
         UserError: the image cannot be read.
@@ -65,24 +71,27 @@ def image_address(file: str | Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-# -- videos -----------------------------------------------------------------------------------------------------------
+# -- videos ----------------------------------------------------------------------------------------
 
 
 def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
-    """Choose videos that all sets have: a third each of largest gains, medians and largest losses of the first score.
+    """Choose videos that all sets have: a third each of largest gains, medians and largest losses
+    of the first score.
 
-    This way a good run cannot hide what got worse. Of three videos, one is of each kind; a single one is the median.
-    Gains are those of the last set over the first; a single set is ordered by its score. Sets without a video in
-    common show any video.
+    This way a good run cannot hide what got worse. Of three videos, one is of each kind; a single
+    one is the median. Gains are those of the last set over the first; a single set is ordered by
+    its score. Sets without a video in common show any video.
 
     Returns:
-        Key -> gain as text, from the largest to the smallest; empty for a single set. If no score is known: the first
-        `count` videos, with empty texts.
+        Key -> gain as text, from the largest to the smallest; empty for a single set. If no score
+        is known: the first `count` videos, with empty texts.
     """
     first, last = sets[0], sets[-1]
     kept = [set(videos.shown) for videos in sets]
     wanted = set.intersection(*kept) or set.union(*kept)
-    available = [key for key in dict.fromkeys(key for videos in sets for key in videos.keys) if key in wanted]
+    available = [
+        key for key in dict.fromkeys(key for videos in sets for key in videos.keys) if key in wanted
+    ]
     score = next((name for name in last.scores if name in first.scores), "")
     gains = gains_of(score, first, last) if len(sets) > 1 else first.by_key(score)
     ordered = sorted((key for key in available if key in gains), key=lambda key: -gains[key])
@@ -91,20 +100,31 @@ def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
     count = min(count, len(ordered))
     ends = (count + 1) // 3
     middle = (len(ordered) - count) // 2 + ends
-    shown = ordered[:ends] + ordered[middle : middle + count - 2 * ends] + ordered[len(ordered) - ends :]
+    shown = (
+        ordered[:ends]
+        + ordered[middle : middle + count - 2 * ends]
+        + ordered[len(ordered) - ends :]
+    )
     return {key: f"{score} {gains[key]:+.2f}" if len(sets) > 1 else "" for key in shown}
 
 
 def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the videos to show: prompt, reason, and label, scores and address for its image, if any, and each set.
+    """Return the videos to show: prompt, reason, and label, scores and address for its image, if
+    any, and each set.
 
     A video or an image that cannot be read has no address, and a line in `notes`.
     """
     found = []
-    images = {prompt: Path(path) for videos in reversed(sets) for prompt, path in videos.images.items()}
+    images = {
+        prompt: Path(path) for videos in reversed(sets) for prompt, path in videos.images.items()
+    }
     for key, why in choose(sets, count).items() if sets else ():
-        shown: list[Any] = [("image", {}, images[key[0]], image_address)] if key[0] in images else []
-        shown += [(side.label, scores_of(side, key), side.shown.get(key), data_address) for side in sets]
+        shown: list[Any] = (
+            [("image", {}, images[key[0]], image_address)] if key[0] in images else []
+        )
+        shown += [
+            (side.label, scores_of(side, key), side.shown.get(key), data_address) for side in sets
+        ]
         cells: list[dict[str, Any]] = []
         for label, scores, file, address_of in shown:
             cells.append({"label": label, "scores": scores})
@@ -119,4 +139,6 @@ def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[s
 
 def scores_of(videos: VideoSet, key: Key) -> dict[str, float]:
     """Return the known scores of one video."""
-    return {name: value for name in videos.scores if (value := videos.by_key(name).get(key)) is not None}
+    return {
+        name: value for name in videos.scores if (value := videos.by_key(name).get(key)) is not None
+    }

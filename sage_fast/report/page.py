@@ -31,7 +31,7 @@ from sage_fast.util.meters import JUDGE_PART, REWARD_PART
 
 log = logging.getLogger(__name__)
 
-# -- the run folder ---------------------------------------------------------------------------------------------------
+# -- the run folder --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ class Trained:
 
     @functools.cached_property
     def points(self) -> dict[str, dict[int, tuple[float, float]]]:
-        """Score -> iteration -> its mean and the half-width of its 95 % interval (NaN if unknown)."""
+        """Score -> iteration -> its mean and the half-width of its 95 % interval (NaN if
+        unknown)."""
         found: dict[str, dict[int, tuple[float, float]]] = {}
         for videos in self.evaluations.values():
             for row in table([videos]):
@@ -74,32 +75,41 @@ def read_run(path: Path) -> Trained:
     """Read a run folder.
 
     Raises:
-        UserError: the folder holds no run (names what is missing), or its settings, facts or metrics are
-            damaged (names file and line).
+        UserError: the folder holds no run (names what is missing), or its settings, facts or
+            metrics are damaged (names file and line).
     """
     folder = RunFolder(path)
     folder.check()
     if not folder.metrics_file.is_file() and not folder.facts_file.is_file():
-        raise UserError(f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
-    return Trained(folder=folder, settings=leaves(read_yaml(folder.config_file)), evaluations=folder.video_sets())
+        raise UserError(
+            f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing"
+        )
+    return Trained(
+        folder=folder,
+        settings=leaves(read_yaml(folder.config_file)),
+        evaluations=folder.video_sets(),
+    )
 
 
-# -- warning signs ----------------------------------------------------------------------------------------------------
+# -- warning signs ---------------------------------------------------------------------------------
 
 
 class Check(NamedTuple):
-    """A check for reward hacking or a broken run: its name, its result, and whether that is a warning."""
+    """A check for reward hacking or a broken run: its name, its result, and whether that is a
+    warning."""
 
     name: str
     found: str
     warning: bool
 
 
-def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None = None) -> Iterator[Check]:
+def checks(
+    rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None = None
+) -> Iterator[Check]:
     """Yield the checks to read before believing a rising reward; checks without data are skipped.
 
-    Shares are means over the last quarter of the run. A part has risen or fallen if the interval of its change excludes
-    0; without an interval it is not judged.
+    Shares are means over the last quarter of the run. A part has risen or fallen if the interval of
+    its change excludes 0; without an interval it is not judged.
 
     Args:
         rows: iterations.
@@ -107,7 +117,10 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
         hacking: `hacking_in_run` of the evaluations.
     """
     quarter = max(1, len(rows) // 4)
-    early, late = (lambda key: _mean(rows[:quarter], key)), (lambda key: _mean(rows[-quarter:], key))
+    early, late = (
+        (lambda key: _mean(rows[:quarter], key)),
+        (lambda key: _mean(rows[-quarter:], key)),
+    )
     long_enough = len(rows) >= 8
 
     if (share := late("reward/zero_std_groups")) is not None:
@@ -115,13 +128,19 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
         yield Check("Groups whose rewards are all equal", text, share > 0.25)
     clipped = late("ratio/clip_fraction")
     if clipped is not None and charts.is_on(rows, "ratio/clip_fraction"):
-        yield Check("Clipped ratios", f"{clipped:.0%} (warns above 30%): a high share wastes updates", clipped > 0.3)
+        yield Check(
+            "Clipped ratios",
+            f"{clipped:.0%} (warns above 30%): a high share wastes updates",
+            clipped > 0.3,
+        )
     if acting := late("kl/gradient_share"):
         text = f"{acting:.1g} (warns below 1e-3: it does nothing)"
         yield Check("The KL's share of the gradient", text, acting < 1e-3)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
-        text = f"{last / first:.0%} of its first quarter (warns below 30%, where samples look alike)"
+        text = (
+            f"{last / first:.0%} of its first quarter (warns below 30%, where samples look alike)"
+        )
         yield Check("Reward spread within a group", text, last < 0.3 * first)
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
@@ -129,18 +148,32 @@ def checks(rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None
     judged = [row for row in gains if row.gain_margin is not None]
     parts = [row for row in judged[1:] if not row.score.startswith(JUDGE_PART)]
     if len(parts) > 1:
-        risen, fallen = ([row.score for row in parts if row.direction == way] for way in ("up", "down"))
+        risen, fallen = (
+            [row.score for row in parts if row.direction == way] for way in ("up", "down")
+        )
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
         yield Check("One part bought with another (held-out)", text, bool(risen and fallen))
-    watched = {row.score.removeprefix(JUDGE_PART): row.gain for row in judged if row.score.startswith(JUDGE_PART)}
+    watched = {
+        row.score.removeprefix(JUDGE_PART): row.gain
+        for row in judged
+        if row.score.startswith(JUDGE_PART)
+    }
     if watched:
-        change = ", ".join(f"{part} {format_number(gain or 0, 3, sign=True)}" for part, gain in watched.items())
-        yield Check("Held-out reward against the judge", hacking or f"judge: {change}", hacking is not None)
+        change = ", ".join(
+            f"{part} {format_number(gain or 0, 3, sign=True)}" for part, gain in watched.items()
+        )
+        yield Check(
+            "Held-out reward against the judge", hacking or f"judge: {change}", hacking is not None
+        )
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and judged and start is not None and end is not None:
         rise, fall = (format_number(x, 3, sign=True) for x in (end - start, judged[0].gain or 0))
         text = f"training {rise} from first to last quarter, held-out {fall}"
-        yield Check("Training reward against held-out reward", text, end > start and judged[0].direction == "down")
+        yield Check(
+            "Training reward against held-out reward",
+            text,
+            end > start and judged[0].direction == "down",
+        )
     if rows:
         gaps = sum(1 for row in rows if any(json_value(value) is None for value in row.values()))
         yield Check("Iterations with a value that is not finite", str(gaps), gaps > 0)
@@ -151,11 +184,12 @@ def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:
     return float(np.nanmean(values)) if not np.isnan(values).all() else None
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def write_report(folder: Path, running: bool = False) -> Path:
-    """Write `report.html`, a self-contained page, into the run folder; of a running run it reloads itself.
+    """Write `report.html`, a self-contained page, into the run folder; of a running run it reloads
+    itself.
 
     Returns:
         The path of the page.
@@ -172,9 +206,13 @@ def write_report(folder: Path, running: bool = False) -> Path:
         running=running,
         status=_status(run.rows, trained.settings.get("train.iterations"), running),
         method=run.facts.get("method"),
-        table=[(before, after) for before, after in itertools.pairwise(rows) if after.gain is not None],
+        table=[
+            (before, after) for before, after in itertools.pairwise(rows) if after.gain is not None
+        ],
         last=sides[-1].label if sides else "",
-        checks=list(checks(run.rows, [row for row in rows if row.gain is not None], trained.hacking)),
+        checks=list(
+            checks(run.rows, [row for row in rows if row.gain is not None], trained.hacking)
+        ),
         charts=_charts(trained),
         steps=_steps(run.facts),
         videos=cards(sides, count if isinstance(count, int) and count > 0 else 6, left_out),
@@ -218,19 +256,24 @@ def _status(rows: Sequence[MetricsRow], planned: object, running: bool) -> str:
     if not done:
         return "No iteration has been completed yet."
     if isinstance(planned, int) and done < planned:
-        return f"{'Running' if running else 'Stopped early, or still running'}: {done} of {planned} iterations."
+        return (
+            f"{'Running' if running else 'Stopped early, or still running'}: {done} of {planned} "
+            "iterations."
+        )
     seconds = float(np.nansum(column(rows, "time/total")))
     return f"{done} iterations" + (f" in {seconds / 60:.3g} min of training." if seconds else ".")
 
 
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:
-    """Return (sigma, std of the noise, S_t if there is an equalizer) for each step, if the sampler adds noise."""
+    """Return (sigma, std of the noise, S_t if there is an equalizer) for each step, if the sampler
+    adds noise."""
     sigmas, noise, equalizer = (facts.get(name) or [] for name in STEPS)
     return list(zip(sigmas, noise, equalizer or [None] * len(noise))) if any(noise) else []
 
 
 def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (label, text, command) for each start of the run, then for its environment; lists are not shown."""
+    """Return (label, text, command) for each start of the run, then for its environment; lists are
+    not shown."""
     found = []
     starts = [("started", facts), *(("resumed", start) for start in facts.get("resumed") or [])]
     for label, start in starts:
@@ -240,12 +283,22 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found += [(label, text, start.get("command", ""))] if text else []
     versions = [name for name in ("sage_fast", "python", *PACKAGES) if name in facts]
     for key, value in facts.items():
-        if key in ("date", "commit", "command", "method", *versions) or value is None or isinstance(value, list | dict):
+        if (
+            key in ("date", "commit", "command", "method", *versions)
+            or value is None
+            or isinstance(value, list | dict)
+        ):
             continue
         number = isinstance(value, int) and not isinstance(value, bool)
         found.append((key.replace("_", " "), f"{value:,}" if number else str(value), ""))
     if versions:
-        found.append(("versions", ", ".join(f"{name.replace('_', '-')} {facts[name]}" for name in versions), ""))
+        found.append(
+            (
+                "versions",
+                ", ".join(f"{name.replace('_', '-')} {facts[name]}" for name in versions),
+                "",
+            )
+        )
     return found
 
 
@@ -253,12 +306,19 @@ def _charts(run: Trained) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
     rows, points = run.folder.rows, run.points
     scores = ["reward", *sorted(part for part in points if part.startswith(JUDGE_PART))]
-    parts = {key.removeprefix(REWARD_PART): key for row in rows for key in row if key.startswith(REWARD_PART)}
+    parts = {
+        key.removeprefix(REWARD_PART): key
+        for row in rows
+        for key in row
+        if key.startswith(REWARD_PART)
+    }
     lines = {label: (rows, column(rows, key)) for label, key in parts.items()}
     drawn = [
         *(charts.held_out({name: points.get(name, {})}, f"Held-out {name}") for name in scores),
         *(charts.metric(key, {key: rows}) for key in charts.METRICS),
-        charts.lines(lines, name="parts", title="Parts of the reward", ylabel="mean over the batch"),
+        charts.lines(
+            lines, name="parts", title="Parts of the reward", ylabel="mean over the batch"
+        ),
         charts.ratio(rows),
         charts.phases(rows),
     ]

@@ -1,4 +1,5 @@
-"""The composite of one or several rewards that training maximises, and the judge, which is only logged."""
+"""The composite of one or several rewards that training maximises, and the judge, which is only
+logged."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import Config, RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.rewards.failure_policy import Outcome, RewardFailure, score_or_drop
 from sage_fast.rewards.in_process import InProcess
-from sage_fast.rewards.interface import USUAL_FPS, Backend, Metadata, Pending, Request, Reward, Scores
+from sage_fast.rewards.interface import (
+    USUAL_FPS,
+    Backend,
+    Metadata,
+    Pending,
+    Request,
+    Reward,
+    Scores,
+)
 from sage_fast.rewards.load import check_prompts, device_of, load_reward
 from sage_fast.rewards.worker import Worker
 from sage_fast.util.captions import split_key
@@ -40,7 +49,8 @@ Jobs = queue.Queue[tuple[Future[Any], Callable[[Backend], Any]] | None]
 
 
 def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
-    """Create a reward's backends: in this process, in worker processes, or as clients of its server.
+    """Create a reward's backends: in this process, in worker processes, or as clients of its
+    server.
 
     Args:
         key: setting that holds the name, for messages.
@@ -60,7 +70,8 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
 
 
 class RewardCaller:
-    """One reward of a composite: called directly in this process, else on one daemon thread per backend.
+    """One reward of a composite: called directly in this process, else on one daemon thread per
+    backend.
 
     Args:
         entry: settings of the reward.
@@ -71,7 +82,12 @@ class RewardCaller:
     """
 
     def __init__(
-        self, entry: RewardEntry, key: str, backends: Sequence[Backend], config: RewardConfig, needed: set[str] | None
+        self,
+        entry: RewardEntry,
+        key: str,
+        backends: Sequence[Backend],
+        config: RewardConfig,
+        needed: set[str] | None,
     ) -> None:
         self.entry = entry
         self.key = key
@@ -83,13 +99,17 @@ class RewardCaller:
         if self.in_background:
             for backend in backends:
                 threading.Thread(target=_work, args=(self._jobs, backend), daemon=True).start()
-            # At exit it comes before multiprocessing waits for the children; a fork does not run it.
+            # At exit it comes before multiprocessing waits for the children; a fork does not run
+            # it.
             self.close = Finalize(self, _close, (self._jobs, backends), exitpriority=0)
 
     def score(self, request: Request) -> Future[Outcome]:
-        """Schedule the scoring of a batch by the failure policy; block while every thread has a job in the queue."""
+        """Schedule the scoring of a batch by the failure policy; block while every thread has a job
+        in the queue."""
         needed, config = self.needed, self._config
-        return self._submit(request, lambda backend, own: score_or_drop(backend, own, needed, config))
+        return self._submit(
+            request, lambda backend, own: score_or_drop(backend, own, needed, config)
+        )
 
     def call(self, request: Request) -> Future[dict[str, Tensor]]:
         """Schedule a single call, whose failure is raised; block as `score` does."""
@@ -126,7 +146,8 @@ class CompositeReward:
     Args:
         reward: one reward, called in this process; or callers, as created by `of`.
         config: weights, and what to do about failures.
-        metadata: key of a prompt -> its metadata, for the rewards that take it; a prompt may have none.
+        metadata: key of a prompt -> its metadata, for the rewards that take it; a prompt may have
+            none.
 
     Attributes:
         parts: names of the parts that the check before a run found.
@@ -163,7 +184,8 @@ class CompositeReward:
         """Create the rewards that the settings name.
 
         Args:
-            least_workers: least number of worker processes of each; a server has 1, so that a call that hangs is ended.
+            least_workers: least number of worker processes of each; a server has 1, so that a call
+                that hangs is ended.
 
         Raises:
             UserError: a reward cannot be created; includes its traceback.
@@ -171,7 +193,9 @@ class CompositeReward:
         callers = []
         for key, named in config.keyed_entries.items():
             entry = dataclasses.replace(named, workers=max(least_workers, named.workers))
-            callers.append(RewardCaller(entry, key, connect(entry, key, device), config, entry.needed))
+            callers.append(
+                RewardCaller(entry, key, connect(entry, key, device), config, entry.needed)
+            )
         return cls(callers, config, metadata)
 
     @property
@@ -183,10 +207,14 @@ class CompositeReward:
         """Number of calls worth making concurrently."""
         return max(1, min((caller.entry.workers for caller in self.callers), default=1))
 
-    # -- before a run -------------------------------------------------------------------------------------------------
+    # -- before a run ------------------------------------------------------------------------------
 
     def check(
-        self, sampling: SamplingConfig, prompts: Sequence[str], device: str = "cpu", fps: float = USUAL_FPS
+        self,
+        sampling: SamplingConfig,
+        prompts: Sequence[str],
+        device: str = "cpu",
+        fps: float = USUAL_FPS,
     ) -> None:
         """Score one or two made-up videos, check the result against the settings, and set `parts`.
 
@@ -196,8 +224,8 @@ class CompositeReward:
             fps: frames per second of the run's videos.
 
         Raises:
-            UserError: a reward fails, returns no finite score, does not return `[B]` for each part, or lacks a part
-                that has a weight; or two rewards return a part of the same name.
+            UserError: a reward fails, returns no finite score, does not return `[B]` for each part,
+                or lacks a part that has a weight; or two rewards return a part of the same name.
         """
         videos = dummy_videos(sampling).to(device)
         keys = [prompts[i % len(prompts)] for i in range(len(videos))]
@@ -205,29 +233,42 @@ class CompositeReward:
         owners: dict[str, str] = {}
         for caller in self.callers:
             entry, where = caller.entry, f"{caller.key} = {caller.entry.name!r}"
-            check_prompts(entry, caller.key, {prompt: self.metadata.get(prompt, {}) for prompt in prompts})
+            check_prompts(
+                entry, caller.key, {prompt: self.metadata.get(prompt, {}) for prompt in prompts}
+            )
             made_up = f"made-up videos {list(videos.shape)} of {keys[0]!r}"
             try:
                 parts = caller.call(request).result()
             except RewardFailure as error:
                 not_created = str(error).startswith(where)
-                raise UserError(str(error) if not_created else f"{where}: failed on {made_up}: {error}") from error
+                raise UserError(
+                    str(error) if not_created else f"{where}: failed on {made_up}: {error}"
+                ) from error
             if missing := sorted(entry.needed - parts.keys()):
                 section = caller.key.removesuffix("name")
-                raise UserError(f"{section}weights names {missing[0]!r}; reward {entry.name!r} returns {sorted(parts)}")
+                raise UserError(
+                    f"{section}weights names {missing[0]!r}; reward {entry.name!r} returns "
+                    f"{sorted(parts)}"
+                )
             for part in sorted(parts if caller.needed is None else caller.needed):
                 if not parts[part].isfinite().any():
-                    raise UserError(f"{where}: part {part!r} is {parts[part].tolist()} on {made_up}; expected numbers")
+                    raise UserError(
+                        f"{where}: part {part!r} is {parts[part].tolist()} on {made_up}; expected "
+                        "numbers"
+                    )
             if fault := self._fault_of_names(caller, parts, owners):
                 raise UserError(f"{where}: {fault}")
             owners |= dict.fromkeys(map(entry.named, parts), caller.key)
         self.owners = owners
         self.parts = sorted(owners)
 
-    # -- scores -------------------------------------------------------------------------------------------------------
+    # -- scores ------------------------------------------------------------------------------------
 
-    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Pending:
-        """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away.
+    def submit(
+        self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0
+    ) -> Pending:
+        """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process,
+        else right away.
 
         Args:
             prompts: keys; a reward gets the text of each.
@@ -238,9 +279,13 @@ class CompositeReward:
         # First those in the background, so that they score beside the others.
         order = sorted(range(len(self.callers)), key=lambda i: not self.callers[i].in_background)
         futures = {i: self.callers[i].score(request) for i in order}
-        return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, list(prompts)))
+        return Pending(
+            [futures[i] for i in sorted(futures)], functools.partial(self._join, list(prompts))
+        )
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Scores:
+    def __call__(
+        self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0
+    ) -> Scores:
         """Call `submit` and wait for the scores."""
         return self.submit(videos, prompts, fps, seed).result()
 
@@ -254,7 +299,9 @@ class CompositeReward:
             RewardFailure: a reward failed.
         """
         here = dataclasses.replace(request, videos=request.videos.to(device))
-        futures = [caller.call(request if caller.in_background else here) for caller in self.callers]
+        futures = [
+            caller.call(request if caller.in_background else here) for caller in self.callers
+        ]
         owners = dict(self.owners)
         joined: dict[str, Tensor] = {}
         for caller, future in zip(self.callers, futures):
@@ -266,7 +313,9 @@ class CompositeReward:
             joined |= named
         return joined
 
-    def _fault_of_names(self, caller: RewardCaller, parts: Iterable[str], owners: Mapping[str, str]) -> str | None:
+    def _fault_of_names(
+        self, caller: RewardCaller, parts: Iterable[str], owners: Mapping[str, str]
+    ) -> str | None:
         """Return what is wrong with the names of a reward's parts; None if nothing is.
 
         Args:
@@ -277,17 +326,23 @@ class CompositeReward:
                 other = owners[name].removesuffix(".name")
                 return f"returns {name!r}, and so does {other}; give one a prefix"
             if name in self.reserved or (self.reserved and name.startswith(JUDGE_PART)):
-                return f"part {name!r} has a reserved name of tables; give it a reward.prefix, such as my_"
+                return (
+                    f"part {name!r} has a reserved name of tables; give it a reward.prefix, such "
+                    "as my_"
+                )
         return None
 
-    def _request(self, videos: Tensor, keys: Sequence[str], fps: float | None, seed: int) -> Request:
+    def _request(
+        self, videos: Tensor, keys: Sequence[str], fps: float | None, seed: int
+    ) -> Request:
         """Return what rewards get: videos, texts and metadata."""
         texts = [split_key(key)[0] for key in keys]
         metadata = [self.metadata.get(key, {}) for key in keys]
         return Request(videos=videos, prompts=texts, metadata=metadata, fps=fps, seed=seed)
 
     def _join(self, prompts: list[str], outcomes: list[Outcome]) -> Scores:
-        """Join the rewards' results to the composite and all parts; all are NaN for a video without a score.
+        """Join the rewards' results to the composite and all parts; all are NaN for a video without
+        a score.
 
         Raises:
             RewardError: a video has no score, and `on_failure = stop`.
@@ -315,7 +370,9 @@ class CompositeReward:
         composite = torch.zeros(len(prompts))
         for part, weight in self.weights.items():
             if weight != 0:
-                composite = composite + weight * parts.get(part, torch.full_like(composite, torch.nan))
+                composite = composite + weight * parts.get(
+                    part, torch.full_like(composite, torch.nan)
+                )
         for i in (~composite.isfinite()).nonzero().flatten().tolist():
             why.setdefault(i, f"the composite is {float(composite[i])}")
         for i, reason in sorted(why.items()):
@@ -342,7 +399,8 @@ class CompositeReward:
         if dropped > Fraction(str(self.config.max_dropped)) * count:
             error = RewardError(
                 f"{dropped} of {count} samples have no score, more than reward.max_dropped = "
-                f"{self.config.max_dropped:g} of them; the last: {scores.notes[-1] if scores.notes else 'not known'}"
+                f"{self.config.max_dropped:g} of them; the last: "
+                f"{scores.notes[-1] if scores.notes else 'not known'}"
             )
             error.on_all_ranks = True
             raise error
@@ -382,7 +440,8 @@ class Judge(CompositeReward):
 def dummy_videos(sampling: SamplingConfig) -> Tensor:
     """Return noise on a ramp, float32 `[B, F, 3, H, W]` in [0, 1].
 
-    The number of frames is the run's; so is the size, unless that is large. B is 2 if the run scores batches, else 1.
+    The number of frames is the run's; so is the size, unless that is large. B is 2 if the run
+    scores batches, else 1.
     """
     frames, height, width = sampling.num_frames, sampling.height, sampling.width
     if frames * height * width > MAX_DUMMY_PIXELS:
@@ -400,7 +459,8 @@ def load_rewards(
     metadata: Mapping[str, Metadata],
     fps: float = USUAL_FPS,
 ) -> tuple[CompositeReward, Judge | None]:
-    """Load the reward and, if named, the judge; check each on one or two dummy videos of these prompts.
+    """Load the reward and, if named, the judge; check each on one or two dummy videos of these
+    prompts.
 
     Args:
         fps: frames per second of the run's videos.
@@ -420,7 +480,8 @@ def load_rewards(
 
 
 def _check_no_folders(reward: CompositeReward) -> None:
-    """Check that no part's name is the folder of another's, which trackers that keep metrics as files cannot hold.
+    """Check that no part's name is the folder of another's, which trackers that keep metrics as
+    files cannot hold.
 
     Raises:
         UserError: there are such parts.
@@ -428,6 +489,6 @@ def _check_no_folders(reward: CompositeReward) -> None:
     if found := name_in_name(reward.parts):
         who, (folder, inside) = " and ".join(map(repr, reward.names)), found
         raise UserError(
-            f"reward {who}: part {folder!r} is the folder of part {inside!r}, which trackers cannot hold; expected "
-            f"another name, such as {folder + '_mean'!r}"
+            f"reward {who}: part {folder!r} is the folder of part {inside!r}, which trackers "
+            f"cannot hold; expected another name, such as {folder + '_mean'!r}"
         )

@@ -1,4 +1,5 @@
-"""Failing rewards: how a failure reads, and the policy, the same for every backend: score again, then drop.
+"""Failing rewards: how a failure reads, and the policy, the same for every backend: score again,
+then drop.
 
 A batch is scored in one call. Videos without scores are scored again one by one, `reward.retries`
 times. A video that still has no score is dropped; no number is made up.
@@ -22,9 +23,13 @@ from sage_fast.util import plugins
 from sage_fast.util.errors import first_line
 
 BATCH_DEADLINE_FACTOR = 2
-"""Deadline of a batch in units of `reward.timeout_seconds`. No call begins after it: other ranks wait."""
+"""Deadline of a batch in units of `reward.timeout_seconds`.
+
+No call begins after it: other ranks wait.
+"""
 MAX_TEXT = 4000
-"""Longest text of a failure in characters, so that an exception that quotes its data stays readable."""
+"""Longest text of a failure in characters, so that an exception that quotes its data stays
+readable."""
 MAX_FRAMES = 8
 """Largest number of traceback frames shown, innermost last."""
 
@@ -33,7 +38,8 @@ _PYTHONS = ("<frozen ", "importlib/__init__.py", "concurrent/futures/_base.py")
 
 
 class RewardFailure(Exception):
-    """A call without scores: the reward failed, or crashed, hung, could not start or was not reached.
+    """A call without scores: the reward failed, or crashed, hung, could not start or was not
+    reached.
 
     Args:
         text: as formatted by `failure`: one line that says what happened, then frames if there are
@@ -59,12 +65,16 @@ class SomeFailed(RewardFailure):
 
 
 def failure(error: BaseException) -> str:
-    """Format an error: file, line, type and message first; then the reward's own frames, as in a traceback."""
+    """Format an error: file, line, type and message first; then the reward's own frames, as in a
+    traceback."""
     if isinstance(error, RewardFailure):
         return str(error)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)
+    ]
     shown = frames[-MAX_FRAMES:]
-    where = f"{shown[-1].filename}:{shown[-1].lineno}: " if shown else ""  # none: a wrong number of arguments
+    # none: a wrong number of arguments
+    where = f"{shown[-1].filename}:{shown[-1].lineno}: " if shown else ""
     message = names_for_values(f"{where}{type(error).__name__}: {_text_of(error)}"[:MAX_TEXT])
     first, *rest = message.strip().splitlines()
     stack = "".join(traceback.format_list(shown)).splitlines()
@@ -80,7 +90,8 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a frame is of the code that calls rewards; the shipped rewards are in a folder below."""
+    """Whether a frame is of the code that calls rewards; the shipped rewards are in a folder
+    below."""
     own = str(Path(file).parent) == _OWN_FOLDER or file == plugins.__file__
     return own or file.startswith(_PYTHONS[0]) or file.endswith(_PYTHONS[1:])
 
@@ -102,7 +113,9 @@ class Outcome:
     note: str | None = None
 
 
-def score_or_drop(backend: Backend, request: Request, needed: set[str] | None, config: RewardConfig) -> Outcome:
+def score_or_drop(
+    backend: Backend, request: Request, needed: set[str] | None, config: RewardConfig
+) -> Outcome:
     """Score a batch, in several calls if need be.
 
     Args:
@@ -112,7 +125,9 @@ def score_or_drop(backend: Backend, request: Request, needed: set[str] | None, c
     outcome = Outcome()
     count = len(request)
     limited = backend.in_background and config.timeout_seconds > 0
-    deadline = time.monotonic() + BATCH_DEADLINE_FACTOR * config.timeout_seconds if limited else math.inf
+    deadline = (
+        time.monotonic() + BATCH_DEADLINE_FACTOR * config.timeout_seconds if limited else math.inf
+    )
 
     _attempt(outcome, backend, request, list(range(count)), needed, config.timeout_seconds)
     if outcome.errors:

@@ -1,6 +1,8 @@
-"""Rewards behind HTTP: the client, and the JSON format of `serve-reward` (docs/how-to/reward-server.md).
+"""Rewards behind HTTP: the client, and the JSON format of `serve-reward`
+(docs/how-to/reward-server.md).
 
-Videos travel as a safetensors file with one tensor `videos [B, F, 3, H, W]` in base64; nothing is unpickled.
+Videos travel as a safetensors file with one tensor `videos [B, F, 3, H, W]` in base64; nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -34,25 +36,33 @@ from sage_fast.util.time_limit import TimeLimit
 
 SCHEMA = "sage-fast-reward/1"
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
-"""Environment variable with the password that a server expects and a run sends, so that no file holds it."""
+"""Environment variable with the password that a server expects and a run sends, so that no file
+holds it."""
 MAX_ANSWER_BYTES = 2**20
-"""Largest answer: `MAX_PARTS` parts of hundreds of videos take less, and reading it takes no time."""
+"""Largest answer: `MAX_PARTS` parts of hundreds of videos take less, and reading it takes no
+time."""
 MAX_JSON_VALUES = 100_000
-"""Largest number of commas and brackets of a request beside its videos: each may become a Python object."""
+"""Largest number of commas and brackets of a request beside its videos: each may become a Python
+object."""
 MAX_TENSOR_HEADER_BYTES = 4096
 """Largest header of the tensors of a request, which describes a single tensor."""
 SECONDS_TO_FIND = 20.0
-"""How long a server that has never answered is tried, so that a wrong address fails early in a run."""
+"""How long a server that has never answered is tried, so that a wrong address fails early in a run.
+"""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds before a request is sent again: the first wait, and the cap on doubling."""
 _JITTER = random.Random()
 """Numbers of its own: those of the process belong to the run."""
 DTYPES = {torch.float16: 1.0, torch.float32: 1.0, torch.uint8: 255.0}
-"""Dtypes in which videos may travel -> their largest value. The client sends float16, finer than a video file."""
+"""Dtypes in which videos may travel -> their largest value.
+
+The client sends float16, finer than a video file.
+"""
 
 
 class NoAnswer(RewardFailure):
-    """A request had no answer, or not all of one, or the server cannot answer now: it is sent again."""
+    """A request had no answer, or not all of one, or the server cannot answer now: it is sent
+    again."""
 
 
 class Client(Backend):
@@ -74,12 +84,15 @@ class Client(Backend):
         except httpx.InvalidURL:
             parsed = httpx.URL()
         if parsed.scheme not in ("http", "https") or not parsed.host or bare_address(url) != url:
-            raise UserError(f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000")
+            raise UserError(
+                f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000"
+            )
         self.url, self.address, self._answered = url, url.rstrip("/") + path, False
         self._tls = ssl.create_default_context()  # the system's certificates
 
     async def post(self, body: bytes, seconds: float, key: str) -> Any:
-        """Send a request, again while it has no answer; return the JSON of an answer with status 200.
+        """Send a request, again while it has no answer; return the JSON of an answer with status
+        200.
 
         Args:
             seconds: time limit of all attempts together; 0: none.
@@ -102,7 +115,9 @@ class Client(Backend):
                     wait = min(2 * wait, LONGEST_WAIT)
         except TimeoutError:
             pass
-        raise RewardFailure(f"{self.url}: no scores within {time.monotonic() - begun:.0f} s; last: {last}")
+        raise RewardFailure(
+            f"{self.url}: no scores within {time.monotonic() - begun:.0f} s; last: {last}"
+        )
 
     async def _attempt(self, body: bytes, key: str) -> Any:
         headers = [(b"Content-Type", b"application/json"), (b"Accept-Encoding", b"identity")]
@@ -122,9 +137,13 @@ class Client(Backend):
         except httpx.LocalProtocolError:  # its text quotes the header
             raise RewardFailure(f"{self.url}: the token is no text that HTTP can send") from None
         except httpx.HTTPError as error:
-            raise NoAnswer(f"{type(error).__name__}: {printable(names_for_values(str(error)))}") from error
+            raise NoAnswer(
+                f"{type(error).__name__}: {printable(names_for_values(str(error)))}"
+            ) from error
         except (ValueError, RecursionError) as error:
-            raise NoAnswer(f"an answer that is no JSON: {shown(text.decode(errors='backslashreplace'))}") from error
+            raise NoAnswer(
+                f"an answer that is no JSON: {shown(text.decode(errors='backslashreplace'))}"
+            ) from error
         why = f"status {response.status_code}: {_error_of(text)}"
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise NoAnswer(why)
@@ -134,7 +153,8 @@ class Client(Backend):
 
 @contextlib.asynccontextmanager
 async def _limited(seconds: float) -> AsyncIterator[None]:
-    """Cancel the block after `seconds` as `TimeLimit` counts them, with a TimeoutError; 0: no limit."""
+    """Cancel the block after `seconds` as `TimeLimit` counts them, with a TimeoutError; 0: no
+    limit."""
 
     async def expire(timeout: asyncio.Timeout) -> None:
         limit = TimeLimit(seconds)
@@ -183,12 +203,17 @@ def token() -> str:
     return secret(TOKEN).strip()
 
 
-# -- the format -------------------------------------------------------------------------------------------------------
+# -- the format ------------------------------------------------------------------------------------
 
 
 def format_request(request: Request, name: str) -> bytes:
     """Format a request; it has the key `metadata` if a prompt has any, and `fps` if it is known."""
-    content: dict[str, Any] = {"schema": SCHEMA, "id": name, "prompts": request.prompts, "seed": request.seed}
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "id": name,
+        "prompts": request.prompts,
+        "seed": request.seed,
+    }
     if any(request.metadata):
         content["metadata"] = request.metadata
     if request.fps is not None:
@@ -199,7 +224,8 @@ def format_request(request: Request, name: str) -> bytes:
 
 
 def read_request(body: bytes) -> tuple[str, Request]:
-    """Parse a request: its id, and videos float32 `[B, F, 3, H, W]` in [0, 1] with their prompts and metadata.
+    """Parse a request: its id, and videos float32 `[B, F, 3, H, W]` in [0, 1] with their prompts
+    and metadata.
 
     Raises:
         ValueError: the request is malformed; says what is wrong.
@@ -214,24 +240,43 @@ def read_request(body: bytes) -> tuple[str, Request]:
         metadata = content.get("metadata", [{}] * len(prompts))
         fps = content.get("fps")
         seed = content.get("seed", 0)
-        texts = isinstance(prompts, list) and all(isinstance(t, str) and is_unicode(t) for t in (name, *prompts))
+        texts = isinstance(prompts, list) and all(
+            isinstance(t, str) and is_unicode(t) for t in (name, *prompts)
+        )
         if content["schema"] != SCHEMA or not texts or len(name) > 100:
-            raise ValueError("another schema, an id or a prompt that is no text, or an id above 100 characters")
+            raise ValueError(
+                "another schema, an id or a prompt that is no text, or an id above 100 characters"
+            )
         if type(seed) is not int or not 0 <= seed < 2**63:
             raise ValueError("a seed that is no whole number from 0 to 2^63 - 1")
         if fps is not None and not (_is_number_or_null(fps) and fps > 0):
             raise ValueError(f"fps = {str(fps)[:60]}: expected frames per second above 0")
         videos = _videos_of(base64.b64decode(content["videos"], validate=True))
-        if videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel() or len(videos) != len(prompts):
+        if (
+            videos.ndim != 5
+            or videos.shape[2] != 3
+            or not videos.numel()
+            or len(videos) != len(prompts)
+        ):
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
-        if len(metadata) != len(prompts) or not all(isinstance(of_one, dict) for of_one in metadata):
+        if len(metadata) != len(prompts) or not all(
+            isinstance(of_one, dict) for of_one in metadata
+        ):
             raise ValueError(f"metadata that is no list of {len(prompts)} objects")
         scaled = videos.float() / DTYPES[videos.dtype]
         return name, Request(videos=scaled, prompts=prompts, metadata=metadata, fps=fps, seed=seed)
-    except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError, RecursionError) as error:
+    except (
+        TypeError,
+        KeyError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+        SafetensorError,
+        RecursionError,
+    ) as error:
         raise ValueError(
-            f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "
-            f"(docs/how-to/reward-server.md): {type(error).__name__}: {error}"
+            f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, "
+            f"W] (docs/how-to/reward-server.md): {type(error).__name__}: {error}"
         ) from error
 
 
@@ -243,7 +288,9 @@ def _videos_of(content: bytes) -> Tensor:
     """
     header = int.from_bytes(content[:8], "little")
     if header > MAX_TENSOR_HEADER_BYTES:
-        raise ValueError(f"a header of {header:,} bytes; one tensor needs at most {MAX_TENSOR_HEADER_BYTES:,}")
+        raise ValueError(
+            f"a header of {header:,} bytes; one tensor needs at most {MAX_TENSOR_HEADER_BYTES:,}"
+        )
     return load(content)["videos"]
 
 
@@ -256,24 +303,35 @@ def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
 def read_response(got: Any, name: str, url: str, count: int) -> dict[str, list[float]]:
     """Return the parts in the response to request `name`, NaN for null.
 
-    An answer is data: an object of this schema whose parts are lists of `count` JSON numbers or null.
+    An answer is data: an object of this schema whose parts are lists of `count` JSON numbers or
+        null.
 
     Raises:
         RewardFailure: it is anything else, or answers another request.
     """
-    if not isinstance(got, dict) or got.get("schema") != SCHEMA or not isinstance(got.get("parts"), dict):
+    if (
+        not isinstance(got, dict)
+        or got.get("schema") != SCHEMA
+        or not isinstance(got.get("parts"), dict)
+    ):
         raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {shown(got)}")
     if got.get("id") != name:
         raise RewardFailure(f"{url}: answers request {shown(got.get('id'))} instead of {name!r}")
     if len(got["parts"]) > MAX_PARTS:
         raise RewardFailure(f"{url}: {len(got['parts']):,} parts; expected at most {MAX_PARTS}")
     for part, values in got["parts"].items():
-        if not isinstance(values, list) or len(values) != count or not all(map(_is_number_or_null, values)):
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(map(_is_number_or_null, values))
+        ):
             raise RewardFailure(
-                f"{url}: part {shown(part)}: expected a list of {count} numbers or null, got {shown(values)}"
+                f"{url}: part {shown(part)}: expected a list of {count} numbers or null, got "
+                f"{shown(values)}"
             )
     return {
-        part: [math.nan if value is None else float(value) for value in values] for part, values in got["parts"].items()
+        part: [math.nan if value is None else float(value) for value in values]
+        for part, values in got["parts"].items()
     }
 
 
@@ -293,5 +351,6 @@ def _error_of(body: bytearray) -> str:
 
 
 def shown(answer: object) -> str:
-    """Return the beginning of an answer, whose secrets are masked before it is cut: one may be a number."""
+    """Return the beginning of an answer, whose secrets are masked before it is cut: one may be a
+    number."""
     return repr(names_for_values(str(answer)[:MAX_TEXT])[:80])

@@ -1,7 +1,7 @@
 """A call of a reward in the process that it lives in: the run's own, or a worker's.
 
-A call is a call: on the main thread, without a time limit. A reward that hangs, needs a time limit or changes what
-cannot be put back is given a process of its own with `reward.workers: 1`.
+A call is a call: on the main thread, without a time limit. A reward that hangs, needs a time limit
+or changes what cannot be put back is given a process of its own with `reward.workers: 1`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,24 @@ log = logging.getLogger(__name__)
 
 MAX_PARTS = 100
 """Largest number of parts of an answer; each becomes a metric, a column and a line of a chart."""
-NARROW = (torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8, torch.uint8, torch.bool)
+NARROW = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 """Dtypes whose numbers float32 tells apart."""
 SLOW_CALL_S = 120.0
-"""Seconds after which a call that goes on is named, so that a run that waits for a reward says so."""
+"""Seconds after which a call that goes on is named, so that a run that waits for a reward says so.
+"""
 PART = re.compile(r"(?! )[\w.+/%$ -]{1,100}(?<! )")
-"""Name of a part, which becomes one of metrics, columns and lines of a chart. Spaces may stand within it."""
+"""Name of a part, which becomes one of metrics, columns and lines of a chart.
+
+Spaces may stand within it.
+"""
 
 
 _noted_training: set[str] = set()
@@ -77,7 +89,9 @@ class InProcess(Backend):
                 return parts
         except (KeyboardInterrupt, NotPutBack):
             raise
-        except BaseException as error:  # also what derives from no Exception: cancelled tasks, panics of Rust
+        except (
+            BaseException
+        ) as error:  # also what derives from no Exception: cancelled tasks, panics of Rust
             raise RewardFailure(failure(error)) from error
 
     def _note_writes(self, own: Tensor, videos: Tensor) -> None:
@@ -89,14 +103,20 @@ class InProcess(Backend):
             return
         if not videos.isnan().any():  # NaN equals nothing, itself neither
             self._writes_into_videos = True
-            log.warning(wrapped(f"note: reward {self.name!r} writes into the videos, of which it has a copy"))
+            log.warning(
+                wrapped(
+                    f"note: reward {self.name!r} writes into the videos, of which it has a copy"
+                )
+            )
 
 
 def call(name: str, reward: Any, request: Request) -> dict[str, Tensor]:
-    """Call the reward of this name without gradients; return each part, `[B]` on the CPU, sorted by name.
+    """Call the reward of this name without gradients; return each part, `[B]` on the CPU, sorted by
+    name.
 
-    Its networks are in evaluation mode, its random numbers are those of the request's seed, and it gets `metadata` and
-    `fps` if it has parameters of these names. Where the rate is not known, a default of the reward's own stays.
+    Its networks are in evaluation mode, its random numbers are those of the request's seed, and it
+    gets `metadata` and `fps` if it has parameters of these names. Where the rate is not known, a
+    default of the reward's own stays.
 
     Raises:
         RewardFailure: it did not return parts. Whatever the reward raises passes through.
@@ -106,10 +126,16 @@ def call(name: str, reward: Any, request: Request) -> dict[str, Tensor]:
     known: dict[str, Any] = {}
     if "metadata" in taken:
         known["metadata"] = copy.deepcopy(request.metadata)
-    if "fps" in taken and (request.fps is not None or taken["fps"].default is inspect.Parameter.empty):
+    if "fps" in taken and (
+        request.fps is not None or taken["fps"].default is inspect.Parameter.empty
+    ):
         known["fps"] = request.fps
     with torch.no_grad():
-        with guarded(f"reward {name!r}"), _named_if_slow(name, request), _evaluation_mode(name, reward):
+        with (
+            guarded(f"reward {name!r}"),
+            _named_if_slow(name, request),
+            _evaluation_mode(name, reward),
+        ):
             seed_random_numbers(request.seed)
             returned = score(request.videos, list(request.prompts), **known)
         return checked(returned, len(request))
@@ -119,7 +145,10 @@ def call(name: str, reward: Any, request: Request) -> dict[str, Tensor]:
 def _named_if_slow(name: str, request: Request) -> Iterator[None]:
     """Name the reward on the screen and in the log if the block takes longer than `SLOW_CALL_S`."""
     since = time.strftime("%H:%M:%S")
-    text = f"reward {name!r} has been scoring {len(request)} videos since {since}; the run waits for it"
+    text = (
+        f"reward {name!r} has been scoring {len(request)} videos since {since}; the run waits for "
+        "it"
+    )
     timer = threading.Timer(SLOW_CALL_S, log.info, [text])
     timer.daemon = True
     timer.start()
@@ -129,15 +158,16 @@ def _named_if_slow(name: str, request: Request) -> Iterator[None]:
         timer.cancel()
 
 
-# -- evaluation mode --------------------------------------------------------------------------------------------------
+# -- evaluation mode -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _evaluation_mode(name: str, reward: Any) -> Iterator[None]:
-    """Put networks into evaluation mode before the block runs them: dropout and batch norm would score by chance.
+    """Put networks into evaluation mode before the block runs them: dropout and batch norm would
+    score by chance.
 
-    Those that the reward holds are found before it; others, such as those of a cache, when they run. What the block
-    itself puts into training mode stays there.
+    Those that the reward holds are found before it; others, such as those of a cache, when they
+    run. What the block itself puts into training mode stays there.
     """
     kinds: set[str] = set()
     chosen: set[int] = set()
@@ -158,7 +188,9 @@ def _evaluation_mode(name: str, reward: Any) -> Iterator[None]:
             kinds.add(type(network).__name__)
             network.eval()
     # A compiled network is asked twice, which does no harm.
-    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+    warnings.filterwarnings(
+        "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
+    )
     hook = nn.modules.module.register_module_forward_pre_hook(leave)
     nn.Module.train = train_by_choice  # type: ignore[method-assign, assignment]
     try:
@@ -169,11 +201,17 @@ def _evaluation_mode(name: str, reward: Any) -> Iterator[None]:
         if kinds and name not in _noted_training:
             _noted_training.add(name)
             shown = ", ".join(sorted(kinds)[:5])
-            log.warning(wrapped(f"note: reward {name!r} has networks in training mode ({shown}); they are set to eval"))
+            log.warning(
+                wrapped(
+                    f"note: reward {name!r} has networks in training mode ({shown}); they are set "
+                    "to eval"
+                )
+            )
 
 
 def _networks_of(reward: Any) -> list[nn.Module]:
-    """Return the networks that a reward holds: in its attributes, or for a function in its module and closure."""
+    """Return the networks that a reward holds: in its attributes, or for a function in its module
+    and closure."""
     owner = getattr(reward, "__self__", reward)  # of a method
     if not inspect.isfunction(owner):
         return _networks_in(owner)
@@ -185,7 +223,8 @@ def _networks_of(reward: Any) -> list[nn.Module]:
 
 
 def _networks_in(value: Any, depth: int = 3) -> list[nn.Module]:
-    """Return the networks in a value, in its items, and in the attributes of plain objects, to a small depth."""
+    """Return the networks in a value, in its items, and in the attributes of plain objects, to a
+    small depth."""
     if isinstance(value, nn.Module):
         return [value]
     if depth == 0 or isinstance(value, type | Tensor | str | bytes):
@@ -201,7 +240,7 @@ def _networks_in(value: Any, depth: int = 3) -> list[nn.Module]:
     return [network for item in inner for network in _networks_in(item, depth - 1)]
 
 
-# -- what a reward returned -------------------------------------------------------------------------------------------
+# -- what a reward returned ------------------------------------------------------------------------
 
 
 def checked(returned: object, count: int) -> dict[str, Tensor]:
@@ -213,7 +252,9 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
         RewardFailure: it is not a mapping of names to `count` numbers each.
     """
     if not isinstance(returned, Mapping):
-        raise RewardFailure(f"returned {type(returned).__name__}; expected a mapping of parts to [{count}]")
+        raise RewardFailure(
+            f"returned {type(returned).__name__}; expected a mapping of parts to [{count}]"
+        )
     if len(returned) > MAX_PARTS:
         raise RewardFailure(f"returned {len(returned):,} parts; expected at most {MAX_PARTS}")
     parts = {}
@@ -221,7 +262,10 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
         part = names_for_values(name[:200]) if isinstance(name, str) else name
         if not isinstance(part, str) or not PART.fullmatch(part):
             shown = repr(part)[:200]
-            raise RewardFailure(f"returned a part named {shown}; expected 1 to 100 letters, digits and _ . - + / % $")
+            raise RewardFailure(
+                f"returned a part named {shown}; expected 1 to 100 letters, digits and _ . - + / % "
+                "$"
+            )
         parts[part] = _numbers(part, value, count)
     return dict(sorted(parts.items()))
 
@@ -232,12 +276,16 @@ def _numbers(part: str, value: Any, count: int) -> Tensor:
         if isinstance(value, Tensor):
             values = value.detach().to_dense().cpu()
         elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-            values = torch.stack([torch.as_tensor(item).detach().to_dense().cpu() for item in value])
+            values = torch.stack(
+                [torch.as_tensor(item).detach().to_dense().cpu() for item in value]
+            )
         else:
             values = torch.as_tensor(np.asarray(value))  # Python's numbers stay float64
         shape = list(values.shape)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RewardFailure(f"part {part!r}: expected numbers [{count}], got {type(value).__name__}") from error
+        raise RewardFailure(
+            f"part {part!r}: expected numbers [{count}], got {type(value).__name__}"
+        ) from error
     if shape != [count]:
         raise RewardFailure(f"part {part!r}: expected shape [{count}], got {shape}")
     if values.is_complex():

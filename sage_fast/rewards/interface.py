@@ -13,15 +13,16 @@ from torch import Tensor
 Metadata = Mapping[str, Any]
 """The further keys of a prompt's record in a JSON-lines file."""
 USUAL_FPS = 24.0
-"""Frames per second of made-up videos, and of those that come without a rate where a reward needs one."""
+"""Frames per second of made-up videos, and of those that come without a rate where a reward needs
+one."""
 
 
 class Reward(Protocol):
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Score `videos [B, F, 3, H, W]` in [0, 1] against their prompts; each part is `[B]`.
 
-        A reward with a parameter `metadata` also gets a list of B `Metadata`, and one with a parameter `fps` the frames
-        per second of the videos; None if they are not known.
+        A reward with a parameter `metadata` also gets a list of B `Metadata`, and one with a
+        parameter `fps` the frames per second of the videos; None if they are not known.
         """
         ...
 
@@ -119,7 +120,9 @@ def join_scores(chunks: Sequence[Scores]) -> Scores:
     """Concatenate chunks. A part that a chunk lacks is NaN there."""
     names = sorted({name for chunk in chunks for name in chunk.parts})
     parts = {
-        name: torch.cat([chunk.parts.get(name, torch.full(chunk.rewards.shape, torch.nan)) for chunk in chunks])
+        name: torch.cat(
+            [chunk.parts.get(name, torch.full(chunk.rewards.shape, torch.nan)) for chunk in chunks]
+        )
         for name in names
     }
     return Scores(
@@ -163,7 +166,9 @@ class Scorer(Protocol):
 
     weights: Mapping[str, float]
 
-    def submit(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0) -> Pending:
+    def submit(
+        self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0
+    ) -> Pending:
         """Start to score `videos [B, F, 3, H, W]`.
 
         Args:

@@ -1,6 +1,7 @@
 """Find a reward by name and create it, or only check it for a dry run.
 
-A name is that of a shipped reward, one of an installed package, `module:name` of the user's, or an address.
+A name is that of a shipped reward, one of an installed package, `module:name` of the user's, or an
+address.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from sage_fast.util.guard import guarded, seed_random_numbers
 from sage_fast.util.plugins import import_plugin, split_place
 
 CREATION_SEED = 0
-"""Seed while a reward is imported and created: the same in each process of a run, after a restart and on a resume."""
+"""Seed while a reward is imported and created: the same in each process of a run, after a restart
+and on a resume."""
 EXPECTED = "expected a class with score(self, videos, prompts), or a function"
 
 
 def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu") -> Any:
-    """Return the reward named `entry.name`; a class is created with `entry.args`, and `device` if it takes that.
+    """Return the reward named `entry.name`; a class is created with `entry.args`, and `device` if
+    it takes that.
 
     Args:
         key: setting that holds the name, for messages.
@@ -59,16 +62,19 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
 
 
 def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
-    """Return a reward, where a class is not created yet, and its arguments with the values of the environment.
+    """Return a reward, where a class is not created yet, and its arguments with the values of the
+    environment.
 
     Raises:
-        UserError: there is no such reward, its module fails, it is neither a function nor a class that scores, or an
-            argument is unknown or missing.
+        UserError: there is no such reward, its module fails, it is neither a function nor a class
+            that scores, or an argument is unknown or missing.
     """
     setting = f"{key} = {entry.name!r}"
     args = from_environment(entry.args, f"{setting}: args")
     if entry.is_address:
-        require(not args, f"{setting}: args", entry.args, "the address of a server takes no arguments")
+        require(
+            not args, f"{setting}: args", entry.args, "the address of a server takes no arguments"
+        )
         from sage_fast.rewards.http import HttpReward  # imports an HTTP client, which few runs need
 
         return HttpReward, {"url": entry.name}
@@ -84,12 +90,17 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
         raise UserError(f"{setting}: {failure(error)}") from error
     if not callable(score_of(reward)):
         _, module, named = split_place(place)
-        defined = [k for k, value in vars(sys.modules[module]).items() if getattr(value, "__module__", "") == module]
+        defined = [
+            k
+            for k, value in vars(sys.modules[module]).items()
+            if getattr(value, "__module__", "") == module
+        ]
         own = [k for k in defined if not k.startswith("_")]
         hint = nearest(named, own) if own else "it defines nothing"
         raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {hint}")
     if isinstance(reward, type):
-        if not _instances_score(reward):  # found before it is created: any class of a library could be named
+        # found before it is created: any class of a library could be named
+        if not _instances_score(reward):
             raise UserError(f"{setting}: {EXPECTED}")
         return reward, _checked_args(reward, args, device, setting)
     if args:
@@ -100,7 +111,9 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
 
 def _instances_score(kind: type) -> bool:
     """Whether instances of a class have a method `score`, or can be called."""
-    return callable(getattr(kind, "score", None)) or any("__call__" in vars(base) for base in kind.__mro__)
+    return callable(getattr(kind, "score", None)) or any(
+        "__call__" in vars(base) for base in kind.__mro__
+    )
 
 
 def _check_takes_videos(reward: Any, setting: str) -> None:
@@ -113,7 +126,9 @@ def _check_takes_videos(reward: Any, setting: str) -> None:
         signature = inspect.signature(score_of(reward))
     except (TypeError, ValueError):  # of a function in C, which tells none
         return
-    known: dict[str, Any] = {name: None for name in ("metadata", "fps") if name in signature.parameters}
+    known: dict[str, Any] = {
+        name: None for name in ("metadata", "fps") if name in signature.parameters
+    }
     try:
         signature.bind(None, None, **known)
     except TypeError as error:
@@ -134,22 +149,31 @@ def _checked_args(kind: type, args: Mapping[str, Any], device: str, setting: str
         taken = signature.parameters
         if unknown := sorted(args.keys() - taken.keys()):
             if not taken:
-                hint = f"{kind.__name__} takes no arguments; --reward.args {{}} leaves out those of the settings file"
+                hint = (
+                    f"{kind.__name__} takes no arguments; --reward.args {{}} leaves out those of "
+                    "the settings file"
+                )
             else:
                 hint = nearest(unknown[0], taken)
             raise UserError(f"{setting}: args: no {unknown[0]!r}; {hint}") from error
-        raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {', '.join(taken)}") from error
+        raise UserError(
+            f"{setting}: args: {error}; {kind.__name__} takes {', '.join(taken)}"
+        ) from error
     return given
 
 
 def score_of(reward: Any) -> Callable[..., object]:
-    """Return the function to call: its method `score`, else the reward itself. A layer named `score` is no method."""
+    """Return the function to call: its method `score`, else the reward itself.
+
+    A layer named `score` is no method.
+    """
     method = getattr(reward, "score", None)
     return method if inspect.isroutine(method) else reward
 
 
 def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
-    """Return the device of instance `place`: `entry.devices` in turn, or `default` if there are none.
+    """Return the device of instance `place`: `entry.devices` in turn, or `default` if there are
+    none.
 
     Raises:
         UserError: there is no such device.
@@ -159,12 +183,16 @@ def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
     device = entry.devices[place % len(entry.devices)]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device != "cpu" and (torch.device(device).index or 0) >= count:
-        raise UserError(f"reward.device = {entry.device!r}: there is no {device}, of {count} GPUs; the nearest is cpu")
+        raise UserError(
+            f"reward.device = {entry.device!r}: there is no {device}, of {count} GPUs; the nearest "
+            "is cpu"
+        )
     return device
 
 
 def check_prompts(entry: RewardEntry, key: str, prompts: Mapping[str, Metadata]) -> None:
-    """Check that a shipped reward can score every prompt, if its class says which: `check_prompt(text, metadata)`.
+    """Check that a shipped reward can score every prompt, if its class says which:
+    `check_prompt(text, metadata)`.
 
     Args:
         key: setting that holds the name, for messages.
@@ -173,7 +201,8 @@ def check_prompts(entry: RewardEntry, key: str, prompts: Mapping[str, Metadata])
     Raises:
         UserError: it cannot; names the prompt.
     """
-    shipped: Any = find_reward(entry, key)[0] if entry.name in SHIPPED else None  # a user's own may not run here
+    # a user's own may not run here
+    shipped: Any = find_reward(entry, key)[0] if entry.name in SHIPPED else None
     for prompt, metadata in prompts.items() if hasattr(shipped, "check_prompt") else ():
         try:
             shipped.check_prompt(split_key(prompt)[0], metadata)
@@ -181,11 +210,12 @@ def check_prompts(entry: RewardEntry, key: str, prompts: Mapping[str, Metadata])
             raise UserError(f"{key} = {entry.name!r}: prompt {prompt!r}: {error}") from error
 
 
-# -- dry run ----------------------------------------------------------------------------------------------------------
+# -- dry run ---------------------------------------------------------------------------------------
 
 
 def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
-    """Check a reward's name, arguments and files without creating it, unless it only calls a server.
+    """Check a reward's name, arguments and files without creating it, unless it only calls a
+    server.
 
     A class says in `files` which arguments name a folder or a hub id, and which files that holds.
 
@@ -196,7 +226,8 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
         A line for each hub id that is not in the cache.
 
     Raises:
-        UserError: there is no such reward, an argument is unknown or missing, or a folder or file is missing.
+        UserError: there is no such reward, an argument is unknown or missing, or a folder or file
+            is missing.
     """
     notes, (reward, args) = [], find_reward(entry, key)
     if entry.is_address or entry.name in CLIENTS:  # it loads nothing and opens no connection
@@ -211,8 +242,10 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
 
 
 def reward_bytes(entry: RewardEntry, key: str = "reward.name") -> float | None:
-    """Return the bytes that a reward takes on each rank's GPU, by the `gpu_bytes` of its class; None if unknown."""
-    if entry.is_address or entry.name in CLIENTS or entry.devices:  # its GPU, if any, is not the rank's own
+    """Return the bytes that a reward takes on each rank's GPU, by the `gpu_bytes` of its class;
+    None if unknown."""
+    # its GPU, if any, is not the rank's own
+    if entry.is_address or entry.name in CLIENTS or entry.devices:
         return 0.0
     each = getattr(find_reward(entry, key)[0], "gpu_bytes", None)
     return None if each is None else float(each) * max(1, entry.workers)
@@ -230,7 +263,12 @@ def _check_files(source: str, given: str, patterns: Sequence[str], setting: str)
             raise UserError(f"{setting} = {given!r}: expected a folder that holds {missing[0]}")
         return None
     if not is_hub_id(source):
-        raise UserError(f"{setting} = {given!r}: no such folder; expected one with {patterns[0]}, or a hub id")
+        raise UserError(
+            f"{setting} = {given!r}: no such folder; expected one with {patterns[0]}, or a hub id"
+        )
     if isinstance(try_to_load_from_cache(source, patterns[0]), str):
         return None
-    return f"{setting} = {given!r}: no folder and not in the hub's cache; a run fetches it, or: hf download {given}"
+    return (
+        f"{setting} = {given!r}: no folder and not in the hub's cache; a run fetches it, or: hf "
+        f"download {given}"
+    )

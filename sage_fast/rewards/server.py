@@ -1,4 +1,5 @@
-"""`sage-fast serve-reward`: serve the rewards of a configuration over HTTP, so that several runs can share them."""
+"""`sage-fast serve-reward`: serve the rewards of a configuration over HTTP, so that several runs
+can share them."""
 
 from __future__ import annotations
 
@@ -38,13 +39,20 @@ MAX_REQUEST_BYTES = 2**30
 MAX_WAITING = 8
 """Number of requests that may wait in memory while others are scored."""
 MAX_CONNECTIONS = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-"""Half of the open files that the process may have. Beyond it the oldest connection without a request is closed."""
+"""Half of the open files that the process may have.
+
+Beyond it the oldest connection without a request is closed.
+"""
 SECONDS_TO_BEGIN = 10.0
 """How long a connection may take for the head of its request."""
 SECONDS_TO_READ = 300.0
-"""How long a body may take, while it has one of the places in memory. Rates and queues are a proxy's work."""
+"""How long a body may take, while it has one of the places in memory.
+
+Rates and queues are a proxy's work.
+"""
 SECONDS_TO_DRAIN = 2.0
-"""How long the rest of a refused request is read and discarded: closing with unread bytes would lose the answer."""
+"""How long the rest of a refused request is read and discarded: closing with unread bytes would
+lose the answer."""
 SECONDS_TO_END = 5
 """How long requests that are being scored may take when the server ends."""
 
@@ -52,9 +60,10 @@ SECONDS_TO_END = 5
 class RewardServer(uvicorn.Server):
     """HTTP server that scores videos posted to /score.
 
-    It scores one request at a time, or as many as the rewards have workers, and reads a few more meanwhile. More would
-    only keep videos in memory. With a token in the environment it serves those who send it. Without a token it accepts
-    only requests addressed to `LOOPBACK`, so that no web page can reach it by DNS rebinding.
+    It scores one request at a time, or as many as the rewards have workers, and reads a few more
+    meanwhile. More would only keep videos in memory. With a token in the environment it serves
+    those who send it. Without a token it accepts only requests addressed to `LOOPBACK`, so that no
+    web page can reach it by DNS rebinding.
 
     Args:
         reward: the reward, already checked.
@@ -67,14 +76,21 @@ class RewardServer(uvicorn.Server):
     """
 
     def __init__(
-        self, reward: CompositeReward, host: str, port: int, device: str = "cpu", largest: int = MAX_REQUEST_BYTES
+        self,
+        reward: CompositeReward,
+        host: str,
+        port: int,
+        device: str = "cpu",
+        largest: int = MAX_REQUEST_BYTES,
     ) -> None:
         self.reward, self.device, self.largest, self.token = reward, device, largest, token()
         self.turns = asyncio.Semaphore(reward.at_a_time)
         self.places = asyncio.Semaphore(reward.at_a_time + MAX_WAITING)
         self.socket = socket.create_server((host, port))
         handlers: Any = dict.fromkeys((HTTPException, ClientDisconnect), _refuse)
-        app = Starlette(routes=[Route("/score", self._score, methods=["POST"])], exception_handlers=handlers)
+        app = Starlette(
+            routes=[Route("/score", self._score, methods=["POST"])], exception_handlers=handlers
+        )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -105,11 +121,16 @@ class RewardServer(uvicorn.Server):
             async with self.turns:
                 done: Future[tuple[int, dict[str, Any]]] = Future()
                 done.set_running_or_notify_cancel()
-                # Not the threads of asyncio or Starlette: a server that ends would wait for a reward that hangs.
-                threading.Thread(target=fulfil, args=(done, self._answer, body, _host(request)), daemon=True).start()
+                # Not the threads of asyncio or Starlette: a server that ends would wait for a
+                # reward that hangs.
+                threading.Thread(
+                    target=fulfil, args=(done, self._answer, body, _host(request)), daemon=True
+                ).start()
                 try:
                     return _json(*await asyncio.wrap_future(done))
-                except asyncio.CancelledError:  # the client asks again, perhaps the next server at this address
+                except (
+                    asyncio.CancelledError
+                ):  # the client asks again, perhaps the next server at this address
                     return _json(503, _refused(_host(request), "the server ends"))
 
     def _check(self, request: Request) -> None:
@@ -119,9 +140,13 @@ class RewardServer(uvicorn.Server):
         if self.token:
             given = headers.get("Authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-                raise HTTPException(401, f"expected the token of this server; the client takes it from {TOKEN}")
+                raise HTTPException(
+                    401, f"expected the token of this server; the client takes it from {TOKEN}"
+                )
         elif re.sub(r":\d+$", "", host) not in LOOPBACK:
-            raise HTTPException(421, f"Host {host[:80]!r}: expected one of {', '.join(LOOPBACK)}; or set {TOKEN}")
+            raise HTTPException(
+                421, f"Host {host[:80]!r}: expected one of {', '.join(LOOPBACK)}; or set {TOKEN}"
+            )
         # A web page cannot send this type cross-origin.
         if headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "expected Content-Type: application/json")
@@ -147,12 +172,15 @@ class RewardServer(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, and what it lacks: a time limit for the head of a request, and a bound on connections without one."""
+    """uvicorn's, and what it lacks: a time limit for the head of a request, and a bound on
+    connections without one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.begun = self.loop.time()
-        self.loop.call_later(SECONDS_TO_BEGIN, lambda: self.transport.abort() if self.waits else None)
+        self.loop.call_later(
+            SECONDS_TO_BEGIN, lambda: self.transport.abort() if self.waits else None
+        )
         waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.waits]
         if len(self.connections) > MAX_CONNECTIONS and waiting:
             min(waiting, key=lambda each: each.begun).transport.abort()
@@ -177,7 +205,9 @@ async def _read(request: Request) -> bytes:
 
 async def _refuse(request: Request, error: HTTPException | ClientDisconnect) -> Response:
     status, why = (
-        (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, "client disconnected")
+        (error.status_code, error.detail)
+        if isinstance(error, HTTPException)
+        else (400, "client disconnected")
     )
     with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(SECONDS_TO_DRAIN):

@@ -1,4 +1,5 @@
-"""A reward in a worker process, and the worker itself: killed when it hangs, restarted when it dies.
+"""A reward in a worker process, and the worker itself: killed when it hangs, restarted when it
+dies.
 
 The worker ends with its parent, however the parent ends.
 """
@@ -39,7 +40,8 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Worker(Backend):
-    """Calls a reward in a worker process. It starts right away; the first call waits until it is ready.
+    """Calls a reward in a worker process. It starts right away; the first call waits until it is
+    ready.
 
     Args:
         entry: settings of the reward, which the worker creates.
@@ -70,12 +72,16 @@ class Worker(Backend):
             with self._ended_after(seconds, f"no answer for {len(request)} videos") as late:
                 # Not in shared memory, which containers limit to 64 MB.
                 videos = request.videos.float().numpy()
-                self._channel.send((videos, request.prompts, request.metadata, request.fps, request.seed))
+                self._channel.send(
+                    (videos, request.prompts, request.metadata, request.fps, request.seed)
+                )
                 parts, error = self._receive(late)
             self._idle = True
         except (EOFError, OSError) as broken:
             if late.over:
-                raise RewardFailure(f"{late.what} within {seconds:g} s; its process was ended") from broken
+                raise RewardFailure(
+                    f"{late.what} within {seconds:g} s; its process was ended"
+                ) from broken
             raise RewardFailure(f"its process ended: {self._end(EXIT_GRACE)}") from broken
         finally:
             if not self._idle:
@@ -100,7 +106,8 @@ class Worker(Backend):
 
     @contextlib.contextmanager
     def _ended_after(self, seconds: float, what: str) -> Iterator[_Deadline]:
-        """Kill the worker if the block takes longer than `seconds`: sending can block as well as receiving.
+        """Kill the worker if the block takes longer than `seconds`: sending can block as well as
+        receiving.
 
         A worker that is stopped does not read, and a pipe holds 64 KiB.
         """
@@ -116,7 +123,8 @@ class Worker(Backend):
     def _receive(self, late: _Deadline) -> tuple[dict[str, Any], str]:
         """Wait for the worker's next answer: parts and error."""
         while not self._channel.poll(0.2):
-            # A process that the worker forked may still hold the other end open, so ask for the worker as well.
+            # A process that the worker forked may still hold the other end open, so ask for the
+            # worker as well.
             gone = not self._process.is_alive() and not self._channel.poll()
             if gone or late.over:
                 raise EOFError
@@ -135,7 +143,8 @@ class Worker(Backend):
                 process.kill()
 
     def _end(self, seconds: float = 0.0) -> str:
-        """Wait for the worker to exit, then kill it and its process group; return how it ended, in words."""
+        """Wait for the worker to exit, then kill it and its process group; return how it ended, in
+        words."""
         self._process.join(seconds)
         self._kill()
         self._process.join()
@@ -171,7 +180,7 @@ class _Deadline:
                 return
 
 
-# -- in the worker ----------------------------------------------------------------------------------------------------
+# -- in the worker ---------------------------------------------------------------------------------
 
 
 def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None:
@@ -203,7 +212,9 @@ def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None
                 )
                 scores = call(entry.name, reward, request)
                 parts = {part: values.numpy() for part, values in scores.items()}
-        except BaseException as failed:  # SystemExit too: the worker reports it and waits for the next message
+        except (
+            BaseException
+        ) as failed:  # SystemExit too: the worker reports it and waits for the next message
             error = str(failed) if isinstance(failed, UserError) else failure(failed)
         channel.send((parts, error))
         try:
@@ -215,8 +226,8 @@ def work(channel: Connection, entry: RewardEntry, key: str, device: str) -> None
 def _end_with_parent(channel: Connection) -> None:
     """Start a process that kills this one, and all that it starts, when the trainer has ended.
 
-    A thread could not: a reward in C may hold the interpreter's lock. The process is no child of the worker, whose
-    reward may wait for all of its children.
+    A thread could not: a reward in C may hold the interpreter's lock. The process is no child of
+    the worker, whose reward may wait for all of its children.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

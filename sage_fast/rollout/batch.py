@@ -20,7 +20,8 @@ class Batch:
     Attributes:
         numbers: number of each sample among those of all ranks.
         samples: the samples.
-        coefs: float32 `[T, 6]` on the device, `TransitionTable.coefficients` of the scored transitions.
+        coefs: float32 `[T, 6]` on the device, `TransitionTable.coefficients` of the scored
+            transitions.
         conditioning: conditions at the T noise levels.
         idle: dummy forwards, which need none of the samples.
         trajectories: what is stored of the rollouts.
@@ -38,10 +39,15 @@ class Batch:
     anchor_velocities: dict[Transition, Tensor]
 
     def own(self, transitions: Sequence[Transition]) -> list[Transition]:
-        """Return the transitions of this rank's samples, renumbered from 0; those given are of all ranks' samples."""
+        """Return the transitions of this rank's samples, renumbered from 0; those given are of all
+        ranks' samples."""
         places = {number: place for place, number in enumerate(self.numbers)}
         return [(places[number], t) for number, t in transitions if number in places]
 
     def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
         """Return the anchor's velocities; None without an anchor."""
-        return self.trajectories.gather(self.anchor_velocities, micro) if self.anchor_velocities else None
+        return (
+            self.trajectories.gather(self.anchor_velocities, micro)
+            if self.anchor_velocities
+            else None
+        )

@@ -1,7 +1,8 @@
-"""The endpoint direction: the noise of a step that a group enters from one latent, turned towards its final sample.
+"""The endpoint direction: the noise of a step that a group enters from one latent, turned towards
+its final sample.
 
-Most of the noise n that leads from a shared latent to the samples of a group does not show in their final samples x0.
-The endpoint direction leaves it out (docs/explanation/objective.md):
+Most of the noise n that leads from a shared latent to the samples of a group does not show in their
+final samples x0. The endpoint direction leaves it out (docs/explanation/objective.md):
 
     x_next = mean + c n    becomes    mean + c |n| (x0 - mean of x0) / |x0 - mean of x0|
 
@@ -20,7 +21,8 @@ from sage_fast.util.ranks import data_sum
 
 
 def turn_to_endpoints(batch: Batch, plan: IterationPlan) -> None:
-    """Turn the stored transitions of `IterationPlan.entered` to the endpoints, which `Trajectories.finish` has stored.
+    """Turn the stored transitions of `IterationPlan.entered` to the endpoints, which
+    `Trajectories.finish` has stored.
 
     The means are over the group's samples on all ranks, which call this together.
     """
@@ -33,5 +35,8 @@ def turn_to_endpoints(batch: Batch, plan: IterationPlan) -> None:
         sample = batch.samples[i]
         seed, step = on_device(torch.tensor([[sample.seed], [t]]), stored.device)
         noise = float(plan.tables[sample.group].c[t]) * philox_normal(seed, step, stored.shape)[0]
-        away, reached = endpoint.to(stored.device) - means[sample.group], stored.states[i, t + 1].to(stored.device)
+        away, reached = (
+            endpoint.to(stored.device) - means[sample.group],
+            stored.states[i, t + 1].to(stored.device),
+        )
         endpoint.copy_(reached - noise + away * (noise.norm() / away.norm().clamp(min=1e-30)))

@@ -1,12 +1,13 @@
 """CUDA graphs of a denoising step: one launch from the host instead of thousands.
 
-A graph holds the transformer and the fused transition over buffers at fixed addresses: latents, step index, seeds,
-coefficients and conditioning. A step copies its latents and index into the buffers and replays.
-A graph is tied to the addresses of the weights. The next rollout sees in-place updates (the optimizer,
-`Policy.using`); if weights or adapters are replaced, it records a new graph.
+A graph holds the transformer and the fused transition over buffers at fixed addresses: latents,
+step index, seeds, coefficients and conditioning. A step copies its latents and index into the
+buffers and replays. A graph is tied to the addresses of the weights. The next rollout sees in-place
+updates (the optimizer, `Policy.using`); if weights or adapters are replaced, it records a new
+graph.
 
-Graphs are replayed one rollout after another, so they share one memory pool and all buffers that fit: a further text
-length adds little memory.
+Graphs are replayed one rollout after another, so they share one memory pool and all buffers that
+fit: a further text length adds little memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 
 Recordable = Callable[[], tuple[Tensor, ...]]
 Recorder = Callable[[Recordable], tuple[Callable[[], object], tuple[Tensor, ...], int]]
-"""run -> (replay, the outputs that a replay fills, bytes that the recorder's memory pool grew by)."""
+"""run -> (replay, the outputs that a replay fills, bytes that the recorder's memory pool grew by).
+"""
 Buffers = dict[tuple[Any, ...], Tensor]
 """(place among a step's inputs, shape, strides, dtype) -> buffer."""
 
@@ -64,9 +66,13 @@ class StepGraph:
         growth: bytes by which recording enlarged the memory pool.
     """
 
-    def __init__(self, policy: Policy, inputs: StepInputs, shared: Buffers, record: Recorder) -> None:
+    def __init__(
+        self, policy: Policy, inputs: StepInputs, shared: Buffers, record: Recorder
+    ) -> None:
         places = [(i, t.shape, t.stride(), t.dtype) for i, t in enumerate(inputs.tensors())]
-        self.buffers = {p: shared[p] if p in shared else t.clone() for p, t in zip(places, inputs.tensors())}
+        self.buffers = {
+            p: shared[p] if p in shared else t.clone() for p, t in zip(places, inputs.tensors())
+        }
         buffers = iter(self.buffers.values())
         self._policy, self._inputs = policy, tree_map_only(Tensor, lambda _: next(buffers), inputs)
         self._step = torch.zeros(1, dtype=torch.int64, device=inputs.latents.device)
@@ -115,10 +121,14 @@ class StepGraphs:
         self._seen: set[tuple[Any, ...]] = set()
         self._failed = False
 
-    def prepare(self, coefs: Tensor, conditions: BatchConditions, seeds: Tensor, latents: Tensor) -> StepGraph | None:
-        """Return the graph for these shapes, loaded with these values; None if the steps run without one.
+    def prepare(
+        self, coefs: Tensor, conditions: BatchConditions, seeds: Tensor, latents: Tensor
+    ) -> StepGraph | None:
+        """Return the graph for these shapes, loaded with these values; None if the steps run
+        without one.
 
-        A shape's first rollout runs without one: it compiles the kernels, and the shape may not recur.
+        A shape's first rollout runs without one: it compiles the kernels, and the shape may not
+        recur.
         """
         inputs = StepInputs(coefs, seeds, latents, conditions)
         self.policy.refresh()  # a replay does not do this
@@ -136,9 +146,12 @@ class StepGraphs:
                 return None
             self._graphs[key] = recorded
         self._graphs.move_to_end(key)
-        while self._graphs and (len(self._graphs) > MAX_GRAPHS or self._kept(self._graphs.values()) > self.max_memory):
+        while self._graphs and (
+            len(self._graphs) > MAX_GRAPHS or self._kept(self._graphs.values()) > self.max_memory
+        ):
             self._graphs.popitem(last=False)
-        graph = self._graphs.get(key)  # evicted too if a refused graph has left a pool too large for any
+        # evicted too if a refused graph has left a pool too large for any
+        graph = self._graphs.get(key)
         if graph is not None:
             graph.load(inputs)
         return graph
@@ -178,7 +191,8 @@ def _buffers(graphs: Iterable[StepGraph]) -> Buffers:
 
 
 def weights_key(policy: Policy) -> int:
-    """Return a hash that changes if a weight, an adapter or the attention is replaced, not by in-place updates."""
+    """Return a hash that changes if a weight, an adapter or the attention is replaced, not by
+    in-place updates."""
     addresses = [p.data_ptr() for _, p in policy.named_parameters()]
     adapters = [
         (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.items())

@@ -1,8 +1,9 @@
 """Dummy forwards: what a rank with less work than the others runs, so that collectives match.
 
-Forwards may be collective (ZeRO-3, sequence parallelism), and so may backwards (ZeRO). All ranks then have to run the
-same number of them, whatever samples they have: one rank may have more than another, none whose reward is known, or
-none at all. A dummy forward therefore needs nothing of a rank's samples.
+Forwards may be collective (ZeRO-3, sequence parallelism), and so may backwards (ZeRO). All ranks
+then have to run the same number of them, whatever samples they have: one rank may have more than
+another, none whose reward is known, or none at all. A dummy forward therefore needs nothing of a
+rank's samples.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from sage_fast.models.policy import Policy
 class IdleForwards:
     """Forwards of zero latents at the first noise level, with a prompt that every rank has.
 
-    Each gathers what the forward that it stands for gathers, and adds nothing to values or gradients.
+    Each gathers what the forward that it stands for gathers, and adds nothing to values or
+    gradients.
 
     Args:
         policy: runs the forwards.
@@ -28,7 +30,9 @@ class IdleForwards:
         shape: (C, T, H, W) of a sample's latents.
     """
 
-    def __init__(self, policy: Policy, conditioning: ConditionTable, key: Key, shape: Sequence[int]) -> None:
+    def __init__(
+        self, policy: Policy, conditioning: ConditionTable, key: Key, shape: Sequence[int]
+    ) -> None:
         self.policy = policy
         self.conditioning = conditioning
         self.key = key
@@ -42,10 +46,12 @@ class IdleForwards:
         self.policy.velocities(self.latents, inputs)
 
     def replay(self) -> Tensor:
-        """Stand for a forward of `Replay`, which may compute its conditions again; return the velocity."""
+        """Stand for a forward of `Replay`, which may compute its conditions again; return the
+        velocity."""
         inputs = self.conditioning.at([self.key], self.step)
         return self.policy.guided_velocity(self.latents, inputs)
 
     def loss(self) -> Tensor:
-        """Stand for a training forward: return a loss, whose gradient is exactly zero in every trained weight."""
+        """Stand for a training forward: return a loss, whose gradient is exactly zero in every
+        trained weight."""
         return (0 * self.replay().float()).sum()

@@ -1,8 +1,8 @@
 """The denoising loop: drive a policy through a transition table and pass each step on for storage.
 
-Each step is one velocity (two with guidance) and one fused `transition_step`. Latents stay float32 between steps, so
-rollout and training see the same numbers. All randomness is a function of a sample's seed, so a sample comes out the
-same in any batch and on any rank.
+Each step is one velocity (two with guidance) and one fused `transition_step`. Latents stay float32
+between steps, so rollout and training see the same numbers. All randomness is a function of a
+sample's seed, so a sample comes out the same in any batch and on any rank.
 """
 
 from __future__ import annotations
@@ -24,27 +24,34 @@ from sage_fast.rollout.step import denoise
 from sage_fast.util.profiling import annotate
 
 Record = Callable[[int, Tensor, Tensor, Tensor, Callable[[], Tensor]], None]
-"""(step, x, x_next, log_prob, function that computes the guided velocity) of a step. The next step may overwrite the
-tensors, those behind the function included."""
+"""(step, x, x_next, log_prob, function that computes the guided velocity) of a step. The next step
+may overwrite the tensors, those behind the function included."""
 
 
 def bucket_by_length(lengths: Sequence[object], size: int) -> list[slice]:
-    """Return consecutive slices of at most `size` samples with equal text lengths, so that no batch needs a mask.
+    """Return consecutive slices of at most `size` samples with equal text lengths, so that no batch
+    needs a mask.
 
     Args:
         lengths: per sample, its text length in each pass (`pass_lengths`).
         size: maximum slice length.
     """
     equal = [[*run] for _, run in itertools.groupby(range(len(lengths)), key=lengths.__getitem__)]
-    return [slice(i, min(i + size, run[-1] + 1)) for run in equal for i in range(run[0], run[-1] + 1, size)]
+    return [
+        slice(i, min(i + size, run[-1] + 1))
+        for run in equal
+        for i in range(run[0], run[-1] + 1, size)
+    ]
 
 
 def rollout_runs(
     alike: Sequence[object], groups: Sequence[int], rollouts: Rollouts, size: int
 ) -> list[tuple[list[int], range]]:
-    """Return the batches of one rank's rollouts, in order: indices of samples, and the steps to denoise them over.
+    """Return the batches of one rank's rollouts, in order: indices of samples, and the steps to
+    denoise them over.
 
-    First the steps that a group shares, with one of its samples; then the other steps, with every sample.
+    First the steps that a group shares, with one of its samples; then the other steps, with every
+    sample.
 
     Args:
         alike: per sample, what the samples of a batch have in common: text lengths and transitions.
@@ -57,14 +64,21 @@ def rollout_runs(
     batches = [heads[run] for run in bucket_by_length([alike[i] for i in heads], size)]
     shared = [(batch, range(prefixes[batch[0]])) for batch in batches]
     every = list(range(len(groups)))
-    own = [(every[run], range(prefixes[run.start], rollouts.steps)) for run in bucket_by_length(alike, size)]
+    own = [
+        (every[run], range(prefixes[run.start], rollouts.steps))
+        for run in bucket_by_length(alike, size)
+    ]
     return shared + own
 
 
 def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return standard normal latents at sigma = 1, float32 `[B, *shape]`, determined by the seeds."""
+    """Return standard normal latents at sigma = 1, float32 `[B, *shape]`, determined by the
+    seeds."""
     return philox_normal(
-        seeds.to(device), torch.zeros((), dtype=torch.int64, device=device), shape, STREAM_INITIAL_LATENTS
+        seeds.to(device),
+        torch.zeros((), dtype=torch.int64, device=device),
+        shape,
+        STREAM_INITIAL_LATENTS,
     )
 
 
@@ -99,7 +113,8 @@ def rollout(
         graphs: CUDA graphs to replay steps from; results are bit-identical.
 
     Returns:
-        float32 `[B, C, T, H, W]` after the last of `steps`: the final samples (VAE-scaled) by default.
+        float32 `[B, C, T, H, W]` after the last of `steps`: the final samples (VAE-scaled) by
+            default.
     """
     conditions = conditioning.of(keys)
     seeds = seeds.to(policy.device)
@@ -113,7 +128,9 @@ def rollout(
             if graph is not None:
                 x, x_next, log_prob, *velocities = graph.step(x, step)
             else:
-                x_next, log_prob, *velocities = denoise(policy, coefs, conditions.at(step), seeds, x, step)
+                x_next, log_prob, *velocities = denoise(
+                    policy, coefs, conditions.at(step), seeds, x, step
+                )
             if record is not None:
                 record(t, x, x_next, log_prob, functools.partial(policy.guided, *velocities))
         x = x_next

@@ -1,8 +1,8 @@
 """Before the first update, check that the importance ratio is larger than rounding error.
 
-At the rollout's weights the ratio is exactly 1 if training reproduces the rollout's log-probs. After any update,
-however small, low precision rounds every activation differently: the velocity moves at random, and the log-ratio falls
-by the KL of that movement (bias) and scatters (noise).
+At the rollout's weights the ratio is exactly 1 if training reproduces the rollout's log-probs.
+After any update, however small, low precision rounds every activation differently: the velocity
+moves at random, and the log-ratio falls by the KL of that movement (bias) and scatters (noise).
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 LARGEST_MOVE = 1e-5
 """Largest distance by which `moments_after_an_update` moves a weight.
 
-An adapter's response is a product of two weights, so it is not proportional to larger movements. Rounding grows a
-little with the distance: on the testbed its bias was 4.0e-4 at 1e-5, 4.9e-4 at 1e-4 and 6.0e-4 at 1e-3.
+An adapter's response is a product of two weights, so it is not proportional to larger movements.
+Rounding grows a little with the distance: on the testbed its bias was 4.0e-4 at 1e-5, 4.9e-4 at
+1e-4 and 6.0e-4 at 1e-3.
 """
 Micro = Sequence[tuple[int, int]]
 """Transitions (sample, step) that are scored together: a micro-batch."""
@@ -43,9 +44,10 @@ class Parity:
     """What the gate measured.
 
     Attributes:
-        metrics: `log_prob/parity`; after a moved scoring, `kl/rounding`, and `log_prob/rounding` if a limit sees it.
-        kl: KL that rounding makes between velocities of equal weights, float64 `[T]` on the host; 0 where it was not
-            measured.
+        metrics: `log_prob/parity`; after a moved scoring, `kl/rounding`, and `log_prob/rounding` if
+            a limit sees it.
+        kl: KL that rounding makes between velocities of equal weights, float64 `[T]` on the host; 0
+            where it was not measured.
     """
 
     metrics: dict[str, float]
@@ -61,7 +63,8 @@ def check_parity(
     *,
     measures_kl: bool = True,
 ) -> Parity:
-    """Score stored transitions with the rollout's weights, and with moved weights if a limit or a KL sees an update.
+    """Score stored transitions with the rollout's weights, and with moved weights if a limit or a
+    KL sees an update.
 
     Args:
         replay: scores with the rollout's weights.
@@ -69,7 +72,8 @@ def check_parity(
         constants: those of all steps, `[T]`.
         train: section `train`.
         seed: of the run; draws the movement of the weights.
-        measures_kl: whether to measure the KL that rounding makes; a resumed run has the value of its start.
+        measures_kl: whether to measure the KL that rounding makes; a resumed run has the value of
+            its start.
 
     Raises:
         ParityError: rounding would drown the ratio, or the KL that masks.
@@ -80,7 +84,11 @@ def check_parity(
     def first(samples: int) -> list[Micro]:
         """Return micro-batches of the first samples that each step has."""
         by_step = itertools.groupby(stored.trained, key=lambda transition: transition[1])
-        transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
+        transitions = [
+            transition
+            for _, of_step in by_step
+            for transition in itertools.islice(of_step, samples)
+        ]
         return replay.micro_batches(batch, transitions, train.batch_size)
 
     sums = torch.zeros(len(constants.bias), 2, dtype=torch.float64, device=replay.policy.device)
@@ -90,7 +98,9 @@ def check_parity(
         scores = replay.score(batch, micro, v_old)
         change = change.maximum((scores.log_prob - scores.log_prob_old).detach().abs().max())
         kl = scores.kl_old.detach()
-        sums.index_add_(0, steps_of(micro, kl), torch.stack([kl, torch.ones_like(kl)], dim=1).double())
+        sums.index_add_(
+            0, steps_of(micro, kl), torch.stack([kl, torch.ones_like(kl)], dim=1).double()
+        )
     delta = float(all_reduce(change, "max"))
     sums = all_reduce(sums).cpu()
     kl = sums[:, 0] / sums[:, 1].clamp(min=1)
@@ -102,9 +112,13 @@ def check_parity(
         distance = min(train.learning_rate, LARGEST_MOVE)
         # A limit needs the scatter between samples; a KL is a mean over all elements of one.
         micros = first(4 if limited else 2)
-        moments = moments_after_an_update(replay, batch, micros, constants, distance=distance, seed=seed)
+        moments = moments_after_an_update(
+            replay, batch, micros, constants, distance=distance, seed=seed
+        )
         if limited:
-            metrics["log_prob/rounding"] = check_rounding(*moments.log_ratio, constants.equalizer, objective, distance)
+            metrics["log_prob/rounding"] = check_rounding(
+                *moments.log_ratio, constants.equalizer, objective, distance
+            )
         kl = torch.maximum(kl, without_response(*moments.kl))
         if measures_kl:
             metrics["kl/rounding"] = float(kl.max())
@@ -119,14 +133,16 @@ def check_replay(delta: float, clip_range: float) -> None:
         clip_range: `objective.clip_range`.
 
     Raises:
-        ParityError: `delta` is above a tenth of the clip range, so the ratio could not be told from noise.
+        ParityError: `delta` is above a tenth of the clip range, so the ratio could not be told from
+            noise.
     """
     limit = clip_range / 10
     if not delta <= limit:
         raise ParityError(
-            f"scoring stored transitions again changes the log-prob by up to {delta:.3e}, more than a tenth of "
-            f"objective.clip_range ({limit:.1e}): the ratio would measure rounding, not the policy. Use the same "
-            "batch size in sampling and training, model.dtype = float32, or a wider clip range"
+            f"scoring stored transitions again changes the log-prob by up to {delta:.3e}, more "
+            f"than a tenth of objective.clip_range ({limit:.1e}): the ratio would measure "
+            "rounding, not the policy. Use the same batch size in sampling and training, "
+            "model.dtype = float32, or a wider clip range"
         )
 
 
@@ -138,7 +154,8 @@ def moved(state: Mapping[str, Tensor], distance: float, seed: int) -> dict[str, 
     seed = derive_seed(seed, "rounding")
     generators = {t.device: torch.Generator(t.device).manual_seed(seed) for t in state.values()}
     return {
-        name: t + distance * (2 * torch.empty_like(t).bernoulli_(0.5, generator=generators[t.device]) - 1)
+        name: t
+        + distance * (2 * torch.empty_like(t).bernoulli_(0.5, generator=generators[t.device]) - 1)
         for name, t in state.items()
     }
 
@@ -150,11 +167,12 @@ def steps_of(micro: Micro, like: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments:
-    """What scoring with moved weights measured, once and twice as far, float64 on the host; 0 at steps without it.
+    """What scoring with moved weights measured, once and twice as far, float64 on the host; 0 at
+    steps without it.
 
     Attributes:
-        log_ratio: for each distance `[T, 2]`: bias and squared noise by step, averaged over the samples of all ranks.
-            The bias is minus the expected log-ratio, or the KL that masks.
+        log_ratio: for each distance `[T, 2]`: bias and squared noise by step, averaged over the
+            samples of all ranks. The bias is minus the expected log-ratio, or the KL that masks.
         kl: for each distance `[T]`: KL to the rollout policy by step.
     """
 
@@ -164,9 +182,16 @@ class Moments:
 
 @torch.no_grad()
 def moments_after_an_update(
-    replay: Replay, batch: Batch, micros: Sequence[Micro], constants: StepConstants, *, distance: float, seed: int
+    replay: Replay,
+    batch: Batch,
+    micros: Sequence[Micro],
+    constants: StepConstants,
+    *,
+    distance: float,
+    seed: int,
 ) -> Moments:
-    """Measure the log-ratio with every weight moved, then moved twice as far; restore the weights afterwards.
+    """Measure the log-ratio with every weight moved, then moved twice as far; restore the weights
+    afterwards.
 
     Collective.
 
@@ -201,23 +226,31 @@ def moments_after_an_update(
 def without_response(near: Tensor, far: Tensor) -> Tensor:
     """Return what is left of a KL when the movement goes to 0, which is rounding.
 
-    Twice the movement has four times the true KL but the same rounding: near = r + true, far = r + 4 true.
+    Twice the movement has four times the true KL but the same rounding: near = r + true, far = r +
+    4 true.
     """
     return ((4 * near - far) / 3).clamp(min=0)
 
 
 def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bias and noise of rounding alone, each `[T]`, from the moments after the two movements.
+    """Return the bias and noise of rounding alone, each `[T]`, from the moments after the two
+    movements.
 
     The squared noise is split in proportion to the bias, which few samples determine well.
     """
     bias = without_response(near[:, 0], far[:, 0])
-    squares = [torch.where(moments[:, 0] == 0, 0, bias / moments[:, 0] * moments[:, 1]) for moments in (near, far)]
+    squares = [
+        torch.where(moments[:, 0] == 0, 0, bias / moments[:, 0] * moments[:, 1])
+        for moments in (near, far)
+    ]
     return bias, torch.stack(squares).mean(0).sqrt()
 
 
-def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, objective: Objective, distance: float) -> float:
-    """Report how much of the limit on the ratio or the KL rounding takes up after one update; raise if it is too much.
+def check_rounding(
+    near: Tensor, far: Tensor, equalizer: Tensor, objective: Objective, distance: float
+) -> float:
+    """Report how much of the limit on the ratio or the KL rounding takes up after one update; raise
+    if it is too much.
 
     Args:
         near, far: `Moments.log_ratio`.
@@ -243,14 +276,16 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, objective: Obje
     share = value / limit
     found = (
         f"rounding after an update of {distance:.0e} a weight: {value:.1e} in the {limited}, at "
-        f"step {step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} of "
-        f"objective.{setting} ({limit:.0e})"
+        f"step {step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} "
+        f"of objective.{setting} ({limit:.0e})"
     )
-    would_centre = setting == "clip_range" and not objective.centres_ratio and bias[step] > noise[step]
+    would_centre = (
+        setting == "clip_range" and not objective.centres_ratio and bias[step] > noise[step]
+    )
     advice = (
-        f"the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, "
-        f"{'objective.ratio = centred, ' * bool(would_centre)}a wider objective.{setting}, model.dtype = float32, or a "
-        "larger sampling.eta"
+        "the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, "
+        f"{'objective.ratio = centred, ' * bool(would_centre)}a wider objective.{setting}, "
+        "model.dtype = float32, or a larger sampling.eta"
     )
     if not share <= 1 / 3:
         raise ParityError(f"{found}, more than a third: {advice}")

@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 class CudaRecorder:
     """Records graphs into one memory pool, on one stream.
 
-    The first recording runs its function before, so that cuBLAS allocates its workspace, one per stream, outside the
-    graph. Later functions must have run on some stream: what they compile cannot be compiled during a capture.
+    The first recording runs its function before, so that cuBLAS allocates its workspace, one per
+    stream, outside the graph. Later functions must have run on some stream: what they compile
+    cannot be compiled during a capture.
     """
 
     def __init__(self) -> None:
@@ -40,14 +41,19 @@ class CudaRecorder:
             current.wait_stream(self._stream)
             self._warm = True
         torch.cuda.synchronize()
-        # The capture does this too; there, freed memory of the cache would offset what the graph keeps.
+        # The capture does this too; there, freed memory of the cache would offset what the graph
+        # keeps.
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         if not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()  # PyTorch refuses one whose graphs are all gone
+            # PyTorch refuses one whose graphs are all gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # A CUDA call from another thread, such as a concurrent reward, would invalidate a global capture.
-        capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        # A CUDA call from another thread, such as a concurrent reward, would invalidate a global
+        # capture.
+        capture = torch.cuda.graph(
+            graph, self._pool, self._stream, capture_error_mode="thread_local"
+        )
         try:
             with capture:
                 outputs = run()
@@ -62,5 +68,8 @@ def step_graphs(policy: Policy, cost: Cost, room: float) -> StepGraphs | None:
     if (first := cost.step + cost.context) <= room:
         return StepGraphs(policy, CudaRecorder(), room)
     if room:
-        log.info(f"no CUDA graphs: a step keeps {format_bytes(first)}, training leaves {format_bytes(max(room, 0))}")
+        log.info(
+            f"no CUDA graphs: a step keeps {format_bytes(first)}, training leaves "
+            f"{format_bytes(max(room, 0))}"
+        )
     return None

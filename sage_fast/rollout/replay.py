@@ -1,4 +1,5 @@
-"""Replay: forwards at an iteration's stored transitions, with the policy's weights or the anchor's."""
+"""Replay: forwards at an iteration's stored transitions, with the policy's weights or the
+anchor's."""
 
 from __future__ import annotations
 
@@ -33,15 +34,22 @@ class Replay:
     """
 
     def __init__(
-        self, policy: Policy, objective: Objective, batch_size: int, embeddings: Mapping[Any, Condition]
+        self,
+        policy: Policy,
+        objective: Objective,
+        batch_size: int,
+        embeddings: Mapping[Any, Condition],
     ) -> None:
         self.policy = policy
         self.objective = objective
         self.batch_size = batch_size
         self.lengths = pass_lengths(embeddings, guided=policy.uses_guidance)
 
-    def micro_batches(self, batch: Batch, transitions: Sequence[Transition], size: int) -> list[Sequence[Transition]]:
-        """Return transitions that share a forward: at most `size` neighbours with prompts of one length, unpadded."""
+    def micro_batches(
+        self, batch: Batch, transitions: Sequence[Transition], size: int
+    ) -> list[Sequence[Transition]]:
+        """Return transitions that share a forward: at most `size` neighbours with prompts of one
+        length, unpadded."""
         lengths = [self.lengths[batch.samples[i].prompt] for i, _ in transitions]
         return [transitions[rows] for rows in bucket_by_length(lengths, size)]
 
@@ -49,7 +57,9 @@ class Replay:
     def velocity_dtype(self) -> torch.dtype:
         return torch.float32 if self.policy.uses_guidance else self.policy.dtype
 
-    def score(self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None) -> TransitionScores:
+    def score(
+        self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None
+    ) -> TransitionScores:
         """Run a forward at `micro` and score its B transitions, in float32.
 
         `v_old`, if given, replaces the rollout's stored velocity.
@@ -60,7 +70,11 @@ class Replay:
         samples, step = (on_device(indices, self.policy.device) for indices in zip(*micro))
         if v_old is None and self.objective.stores_velocities:
             v_old = stored.gather(stored.velocities, micro)
-        x_next, v_anchor, objective = stored.next_states(micro), batch.anchor_of(micro), self.objective
+        x_next, v_anchor, objective = (
+            stored.next_states(micro),
+            batch.anchor_of(micro),
+            self.objective,
+        )
         beta = objective.settings.nft_beta if objective.surrogate.uses_errors else None
         log_prob, kl_anchor, kl_old, *errors = transition_score(
             x, x_next, v, batch.coefs, step, v_anchor, v_old, beta, v_uncond, self.policy.guidance
@@ -83,13 +97,16 @@ class Replay:
         """Return the forward's inputs; equal steps are passed as a single row."""
         keys, steps = [batch.samples[i].prompt for i, _ in micro], [t for _, t in micro]
         same = len(set(steps)) == 1
-        return batch.conditioning.at(keys, on_device(steps[:1] if same else steps, self.policy.device))
+        return batch.conditioning.at(
+            keys, on_device(steps[:1] if same else steps, self.policy.device)
+        )
 
     @torch.no_grad()
     def anchor_velocities(
         self, batch: Batch, transitions: Sequence[Transition], anchor: State
     ) -> dict[Transition, Tensor]:
-        """Return transition -> velocity `[C, T, H, W]` under the anchor's weights: one forward each. Collective."""
+        """Return transition -> velocity `[C, T, H, W]` under the anchor's weights: one forward
+        each. Collective."""
         stored = batch.trajectories
         velocities = stored.empty(transitions, self.velocity_dtype)
         with self.policy.using(anchor):
@@ -99,7 +116,8 @@ class Replay:
 
     @torch.no_grad()
     def score_noised(self, batch: Batch) -> None:
-        """Fill in the rollout's log-probs and kept velocities at the renoised final samples: one forward each.
+        """Fill in the rollout's log-probs and kept velocities at the renoised final samples: one
+        forward each.
 
         Collective. Call it before the first update, with the rollout's weights.
         """
@@ -109,14 +127,23 @@ class Replay:
             x, step = stored.gather(stored.states, micro), on_device(micro[0][1], stored.device)
             v, v_uncond = self.policy.velocities(x, self._inputs(batch, micro))
             log_probs, *_ = transition_score(
-                x, stored.next_states(micro), v, batch.coefs, step, v_uncond=v_uncond, guidance=self.policy.guidance
+                x,
+                stored.next_states(micro),
+                v,
+                batch.coefs,
+                step,
+                v_uncond=v_uncond,
+                guidance=self.policy.guidance,
             )
             stored.log_probs |= zip(micro, log_probs, strict=True)
             if stored.velocities:
                 stored.put(stored.velocities, micro, self.policy.guided(v, v_uncond))
 
-    def _work(self, batch: Batch, transitions: Sequence[Transition]) -> Iterable[Sequence[Transition]]:
-        """Yield the transitions of each forward, which are of one step; then run dummy forwards, as other ranks need.
+    def _work(
+        self, batch: Batch, transitions: Sequence[Transition]
+    ) -> Iterable[Sequence[Transition]]:
+        """Yield the transitions of each forward, which are of one step; then run dummy forwards, as
+        other ranks need.
 
         `transitions` are ordered by step.
         """

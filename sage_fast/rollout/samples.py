@@ -42,17 +42,29 @@ class SampleRollouts:
         graphs: StepGraphs | None,
         watch: Stopwatch,
     ) -> None:
-        self.policy, self.tables, self.batch, self.graphs, self.watch = policy, plan.tables, batch, graphs, watch
+        self.policy, self.tables, self.batch, self.graphs, self.watch = (
+            policy,
+            plan.tables,
+            batch,
+            graphs,
+            watch,
+        )
         config = plan.resolved.config
         reduction, size = config.objective.log_prob, config.sampling.batch_size
-        self.coefs = {table: table.coefficients(reduction).to(policy.device) for table in set(plan.tables)}
+        self.coefs = {
+            table: table.coefficients(reduction).to(policy.device) for table in set(plan.tables)
+        }
         self.seeds = torch.tensor([sample.seed for sample in batch.samples])
         self.latent_seeds = torch.tensor([sample.latent_seed for sample in batch.samples])
-        batch_keys = [(lengths[sample.prompt], self.tables[sample.group]) for sample in batch.samples]
+        batch_keys = [
+            (lengths[sample.prompt], self.tables[sample.group]) for sample in batch.samples
+        ]
         groups = [sample.group for sample in batch.samples]
         self.batches = rollout_runs(batch_keys, groups, plan.rollouts, size)
         self.steps = sum(len(steps) for _, steps in self.batches)
-        self._starts: dict[int, Tensor] = {}  # group -> latents after the steps that its samples share
+        self._starts: dict[
+            int, Tensor
+        ] = {}  # group -> latents after the steps that its samples share
 
     def finished(self, bar: Progress) -> Iterator[tuple[Iterable[Sample], Tensor]]:
         """Denoise all batches; yield samples and final latents of each that ends at sigma 0.
@@ -71,7 +83,8 @@ class SampleRollouts:
                 yield [self.batch.samples[place] for place in places], latents
 
     def _denoise(self, places: list[int], steps: range, bar: Progress) -> Tensor:
-        """Run `steps` of the neighbouring samples `places`, which train the same steps; return their latents."""
+        """Run `steps` of the neighbouring samples `places`, which train the same steps; return
+        their latents."""
         batch, rows = self.batch, slice(places[0], places[-1] + 1)
         groups = [batch.samples[place].group for place in places]
         table = self.tables[groups[0]]
@@ -80,7 +93,9 @@ class SampleRollouts:
             if steps.start:
                 x = torch.stack([self._starts[group] for group in groups])
             else:
-                x = initial_latents(self.latent_seeds[places], batch.trajectories.shape, self.policy.device)
+                x = initial_latents(
+                    self.latent_seeds[places], batch.trajectories.shape, self.policy.device
+                )
             keys = [batch.samples[place].prompt for place in places]
             x = rollout(
                 self.policy,
@@ -96,7 +111,9 @@ class SampleRollouts:
                 graphs=self.graphs,
             )
             if ends:
-                batch.trajectories.finish(rows, x, self.seeds[rows].to(self.policy.device), table.sigmas)
+                batch.trajectories.finish(
+                    rows, x, self.seeds[rows].to(self.policy.device), table.sigmas
+                )
             else:
                 self._starts.update(zip(groups, x))
         return x

@@ -12,16 +12,30 @@ from sage_fast.models.decoder import Decoder
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
 from sage_fast.util.errors import RewardError
 from sage_fast.util.meters import Stopwatch
-from sage_fast.util.ranks import all_gather_object, gather_objects_of_sequence, sequence_rank, sequence_size
+from sage_fast.util.ranks import (
+    all_gather_object,
+    gather_objects_of_sequence,
+    sequence_rank,
+    sequence_size,
+)
 
 log = logging.getLogger(__name__)
 
 
 def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
-    """Return the scores of all ranks, ordered by sample number; this rank's samples are `numbers`. Collective."""
-    ranks = all_gather_object((list(numbers), scores))[:: sequence_size()]  # a sequence group has the same scores
-    places = {number: place for place, number in enumerate(number for numbers, _ in ranks for number in numbers)}
-    return join_scores([scores for _, scores in ranks]).in_order([places[number] for number in sorted(places)])
+    """Return the scores of all ranks, ordered by sample number; this rank's samples are `numbers`.
+
+    Collective.
+    """
+    # a sequence group has the same scores
+    ranks = all_gather_object((list(numbers), scores))[:: sequence_size()]
+    places = {
+        number: place
+        for place, number in enumerate(number for numbers, _ in ranks for number in numbers)
+    }
+    return join_scores([scores for _, scores in ranks]).in_order(
+        [places[number] for number in sorted(places)]
+    )
 
 
 MOST_NOTES = 8
@@ -34,11 +48,15 @@ def log_failures(scores: Scores) -> None:
     for line in lines[:MOST_NOTES]:
         log.info(line)
     if len(lines) > MOST_NOTES:
-        log.info(f"and {len(lines) - MOST_NOTES} more such lines; {scores.dropped} samples dropped in total")
+        log.info(
+            f"and {len(lines) - MOST_NOTES} more such lines; {scores.dropped} samples dropped in "
+            "total"
+        )
 
 
 def gather_checked(reward: Scorer, numbers: Sequence[int], scores: Scores) -> Scores:
-    """Return the scores of all ranks, as `gather_scores` does, and report those that failed. Collective.
+    """Return the scores of all ranks, as `gather_scores` does, and report those that failed.
+    Collective.
 
     Raises:
         RewardError: on all ranks, if more than a share `reward.max_dropped` of the samples failed.
@@ -52,16 +70,18 @@ def gather_checked(reward: Scorer, numbers: Sequence[int], scores: Scores) -> Sc
 class VideoScorer:
     """Decoder and scorer of one iteration's latents, chunk by chunk.
 
-    The ranks of a sequence group all have the latents. They take turns at the chunks; `finish` returns all scores on
-    every rank of the group.
+    The ranks of a sequence group all have the latents. They take turns at the chunks; `finish`
+    returns all scores on every rank of the group.
 
-    A reward in another process or behind HTTP scores its chunks in the background; only `finish` waits for the scores.
+    A reward in another process or behind HTTP scores its chunks in the background; only `finish`
+    waits for the scores.
 
     Args:
         decoder: decodes latents into videos.
         reward: scores the videos.
         watch: receives the times of `decode` and `reward`.
-        collective: other ranks' forwards wait for this rank's, so a reward failure is raised in `finish` only.
+        collective: other ranks' forwards wait for this rank's, so a reward failure is raised in
+            `finish` only.
         fps: frames per second of the videos; None: not known.
     """
 
@@ -108,8 +128,8 @@ class VideoScorer:
         """Return the scores of all chunks in order.
 
         Raises:
-            RewardError: the reward failed on a chunk in the background (with `collective`, on any) and `on_failure =
-                stop`.
+            RewardError: the reward failed on a chunk in the background (with `collective`, on any)
+                and `on_failure = stop`.
         """
         if any(isinstance(scores, Pending) for scores in self._scores):
             with self.watch("reward"):

@@ -24,7 +24,8 @@ class Setup:
 
     Attributes:
         judge: reward that evaluations alone use.
-        graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run without.
+        graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run
+            without.
         prompts, eval_prompts: keys (`Prompt.key`).
         captions: key -> what to encode, for these, the empty and the negative prompts.
         negatives: key -> negative prompt, where it is not empty.
@@ -53,7 +54,8 @@ class Setup:
         """Embed all prompts, each on one rank; see `encode_cached`. Collective.
 
         Args:
-            cache: the folder to use unless `data.embedding_cache` is set; None keeps nothing on disk.
+            cache: the folder to use unless `data.embedding_cache` is set; None keeps nothing on
+                disk.
         """
         self._check_same_prompts()
         configured = self.config.data.embedding_cache
@@ -67,12 +69,17 @@ class Setup:
             spec.condition,
         )
         self.embeddings = {
-            key: dataclasses.replace(made, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1]))
+            key: dataclasses.replace(
+                made, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1])
+            )
             for key, made in found.items()
         }
 
     def _check_same_prompts(self) -> None:
-        """Check that all ranks have read the same prompts: each node may have a copy of the file. Collective."""
+        """Check that all ranks have read the same prompts: each node may have a copy of the file.
+
+        Collective.
+        """
         negatives = sorted(self.negatives.items())
         read = {
             "data.prompts": (self.prompts, negatives),

@@ -14,7 +14,8 @@ from sage_fast.util.profiling import annotate
 def denoise(
     policy: Policy, coefs: Tensor, inputs: Inputs, seeds: Tensor, x: Tensor, step: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run one step of B samples; return x_next, log-prob `[B]` and the velocity, or two for `Policy.guided` to combine.
+    """Run one step of B samples; return x_next, log-prob `[B]` and the velocity, or two for
+    `Policy.guided` to combine.
 
     Only the velocities are differentiable.
 

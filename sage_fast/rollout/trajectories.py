@@ -1,4 +1,5 @@
-"""Storage of rollouts for training: latents around each scored transition, log-probs, and velocities for the KL."""
+"""Storage of rollouts for training: latents around each scored transition, log-probs, and
+velocities for the KL."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
 
 
 class Trajectories:
-    """Trained transitions of rollouts, allocated once. Reverse process: x_t -> x_{t+1}, scored by the rollout.
+    """Trained transitions of rollouts, allocated once. Reverse process: x_t -> x_{t+1}, scored by
+    the rollout.
 
     Args:
         shape: (C, T, H, W) of a sample's latents.
@@ -25,13 +27,14 @@ class Trajectories:
 
     Attributes:
         trained: the transitions, as given.
-        endpoints: transition of `entered` -> `[C, T, H, W]`, the final latents until they are turned, then what it is
-            scored against in place of the latents that it leads to.
-        states: (sample, step) -> float32 `[C, T, H, W]`, latents before that step: of the trained transitions and of
-            those that follow them.
+        endpoints: transition of `entered` -> `[C, T, H, W]`, the final latents until they are
+            turned, then what it is scored against in place of the latents that it leads to.
+        states: (sample, step) -> float32 `[C, T, H, W]`, latents before that step: of the trained
+            transitions and of those that follow them.
         log_probs: transition -> float32 scalar on the device, under the rollout policy.
         scored: whether they are known.
-        velocities: transition -> `[C, T, H, W]` under the rollout policy, guidance included; empty if none are kept.
+        velocities: transition -> `[C, T, H, W]` under the rollout policy, guidance included; empty
+            if none are kept.
     """
 
     scored = True
@@ -60,25 +63,44 @@ class Trajectories:
         """Return transition -> (sample, step) of the latents that it leads to."""
         return {(i, t): (i, t + 1) for i, t in self.trained}
 
-    def empty(self, transitions: Collection[Transition], dtype: torch.dtype) -> dict[Transition, Tensor]:
-        """Allocate transition -> `[C, T, H, W]` on the device, or in pinned host memory if offloaded."""
-        device, pinned = ("cpu", self.device.type == "cuda") if self.offload else (self.device, False)
-        return {key: torch.empty(self.shape, dtype=dtype, device=device, pin_memory=pinned) for key in transitions}
+    def empty(
+        self, transitions: Collection[Transition], dtype: torch.dtype
+    ) -> dict[Transition, Tensor]:
+        """Allocate transition -> `[C, T, H, W]` on the device, or in pinned host memory if
+        offloaded."""
+        device, pinned = (
+            ("cpu", self.device.type == "cuda") if self.offload else (self.device, False)
+        )
+        return {
+            key: torch.empty(self.shape, dtype=dtype, device=device, pin_memory=pinned)
+            for key in transitions
+        }
 
     @staticmethod
-    def put(stored: dict[Transition, Tensor], transitions: Iterable[Transition], values: Tensor) -> None:
+    def put(
+        stored: dict[Transition, Tensor], transitions: Iterable[Transition], values: Tensor
+    ) -> None:
         """Copy `values [M, C, T, H, W]` to the entries of `stored` for M (sample, step)."""
         for transition, value in zip(transitions, values, strict=True):
             stored[transition].copy_(value, non_blocking=True)
 
     def record(
-        self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Callable[[], Tensor]
+        self,
+        rows: slice,
+        step: int,
+        x: Tensor,
+        x_next: Tensor,
+        log_prob: Tensor,
+        velocity: Callable[[], Tensor],
     ) -> None:
-        """Store a step of samples `rows`, which train the same steps; no-op for a step that is not trained.
+        """Store a step of samples `rows`, which train the same steps; no-op for a step that is not
+        trained.
 
         `velocity` is called only if velocities are kept.
         """
-        before, now, after = ([(i, t) for i in range(rows.start, rows.stop)] for t in (step - 1, step, step + 1))
+        before, now, after = (
+            [(i, t) for i in range(rows.start, rows.stop)] for t in (step - 1, step, step + 1)
+        )
         if now[0] not in self._after:
             return
         if before[0] not in self._after:
@@ -89,31 +111,42 @@ class Trajectories:
             self.put(self.velocities, now, velocity())
 
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
-        """Store what training needs of the final latents of samples `rows`, which train the same steps."""
+        """Store what training needs of the final latents of samples `rows`, which train the same
+        steps."""
         if entered := [(i, t) for i, t in self.endpoints if rows.start <= i < rows.stop]:
             self.put(self.endpoints, entered, latents)
 
     def log_prob_old(self, micro: Sequence[Transition], log_prob: Tensor) -> Tensor:
-        """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in training."""
-        if not self.scored:  # both policies are equal, or the loss needs the old one's log-prob up to a constant only
+        """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in
+        training."""
+        # both policies are equal, or the loss needs the old one's log-prob up to a constant only
+        if not self.scored:
             return log_prob.detach()
         return torch.stack([self.log_probs[transition] for transition in micro])
 
     def next_states(self, transitions: Sequence[Transition]) -> Tensor:
-        """Return the latents that M (sample, step) are scored against, `[M, C, T, H, W]` on the device."""
-        reached = {key: self.endpoints.get(key, self.states[self._after[key]]) for key in transitions}
+        """Return the latents that M (sample, step) are scored against, `[M, C, T, H, W]` on the
+        device."""
+        reached = {
+            key: self.endpoints.get(key, self.states[self._after[key]]) for key in transitions
+        }
         return self.gather(reached, transitions)
 
     def gather(self, stored: dict[Transition, Tensor], transitions: Sequence[Transition]) -> Tensor:
-        """Return the entries of `stored`, such as `states`, for M (sample, step), `[M, C, T, H, W]` on the device.
+        """Return the entries of `stored`, such as `states`, for M (sample, step), `[M, C, T, H, W]`
+        on the device.
 
-        Offloaded entries are copied one by one in stream order, so the host never reads what the device still writes.
+        Offloaded entries are copied one by one in stream order, so the host never reads what the
+        device still writes.
         """
-        return torch.stack([stored[transition].to(self.device, non_blocking=True) for transition in transitions])
+        return torch.stack(
+            [stored[transition].to(self.device, non_blocking=True) for transition in transitions]
+        )
 
 
 class NoisedSamples(Trajectories):
-    """Final samples with new noise of each trained step's level. Forward process: x_s -> x_0 (forward-process.md).
+    """Final samples with new noise of each trained step's level. Forward process: x_s -> x_0
+    (forward-process.md).
 
     `Replay.score_noised` sets `log_probs`, `scored` and `velocities` where the loss needs them.
     """
@@ -124,12 +157,19 @@ class NoisedSamples(Trajectories):
         return {(i, t): (i, length) for i, t in self.trained}
 
     def record(
-        self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Callable[[], Tensor]
+        self,
+        rows: slice,
+        step: int,
+        x: Tensor,
+        x_next: Tensor,
+        log_prob: Tensor,
+        velocity: Callable[[], Tensor],
     ) -> None:
         """No-op: no step of the rollout is trained."""
 
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
-        """Store the final latents of samples `rows` and, for each trained step, (1-s) latents + s new noise."""
+        """Store the final latents of samples `rows` and, for each trained step, (1-s) latents + s
+        new noise."""
         samples = range(rows.start, rows.stop)
         steps = [t for i, t in self.trained if i == rows.start]  # the same for all of `rows`
         for t in steps:
@@ -140,6 +180,7 @@ class NoisedSamples(Trajectories):
 
 
 def on_device(values: float | Sequence[float] | Tensor, device: torch.device) -> Tensor:
-    """Copy numbers or a host tensor to the device through pinned memory, without synchronising the host."""
+    """Copy numbers or a host tensor to the device through pinned memory, without synchronising the
+    host."""
     host = torch.as_tensor(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

@@ -11,8 +11,9 @@ def read_metrics(folder: str | Path) -> Any:
     """Read `metrics.jsonl` of a run, finished or not, as columns.
 
     Returns:
-        Metric -> one value per iteration: float64 `[iterations]`, NaN for null and where a row lacks it; a list where
-        values are no numbers. It is a dict, or a `pandas.DataFrame` where pandas is installed.
+        Metric -> one value per iteration: float64 `[iterations]`, NaN for null and where a row
+        lacks it; a list where values are no numbers. It is a dict, or a `pandas.DataFrame` where
+        pandas is installed.
 
     Raises:
         UserError: the folder holds no run, or a line is damaged.

@@ -1,13 +1,17 @@
 """Checkpoints and final weights of a run. No RNG state: seeds are derived.
 
-<run>/checkpoints/iteration-N/           manifest.json and the weights, as sampling and export read them
-<run>/checkpoints/iteration-N/training/  what only a resume reads: state.json with the trainer's counters;
-                                         optimizer.json with the optimizer's name, the steps of each weight, and the
-                                         kinds of parts;
-                                         trainable-*, ema-*, anchor-*, optimizer-<moment>-*, as run/shards.py has them
+<run>/checkpoints/iteration-N/           manifest.json and the weights, as sampling and export read
+                                         them
+<run>/checkpoints/iteration-N/training/  what only a resume reads: state.json with the trainer's
+                                         counters;
+                                         optimizer.json with the optimizer's name, the steps of each
+                                         weight, and the kinds of parts;
+                                         trainable-*, ema-*, anchor-*, optimizer-<moment>-*, as
+                                         run/shards.py has them
 
-A checkpoint is the state between two iterations, never within one. It is written to a temporary folder, which is
-renamed once every file is on disk. The manifest holds each file's size and SHA-256; loading verifies them.
+A checkpoint is the state between two iterations, never within one. It is written to a temporary
+folder, which is renamed once every file is on disk. The manifest holds each file's size and
+SHA-256; loading verifies them.
 
 Only rank 0 lists folders. On a network file system the other ranks may not see new files yet.
 """
@@ -53,7 +57,13 @@ from sage_fast.util.files import (
     write_json,
 )
 from sage_fast.util.presence import entries
-from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
+from sage_fast.util.ranks import (
+    all_gather_object,
+    broadcast_object,
+    fail_together,
+    rank,
+    world_size,
+)
 
 MOMENT = "optimizer-"
 OPTIMIZER = "optimizer.json"
@@ -66,8 +76,8 @@ def save_checkpoint(
 ) -> None:
     """Write `checkpoints/iteration-N` atomically. Collective.
 
-    An intact checkpoint of the same iteration (such as the one just resumed from) is left alone. Later checkpoints
-    are removed, and those set aside by a resume: loading has skipped them.
+    An intact checkpoint of the same iteration (such as the one just resumed from) is left alone.
+    Later checkpoints are removed, and those set aside by a resume: loading has skipped them.
 
     Args:
         run: the run folder.
@@ -116,22 +126,31 @@ def save_final_weights(run: Path, iteration: int, engine: Engine) -> None:
     """Write `weights/` atomically: the weights after the last iteration. Collective."""
     with atomic_path(RunFolder(run).weights) if rank() == 0 else contextlib.nullcontext() as made:
         partial = broadcast_object(made, 0)
-        write_manifest(partial, save_weights(engine.policy, partial, engine.ema), iteration=iteration)
+        write_manifest(
+            partial, save_weights(engine.policy, partial, engine.ema), iteration=iteration
+        )
 
 
-def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None, interval: int = 0) -> None:
+def prune_checkpoints(
+    run: Path, keep: int, weights: Mapping[str, float] | None, interval: int = 0
+) -> None:
     """Remove all but the last `keep` checkpoints and the best one. On rank 0 only.
 
-    The best one has the highest mean held-out composite. One whose evaluation is lost, or cannot be read or compared,
-    may be the best, and stays too.
+    The best one has the highest mean held-out composite. One whose evaluation is lost, or cannot be
+    read or compared, may be the best, and stays too.
 
     Args:
-        weights: weights of the composite, since a resume may have changed them; None does not keep the best one.
+        weights: weights of the composite, since a resume may have changed them; None does not keep
+            the best one.
         interval: `eval.interval`: which checkpoints have been evaluated; 0: those that have scores.
     """
     found = RunFolder(run).checkpoints()
     rewards = {} if weights is None else _heldout_rewards(run, found, weights, interval)
-    best = max((folder for folder in rewards if math.isfinite(rewards[folder])), key=rewards.__getitem__, default=None)
+    best = max(
+        (folder for folder in rewards if math.isfinite(rewards[folder])),
+        key=rewards.__getitem__,
+        default=None,
+    )
     for folder in found[:-keep]:
         if folder != best and not math.isnan(rewards.get(folder, 0.0)):
             with only_safer("remove", folder):
@@ -141,7 +160,8 @@ def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None,
 def _heldout_rewards(
     run: Path, checkpoints: Iterable[Path], weights: Mapping[str, float], interval: int
 ) -> dict[Path, float]:
-    """Return evaluated checkpoint -> its mean held-out composite; NaN where that is lost or cannot be compared."""
+    """Return evaluated checkpoint -> its mean held-out composite; NaN where that is lost or cannot
+    be compared."""
     rewards = {}
     for folder in checkpoints:
         try:
@@ -160,18 +180,20 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any], State | None] | None:
     """Restore the engine from the newest sound checkpoint of `run`. Collective.
 
-    A checkpoint is the files that its manifest lists. One that is damaged, or that does not hold what a run writes, is
-    skipped with a note; nothing is restored from it.
+    A checkpoint is the files that its manifest lists. One that is damaged, or that does not hold
+    what a run writes, is skipped with a note; nothing is restored from it.
 
     Args:
         counters: those of the trainer as they are now: the saved ones must be of their kinds.
 
     Returns:
-        The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
+        The iteration to continue with, the trainer's counters and the anchor; None if there is no
+        checkpoint yet.
 
     Raises:
         UserError: as `RunFolder.first_sound` or `TrainingState.restore`.
-        OSError: a checkpoint cannot be read. To skip it would undo what it holds for a fault of this moment.
+        OSError: a checkpoint cannot be read. To skip it would undo what it holds for a fault of
+            this moment.
     """
 
     def read(folder: Path) -> tuple[int, dict[str, Any], TrainingState]:
@@ -179,8 +201,8 @@ def load_checkpoint(
             fault = _fault(folder)
         except OSError as error:
             why = (
-                f"{error.strerror}: cannot be read now; try again, or move {folder.name} away to continue without it; "
-                "nothing was changed"
+                f"{error.strerror}: cannot be read now; try again, or move {folder.name} away to "
+                "continue without it; nothing was changed"
             )
             raise OSError(error.errno, why, error.filename) from error
         if fault:
@@ -191,8 +213,14 @@ def load_checkpoint(
             if not _is_like(state, expected) or state["iteration"] != iteration:
                 missing = [key for key in expected if key not in state]
                 which = f": {', '.join(missing)} of this version" if missing else ""
-                raise UserError(f"{STATE} does not hold what a run writes after iteration {iteration}{which}")
-        return iteration, state, TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder))
+                raise UserError(
+                    f"{STATE} does not hold what a run writes after iteration {iteration}{which}"
+                )
+        return (
+            iteration,
+            state,
+            TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder)),
+        )
 
     folder = RunFolder(run)
     found = folder.first_sound(broadcast_object(folder.checkpoints()[::-1], 0), read)
@@ -200,7 +228,8 @@ def load_checkpoint(
 
 
 def _is_like(value: Any, expected: Any) -> bool:
-    """Whether a value of a JSON file is of the kind of `expected`, at any depth; numbers are finite, counts from 0."""
+    """Whether a value of a JSON file is of the kind of `expected`, at any depth; numbers are
+    finite, counts from 0."""
     if isinstance(expected, dict):
         same = isinstance(value, dict) and value.keys() == expected.keys()
         return same and all(_is_like(value[key], item) for key, item in expected.items())
@@ -211,7 +240,7 @@ def _is_like(value: Any, expected: Any) -> bool:
     return type(value) is type(expected) and (type(value) is not int or 0 <= value < 2**53)
 
 
-# -- the state of an engine, which any number of ranks and any other engine can read ----------------------------------
+# -- the state of an engine, which any number of ranks and any other engine can read ---------------
 
 
 def save_training_state(folder: Path, engine: Engine, anchor: State | None = None) -> list[Path]:
@@ -220,7 +249,11 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
     All engines write the same files, so a run can resume with another engine.
     """
     states = {"trainable": engine.policy.parts()}
-    states |= {kind: state for kind, state in (("ema", engine.ema), ("anchor", anchor)) if state is not None}
+    states |= {
+        kind: state
+        for kind, state in (("ema", engine.ema), ("anchor", anchor))
+        if state is not None
+    }
     steps = {}
     for name, values in engine.optimizer_state.items():
         for key, value in values.items():
@@ -239,7 +272,8 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
 
 
 class TrainingState:
-    """What was saved of an engine, as this rank's parts: all of it is read before anything is restored. Collective.
+    """What was saved of an engine, as this rank's parts: all of it is read before anything is
+    restored. Collective.
 
     Args:
         folder: where it was saved.
@@ -251,23 +285,44 @@ class TrainingState:
         UserError: the files do not hold these weights, or not what an engine writes.
     """
 
-    def __init__(self, folder: Path, engine: Engine, steps: int, files: Collection[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, engine: Engine, steps: int, files: Collection[str] | None = None
+    ) -> None:
         self.steps = steps
         with fail_together():
-            self.optimizer = read_json(folder / OPTIMIZER) if files is None or OPTIMIZER in files else {}
-        saved, layout, parts = SavedParts(folder, files), Layout(engine.policy), engine.policy.parts()
+            self.optimizer = (
+                read_json(folder / OPTIMIZER) if files is None or OPTIMIZER in files else {}
+            )
+        saved, layout, parts = (
+            SavedParts(folder, files),
+            Layout(engine.policy),
+            engine.policy.parts(),
+        )
         counts, kinds = self.optimizer.get("steps"), sorted(saved.kinds)
-        known = self.optimizer.get("optimizer") in [*OPTIMIZERS] and self.optimizer.get("parts", kinds) == kinds
-        if not known or not isinstance(counts, dict) or not all(_is_like(step, 0) for step in counts.values()):
+        known = (
+            self.optimizer.get("optimizer") in [*OPTIMIZERS]
+            and self.optimizer.get("parts", kinds) == kinds
+        )
+        if (
+            not known
+            or not isinstance(counts, dict)
+            or not all(_is_like(step, 0) for step in counts.values())
+        ):
             raise UserError(f"{OPTIMIZER} does not hold what a run writes, or not what is there")
         check_names(parts, saved.kinds.get("trainable", {}))
         self.moments = {name: {"step": torch.tensor(float(step))} for name, step in counts.items()}
         for kind, slices in saved.kinds.items():
             if kind.startswith(MOMENT):
-                moments = saved.read(kind, {name: engine.optimized[name] for name in slices if name in parts}, layout)
+                moments = saved.read(
+                    kind, {name: engine.optimized[name] for name in slices if name in parts}, layout
+                )
                 for name, moment in moments.items():
                     self.moments.setdefault(name, {})[kind.removeprefix(MOMENT)] = moment
-        if odd := [name for name, held in self.moments.items() if name not in parts or held.keys() not in MOMENTS]:
+        if odd := [
+            name
+            for name, held in self.moments.items()
+            if name not in parts or held.keys() not in MOMENTS
+        ]:
             raise UserError(f"the optimizer's state of {odd[0]} is not whole")
         self.weights = saved.read("trainable", parts, layout)
         averaged = engine.ema is not None and "ema" in saved.kinds
@@ -278,25 +333,27 @@ class TrainingState:
         """Put it into the engine; return the anchor, if there is one.
 
         Raises:
-            UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
+            UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another
+                one.
         """
         config, optimizer = engine.config, self.optimizer["optimizer"]
         if engine.ema is not None and self.ema is None:
             raise UserError(
-                f"train.ema_decay = {config.ema_decay}: the checkpoint holds no average to continue; resume with 0 "
-                "(and sampling.averaged_weights = false), or start another run with --model.weights"
+                f"train.ema_decay = {config.ema_decay}: the checkpoint holds no average to "
+                "continue; resume with 0 (and sampling.averaged_weights = false), or start "
+                "another run with --model.weights"
             )
         if optimizer != config.optimizer:
             raise UserError(
-                f"train.optimizer = {config.optimizer!r}: the checkpoint is of {optimizer!r}; resume with that, or "
-                "start another run with --model.weights"
+                f"train.optimizer = {config.optimizer!r}: the checkpoint is of {optimizer!r}; "
+                "resume with that, or start another run with --model.weights"
             )
         engine.ema = self.ema
         engine.restore(self.weights, self.moments, self.steps)
         return self.anchor
 
 
-# -- checksums --------------------------------------------------------------------------------------------------------
+# -- checksums -------------------------------------------------------------------------------------
 
 
 def write_manifest(folder: Path, written: Iterable[Path], **facts: int) -> None:
@@ -317,10 +374,12 @@ def write_manifest(folder: Path, written: Iterable[Path], **facts: int) -> None:
 
 
 def _fault(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing.
+    """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the
+    hashing.
 
     Raises:
-        OSError: on all ranks, if one cannot read a file: the checkpoint may be sound, so it is not a fault of it.
+        OSError: on all ranks, if one cannot read a file: the checkpoint may be sound, so it is not
+            a fault of it.
     """
     own, unread = None, None
     with fail_together():

@@ -1,4 +1,5 @@
-"""Take a run folder for this process: whether it may, its lock and claim, its settings and its facts."""
+"""Take a run folder for this process: whether it may, its lock and claim, its settings and its
+facts."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ def check_output(config: Config, *, resume: bool) -> None:
     """Check the output folder without touching it.
 
     Raises:
-        UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds no run, a run that
-            began with other values of settings it must keep, a run past `train.iterations`, or one without its metrics
-            or its checkpoints.
+        UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds
+            no run, a run that began with other values of settings it must keep, a run past
+            `train.iterations`, or one without its metrics or its checkpoints.
     """
     run = RunFolder(config.output)
     if resume:
@@ -58,8 +59,8 @@ def check_output(config: Config, *, resume: bool) -> None:
         done = saved[-1]
         if done > config.train.iterations:
             raise UserError(
-                f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
-                "nothing was changed"
+                f"train.iterations = {config.train.iterations}: the run in {config.output!r} has "
+                f"done {done} already; nothing was changed"
             )
         check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
     else:
@@ -67,28 +68,31 @@ def check_output(config: Config, *, resume: bool) -> None:
 
 
 def check_checkpoints(run: RunFolder) -> None:
-    """Check that what a resume continues is there: the newest checkpoint, if the run has written one, and `run.json`.
+    """Check that what a resume continues is there: the newest checkpoint, if the run has written
+    one, and `run.json`.
 
     A run that was stopped before its first checkpoint has none, and begins again.
 
     Raises:
-        UserError: a checkpoint has been written and none can be seen, or a file or folder that a resume needs is
-            missing or cannot be read.
+        UserError: a checkpoint has been written and none can be seen, or a file or folder that a
+            resume needs is missing or cannot be read.
     """
     check_readable(run.path / "eval")
     checkpoints = run.checkpoints()
     began = [name for name in run.remains if name != run.facts_file.name]
     if began and not run.facts and not holds_file(run.facts_file):
         raise UserError(
-            f"{str(run.facts_file)!r} is missing, and {', '.join(began)} are there; put a copy of the file "
-            "there, or begin another run with another --output and no --resume; nothing was changed"
+            f"{str(run.facts_file)!r} is missing, and {', '.join(began)} are there; put a copy of "
+            "the file there, or begin another run with another --output and no --resume; nothing "
+            "was changed"
         )
     if checkpoints:
         check_readable(checkpoints[-1])
     elif lost := _trace_of_checkpoints(run):
         raise UserError(
-            f"{str(run.path / 'checkpoints')!r}: no checkpoint can be seen, but {lost}; put the checkpoints back, or "
-            "begin another run with another --output and no --resume; nothing was changed"
+            f"{str(run.path / 'checkpoints')!r}: no checkpoint can be seen, but {lost}; put the "
+            "checkpoints back, or begin another run with another --output and no --resume; "
+            "nothing was changed"
         )
 
 
@@ -114,8 +118,9 @@ def check_metrics(run: RunFolder, done: int) -> None:
     found = [row["iteration"] for row in run.rows]
     if missing := [i for i in range(done) if found[i : i + 1] != [i]]:
         raise UserError(
-            f"{str(run.metrics_file)!r}: the line of iteration {missing[0]} is missing; put a copy of the file "
-            "there, or start another run with --output and no --resume; nothing was changed"
+            f"{str(run.metrics_file)!r}: the line of iteration {missing[0]} is missing; put a copy "
+            "of the file there, or start another run with --output and no --resume; nothing was "
+            "changed"
         )
 
 
@@ -126,13 +131,16 @@ class ClaimLost(RunError):
 
 
 class Claim:
-    """This process's claim to a run folder: a line in `run.lock`, which the next run that begins there replaces.
+    """This process's claim to a run folder: a line in `run.lock`, which the next run that begins
+    there replaces.
 
-    A lock may act within one host only, or not at all, so that a run on another host can take a folder that is in use.
-    The run that came later keeps it. The earlier one finds its claim replaced before it writes again, and stops.
+    A lock may act within one host only, or not at all, so that a run on another host can take a
+    folder that is in use. The run that came later keeps it. The earlier one finds its claim
+    replaced before it writes again, and stops.
 
-    `run.lock` has two lines: the process that locked it last, and the claim of the run that took the folder last. A
-    process that is refused after it has locked the file leaves the second line as it was.
+    `run.lock` has two lines: the process that locked it last, and the claim of the run that took
+    the folder last. A process that is refused after it has locked the file leaves the second line
+    as it was.
 
     Attributes:
         lost: whether another run has taken the folder over.
@@ -153,7 +161,10 @@ class Claim:
         return None
 
     def take(self) -> None:
-        """Make the folder this run's. On rank 0, before it changes anything that an earlier run has written."""
+        """Make the folder this run's.
+
+        On rank 0, before it changes anything that an earlier run has written.
+        """
         self._line = f"claim {secrets.token_hex(8)} of {self._process}"
         self._write(self._line)
 
@@ -167,14 +178,15 @@ class Claim:
         if other is not None:
             self.lost = True
             raise ClaimLost(
-                f"{str(self._file)!r}: another run has taken the folder over ({other}); this one stops and leaves it "
-                "as it is"
+                f"{str(self._file)!r}: another run has taken the folder over ({other}); this one "
+                "stops and leaves it as it is"
             )
 
     def _replaced_by(self) -> str | None:
         """Return which process has replaced the claim; None if none has, or none is known.
 
-        A line that is missing or incomplete tells nothing: the file may be just being written, or have been removed.
+        A line that is missing or incomplete tells nothing: the file may be just being written, or
+        have been removed.
         """
         if not self._line:
             return None
@@ -199,9 +211,11 @@ class Claim:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[Claim]:
-    """Lock the folder against other runs, and try there what a run needs of a file system. Collective.
+    """Lock the folder against other runs, and try there what a run needs of a file system.
+    Collective.
 
-    Rank 0 holds the lock. If no run begins in the block, the folder is restored to its previous state.
+    Rank 0 holds the lock. If no run begins in the block, the folder is restored to its previous
+    state.
 
     Args:
         folder: created if missing.
@@ -228,8 +242,8 @@ def locked(folder: Path) -> Iterator[Claim]:
             raise failure
         if refused is not None:
             raise UserError(
-                f"output = {str(folder)!r}: {refused}; wait for its end, or choose another folder with --output; "
-                "nothing was changed"
+                f"output = {str(folder)!r}: {refused}; wait for its end, or choose another folder "
+                "with --output; nothing was changed"
             )
         probe_run_folder(run)
         yield claim
@@ -243,7 +257,8 @@ def locked(folder: Path) -> Iterator[Claim]:
 
 
 def probe_run_folder(run: RunFolder) -> None:
-    """Try on every rank what a run does with files, before anything is loaded: a first checkpoint comes late.
+    """Try on every rank what a run does with files, before anything is loaded: a first checkpoint
+    comes late.
 
     Folders in a run folder may be links to other disks.
 
@@ -259,7 +274,8 @@ def probe_run_folder(run: RunFolder) -> None:
 
 
 def claim_output(claim: Claim, folder: Path, settings: str) -> None:
-    """Take the folder of a new run, created if missing, and write its settings, as `dump` has them. Collective.
+    """Take the folder of a new run, created if missing, and write its settings, as `dump` has them.
+    Collective.
 
     Raises:
         UserError: another run has claimed the folder since `check_output`.
@@ -269,19 +285,24 @@ def claim_output(claim: Claim, folder: Path, settings: str) -> None:
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if run.exists:
-            raise UserError(f"output = {str(folder)!r}: another run began there while this one was loading")
+            raise UserError(
+                f"output = {str(folder)!r}: another run began there while this one was loading"
+            )
         claim.take()
         write_atomic(run.config_file, settings)
     barrier()
 
 
 def replace_settings(config: Config, done: int) -> None:
-    """Write the settings of a run that is resumed after `done` iterations, and report the changes. Collective.
+    """Write the settings of a run that is resumed after `done` iterations, and report the changes.
+    Collective.
 
     The settings of the iterations until then stay in `config.until-<done>.yaml`.
     """
     run = RunFolder(config.output)
-    pairs = {name: [*map(attrgetter(name), (run.settings(), config))] for name in settings_of(Config)}
+    pairs = {
+        name: [*map(attrgetter(name), (run.settings(), config))] for name in settings_of(Config)
+    }
     barrier()  # every rank has read the old settings
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     for name, (old, new) in changed.items():
@@ -302,16 +323,22 @@ def replace_settings(config: Config, done: int) -> None:
 
 
 def forget_beyond(run: RunFolder, done: int) -> None:
-    """Undo what a run has written beyond the iteration that it is resumed from, and say so in a line.
+    """Undo what a run has written beyond the iteration that it is resumed from, and say so in a
+    line.
 
-    Evaluations, their videos and the page go: they are made again. The lines of metrics.jsonl are for the writer to
-    drop. Checkpoints, which the resume has skipped, and final weights are kept under other names, which nothing reads.
+    Evaluations, their videos and the page go: they are made again. The lines of metrics.jsonl are
+    for the writer to drop. Checkpoints, which the resume has skipped, and final weights are kept
+    under other names, which nothing reads.
 
     Args:
         run: the run folder, of a resume that has passed all its checks.
         done: complete iterations.
     """
-    undone = [f"the line of iteration {row['iteration'] + 1}" for row in run.rows if row["iteration"] >= done]
+    undone = [
+        f"the line of iteration {row['iteration'] + 1}"
+        for row in run.rows
+        if row["iteration"] >= done
+    ]
     if len(undone) > 1:
         undone = [f"the lines of {len(undone)} iterations"]
     for name in run.evaluations_beyond(done):
@@ -322,14 +349,21 @@ def forget_beyond(run: RunFolder, done: int) -> None:
         if iteration_of(checkpoint) > done:
             skipped = checkpoint.with_name(checkpoint.name + SKIPPED)
             put_in_place(checkpoint, skipped)
-            undone.append(f"{checkpoint.name}, which is {skipped.name} until the next checkpoint is written")
-    if "weights" in run.remains and done < (trained := iteration_of_weights(run.weights)) < math.inf:
+            undone.append(
+                f"{checkpoint.name}, which is {skipped.name} until the next checkpoint is written"
+            )
+    if (
+        "weights" in run.remains
+        and done < (trained := iteration_of_weights(run.weights)) < math.inf
+    ):
         aside = _unused(run.path / f"weights.until-{int(trained):06d}")
         put_in_place(run.weights, aside)
         undone.append(f"the final weights, which are now in {aside.name}")
     if undone:
         take_away(run.report_file)
-        log.info(wrapped(f"note: the run continues after {done} iterations; undone: {', '.join(undone)}"))
+        log.info(
+            wrapped(f"note: the run continues after {done} iterations; undone: {', '.join(undone)}")
+        )
 
 
 def _unused(path: Path) -> Path:
@@ -343,7 +377,8 @@ def _unused(path: Path) -> Path:
 
 
 def record_checkpoint(run: RunFolder, iteration: int) -> None:
-    """Write into `run.json` that there is a checkpoint, so that a resume which sees none knows that one is lost.
+    """Write into `run.json` that there is a checkpoint, so that a resume which sees none knows that
+    one is lost.
 
     A failure is a note: the checkpoint itself is whole.
     """
@@ -354,7 +389,10 @@ def record_checkpoint(run: RunFolder, iteration: int) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove the partial files of a killed run. Call with the lock held, before writing anything."""
+    """Remove the partial files of a killed run.
+
+    Call with the lock held, before writing anything.
+    """
     for path in sorted(folder.rglob(f"*{PARTIAL}")):
         discard(path)
 
@@ -362,9 +400,10 @@ def remove_partials(folder: Path) -> None:
 def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, Any]:
     """Return the content of `run.json` for a run that starts or resumes at `iteration`.
 
-    The run id, and the date, commit and command of the first start are kept; those of each resume are listed under
-    `resumed`, as far as their iterations have not been undone; `trackers` has all that the run had. All other facts
-    come from the newest start. A note says which setting names other contents than before.
+    The run id, and the date, commit and command of the first start are kept; those of each resume
+    are listed under `resumed`, as far as their iterations have not been undone; `trackers` has all
+    that the run had. All other facts come from the newest start. A note says which setting names
+    other contents than before.
     """
     start = {key: facts[key] for key in ("date", "commit", "command")}
     if not (first := RunFolder(run).facts):
@@ -372,7 +411,11 @@ def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, 
     for name, held in first.get("contents", {}).items():
         if (holds := facts["contents"].get(name, held)) != held:
             log.info(wrapped(f"note: {name} holds {holds} from here on; it held {held}"))
-    kept = {"run_id": secrets.token_hex(4)} | {key: first[key] for key in ("run_id", *start) if key in first}
+    kept = {"run_id": secrets.token_hex(4)} | {
+        key: first[key] for key in ("run_id", *start) if key in first
+    }
     kept["trackers"] = list(dict.fromkeys([*first.get("trackers", []), *facts.get("trackers", [])]))
-    resumed = [earlier for earlier in first.get("resumed", []) if earlier.get("iteration", 0) <= iteration]
+    resumed = [
+        earlier for earlier in first.get("resumed", []) if earlier.get("iteration", 0) <= iteration
+    ]
     return {**facts, **kept, "resumed": [*resumed, {"iteration": iteration, **start}]}

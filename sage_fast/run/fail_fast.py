@@ -28,19 +28,25 @@ STATUS = {KEY: 1, REFUSED: 2}
 POLL = 0.25
 """Seconds between two looks at the store."""
 EXIT_GRACE = 1.0
-"""Exit grace: seconds that a rank stays after its error. Rank 0 may host the store, where the others look."""
+"""Exit grace: seconds that a rank stays after its error.
+
+Rank 0 may host the store, where the others look.
+"""
 ANSWER = 10.0
-"""Seconds for the store to answer. Beyond a link that is down it answers after a quarter of an hour, with an error."""
+"""Seconds for the store to answer.
+
+Beyond a link that is down it answers after a quarter of an hour, with an error.
+"""
 
 
 @contextlib.contextmanager
 def fail_fast(timeout_minutes: float) -> Iterator[None]:
     """If the block raises on this rank alone, end this process and all other ranks with status 1.
 
-    The rank prints its error and writes it into the store of the process group. On every other rank a thread finds it
-    there, repeats it in one line and ends the process: with NCCL a collective would wait until `timeout_minutes` is
-    over. A `UserError` is raised as usual, since bad settings raise it on every rank; only the ranks that go on are
-    ended, with status 2.
+    The rank prints its error and writes it into the store of the process group. On every other rank
+    a thread finds it there, repeats it in one line and ends the process: with NCCL a collective
+    would wait until `timeout_minutes` is over. A `UserError` is raised as usual, since bad settings
+    raise it on every rank; only the ranks that go on are ended, with status 2.
     """
     initialize(timeout_minutes)
     if world_size() == 1:
@@ -48,7 +54,9 @@ def fail_fast(timeout_minutes: float) -> Iterator[None]:
         return
     group: Any = dist.group.WORLD  # torch's stubs lack `clone`
     store, over = group.get_group_store(), threading.Event()
-    watch = threading.Thread(target=_watch, args=(store.clone(), over), name="other ranks", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(store.clone(), over), name="other ranks", daemon=True
+    )
     watch.start()
     try:
         try:
@@ -78,7 +86,8 @@ def _fail(store: dist.Store | None, error: Exception) -> None:
     """
     with contextlib.suppress(dist.DistError):  # the rank that hosted the store is gone
         for key, status in STATUS.items():
-            if store is not None and store.check([key]):  # the error of that rank is the cause of this one
+            # the error of that rank is the cause of this one
+            if store is not None and store.check([key]):
                 _end(store.get(key).decode(), status)
     lost = "/gloo/transport/" in str(error)  # a plain RuntimeError
     if not lost and not isinstance(error, (RunError, OSError)):
@@ -91,7 +100,8 @@ def _fail(store: dist.Store | None, error: Exception) -> None:
 
 
 def _publish(store: dist.Store, key: str, why: str) -> None:
-    """Tell the other ranks, if no rank has told them anything yet, and stay until they have looked."""
+    """Tell the other ranks, if no rank has told them anything yet, and stay until they have
+    looked."""
     with contextlib.suppress(dist.DistError):
         store.compare_set(key, "", why)
         time.sleep(EXIT_GRACE)
@@ -106,7 +116,8 @@ def _watch(store: dist.Store, over: threading.Event) -> None:
                 _end(why)
             if store.check([REFUSED]):
                 why = store.get(REFUSED).decode()
-                if not over.wait(EXIT_GRACE / 2):  # else this rank raises it too; the other one is there until then
+                # else this rank raises it too; the other one is there until then
+                if not over.wait(EXIT_GRACE / 2):
                     _end(why, STATUS[REFUSED])
 
 

@@ -1,7 +1,7 @@
 """A run folder, finished or not: where its files are, and what they hold.
 
-<run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/ logs/
-<run>/report.html run.lock
+<run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/
+videos/ logs/ <run>/report.html run.lock
 
 Imports nothing heavy.
 """
@@ -67,7 +67,9 @@ class RunFolder:
     @classmethod
     def of_checkpoint(cls, path: Path) -> RunFolder | None:
         """Return the run of a path `<run>/checkpoints/iteration-N`; None for any other path."""
-        inside = path.parent.name == "checkpoints" and re.fullmatch("iteration-[0-9]{6,9}", path.name)
+        inside = path.parent.name == "checkpoints" and re.fullmatch(
+            "iteration-[0-9]{6,9}", path.name
+        )
         return cls(path.parent.parent) if inside else None
 
     @property
@@ -81,7 +83,8 @@ class RunFolder:
 
     @property
     def remains(self) -> list[str]:
-        """The names of what a run has left in the folder; its settings, and what precedes `run.json`, apart.
+        """The names of what a run has left in the folder; its settings, and what precedes
+        `run.json`, apart.
 
         Raises:
             UserError: the folder cannot be read.
@@ -101,8 +104,11 @@ class RunFolder:
 
     @property
     def holds_record(self) -> bool:
-        """Whether the folder holds what only a run writes; a folder of settings may hold `weights` too."""
-        return any(holds_file(file) for file in (self.facts_file, self.metrics_file, self.lock_file))
+        """Whether the folder holds what only a run writes; a folder of settings may hold `weights`
+        too."""
+        return any(
+            holds_file(file) for file in (self.facts_file, self.metrics_file, self.lock_file)
+        )
 
     def check_resumable(self) -> None:
         """Check that the folder holds a run to resume.
@@ -110,7 +116,10 @@ class RunFolder:
         Raises:
             UserError: it does not.
         """
-        self.check(f"; output = {str(self.path)!r}: no run to resume there; leave --resume out to start one")
+        self.check(
+            f"; output = {str(self.path)!r}: no run to resume there; leave --resume out to start "
+            "one"
+        )
 
     def check(self, otherwise: str = "") -> None:
         """Check that the folder holds a run.
@@ -125,8 +134,9 @@ class RunFolder:
             return
         if holds_folder(self.path) and (remains := self.remains):
             raise UserError(
-                f"{str(self.path)!r}: config.yaml is missing, and {', '.join(remains)} of a run are there; put a copy "
-                "of the run's config.yaml there, or choose another folder with --output; nothing was changed"
+                f"{str(self.path)!r}: config.yaml is missing, and {', '.join(remains)} of a run "
+                "are there; put a copy of the run's config.yaml there, or choose another folder "
+                "with --output; nothing was changed"
             )
         raise UserError(f"{str(self.path)!r} is no run folder: config.yaml is missing{otherwise}")
 
@@ -134,29 +144,39 @@ class RunFolder:
         """Load `config.yaml` with `overrides`.
 
         Raises:
-            UserError: the folder holds no run, another version has written settings that this one does not have, or as
-                `load`.
+            UserError: the folder holds no run, another version has written settings that this one
+                does not have, or as `load`.
         """
         self.check()
         try:
             load(self.config_file)
         except UserError as error:
             writer = self._written_by()
-            advice = f"; {writer} wrote the run: go on with that version, or begin another run" if writer else ""
+            advice = (
+                f"; {writer} wrote the run: go on with that version, or begin another run"
+                if writer
+                else ""
+            )
             raise UserError(f"{error}{advice}") from error
         return load(self.config_file, overrides)
 
     def settings_until(self, iteration: int) -> Path:
-        """Return the file of the settings that an iteration was reached with, where a resume has changed them."""
+        """Return the file of the settings that an iteration was reached with, where a resume has
+        changed them."""
         return self.path / f"config.until-{iteration:06d}.yaml"
 
     def earlier_settings(self) -> dict[int, Path]:
-        """Return iteration -> `settings_until` for the files that are there, in the order of iterations."""
-        found = {file: re.fullmatch(r"config\.until-(\d{6,9})\.yaml", file.name) for file in entries(self.path)}
+        """Return iteration -> `settings_until` for the files that are there, in the order of
+        iterations."""
+        found = {
+            file: re.fullmatch(r"config\.until-(\d{6,9})\.yaml", file.name)
+            for file in entries(self.path)
+        }
         return dict(sorted((int(name[1]), file) for file, name in found.items() if name))
 
     def _written_by(self) -> str:
-        """Return which version has written the run, as far as `run.json` knows; empty where it does not."""
+        """Return which version has written the run, as far as `run.json` knows; empty where it does
+        not."""
         try:
             facts = self.facts
         except UserError:
@@ -174,25 +194,36 @@ class RunFolder:
     def log_file(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:03d}.log"
 
-    # -- run.json and metrics.jsonl -----------------------------------------------------------------------------------
+    # -- run.json and metrics.jsonl ----------------------------------------------------------------
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """The content of `run.json`: command, commit, versions, device, schedule; empty without the file.
+        """The content of `run.json`: command, commit, versions, device, schedule; empty without the
+        file.
 
         Raises:
             UserError: a field does not hold what a run writes.
         """
         facts = read_json(self.facts_file) if holds_file(self.facts_file) else {}
-        kinds: dict[str, Any] = {"notes": str, "resumed": dict, "trackers": str} | dict.fromkeys(STEPS, int | float)
+        kinds: dict[str, Any] = {"notes": str, "resumed": dict, "trackers": str} | dict.fromkeys(
+            STEPS, int | float
+        )
         lists = {name: (facts.get(name) or [], kind) for name, kind in kinds.items()}
-        wrong = [n for n, (values, kind) in lists.items() if not (isinstance(values, list) and _all(values, kind))]
+        wrong = [
+            n
+            for n, (values, kind) in lists.items()
+            if not (isinstance(values, list) and _all(values, kind))
+        ]
         wrong += [n for n in STEPS if n not in wrong and not all(map(math.isfinite, lists[n][0]))]
         wrong += ["contents"] * (not isinstance(facts.get("contents", {}), dict))
         if not isinstance(facts.get("checkpoint"), int | None):
             wrong.append("checkpoint")
         for start in (facts, *lists["resumed"][0]) if not wrong else ():
-            wrong += [n for n in ("date", "commit", "command", "method") if not isinstance(start.get(n), str | None)]
+            wrong += [
+                n
+                for n in ("date", "commit", "command", "method")
+                if not isinstance(start.get(n), str | None)
+            ]
         if wrong:
             raise UserError(f"{self.facts_file}: {wrong[0]!r} does not hold what it should")
         return facts
@@ -206,7 +237,7 @@ class RunFolder:
         """
         return read_metrics(self.metrics_file) if holds_file(self.metrics_file) else []
 
-    # -- evaluations --------------------------------------------------------------------------------------------------
+    # -- evaluations -------------------------------------------------------------------------------
 
     def evaluation(self, name: str) -> dict[str, Any] | None:
         """Read the scores of `before`, `iteration-000010` or `after`; None if there are none.
@@ -224,7 +255,8 @@ class RunFolder:
         write_json(scores, self.evaluation_file(name))
 
     def evaluations_beyond(self, iteration: int) -> list[str]:
-        """Return the names of evaluations, also of interrupted ones with videos alone, after an iteration."""
+        """Return the names of evaluations, also of interrupted ones with videos alone, after an
+        iteration."""
         scored = [file.stem for file in entries(self.path / "eval") if file.suffix == ".json"]
         shown = [folder.name for folder in entries(self.path / "videos")]
         found = []
@@ -241,7 +273,8 @@ class RunFolder:
 
     @functools.cached_property
     def evaluations(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        """Name -> scores of all evaluations by iteration, and a note on each file that is damaged and left out.
+        """Name -> scores of all evaluations by iteration, and a note on each file that is damaged
+        and left out.
 
         A continued run may be past its `after`.
 
@@ -256,12 +289,16 @@ class RunFolder:
                 found[file.stem] = read_scores(file)
             except UserError as error:
                 notes.append(f"left out, since it is damaged: {error}")
-        return dict(sorted(found.items(), key=lambda item: (item[1]["iteration"], item[0] == "after"))), notes
+        return dict(
+            sorted(found.items(), key=lambda item: (item[1]["iteration"], item[0] == "after"))
+        ), notes
 
     def video_sets(self) -> dict[str, Any]:
-        """Return name -> videos (`VideoSet`) of each evaluation that is not damaged, in the order of iterations.
+        """Return name -> videos (`VideoSet`) of each evaluation that is not damaged, in the order
+        of iterations.
 
-        All composites are under the weights of the last one, since a resume may have changed the weights.
+        All composites are under the weights of the last one, since a resume may have changed the
+        weights.
         """
         from sage_fast.eval.videoset import from_evaluation
         from sage_fast.util.videos import numbered
@@ -274,7 +311,7 @@ class RunFolder:
             sets[name] = from_evaluation(label, scores, numbered(self.videos(name)), weights)
         return sets
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def checkpoint(self, iteration: int) -> Path:
         return self.path / "checkpoints" / f"iteration-{iteration:06d}"
@@ -285,14 +322,16 @@ class RunFolder:
         A checkpoint that is a link to nothing is left out.
 
         Raises:
-            UserError: the folder of checkpoints cannot be read or is a link to nothing, or a checkpoint cannot be read.
+            UserError: the folder of checkpoints cannot be read or is a link to nothing, or a
+                checkpoint cannot be read.
         """
         named = [path for path in entries(self.path / "checkpoints") if self.of_checkpoint(path)]
         found = [path for path in named if not leads_nowhere(path) and holds_folder(path)]
         return sorted(found, key=iteration_of)
 
     def first_sound(self, folders: Iterable[Path], read: Callable[[Path], Found]) -> Found | None:
-        """Return what `read` returns of the first folder in which it finds no fault; None if there are no folders.
+        """Return what `read` returns of the first folder in which it finds no fault; None if there
+        are no folders.
 
         Each fault before it is a note.
 
@@ -310,21 +349,24 @@ class RunFolder:
         if faults:
             writer = self._written_by()
             raise UserError(
-                f"run {str(self.path)!r}: no checkpoint can be used ({'; '.join(faults)}); put a sound copy there, or "
-                f"begin another run{f'; {writer} wrote this one' if writer else ''}; nothing was changed"
+                f"run {str(self.path)!r}: no checkpoint can be used ({'; '.join(faults)}); put a "
+                "sound copy there, or begin another "
+                f"run{f'; {writer} wrote this one' if writer else ''}; nothing was changed"
             )
         return None
 
     def newest_weights(self) -> tuple[Path, int]:
         """Return the folder of the newest weights and their iteration.
 
-        This is `weights/`, unless a checkpoint is newer because the run was resumed and stopped again. Both hold the
-        averaged weights if the run averages. Damaged ones are skipped.
+        This is `weights/`, unless a checkpoint is newer because the run was resumed and stopped
+        again. Both hold the averaged weights if the run averages. Damaged ones are skipped.
 
         Raises:
             UserError: the run has no weights yet, or all are damaged.
         """
-        found: list[tuple[float, Path]] = [(iteration_of(folder), folder) for folder in self.checkpoints()]
+        found: list[tuple[float, Path]] = [
+            (iteration_of(folder), folder) for folder in self.checkpoints()
+        ]
         if holds_folder(self.weights):
             found = sorted([*found, (iteration_of_weights(self.weights), self.weights)])
         iterations = {folder: iteration for iteration, folder in reversed(found)}
@@ -352,15 +394,29 @@ def read_scores(file: Path) -> dict[str, Any]:
         UserError: the file is cut off or is no evaluation.
     """
     scores = read_json(file)
-    prompts, parts, weights = scores.get("prompts"), scores.get("parts"), scores.setdefault("weights", {})
-    if not isinstance(prompts, list) or not isinstance(parts, dict) or not isinstance(weights, dict):
+    prompts, parts, weights = (
+        scores.get("prompts"),
+        scores.get("parts"),
+        scores.setdefault("weights", {}),
+    )
+    if (
+        not isinstance(prompts, list)
+        or not isinstance(parts, dict)
+        or not isinstance(weights, dict)
+    ):
         raise UserError(f"{file}: expected a list of prompts, and objects of parts and weights")
     score = float | int | None
-    columns = {"prompts": (prompts, str), "seeds": (scores.get("seeds"), int), "reward": (scores.get("reward"), score)}
+    columns = {
+        "prompts": (prompts, str),
+        "seeds": (scores.get("seeds"), int),
+        "reward": (scores.get("reward"), score),
+    }
     columns |= {part: (values, score) for part, values in parts.items()}
     for name, (values, kind) in columns.items():
         if not isinstance(values, list) or len(values) != len(prompts) or not _all(values, kind):
-            raise UserError(f"{file}: {name!r} does not hold one value for each of {len(prompts)} videos")
+            raise UserError(
+                f"{file}: {name!r} does not hold one value for each of {len(prompts)} videos"
+            )
     if not _all(weights.values(), float | int) or not isinstance(scores.get("iteration"), int):
         raise UserError(f"{file}: 'weights' and 'iteration' do not hold numbers")
     return scores
@@ -369,12 +425,13 @@ def read_scores(file: Path) -> dict[str, Any]:
 def _all(values: Iterable[object], kind: Any) -> bool:
     """Whether all values are of a type, and the finite numbers among them within float32."""
     return all(
-        isinstance(value, kind) and not (isinstance(value, int | float) and LARGEST < abs(value) < math.inf)
+        isinstance(value, kind)
+        and not (isinstance(value, int | float) and LARGEST < abs(value) < math.inf)
         for value in values
     )
 
 
-# -- manifests of checkpoints and final weights ------------------------------------------------------------------------
+# -- manifests of checkpoints and final weights ----------------------------------------------------
 
 
 def check_weights(weights: str | None) -> None:
@@ -389,7 +446,10 @@ def check_weights(weights: str | None) -> None:
     final = folder.name == "weights" and RunFolder(folder.parent).exists
     of_run = final or RunFolder.of_checkpoint(folder) is not None
     if (of_run or holds_file(folder / MANIFEST)) and (fault := fault_of_weights(folder)):
-        raise UserError(f"model.weights = {str(folder)!r}: damaged: {fault}; expected what the run wrote, or a copy")
+        raise UserError(
+            f"model.weights = {str(folder)!r}: damaged: {fault}; expected what the run wrote, or a "
+            "copy"
+        )
 
 
 def iteration_of(folder: Path) -> int:
@@ -400,7 +460,10 @@ def iteration_of(folder: Path) -> int:
 def digest(file: Path) -> dict[str, Any]:
     """Return a file's manifest entry: size and SHA-256."""
     with reading(file), file.open("rb") as opened:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+        return {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.file_digest(opened, "sha256").hexdigest(),
+        }
 
 
 def iteration_of_weights(folder: Path) -> float:
@@ -414,7 +477,9 @@ def iteration_of_weights(folder: Path) -> float:
 
 def fault_of_weights(checkpoint: Path) -> str | None:
     """Return `fault_of` for the files that sampling and evaluation read."""
-    return fault_of(checkpoint, lambda names: [name for name in names if not name.startswith(TRAINING)])
+    return fault_of(
+        checkpoint, lambda names: [name for name in names if not name.startswith(TRAINING)]
+    )
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -425,7 +490,9 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
     """
     files: Any = read_json(folder / MANIFEST).get("files")
     for entry in files.values() if isinstance(files, dict) else [None]:
-        kinds = [(key, type(value)) for key, value in entry.items()] if isinstance(entry, dict) else []
+        kinds = (
+            [(key, type(value)) for key, value in entry.items()] if isinstance(entry, dict) else []
+        )
         if sorted(kinds) != [("bytes", int), ("sha256", str)]:
             raise UserError(NOT_WRITTEN)
     return dict(files)
@@ -436,8 +503,11 @@ def files_of(checkpoint: Path) -> list[str]:
     return [name.removeprefix(TRAINING) for name in _files(checkpoint) if name.startswith(TRAINING)]
 
 
-def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]], needed: str | None = None) -> str | None:
-    """Return why a checkpoint cannot be used; None if the manifest's `chosen` files match their checksums.
+def fault_of(
+    folder: Path, chosen: Callable[[list[str]], Iterable[str]], needed: str | None = None
+) -> str | None:
+    """Return why a checkpoint cannot be used; None if the manifest's `chosen` files match their
+    checksums.
 
     Args:
         needed: a file that the manifest must list.

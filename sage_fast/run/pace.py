@@ -20,15 +20,25 @@ def _anchor_interval(resolved: Resolved) -> str | None:
         return None
     # The anchor moves between iterations; after the last one nothing is left to compare with it.
     before_last = (train.iterations - 1) * train.optimizer_steps
-    return None if objective.kl.anchor_interval <= before_last else "the anchor stays at the start, as with `fixed`"
+    return (
+        None
+        if objective.kl.anchor_interval <= before_last
+        else "the anchor stays at the start, as with `fixed`"
+    )
 
 
 def _kl_warmup_steps(resolved: Resolved) -> str | None:
     kl = resolved.objective.kl
-    if not resolved.objective.kl_acts or kl.lambda_min == kl.lambda_max or kl.warmup_steps < _updates(resolved):
+    if (
+        not resolved.objective.kl_acts
+        or kl.lambda_min == kl.lambda_max
+        or kl.warmup_steps < _updates(resolved)
+    ):
         return None
     # The last update has the weight that the updates before it led to.
-    reached = kl.lambda_min + (kl.lambda_max - kl.lambda_min) * (_updates(resolved) - 1) / kl.warmup_steps
+    reached = (
+        kl.lambda_min + (kl.lambda_max - kl.lambda_min) * (_updates(resolved) - 1) / kl.warmup_steps
+    )
     return f"lambda ends at {reached:.1e} and never reaches kl.lambda_max"
 
 
@@ -55,7 +65,11 @@ def _ema_decay(resolved: Resolved) -> str | None:
         return None
     if resolved.config.sampling.averaged_weights:
         left = train.ema_decay**updates
-        return None if left <= 0.5 else f"the average still is {100 * left:.0f} % of the weights at the start"
+        return (
+            None
+            if left <= 0.5
+            else f"the average still is {100 * left:.0f} % of the weights at the start"
+        )
     last = ema_decay(train, updates, warms_up=True)
     return None if last == train.ema_decay else f"the decay rises to {last:.3f} only"
 
@@ -67,7 +81,11 @@ def _checkpoint_interval(resolved: Resolved) -> str | None:
 
 def _eval_interval(resolved: Resolved) -> str | None:
     interval = resolved.config.eval.interval
-    return None if interval < resolved.config.train.iterations else "no evaluation between the first and the last"
+    return (
+        None
+        if interval < resolved.config.train.iterations
+        else "no evaluation between the first and the last"
+    )
 
 
 PACED: dict[str, Callable[[Resolved], str | None]] = {
@@ -79,11 +97,13 @@ PACED: dict[str, Callable[[Resolved], str | None]] = {
     "train.checkpoint_interval": _checkpoint_interval,
     "eval.interval": _eval_interval,
 }
-"""Setting in units of iterations or updates -> what it leaves undone in this run; None where it acts."""
+"""Setting in units of iterations or updates -> what it leaves undone in this run; None where it
+acts."""
 
 
 def pace_warning(resolved: Resolved) -> str | None:
-    """Return which settings cannot act within the run's updates, and what follows; None if all can."""
+    """Return which settings cannot act within the run's updates, and what follows; None if all
+    can."""
     train = resolved.config.train
     found = []
     for name, problem_of in PACED.items():
@@ -94,5 +114,8 @@ def pace_warning(resolved: Resolved) -> str | None:
     if not found:
         return None
     updates = _updates(resolved)
-    run = f"{updates} update{'s' * (updates != 1)}, in {train.iterations} iteration{'s' * (train.iterations != 1)}"
+    run = (
+        f"{updates} update{'s' * (updates != 1)}, in {train.iterations} "
+        f"iteration{'s' * (train.iterations != 1)}"
+    )
     return f"too slow to act within {run}: {'; '.join(found)}"

@@ -1,4 +1,5 @@
-"""What keeps a run from starting and can be told in a moment: checked by `train` and by its dry run.
+"""What keeps a run from starting and can be told in a moment: checked by `train` and by its dry
+run.
 
 Imports nothing heavy: PyTorch takes many seconds to load.
 """
@@ -27,16 +28,22 @@ def check_named(model: ModelConfig, data: DataConfig, rewards: Mapping[str, Rewa
         rewards: setting that holds the name of a reward -> the reward.
 
     Raises:
-        UserError: a prompt file that cannot be read, or a model, weights or a reward that is not there.
+        UserError: a prompt file that cannot be read, or a model, weights or a reward that is not
+            there.
     """
     configured_prompts(data)
     for key, entry in rewards.items():
         if not entry.is_address:
-            check_place(place_of_reward(entry.name, f"{key} = {entry.name!r}"), f"{key} = {entry.name!r}")
+            check_place(
+                place_of_reward(entry.name, f"{key} = {entry.name!r}"), f"{key} = {entry.name!r}"
+            )
     _check_model(model.path)
     weights = model.weights
     if weights is not None and not os.path.exists(weights):
-        raise UserError(f"model.weights = {weights!r}: {why_no_file(weights)}; expected a LoRA or a folder of weights")
+        raise UserError(
+            f"model.weights = {weights!r}: {why_no_file(weights)}; expected a LoRA or a folder of "
+            "weights"
+        )
 
 
 def _check_model(path: str) -> None:
@@ -47,9 +54,12 @@ def _check_model(path: str) -> None:
     known = checkpoint in MODEL_NAMES or checkpoint.startswith(RANDOM) or is_hub_id(checkpoint)
     if os.path.isabs(checkpoint) and not known and not os.path.exists(checkpoint):
         near = Path(checkpoint).name
-        hint = f"; {near!r} comes with the package: --model.path {near}" if near in MODEL_NAMES else ""
+        hint = (
+            f"; {near!r} comes with the package: --model.path {near}" if near in MODEL_NAMES else ""
+        )
         raise UserError(
-            f"model.path = {path!r}: no such folder; expected a local folder in diffusers format, a hub id, or one of "
+            f"model.path = {path!r}: no such folder; expected a local folder in diffusers format, "
+            "a hub id, or one of "
             f"{', '.join(MODEL_NAMES)}{hint}"
         )
 
@@ -61,11 +71,20 @@ def check_new(output: str) -> None:
         UserError: it is a file or a link to nothing, or holds a run or other files.
     """
     run, path = RunFolder(output), Path(output)
-    if (path.is_symlink() or path.exists()) and not path.is_dir():  # in this order: another rank may just make it
+    if (
+        path.is_symlink() or path.exists()
+    ) and not path.is_dir():  # in this order: another rank may just make it
         found = "a file" if path.exists() else "a link to nothing"
         raise UserError(f"output = {output!r}: {found}; expected a new or empty folder")
-    if path.is_dir() and any(file.name != run.lock_file.name and file.suffix != PARTIAL for file in path.iterdir()):
-        found = "a run: continue it with --resume" if run.exists else "other files: it must be new or empty"
+    if path.is_dir() and any(
+        file.name != run.lock_file.name and file.suffix != PARTIAL for file in path.iterdir()
+    ):
+        found = (
+            "a run: continue it with --resume"
+            if run.exists
+            else "other files: it must be new or empty"
+        )
         raise UserError(
-            f"output = {output!r} already holds {found}, or choose another folder with --output; nothing was changed"
+            f"output = {output!r} already holds {found}, or choose another folder with --output; "
+            "nothing was changed"
         )

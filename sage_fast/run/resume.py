@@ -1,7 +1,9 @@
-"""What a resume takes over: one table of every setting, and one of everything that a checkpoint holds.
+"""What a resume takes over: one table of every setting, and one of everything that a checkpoint
+holds.
 
-`check_kept` asks the table of settings, docs/how-to/stop-and-resume.md prints both (`python -m scripts.reference`), and
-tests/test_resume_table.py walks every setting and every checkpoint through them.
+`check_kept` asks the table of settings, docs/how-to/stop-and-resume.md prints both (`python -m
+scripts.reference`), and tests/test_resume_table.py walks every setting and every checkpoint through
+them.
 
 Imports nothing heavy.
 """
@@ -47,7 +49,9 @@ class Rule:
 def _section(name: str, *others: str) -> tuple[str, ...]:
     """Return the settings of a section, without `others`, which have rules of their own."""
     prefix = f"{name}."
-    return tuple(found for found in settings_of(Config) if found.startswith(prefix) and found not in others)
+    return tuple(
+        found for found in settings_of(Config) if found.startswith(prefix) and found not in others
+    )
 
 
 RULES = (
@@ -113,7 +117,10 @@ RULES = (
     ),
     Rule(
         kind="held",
-        why="a moving anchor continues one that the checkpoint holds. `fixed` returns to the weights at the start",
+        why=(
+            "a moving anchor continues one that the checkpoint holds. `fixed` returns to the "
+            "weights at the start"
+        ),
         settings=("kl.strategy",),
     ),
     Rule(
@@ -133,14 +140,15 @@ RULES = (
     ),
     Rule(
         kind="converted",
-        why="the decay of the learning rate counts iterations, and ends with the run; `warmup_steps`, "
-        "`kl.warmup_steps` and `kl.anchor_interval` go on counting the updates that were made",
+        why="the decay of the learning rate counts iterations, and ends with the run; "
+        "`warmup_steps`, `kl.warmup_steps` and `kl.anchor_interval` go on counting the updates "
+        "that were made",
         settings=("train.optimizer_steps",),
     ),
     Rule(
         kind="converted",
-        why="the learning rate is that of a run which began with them, at the same iteration; a warm-up that is over "
-        "begins again only if it is now longer than the updates made",
+        why="the learning rate is that of a run which began with them, at the same iteration; "
+        "a warm-up that is over begins again only if it is now longer than the updates made",
         settings=("train.warmup_steps", "train.schedule"),
     ),
     Rule(
@@ -150,7 +158,10 @@ RULES = (
     ),
     Rule(
         kind="converted",
-        why="a tracker goes on with its run; one that cannot is left out, with a note. A new one begins here",
+        why=(
+            "a tracker goes on with its run; one that cannot is left out, with a note. A new one "
+            "begins here"
+        ),
         settings=("tracking.trackers",),
     ),
     Rule(
@@ -207,7 +218,10 @@ RULES = (
     ),
     Rule(
         kind="free",
-        why="pages and the best checkpoint compare all evaluations under the present weights of the parts",
+        why=(
+            "pages and the best checkpoint compare all evaluations under the present weights of "
+            "the parts"
+        ),
         settings=("reward.weights",),
     ),
     Rule(
@@ -241,24 +255,36 @@ RULES = (
 
 CHECKPOINT = {
     "trainable": "restored: the trained weights, whole or this rank's part of them",
-    "optimizer-exp_avg": "restored: AdamW's first moment; the settings of the optimizer are the present ones",
+    "optimizer-exp_avg": (
+        "restored: AdamW's first moment; the settings of the optimizer are the present ones"
+    ),
     "optimizer-exp_avg_sq": "restored: AdamW's second moment",
     "optimizer-momentum_buffer": "restored: Muon's momentum",
     "ema": "restored; left out, and so lost, where `train.ema_decay` is now 0",
-    "anchor": "restored; left out where `kl.strategy` now has none or is `fixed`, whose anchor is the start",
+    "anchor": (
+        "restored; left out where `kl.strategy` now has none or is `fixed`, whose anchor is the "
+        "start"
+    ),
     "optimizer": "must be `train.optimizer`",
     "steps": "restored: updates of each weight, for the bias correction of AdamW",
     "parts": "must be what is there",
     "iteration": "the iteration to continue with",
-    "optimizer_steps": "restored: updates made, which warm-ups, the average and the anchor's interval count",
-    "kl": "restored: lambda, its updates and its history, as far as `kl.feedback` observes the same",
+    "optimizer_steps": (
+        "restored: updates made, which warm-ups, the average and the anchor's interval count"
+    ),
+    "kl": (
+        "restored: lambda, its updates and its history, as far as `kl.feedback` observes the same"
+    ),
     "anchor_step": "restored; 0 where the anchor is the start",
     "anchor_is_current": "restored",
     "prompts": "converted where `train.prompts_per_iteration` or the prompts differ",
-    "rounding": "restored: the KL that rounding makes; measured again where `sampling.steps` differ",
+    "rounding": (
+        "restored: the KL that rounding makes; measured again where `sampling.steps` differ"
+    ),
 }
-"""What a checkpoint holds, by the name of a file in `training/` or of an entry of state.json and optimizer.json -> what
-a resume does with it. No random state: every seed follows from `seed`, the iteration and the sample."""
+"""What a checkpoint holds, by the name of a file in `training/` or of an entry of state.json and
+optimizer.json -> what a resume does with it. No random state: every seed follows from `seed`, the
+iteration and the sample."""
 
 
 def rule_of(name: str) -> Rule:
@@ -283,24 +309,33 @@ def check_kept(config: Config) -> None:
             old = attrgetter(name)(begun)
             new = attrgetter(name)(config)
             raise UserError(
-                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; continue without "
-                f"--{name}, or begin another run with another --output and no --resume; nothing was changed"
+                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; "
+                f"continue without --{name}, or begin another run with another --output and no "
+                "--resume; nothing was changed"
             )
 
 
 def _compared(config: Config, name: str) -> Any:
-    """Return the part of a setting that must not change; for rewards, all that their parts depend on."""
+    """Return the part of a setting that must not change; for rewards, all that their parts depend
+    on."""
     if name == "reward.several":
-        return [_scored_by(entry) for entry in config.reward.entries] if config.reward.several else []
+        return (
+            [_scored_by(entry) for entry in config.reward.entries] if config.reward.several else []
+        )
     if name == "eval.judge":
-        return None if config.eval.judge is None else _scored_by(RewardEntry(name=config.eval.judge))
+        return (
+            None if config.eval.judge is None else _scored_by(RewardEntry(name=config.eval.judge))
+        )
     if name.startswith("reward."):
         return _scored_by(config.reward)[name.removeprefix("reward.")]
     return attrgetter(name)(config)
 
 
 def _scored_by(entry: RewardEntry) -> dict[str, Any]:
-    """Return all that a reward's parts depend on. Where it runs does not matter; a server may change its address."""
+    """Return all that a reward's parts depend on.
+
+    Where it runs does not matter; a server may change its address.
+    """
     name, args = ("a server", {}) if entry.is_address else (entry.name, entry.args)
     args = {key: value for key, value in args.items() if key != "url" or entry.name not in CLIENTS}
     return {"name": name, "args": args, "prefix": entry.prefix}

@@ -1,9 +1,12 @@
-"""Parts of weights: how weights lie over the ranks, and the files in which every rank writes its own part.
+"""Parts of weights: how weights lie over the ranks, and the files in which every rank writes its
+own part.
 
-A part is a contiguous slice of a flattened weight. Ranks that hold the same part write an even share of it each.
+A part is a contiguous slice of a flattened weight. Ranks that hold the same part write an even
+share of it each.
 
-<folder>/<kind>-00003-of-00008.safetensors  written by rank 2; weight -> 1-D slice; `parts` in its metadata has, for
-                                            each weight, the slice's first index and the size of the whole weight
+<folder>/<kind>-00003-of-00008.safetensors  written by rank 2; weight -> 1-D slice; `parts` in
+                                            its metadata has, for each weight, the slice's first
+                                            index and the size of the whole weight
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ from torch import Tensor
 from sage_fast.models.policy import Policy
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import save_tensors
-from sage_fast.util.ranks import all_gather_object, broadcast_object, exchange, fail_together, rank, world_size
+from sage_fast.util.ranks import (
+    all_gather_object,
+    broadcast_object,
+    exchange,
+    fail_together,
+    rank,
+    world_size,
+)
 
 Span = tuple[int, int]
 """First index and end of a slice of a flattened weight."""
@@ -35,12 +45,16 @@ class Layout:
         spans: weight -> the part that this rank holds.
         shapes: weight -> shape of the whole weight.
         held: rank -> weight -> the part that it holds.
-        written: rank -> weight -> the slice that it writes; the slices of all ranks are the whole weight.
+        written: rank -> weight -> the slice that it writes; the slices of all ranks are the whole
+            weight.
     """
 
     def __init__(self, policy: Policy) -> None:
         states, weights = policy.states, policy.parameters()
-        self.spans = {n: (states.start(p), states.start(p) + states.part(p).numel()) for n, p in weights.items()}
+        self.spans = {
+            n: (states.start(p), states.start(p) + states.part(p).numel())
+            for n, p in weights.items()
+        }
         self.shapes = {name: states.shape(p) for name, p in weights.items()}
         self.held: list[Mapping[str, Span]] = all_gather_object(self.spans)
         self.written: list[dict[str, Span]] = [{} for _ in self.held]
@@ -51,7 +65,10 @@ class Layout:
             for (first, end), ranks in holders.items():
                 size = -(-(end - first) // len(ranks))
                 for i, holder in enumerate(ranks):
-                    self.written[holder][name] = min(first + i * size, end), min(first + (i + 1) * size, end)
+                    self.written[holder][name] = (
+                        min(first + i * size, end),
+                        min(first + (i + 1) * size, end),
+                    )
 
     def own_slice(self, name: str, part: Tensor) -> Tensor:
         """Return what this rank writes of its part of a weight."""
@@ -59,10 +76,17 @@ class Layout:
         return part.detach().flatten()[first - start : end - start]
 
     def write(self, folder: Path, kind: str, state: Mapping[str, Tensor]) -> Path:
-        """Write this rank's slices of `state`, which has the part of some weights; return the file."""
+        """Write this rank's slices of `state`, which has the part of some weights; return the
+        file."""
         file = folder / f"{kind}-{rank() + 1:05d}-of-{world_size():05d}.safetensors"
-        slices = {name: piece for name, part in state.items() if (piece := self.own_slice(name, part)).numel()}
-        places = {name: (self.written[rank()][name][0], self.shapes[name].numel()) for name in slices}
+        slices = {
+            name: piece
+            for name, part in state.items()
+            if (piece := self.own_slice(name, part)).numel()
+        }
+        places = {
+            name: (self.written[rank()][name][0], self.shapes[name].numel()) for name in slices
+        }
         save_tensors(file, slices, {"parts": json.dumps(places)})
         return file
 
@@ -84,17 +108,20 @@ class Layout:
                 given = [sizes[rank()] * (receiver == owner) for receiver in range(world_size())]
                 taken = [size * (rank() == owner) for size in sizes]
                 pieces = exchange(self.own_slice(name, whole), given, taken).split(taken)
-                whole = torch.cat([piece for _, piece in sorted(zip(spans, pieces), key=lambda pair: pair[0])])
+                whole = torch.cat(
+                    [piece for _, piece in sorted(zip(spans, pieces), key=lambda pair: pair[0])]
+                )
             if owner == rank():
                 found[name] = whole.view(self.shapes[name]).cpu()
         return found
 
 
 class SavedParts:
-    """The files of parts in a folder, written by any number of ranks. Building and reading are collective.
+    """The files of parts in a folder, written by any number of ranks. Building and reading are
+    collective.
 
-    Only rank 0 lists the folder and reads the headers. Each rank opens the files that hold what it needs, and reads no
-    more of them.
+    Only rank 0 lists the folder and reads the headers. Each rank opens the files that hold what it
+    needs, and reads no more of them.
 
     Args:
         files: names of the files; by default all in the folder.
@@ -109,11 +136,16 @@ class SavedParts:
     def __init__(self, folder: Path, files: Collection[str] | None = None) -> None:
         self.folder = folder
         with fail_together():
-            kinds = _slices_in(folder, files or [file.name for file in folder.iterdir()]) if rank() == 0 else {}
+            kinds = (
+                _slices_in(folder, files or [file.name for file in folder.iterdir()])
+                if rank() == 0
+                else {}
+            )
         self.kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = broadcast_object(kinds, 0)
 
     def read(self, kind: str, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        """Read this rank's parts of weights, as float32 tensors with the shapes and devices of `parts`.
+        """Read this rank's parts of weights, as float32 tensors with the shapes and devices of
+        `parts`.
 
         Raises:
             UserError: the files do not hold these weights, or in another size.
@@ -122,10 +154,14 @@ class SavedParts:
         for name in parts:
             size, found = layout.shapes[name].numel(), slices[name][-1][1] if name in slices else 0
             if found != size:
-                raise UserError(f"{self.folder}: {kind} has {found:,} elements of {name}; expected {size:,}")
+                raise UserError(
+                    f"{self.folder}: {kind} has {found:,} elements of {name}; expected {size:,}"
+                )
         read = {name: torch.empty(part.shape, device=part.device) for name, part in parts.items()}
         with fail_together(), contextlib.ExitStack() as stack:
-            opened = functools.cache(lambda file: stack.enter_context(safe_open(self.folder / file, "pt")))
+            opened = functools.cache(
+                lambda file: stack.enter_context(safe_open(self.folder / file, "pt"))
+            )
             for name, part in read.items():
                 start, stop = layout.spans[name]
                 for first, end, file in slices[name]:
@@ -138,7 +174,9 @@ class SavedParts:
         return read
 
 
-def _slices_in(folder: Path, names: Iterable[str]) -> dict[str, dict[str, list[tuple[int, int, str]]]]:
+def _slices_in(
+    folder: Path, names: Iterable[str]
+) -> dict[str, dict[str, list[tuple[int, int, str]]]]:
     """Return `SavedParts.kinds` of the files of a folder with these names.
 
     Raises:
@@ -151,9 +189,13 @@ def _slices_in(folder: Path, names: Iterable[str]) -> dict[str, dict[str, list[t
     kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = {}
     for kind, files in numbered.items():
         count, given = files[0][0], [name for _, name in files]
-        expected = [f"{kind}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        expected = [
+            f"{kind}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+        ]
         if odd := sorted(set(expected) ^ set(given)):
-            fault = "is missing" if odd[0] in expected else f"is not one of the {count} files of {kind}"
+            fault = (
+                "is missing" if odd[0] in expected else f"is not one of the {count} files of {kind}"
+            )
             raise UserError(f"{folder / odd[0]} {fault}")
         slices, sizes = kinds.setdefault(kind, {}), dict[str, int]()
         for name in given:
@@ -162,9 +204,14 @@ def _slices_in(folder: Path, names: Iterable[str]) -> dict[str, dict[str, list[t
                 sizes[weight] = size
         for weight, found in slices.items():
             found.sort()
-            if [0, *(end for _, end, _ in found)] != [*(first for first, _, _ in found), size := sizes[weight]]:
+            if [0, *(end for _, end, _ in found)] != [
+                *(first for first, _, _ in found),
+                size := sizes[weight],
+            ]:
                 listed = ", ".join(f"{first:,} to {end:,} in {name}" for first, end, name in found)
-                raise UserError(f"{folder}: {weight}: expected elements 0 to {size:,}, each once; got {listed}")
+                raise UserError(
+                    f"{folder}: {weight}: expected elements 0 to {size:,}, each once; got {listed}"
+                )
     return kinds
 
 
@@ -174,6 +221,17 @@ def _read_header(file: Path) -> dict[str, tuple[int, int, int]]:
         with safe_open(file, "pt") as opened:
             places = json.loads((opened.metadata() or {})["parts"])
             sizes = {name: opened.get_slice(name).get_shape()[0] for name in opened.keys()}  # noqa: SIM118 no mapping
-        return {name: (int(first), int(first) + sizes[name], int(size)) for name, (first, size) in places.items()}
-    except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
+        return {
+            name: (int(first), int(first) + sizes[name], int(size))
+            for name, (first, size) in places.items()
+        }
+    except (
+        SafetensorError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
         raise UserError(f"{file}: not a file of parts of weights: {error}") from error

@@ -1,4 +1,7 @@
-"""What the argument of a command names: settings, a run, a checkpoint, or a folder of videos. Imports nothing heavy."""
+"""What the argument of a command names: settings, a run, a checkpoint, or a folder of videos.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,11 @@ def existing(source: str, expected: str = "a YAML file or a run folder") -> Path
     """
     path = Path(source)
     if not path.exists():
-        runs = [str(file.parent) for folder in (path.parent, Path("runs")) for file in folder.glob("*/config.yaml")]
+        runs = [
+            str(file.parent)
+            for folder in (path.parent, Path("runs"))
+            for file in folder.glob("*/config.yaml")
+        ]
         close = difflib.get_close_matches(source, runs, n=1)
         question = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(f"{source!r}: no such file or folder; expected {expected}{question}")
@@ -63,7 +70,8 @@ def run_and_weights(path: Path) -> tuple[RunFolder, Path, int]:
     A run folder stands for its newest weights, a checkpoint in one for itself.
 
     Raises:
-        UserError: the path is no run and no checkpoint, the run has no weights yet, or they are damaged.
+        UserError: the path is no run and no checkpoint, the run has no weights yet, or they are
+            damaged.
     """
     if (run := RunFolder.of_checkpoint(path)) is None:
         run = RunFolder(path)
@@ -81,7 +89,8 @@ def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | N
     `model.weights` in `overrides` replaces the weights of a run.
 
     Returns:
-        The settings, and the iteration of the run's weights; None for a YAML file or overridden weights.
+        The settings, and the iteration of the run's weights; None for a YAML file or overridden
+        weights.
 
     Raises:
         UserError: as `load` and `run_and_weights`, or the named weights are damaged.
@@ -112,17 +121,21 @@ def check_folder(folder: Path) -> None:
         UserError: it is a file.
     """
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing")
+        raise UserError(
+            f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing"
+        )
 
 
 def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
     """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
 
-    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder: it
-    may have changed since, and it lacks the options of the start. If the folder holds no run, one begins there.
+    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find
+    the run folder: it may have changed since, and it lacks the options of the start. If the folder
+    holds no run, one begins there.
 
     Returns:
-        The settings, and one line for each setting of the file that is ignored, or on a run that begins.
+        The settings, and one line for each setting of the file that is ignored, or on a run that
+        begins.
 
     Raises:
         UserError: a run is named and there is none, or as `load`.
@@ -137,12 +150,20 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
             run.check()  # a run without its settings is none that begins
         return load(file, overrides), [f"no run in {run.path} yet: it begins"]
     run.check_resumable()
-    config = dataclasses.replace(run.settings(overrides), output=str(run.path))  # the folder may have moved
+    # the folder may have moved
+    config = dataclasses.replace(run.settings(overrides), output=str(run.path))
     if file.resolve() == run.config_file.resolve():
         return config, []
     given, lines = load(file), []
     for name in keys_of(file):
         value, ignored = map(attrgetter(name), (config, given))
-        if value != ignored and name != "output" and not any(f"{key}.".startswith(f"{name}.") for key in overrides):
-            lines.append(f"{name} stays {value!r} as in the run, not {ignored!r} as in {file}; --{name} changes it")
+        if (
+            value != ignored
+            and name != "output"
+            and not any(f"{key}.".startswith(f"{name}.") for key in overrides)
+        ):
+            lines.append(
+                f"{name} stays {value!r} as in the run, not {ignored!r} as in {file}; --{name} "
+                "changes it"
+            )
     return config, lines

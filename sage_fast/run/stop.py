@@ -1,4 +1,5 @@
-"""Signals that stop a run between two iterations, with a checkpoint, within a grace period; errors.py lists them."""
+"""Signals that stop a run between two iterations, with a checkpoint, within a grace period;
+errors.py lists them."""
 
 from __future__ import annotations
 
@@ -23,17 +24,19 @@ log = logging.getLogger(__name__)
 DEBOUNCE = 0.5
 """Debounce time of repeated signals in seconds: a terminal and torchrun both deliver one."""
 REPEATED = signal.SIGXCPU
-"""Signal that the kernel repeats each second beyond a CPU limit, so that a second one means nothing new."""
+"""Signal that the kernel repeats each second beyond a CPU limit, so that a second one means nothing
+new."""
 
 
 class Stop:
     """Context manager that handles the signals.
 
-    The first signal asks the run to stop at the next consistent state. Before `training` is set there is no state to
-    keep, and it raises `Stopped` at once. The same signal a second time ends the process at once, and so does Ctrl-\\
-    after any other: a scheduler sends different ones in turn, such as LSF's SIGINT, SIGTERM and SIGKILL. The end of the
-    grace period ends it too, unless a checkpoint is being written. A thread does both, because the main thread may be
-    blocked in a collective or a reward.
+    The first signal asks the run to stop at the next consistent state. Before `training` is set
+    there is no state to keep, and it raises `Stopped` at once. The same signal a second time ends
+    the process at once, and so does Ctrl-\\ after any other: a scheduler sends different ones in
+    turn, such as LSF's SIGINT, SIGTERM and SIGKILL. The end of the grace period ends it too, unless
+    a checkpoint is being written. A thread does both, because the main thread may be blocked in a
+    collective or a reward.
 
     A no-op outside the main thread, where Python does not allow signal handlers.
 
@@ -55,7 +58,7 @@ class Stop:
         self._saving = False
         self._saved = False
 
-    # -- called by the run --------------------------------------------------------------------------------------------
+    # -- called by the run -------------------------------------------------------------------------
 
     def pause(self) -> None:
         """Stop between steps of work that can be discarded. Not collective.
@@ -102,7 +105,7 @@ class Stop:
         if number:
             raise Stopped(number)
 
-    # -- signals ------------------------------------------------------------------------------------------------------
+    # -- signals -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Stop:
         global _active
@@ -120,7 +123,9 @@ class Stop:
                 self._taken[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
         global _active
         if _active is not self:
             return
@@ -132,7 +137,8 @@ class Stop:
         self._thread.join()
         for end in self._ends:
             os.close(end)
-        if self._raised and isinstance(error, Exception):  # a library that read weights made its own error of it
+        # a library that read weights made its own error of it
+        if self._raised and isinstance(error, Exception):
             raise Stopped(self._raised) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -143,10 +149,17 @@ class Stop:
             raise Stopped(number)
 
     def _watch(self) -> None:
-        """Watch the pipe in a thread: Python writes a signal's number into it as soon as it arrives."""
+        """Watch the pipe in a thread: Python writes a signal's number into it as soon as it
+        arrives."""
         while True:
-            left = max(0.0, self._asked + self.grace_seconds - time.monotonic()) if self.number else None
-            if not select.select([self._ends[0]], [], [], left if left != 0 or not self._saving else 0.1)[0]:
+            left = (
+                max(0.0, self._asked + self.grace_seconds - time.monotonic())
+                if self.number
+                else None
+            )
+            if not select.select(
+                [self._ends[0]], [], [], left if left != 0 or not self._saving else 0.1
+            )[0]:
                 if not self._saving:
                     self._end(f"{self.grace_seconds:g} s after {Stopped(self.number)}")
                 continue
@@ -166,7 +179,10 @@ class Stop:
             self.number = number
             if self.training:
                 limit = f"{self.grace_seconds:g} s"
-                log.info(f"{Stopped(number)}: stopping after this iteration or {limit}; a second one stops at once")
+                log.info(
+                    f"{Stopped(number)}: stopping after this iteration or {limit}; a second one "
+                    "stops at once"
+                )
         elif number == signal.SIGQUIT and self.number != signal.SIGQUIT:
             self._end("at SIGQUIT")
         elif number != REPEATED and now - first > DEBOUNCE:
@@ -184,7 +200,8 @@ _active: Stop | None = None
 
 
 def _hold() -> None:
-    """Block signals before a fork: until `_forget`, the child would write them into the pipe it shares."""
+    """Block signals before a fork: until `_forget`, the child would write them into the pipe it
+    shares."""
     if _active is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -200,7 +217,9 @@ def _forget() -> None:
     if _active is not None:
         signal.set_wakeup_fd(-1)
         for number in _active._taken:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
         _release()
         _active = None
 

@@ -43,15 +43,16 @@ MAX_FAILURES = 3
 SECONDS = 60.0
 """How long a call of a tracker may take; then it is dropped at once."""
 SECONDS_AT_ENDS = 600.0
-"""How long it may take to start when a run is resumed, and to finish, which uploads what is left."""
+"""How long it may take to start when a run is resumed, and to finish, which uploads what is left.
+"""
 
 
 class Tracker:
     """One of accelerate's trackers, started, with the run's settings stored in it.
 
     Attributes:
-        continues: whether a resumed run goes on with the tracker's run, by `run_id`. Otherwise it would be a second
-            one, so the tracker is left out.
+        continues: whether a resumed run goes on with the tracker's run, by `run_id`. Otherwise it
+            would be a second one, so the tracker is left out.
         forgets: whether what is beyond the iteration that is resumed from leaves the tracker.
 
     Args:
@@ -69,9 +70,12 @@ class Tracker:
     continues: ClassVar[bool] = False
     forgets: ClassVar[bool] = False
 
-    def __init__(self, name: str, project: str, settings: Values, run: Path, run_id: str, iteration: int) -> None:
-        # Required by the trackers' logger. It takes the process group that the run has joined. A run of one process has
-        # joined none, and LOCAL_RANK alone, which says which GPU it takes, would make accelerate look for others.
+    def __init__(
+        self, name: str, project: str, settings: Values, run: Path, run_id: str, iteration: int
+    ) -> None:
+        # Required by the trackers' logger. It takes the process group that the run has joined. A
+        # run of one process has joined none, and LOCAL_RANK alone, which says which GPU it takes,
+        # would make accelerate look for others.
         with contextlib.nullcontext() if dist.is_initialized() else without_group():
             PartialState()
         self.project, self.run, self.run_id, self.iteration = project, run, run_id, iteration
@@ -79,7 +83,10 @@ class Tracker:
         try:
             self.tracker.start()
             self._store(settings)
-        except (Exception, SystemExit) as error:  # each tracker has its own for a missing login or server
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # each tracker has its own for a missing login or server
             raise RunError(f"tracker {name!r} does not start: {error}") from error
 
     def _make(self, kind: Any) -> Any:
@@ -87,14 +94,18 @@ class Tracker:
 
     def _store(self, settings: Values) -> None:
         plain = (bool, int, float, str, type(None))  # what trackers accept
-        stored = {key: value if isinstance(value, plain) else str(value) for key, value in settings.items()}
+        stored = {
+            key: value if isinstance(value, plain) else str(value)
+            for key, value in settings.items()
+        }
         self.tracker.store_init_configuration(stored)
 
     def log(self, values: Values, step: int) -> None:
         self.tracker.log(values, step=step)
 
     def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
-        """Send the video files if the tracker plays them, and a contact sheet of the videos if it takes images."""
+        """Send the video files if the tracker plays them, and a contact sheet of the videos if it
+        takes images."""
         if hasattr(self.tracker, "log_images"):
             self.tracker.log_images({"heldout/videos": [sheet()]}, step=step)
 
@@ -108,19 +119,27 @@ class TensorBoard(Tracker):
 
     def _make(self, kind: Any) -> Any:
         _leave_errors_to_callers()
-        # A run that begins again purges too: killed before its first checkpoint, it has left events.
+        # A run that begins again purges too: killed before its first checkpoint, it has left
+        # events.
         return kind("tensorboard", logging_dir=self.run, purge_step=self.iteration + 1)
 
-    def _store(self, settings: Values) -> None:  # its hyperparameter table would appear as a second run
+    def _store(
+        self, settings: Values
+    ) -> None:  # its hyperparameter table would appear as a second run
         text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
         self.tracker.log({"config": text}, step=self.iteration)
 
     def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
-        self.tracker.log_images({"heldout/videos": np.asarray(sheet())[None]}, step=step, dataformats="NHWC")
+        self.tracker.log_images(
+            {"heldout/videos": np.asarray(sheet())[None]}, step=step, dataformats="NHWC"
+        )
 
 
 class Wandb(Tracker):
-    """Plays videos. Logs STEP as a value, for the x-axis: by its own `step`, wandb would drop rows that repeat."""
+    """Plays videos.
+
+    Logs STEP as a value, for the x-axis: by its own `step`, wandb would drop rows that repeat.
+    """
 
     STEP = "iterations"
     continues = True
@@ -147,7 +166,8 @@ class Wandb(Tracker):
 
 @functools.cache
 def _leave_errors_to_callers() -> None:
-    """Print no traceback of TensorBoard's own thread: its next call raises the same error, and a note says so."""
+    """Print no traceback of TensorBoard's own thread: its next call raises the same error, and a
+    note says so."""
     print_error_of = threading.excepthook
 
     def hook(failed: threading.ExceptHookArgs) -> None:
@@ -165,7 +185,8 @@ class MLflow(Tracker):
 
     def _make(self, kind: Any) -> Any:
         package = importlib.import_module("mlflow")
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", self.project)  # as accelerate chooses it
+        # as accelerate chooses it
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", self.project)
         found = []
         if package.get_experiment_by_name(experiment) is not None:
             found = package.search_runs(
@@ -183,12 +204,14 @@ class MLflow(Tracker):
         )
 
     def _store(self, settings: Values) -> None:
-        if self.is_new:  # its parameters cannot be changed; the lines of a resume and config.yaml have what changed
+        # its parameters cannot be changed; the lines of a resume and config.yaml have what changed
+        if self.is_new:
             super()._store(settings)
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
-"""Name in `tracking.trackers` -> its class; `Tracker` is the class of accelerate's other trackers."""
+"""Name in `tracking.trackers` -> its class; `Tracker` is the class of accelerate's other trackers.
+"""
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -199,24 +222,34 @@ def check_trackers(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise UserError(f"tracking.trackers: {name!r}: {nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
+            raise UserError(
+                f"tracking.trackers: {name!r}: {nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}"
+            )
         if name not in map(str, get_available_trackers()):
             package = name.replace("_", "-")
-            raise UserError(f"tracking.trackers: {name!r} is not installed; install it with: pip install {package}")
+            raise UserError(
+                f"tracking.trackers: {name!r} is not installed; install it with: pip install "
+                f"{package}"
+            )
 
 
 class _Thread:
-    """Makes all calls of a tracker on one daemon thread, where a call that hangs can be left behind.
+    """Makes all calls of a tracker on one daemon thread, where a call that hangs can be left
+    behind.
 
     One thread, since some trackers keep their run in thread-local state.
     """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._calls,), name="tracker", daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(self._calls,), name="tracker", daemon=True
+        )
         self._thread.start()
 
-    def call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Future[Any]:
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None
+    ) -> Future[Any]:
         """Call a function; return after it, or after `seconds` with a future that is not done."""
         future: Future[Any] = Future()
         self._calls.put((future, function, *arguments))
@@ -244,7 +277,8 @@ def _is_write_error(error: object) -> bool:
 
 
 class Trackers:
-    """The trackers of a run. One that fails or hangs after its start does not stop it: `metrics.jsonl` is the record.
+    """The trackers of a run. One that fails or hangs after its start does not stop it:
+    `metrics.jsonl` is the record.
 
     Args:
         tracking, settings, run, run_id, iteration: as for `MetricsWriter`.
@@ -252,8 +286,8 @@ class Trackers:
         undone: whether the run has been beyond `iteration`.
 
     Raises:
-        RunError: a tracker of a new run does not start, for example for lack of a login. A resumed run goes on, and so
-            does one whose disk cannot take the tracker's files.
+        RunError: a tracker of a new run does not start, for example for lack of a login. A resumed
+            run goes on, and so does one whose disk cannot take the tracker's files.
     """
 
     def __init__(
@@ -272,16 +306,16 @@ class Trackers:
             if name in continued and not kind.continues:
                 log.info(
                     wrapped(
-                        f"note: tracker {name!r} would begin a second run for this one; it is left out, and "
-                        "metrics.jsonl has every row"
+                        f"note: tracker {name!r} would begin a second run for this one; it is left "
+                        "out, and metrics.jsonl has every row"
                     )
                 )
                 continue
             if name in continued and undone and not kind.forgets:
                 log.info(
                     wrapped(
-                        f"note: tracker {name!r} keeps the numbers beyond iteration {iteration}, which are made again: "
-                        "its later ones count"
+                        f"note: tracker {name!r} keeps the numbers beyond iteration {iteration}, "
+                        "which are made again: its later ones count"
                     )
                 )
             names.append(name)
@@ -291,7 +325,11 @@ class Trackers:
             seconds = SECONDS_AT_ENDS if iteration > 0 else None
             about = name, tracking.project, settings, run, run_id, iteration
             start = thread.call(TRACKERS.get(name, Tracker), *about, seconds=seconds)
-            error = start.exception() if start.done() else f"tracker {name!r} does not start within {seconds:g} s"
+            error = (
+                start.exception()
+                if start.done()
+                else f"tracker {name!r} does not start within {seconds:g} s"
+            )
             optional = iteration > 0 or _is_write_error(error)
             if optional and isinstance(error, RunError | str):
                 log.info(wrapped(f"note: {error}; it is left out, and metrics.jsonl has every row"))
@@ -302,7 +340,9 @@ class Trackers:
     def log(self, values: Values, step: int) -> None:
         self._each(lambda tracker: tracker.log(values, step), SECONDS)
 
-    def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
+    def show(
+        self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int
+    ) -> None:
         sheet = functools.cache(lambda: contact_sheet(videos, prompts[: len(videos)]))
         self._each(lambda tracker: tracker.show(files, sheet, prompts, step), SECONDS)
 
@@ -312,7 +352,10 @@ class Trackers:
             thread.end()
 
     def _each(self, act: Callable[[Tracker], object], seconds: float) -> None:
-        """Call `act` on each tracker, for at most `seconds` each. Failures are reported, not raised."""
+        """Call `act` on each tracker, for at most `seconds` each.
+
+        Failures are reported, not raised.
+        """
         for name, tracker in list(self._started.items()):
             future = self._threads[name].call(act, tracker, seconds=seconds)
             hangs = not future.done()
@@ -323,7 +366,8 @@ class Trackers:
             if hangs or self._failures[name] == 1:
                 note = (
                     f"note: tracker {name!r} failed ({in_one_line(error)}); it is left out"
-                    f"{'' if hangs else f' if it fails {MAX_FAILURES} times'}, and metrics.jsonl has every row"
+                    f"{'' if hangs else f' if it fails {MAX_FAILURES} times'}, and metrics.jsonl "
+                    "has every row"
                 )
                 log.info(wrapped(note))
             if hangs or self._failures[name] == MAX_FAILURES:

@@ -1,4 +1,5 @@
-"""A training run from its settings to its final weights: checks, model, evaluations, iterations and checkpoints."""
+"""A training run from its settings to its final weights: checks, model, evaluations, iterations and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ from sage_fast.ops import implementation
 from sage_fast.parallel.stored_rollouts import check_trajectories
 from sage_fast.rollout.setup import Setup
 from sage_fast.run import claim
-from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, save_final_weights
+from sage_fast.run.checkpoint import (
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+    save_final_weights,
+)
 from sage_fast.run.folder import RunFolder, check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of
 from sage_fast.run.stop import Stop
@@ -45,11 +51,13 @@ from sage_fast.util.videos import check_encoder, numbered, save_video
 log = logging.getLogger(__name__)
 
 Load = Callable[..., Setup]
-"""Loads prompts, rewards and the model of settings that are resolved; `attention` replaces `model.attention`."""
+"""Loads prompts, rewards and the model of settings that are resolved; `attention` replaces
+`model.attention`."""
 Report = Callable[[Path, bool, bool], object]
 """Draws the page of a run: its folder, whether the run is complete, and whether it goes on."""
 PAGE_SHARE = 0.02
-"""Share of the time of a run that its page may take between two evaluations: the other ranks wait."""
+"""Share of the time of a run that its page may take between two evaluations: the other ranks wait.
+"""
 
 
 def train(config: Config, load: Load, report: Report, *, resume: bool = False) -> Path:
@@ -57,8 +65,8 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
 
     Args:
         load: called once the folder is locked; the commands pass `sage_fast.loading.load_setup`.
-        report: called on rank 0 after evaluations, after iterations and at the end; the commands pass
-            `sage_fast.report.page.report_run`.
+        report: called on rank 0 after evaluations, after iterations and at the end; the commands
+            pass `sage_fast.report.page.report_run`.
 
     Returns:
         The run folder.
@@ -89,7 +97,8 @@ def train(config: Config, load: Load, report: Report, *, resume: bool = False) -
 
 
 def check_here(config: Config, *, resume: bool) -> None:
-    """Check that a run can start on this machine: its packages, its output folder, and the weights it starts from.
+    """Check that a run can start on this machine: its packages, its output folder, and the weights
+    it starts from.
 
     Raises:
         UserError: it cannot.
@@ -102,7 +111,8 @@ def check_here(config: Config, *, resume: bool) -> None:
 
 
 class Run:
-    """A run and its folder: loaded or resumed, then iterated, evaluated and saved until it is complete or stopped.
+    """A run and its folder: loaded or resumed, then iterated, evaluated and saved until it is
+    complete or stopped.
 
     Every method is collective.
 
@@ -120,7 +130,14 @@ class Run:
     """
 
     def __init__(
-        self, resolved: Resolved, stop: Stop, own_claim: claim.Claim, load: Load, report: Report, *, resume: bool
+        self,
+        resolved: Resolved,
+        stop: Stop,
+        own_claim: claim.Claim,
+        load: Load,
+        report: Report,
+        *,
+        resume: bool,
     ) -> None:
         config = resolved.config
         self.config, self.stop, self.report = config, stop, report
@@ -146,7 +163,9 @@ class Run:
         pause = (lambda: None) if policy.collective_forwards else stop.pause
         check = functools.partial(stop.before_update, policy.device)
         about = setup.model, setup.reward, setup.prompts, setup.embeddings
-        self.trainer = trainer = Trainer(resolved, *about, graphs=setup.graphs, pause=pause, before_update=check)
+        self.trainer = trainer = Trainer(
+            resolved, *about, graphs=setup.graphs, pause=pause, before_update=check
+        )
         self._start_weights = trainer.policy.snapshot() if lacks_before else None
         if resume:
             self._resume()
@@ -160,17 +179,29 @@ class Run:
         for warning in config_warnings(resolved, setup.model.spec.distillation):
             log.warning(wrapped(f"warning: {warning}"))
         if resume:
-            log.info(f"resumed after {self.done} iterations" if self.done else "no checkpoint: starting at iteration 1")
+            log.info(
+                f"resumed after {self.done} iterations"
+                if self.done
+                else "no checkpoint: starting at iteration 1"
+            )
         if rank() == 0:
             settings = leaves(dataclasses.asdict(config))
             self.writer = MetricsWriter(
-                config.tracking, settings, self.folder, facts["run_id"], self.done, continued=trackers
+                config.tracking,
+                settings,
+                self.folder,
+                facts["run_id"],
+                self.done,
+                continued=trackers,
             )
         stop.training = True
 
     def _resume(self) -> None:
-        """Restore the newest intact checkpoint, if there is one, and put the new settings into the folder."""
-        if (found := load_checkpoint(self.folder, self.trainer.engine, self.trainer.state_dict())) is not None:
+        """Restore the newest intact checkpoint, if there is one, and put the new settings into the
+        folder."""
+        if (
+            found := load_checkpoint(self.folder, self.trainer.engine, self.trainer.state_dict())
+        ) is not None:
             self.done, counters, anchor = found
             self._checkpoint = self.done
             self.trainer.load_state_dict(counters, anchor)
@@ -180,8 +211,9 @@ class Run:
         if (newest := run.facts.get("checkpoint")) is not None and newest > self.done:
             log.info(
                 wrapped(
-                    f"note: the checkpoint of {newest} iterations, the newest that the run has written, cannot be "
-                    f"used: iterations {self.done + 1} to {newest} are done again"
+                    f"note: the checkpoint of {newest} iterations, the newest that the run has "
+                    f"written, cannot be used: iterations {self.done + 1} to {newest} are done "
+                    "again"
                 )
             )
         if rank() == 0:  # only after every check of the new settings
@@ -192,22 +224,29 @@ class Run:
     def iterate(self) -> None:
         """Run the iterations that are left, with evaluations and checkpoints.
 
-        An interrupted evaluation is repeated first. An exception that all ranks share still leaves a checkpoint of the
-        last complete iteration.
+        An interrupted evaluation is repeated first. An exception that all ranks share still leaves
+        a checkpoint of the last complete iteration.
         """
         config, trainer = self.config, self.trainer
         completed: _Completed | None = None
         try:
             if read_evaluation(self.folder, "before") is None:
                 self.evaluate("before", 0, self._start_weights)
-            if self._evaluation_is_due and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None:
+            if (
+                self._evaluation_is_due
+                and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None
+            ):
                 self.evaluate(f"iteration-{self.done:06d}", self.done)
             began, first, count = time.monotonic(), self.done, config.train.iterations
             for index in range(first, count):
                 self.stop.boundary(trainer.device)
                 completed = _Completed(trainer)
                 row = trainer.iteration(index)
-                self.done, trainer.mid_iteration = index + 1, False  # complete even if the lines below fail
+                # complete even if the lines below fail
+                self.done, trainer.mid_iteration = (
+                    index + 1,
+                    False,
+                )
                 row |= throughput(trainer, row)
                 self.claim.check()
                 if self.writer is not None:
@@ -215,7 +254,9 @@ class Run:
                 seconds = (time.monotonic() - began) / (self.done - first)
                 log.info(format_row(row, count, seconds * (count - self.done)))
                 if index == first and (
-                    warning := grace_warning(row, config.train, collective=trainer.policy.collective_forwards)
+                    warning := grace_warning(
+                        row, config.train, collective=trainer.policy.collective_forwards
+                    )
                 ):
                     log.warning(wrapped(f"warning: {warning}"))
                 if self._evaluation_is_due:
@@ -233,7 +274,11 @@ class Run:
     @property
     def _evaluation_is_due(self) -> bool:
         interval = self.config.eval.interval
-        return interval > 0 and self.done % interval == 0 and 0 < self.done < self.config.train.iterations
+        return (
+            interval > 0
+            and self.done % interval == 0
+            and 0 < self.done < self.config.train.iterations
+        )
 
     def evaluate(self, name: str, iteration: int, weights: State | None = None) -> None:
         """Evaluate `weights`, by default the averaged ones if any, else the trained ones.
@@ -258,15 +303,21 @@ class Run:
                 self._note_once("no video", reason(error))
 
         trainer = self.trainer
-        with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
-            scores, videos = evaluate(self.setup, iteration=iteration, save=save, pause=trainer.pause)
+        with (
+            trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights)
+        ):
+            scores, videos = evaluate(
+                self.setup, iteration=iteration, save=save, pause=trainer.pause
+            )
         self.claim.check()
         if self.writer is not None:
             files = [path for number, path in numbered(folder).items() if number < shown]
             RunFolder(self.folder).write_evaluation(name, scores)
             self.writer.write_evaluation(scores, files, videos)
             evaluations = RunFolder(self.folder).video_sets().values()
-            if found := hacking_in_run([videos for videos in evaluations if videos.iteration <= iteration]):
+            if found := hacking_in_run(
+                [videos for videos in evaluations if videos.iteration <= iteration]
+            ):
                 log.warning(wrapped(f"warning: {found}"))
         if name != "after":  # `train` draws the complete run
             self.draw(running=True)
@@ -279,11 +330,16 @@ class Run:
         try:
             self.report(self.folder, self.complete, running)
         except Exception as error:  # libraries that draw have their own exceptions
-            self._note_once("no report", f"({in_one_line(error)}); later: sage-fast report {self.folder}")
+            self._note_once(
+                "no report", f"({in_one_line(error)}); later: sage-fast report {self.folder}"
+            )
         self._next_page = began + (time.monotonic() - began) / PAGE_SHARE
 
     def _note_once(self, lacking: str, why: str) -> None:
-        """Say that something which is only shown is lacking. Later failures of its kind are for the log file alone."""
+        """Say that something which is only shown is lacking.
+
+        Later failures of its kind are for the log file alone.
+        """
         level = logging.DEBUG if lacking in self._noted else logging.WARNING
         self._noted.add(lacking)
         log.log(level, wrapped(f"note: {lacking} {why}"))
@@ -295,19 +351,30 @@ class Run:
             if self.writer is not None:
                 self.writer.sync()
             trainer, config = self.trainer, self.config.train
-            save_checkpoint(self.folder, self.done, trainer.engine, trainer.state_dict(), trainer.anchor)
+            save_checkpoint(
+                self.folder, self.done, trainer.engine, trainer.state_dict(), trainer.anchor
+            )
             if rank() == 0:
                 claim.record_checkpoint(RunFolder(self.folder), self.done)
                 weights = self.config.reward.part_weights if config.keep_best else None
-                prune_checkpoints(self.folder, config.keep_checkpoints, weights, self.config.eval.interval)
+                prune_checkpoints(
+                    self.folder, config.keep_checkpoints, weights, self.config.eval.interval
+                )
 
     def _save_last_complete(self, completed: _Completed | None, reason: BaseException) -> None:
         """Save the last complete iteration of a run that ends early, for `reason`."""
-        if self.trainer.mid_iteration and not (completed is not None and completed.restore(self.trainer)):
+        if self.trainer.mid_iteration and not (
+            completed is not None and completed.restore(self.trainer)
+        ):
             kept = RunFolder(self.folder).checkpoints()
             log.info(
-                f"stopped within iteration {self.done + 1}, whose updates are lost; continue with --resume, "
-                + (f"from the checkpoint of {iteration_of(kept[-1])} iterations" if kept else "from the beginning")
+                f"stopped within iteration {self.done + 1}, whose updates are lost; continue with "
+                "--resume, "
+                + (
+                    f"from the checkpoint of {iteration_of(kept[-1])} iterations"
+                    if kept
+                    else "from the beginning"
+                )
             )
             return
         try:
@@ -315,7 +382,9 @@ class Run:
             first = "" if isinstance(reason, Stopped) else "fix the cause, then "
             log.info(f"stopped after {self.done} iterations; {first}continue with --resume")
         except (OSError, RankError) as error:
-            log.info(f"stopped after {self.done} iterations, and no checkpoint could be written: {error}")
+            log.info(
+                f"stopped after {self.done} iterations, and no checkpoint could be written: {error}"
+            )
             if isinstance(reason, Stopped):  # its exit status would claim that nothing is lost
                 raise
 
@@ -323,7 +392,8 @@ class Run:
 class _Completed:
     """The state at the end of an iteration, for rolling back an unfinished next one.
 
-    With one update per iteration the weights are not copied: hardly anything can fail after the update.
+    With one update per iteration the weights are not copied: hardly anything can fail after the
+    update.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -360,27 +430,34 @@ def check_pairs(setup: Setup, run: Path) -> bool:
     held = before and (before["prompts"], before.get("negatives", {}), before["seeds"])
     if held is not None and held != (keys, negatives_for(setup, keys), seeds.tolist()):
         raise UserError(
-            f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than those that the run in "
-            f"{str(run)!r} was evaluated on before training; restore the file, or begin another run; nothing was "
-            "changed"
+            f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than "
+            f"those that the run in {str(run)!r} was evaluated on before training; restore the "
+            "file, or begin another run; nothing was changed"
         )
     return before is not None
 
 
-# -- run.json and throughput ------------------------------------------------------------------------------------------
+# -- run.json and throughput -----------------------------------------------------------------------
 
 
 def describe(
-    trainer: Trainer, contents: Mapping[str, str], run: Path, iteration: int, checkpoint: int | None = None
+    trainer: Trainer,
+    contents: Mapping[str, str],
+    run: Path,
+    iteration: int,
+    checkpoint: int | None = None,
 ) -> dict[str, Any]:
-    """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return its content.
+    """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return
+    its content.
 
     Args:
         contents: `Setup.contents`.
         checkpoint: iteration of the newest checkpoint; None before the first.
     """
     shape = trainer.policy.states.shape
-    parameters = sum(shape(p).numel() for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
+    parameters = sum(
+        shape(p).numel() for name, p in trainer.policy.named_parameters() if ".lora_" not in name
+    )
     trainable = sum(shape(p).numel() for p in trainer.engine.parameters)
     facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(sys.argv),
@@ -416,7 +493,9 @@ def describe(
         *(f"note: {note}" for note in facts["notes"]),
     ]
     if measured := trainer.model.attention_milliseconds:
-        times = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in measured.items())
+        times = ", ".join(
+            f"{name} {milliseconds:.2f} ms" for name, milliseconds in measured.items()
+        )
         lines.append(f"attention, forward and backward: {times}")
     for line in lines:
         log.info(wrapped(line))
@@ -426,15 +505,26 @@ def describe(
 def _named_things(trainer: Trainer) -> list[str]:
     """Return what a run reads, by its whole path: the settings file may stand in another folder."""
     config = trainer.config
-    rewards = [f"{key.removesuffix('.name')}: {entry.name}" for key, entry in config.named_rewards.items()]
-    lines = [f"model: {config.model.path}", f"prompts: {config.data.prompts}; held out: {config.data.eval_prompts}"]
-    return [*lines, *rewards, *([f"weights: {config.model.weights}"] if config.model.weights else [])]
+    rewards = [
+        f"{key.removesuffix('.name')}: {entry.name}" for key, entry in config.named_rewards.items()
+    ]
+    lines = [
+        f"model: {config.model.path}",
+        f"prompts: {config.data.prompts}; held out: {config.data.eval_prompts}",
+    ]
+    return [
+        *lines,
+        *rewards,
+        *([f"weights: {config.model.weights}"] if config.model.weights else []),
+    ]
 
 
 def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return samples per GPU-hour of an iteration and, where the GPU's peak is known, its MFU and HFU.
+    """Return samples per GPU-hour of an iteration and, where the GPU's peak is known, its MFU and
+    HFU.
 
-    All are over all ranks and the whole iteration, rewards and waiting included. HFU counts what a backward recomputes.
+    All are over all ranks and the whole iteration, rewards and waiting included. HFU counts what a
+    backward recomputes.
     """
     config = trainer.config
     samples, seconds = config.train.samples, row["time/total"] * world_size()
@@ -442,6 +532,8 @@ def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
     if peak := peak_flops(trainer.device, trainer.policy.dtype):
         cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
         for name, mode in (("mfu", None), ("hfu", trainer.model.checkpointing)):
-            done = flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen_base)
+            done = flops(
+                cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen_base
+            )
             found[f"throughput/{name}"] = sum(done.values()) / (seconds * peak)
     return found

@@ -18,7 +18,8 @@ from sage_fast.util.ranks import fail_together, rank, world_size
 
 
 def save_weights(policy: Policy, folder: Path, state: State | None = None) -> list[Path]:
-    """Save LoRA files on rank 0 or, after full fine-tuning, whole networks, one file a rank. Collective.
+    """Save LoRA files on rank 0 or, after full fine-tuning, whole networks, one file a rank.
+    Collective.
 
     No rank holds more of a network than its file.
 
@@ -37,11 +38,19 @@ def save_weights(policy: Policy, folder: Path, state: State | None = None) -> li
     written = list[Path]()
     for part, network in policy.networks.items():
         prefix = f"{part}." if len(policy.networks) > 1 else ""
-        held = {prefix + name: tensor for name, tensor in network.state_dict(keep_vars=True).items()}
-        saved = {name: tensor for name, tensor in held.items() if not policy.has_adapter or ".lora_" in name}
+        held = {
+            prefix + name: tensor for name, tensor in network.state_dict(keep_vars=True).items()
+        }
+        saved = {
+            name: tensor
+            for name, tensor in held.items()
+            if not policy.has_adapter or ".lora_" in name
+        }
         sizes = {name: policy.states.shape(tensor).numel() for name, tensor in saved.items()}
         files = 1 if policy.has_adapter else min(world_size(), len(saved))
-        owners = {name: place % files for place, name in enumerate(sorted(saved, key=lambda n: -sizes[n]))}
+        owners = {
+            name: place % files for place, name in enumerate(sorted(saved, key=lambda n: -sizes[n]))
+        }
         mine = layout.whole(state, {name: owner for name, owner in owners.items() if name in state})
         for name, owner in owners.items():
             if name not in state:
@@ -53,15 +62,21 @@ def save_weights(policy: Policy, folder: Path, state: State | None = None) -> li
                 places = {name.removeprefix(prefix): owner for name, owner in owners.items()}
                 written += _write_network(folder / part, network, tensors, places)
             elif rank() == 0:
-                # "auto" would ask the hub, for each checkpoint, whether the base's embeddings have been resized.
-                named = get_peft_model_state_dict(network, tensors, ADAPTER, save_embedding_layers=False)
+                # "auto" would ask the hub, for each checkpoint, whether the base's embeddings have
+                # been resized.
+                named = get_peft_model_state_dict(
+                    network, tensors, ADAPTER, save_embedding_layers=False
+                )
                 written.append(folder / lora_files(policy.networks)[part])
                 write_adapter(written[-1], named, network.peft_config[ADAPTER])
     return written
 
 
-def _write_network(folder: Path, network: Any, tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> list[Path]:
-    """Write the tensors that this rank owns; rank 0 also writes config.json and, of several files, the index.
+def _write_network(
+    folder: Path, network: Any, tensors: Mapping[str, Tensor], owners: Mapping[str, int]
+) -> list[Path]:
+    """Write the tensors that this rank owns; rank 0 also writes config.json and, of several files,
+    the index.
 
     Args:
         owners: tensor of the network -> the rank that writes it.
@@ -80,7 +95,10 @@ def _write_network(folder: Path, network: Any, tensors: Mapping[str, Tensor], ow
         network.save_config(folder)
         written.append(folder / network.config_name)
         if count > 1:
-            index = {"metadata": {}, "weight_map": {name: names[owner] for name, owner in sorted(owners.items())}}
+            index = {
+                "metadata": {},
+                "weight_map": {name: names[owner] for name, owner in sorted(owners.items())},
+            }
             write_json(index, folder / SAFE_WEIGHTS_INDEX_NAME)
             written.append(folder / SAFE_WEIGHTS_INDEX_NAME)
     return written

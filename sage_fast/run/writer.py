@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 class MetricsWriter:
     """Writes `metrics.jsonl` and feeds the trackers of `tracking.trackers`. Create on rank 0 only.
 
-    Trackers count completed iterations, as the report does: the row of iteration 0 is step 1. A tracker that fails
-    after its start does not stop the run.
+    Trackers count completed iterations, as the report does: the row of iteration 0 is step 1. A
+    tracker that fails after its start does not stop the run.
 
     Args:
         tracking: section of the settings.
@@ -54,7 +54,9 @@ class MetricsWriter:
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         trackers = pkgutil.resolve_name("sage_fast.run.trackers:Trackers")
         undone = len(kept) < len(folder.rows)
-        self._trackers: Any = trackers(tracking, settings, run.resolve(), run_id, iteration, continued, undone)
+        self._trackers: Any = trackers(
+            tracking, settings, run.resolve(), run_id, iteration, continued, undone
+        )
         self._file = path.open("ab", buffering=0)
         self._unwritten: list[str] = []
         self._whole: int | None = None  # size of the file before an append that failed
@@ -67,16 +69,21 @@ class MetricsWriter:
         """
         self._unwritten.append(json.dumps({key: json_value(value) for key, value in row.items()}))
         self._append()
-        numbers = {key: x for key, x in row.items() if isinstance(x, int | float) and key != "iteration"}
+        numbers = {
+            key: x for key, x in row.items() if isinstance(x, int | float) and key != "iteration"
+        }
         self._trackers.log(numbers, row["iteration"] + 1)
 
-    def write_evaluation(self, scores: Mapping[str, Any], files: Sequence[Path], videos: Sequence[Tensor]) -> None:
+    def write_evaluation(
+        self, scores: Mapping[str, Any], files: Sequence[Path], videos: Sequence[Tensor]
+    ) -> None:
         """Send mean held-out scores and videos to the trackers.
 
         Args:
             scores: as in `eval/*.json`.
             files: videos of the first prompts, for trackers that play them.
-            videos: videos of the first prompts, float `[F, 3, H, W]` each, for a contact sheet, drawn once.
+            videos: videos of the first prompts, float `[F, 3, H, W]` each, for a contact sheet,
+                drawn once.
         """
         step = scores["iteration"]
         columns, prompts = columns_of(scores).items(), scores["prompts"]
@@ -85,7 +92,8 @@ class MetricsWriter:
         self._trackers.show(files, videos, prompts, step)
 
     def _append(self) -> None:
-        """Append the rows that are not written yet, and first cut off what a failed try may have left."""
+        """Append the rows that are not written yet, and first cut off what a failed try may have
+        left."""
         while self._unwritten:
             if self._whole is not None:
                 cut_off(self._file, self._whole)

@@ -1,6 +1,8 @@
-"""The testbed's held-out judge; it plays the role that CLIPScore and PickScore have for the real model.
+"""The testbed's held-out judge; it plays the role that CLIPScore and PickScore have for the real
+model.
 
-Two scores, each about 0 to 1, by a network trained on rendered clips and their corruptions, never on the reward:
+Two scores, each about 0 to 1, by a network trained on rendered clips and their corruptions, never
+on the reward:
 
     alignment     mean probability of the shape, colour, direction and speed that the prompt names
     naturalness   how clean the clip is: 1 as rendered, 0 corrupted beyond recognition
@@ -27,12 +29,15 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
     """Classifier of a clip, with a score of its cleanness.
 
     Args:
-        sizes: what is classified and the number of its classes: by default shape, colour, direction and speed.
+        sizes: what is classified and the number of its classes: by default shape, colour, direction
+            and speed.
     """
 
     @register_to_config
     def __init__(
-        self, channels: tuple[int, ...] = (16, 32, 48, 48), sizes: Sequence[tuple[str, int]] = tuple(SIZES.items())
+        self,
+        channels: tuple[int, ...] = (16, 32, 48, 48),
+        sizes: Sequence[tuple[str, int]] = tuple(SIZES.items()),
     ) -> None:
         super().__init__()
         self.sizes = dict(sizes)
@@ -50,13 +55,17 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
             nn.Conv3d(c, d, 3, stride=2, padding=1),  # [5, 4, 4]
             nn.SiLU(),
         )
-        self.head = nn.Sequential(nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(self.sizes.values()) + 1))
+        self.head = nn.Sequential(
+            nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(self.sizes.values()) + 1)
+        )
 
     def forward(self, videos: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return logits: attribute -> [B, classes] in the order of `sizes`, and [B] for being clean.
+        """Return logits: attribute -> [B, classes] in the order of `sizes`, and [B] for being
+        clean.
 
         Args:
-            videos: [B, F, 3, H, W] in [0, 1], of the size it was trained on: 17 frames of 32 x 32 for the testbed's.
+            videos: [B, F, 3, H, W] in [0, 1], of the size it was trained on: 17 frames of 32 x 32
+                for the testbed's.
         """
         seen = self.body(4.0 * videos.transpose(1, 2) - 1.0)
         output = self.head(torch.cat([seen.mean((2, 3, 4)), seen.amax((2, 3, 4))], dim=1))
@@ -71,7 +80,8 @@ def load_judge(folder: Path = JUDGE) -> JudgeNetwork:
 
 
 class TestbedJudge:
-    """Scores videos float [B, F, 3, H, W] in [0, 1] (17 frames of 32 x 32) against one caption each."""
+    """Scores videos float [B, F, 3, H, W] in [0, 1] (17 frames of 32 x 32) against one caption
+    each."""
 
     __test__ = False  # keep pytest from collecting it as a test class
     gpu_bytes = 501_560.0
@@ -82,10 +92,14 @@ class TestbedJudge:
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         """Return "alignment" and "naturalness", float32 [B]; NaN for a video with a NaN pixel."""
-        named = torch.tensor([[word in prompt.split() for word in WORDS] for prompt in prompts], device=videos.device)
+        named = torch.tensor(
+            [[word in prompt.split() for word in WORDS] for prompt in prompts], device=videos.device
+        )
         if not named.any(dim=1).all():
             prompt = next(prompt for prompt, words in zip(prompts, named) if not words.any())
-            raise ValueError(f'prompt "{prompt}" names nothing that the judge knows: {", ".join(WORDS)}')
+            raise ValueError(
+                f'prompt "{prompt}" names nothing that the judge knows: {", ".join(WORDS)}'
+            )
         logits, clean = self.network.to(videos.device)(videos.float().clamp(0.0, 1.0))
         probable = torch.cat([logits[attribute].softmax(dim=1) for attribute in ATTRIBUTES], dim=1)
         alignment = (probable * named).sum(dim=1) / named.sum(dim=1)

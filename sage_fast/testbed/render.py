@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.world import CIRCLE_RADIUS, HEIGHT, SQUARE_HALF, TRIANGLE_INRADIUS, TRIANGLE_NORMALS, WIDTH
+from sage_fast.testbed.world import (
+    CIRCLE_RADIUS,
+    HEIGHT,
+    SQUARE_HALF,
+    TRIANGLE_INRADIUS,
+    TRIANGLE_NORMALS,
+    WIDTH,
+)
 
 
 def coverage(shape: str, center: Tensor, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
-    """Return the share of each pixel that the shape covers (anti-aliased), [..., height, width] in [0, 1].
+    """Return the share of each pixel that the shape covers (anti-aliased), [..., height, width] in
+    [0, 1].
 
     Args:
         shape: one of `SHAPES`.

@@ -2,12 +2,14 @@
 
 Three scores, each about 0 (noise, an empty frame) to 1 (a rendered video):
 
-    vq  visual quality: in each frame, how well the lit pixels match one clean shape of one pure colour
-    mq  motion quality: one compact thing, always there, moving in a straight line at a constant speed
+    vq  visual quality: in each frame, how well the lit pixels match one clean shape of one pure
+        colour
+    mq  motion quality: one compact thing, always there, moving in a straight line at a constant
+        speed
     ta  text alignment: the colour, shape, direction and speed that the prompt names
 
-All are continuous, without flat regions where samplers go, so rollouts of one prompt get different scores. Only `ta`
-depends on the prompt.
+All are continuous, without flat regions where samplers go, so rollouts of one prompt get different
+scores. Only `ta` depends on the prompt.
 """
 
 from dataclasses import dataclass
@@ -16,10 +18,21 @@ import torch
 from torch import Tensor
 
 from sage_fast.testbed.render import coverage
-from sage_fast.testbed.world import AREA, BACKGROUND, COLORS, DIRECTIONS, PEAK, SHAPES, SPEEDS, parse
+from sage_fast.testbed.world import (
+    AREA,
+    BACKGROUND,
+    COLORS,
+    DIRECTIONS,
+    PEAK,
+    SHAPES,
+    SPEEDS,
+    parse,
+)
 
 COLOR_TOLERANCE = 0.3  # RGB distance at which a colour's score falls to exp(-1/2)
-SHAPE_TEMPERATURE = 0.05  # difference in overlap that matters; two clean shapes differ by about 0.15
+SHAPE_TEMPERATURE = (
+    0.05  # difference in overlap that matters; two clean shapes differ by about 0.15
+)
 REACH = 7.5  # pixels: radius of the window around the centroid that holds a compact shape
 STILL = 0.12  # pixels per frame: a speed this low counts as half moving
 PATH_TOLERANCE = 1.0  # pixels: distance from the fitted path
@@ -32,7 +45,8 @@ SPEED_TOLERANCE = 0.25  # pixels per frame
 class Measurement:
     """Prompt-independent measurements of each video."""
 
-    overlap: Tensor  # [B, F, shapes] in [0, 1]: intersection over union with each shape drawn at the centroid
+    # [B, F, shapes] in [0, 1]: intersection over union with each shape drawn at the centroid
+    overlap: Tensor
     purity: Tensor  # [B, F, colors] in [0, 1]: how close the lit pixels are to each colour
     presence: Tensor  # [B, F] in [0, 1]: one compact thing of the right size is in the frame
     area: Tensor  # [B, F] pixels: how much is lit
@@ -49,9 +63,14 @@ class TestbedReward:
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """Return "vq", "mq" and "ta", float32 [B]; NaN for a video with a NaN pixel, which is no video."""
+        """Return "vq", "mq" and "ta", float32 [B]; NaN for a video with a NaN pixel, which is no
+        video."""
         seen = measure(videos)
-        return {"vq": visual_quality(seen), "mq": motion_quality(seen), "ta": text_alignment(seen, prompts)}
+        return {
+            "vq": visual_quality(seen),
+            "mq": motion_quality(seen),
+            "ta": text_alignment(seen, prompts),
+        }
 
 
 def measure(videos: Tensor) -> Measurement:
@@ -61,7 +80,9 @@ def measure(videos: Tensor) -> Measurement:
     palette = [pixels.new_tensor(color) - BACKGROUND for color in COLORS.values()]
     velocity, residual = line_fit(center)
     return Measurement(
-        overlap=torch.stack([soft_iou(lit, coverage(shape, center, *lit.shape[2:])) for shape in SHAPES], dim=-1),
+        overlap=torch.stack(
+            [soft_iou(lit, coverage(shape, center, *lit.shape[2:])) for shape in SHAPES], dim=-1
+        ),
         purity=torch.stack([purity(pixels, lit, full) for full in palette], dim=-1),
         presence=presence(lit, center),
         area=lit.sum(dim=(2, 3)),
@@ -77,9 +98,11 @@ def visual_quality(seen: Measurement) -> Tensor:
 
 
 def motion_quality(seen: Measurement) -> Tensor:
-    """Return [B]: present throughout x moving at all x straight and steady x constant size and colour.
+    """Return [B]: present throughout x moving at all x straight and steady x constant size and
+    colour.
 
-    A product, so that no factor makes up for another: a perfect shape that stands still scores about 0.
+    A product, so that no factor makes up for another: a perfect shape that stands still scores
+    about 0.
     """
     speed2 = seen.velocity.square().sum(dim=-1)
     moving = speed2 / (speed2 + STILL**2)
@@ -96,7 +119,8 @@ def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
 
 
 def matches(seen: Measurement, prompts: list[str]) -> dict[str, Tensor]:
-    """Return attribute -> [B] in [0, 1]: how well the color, shape, direction and speed are those of the prompts."""
+    """Return attribute -> [B] in [0, 1]: how well the color, shape, direction and speed are those
+    of the prompts."""
     device = seen.overlap.device
     scenes = [parse(prompt) for prompt in prompts]
     row = torch.arange(len(scenes), device=device)
@@ -113,13 +137,19 @@ def matches(seen: Measurement, prompts: list[str]) -> dict[str, Tensor]:
     direction_match = ((1.0 + cosine) / 2) ** 2  # 1 ahead, 1/4 sideways or still, 0 backwards
     speed_error = (speed2.sqrt() - wanted_speed) / SPEED_TOLERANCE
     speed_match = 1.0 / (1.0 + speed_error**2)
-    return {"color": color_match, "shape": shape_match, "direction": direction_match, "speed": speed_match}
+    return {
+        "color": color_match,
+        "shape": shape_match,
+        "direction": direction_match,
+        "speed": speed_match,
+    }
 
 
 def contest(seen: Measurement) -> Tensor:
     """Return [B, F, shapes], which sum to 1: which shape a frame shows.
 
-    Shapes of equal area overlap a lot, so this is a softmax over the shapes, not the overlap itself.
+    Shapes of equal area overlap a lot, so this is a softmax over the shapes, not the overlap
+    itself.
     """
     return torch.softmax(seen.overlap / SHAPE_TEMPERATURE, dim=-1)
 
@@ -130,10 +160,13 @@ def centroid(lit: Tensor) -> Tensor:
     total = weight.sum(dim=(2, 3))
     x = torch.arange(lit.shape[3], device=lit.device) + 0.5
     y = torch.arange(lit.shape[2], device=lit.device) + 0.5
-    # The prior puts the centroid of an empty frame in the middle, not in a corner, so that nothing seems to move.
+    # The prior puts the centroid of an empty frame in the middle, not in a corner, so that nothing
+    # seems to move.
     prior = 1e-2
     middle = lit.new_tensor([lit.shape[3] / 2, lit.shape[2] / 2])
-    moment = torch.stack([(weight.sum(dim=2) * x).sum(dim=2), (weight.sum(dim=3) * y).sum(dim=2)], dim=-1)
+    moment = torch.stack(
+        [(weight.sum(dim=2) * x).sum(dim=2), (weight.sum(dim=3) * y).sum(dim=2)], dim=-1
+    )
     return (moment + prior * middle) / (total + prior)[..., None]
 
 
@@ -144,7 +177,8 @@ def soft_iou(lit: Tensor, drawn: Tensor) -> Tensor:
 
 
 def lit_pixels(videos: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pixels above the background [B, F, 3, H, W], and how much each is lit [B, F, H, W] in [0, 1]."""
+    """Return the pixels above the background [B, F, 3, H, W], and how much each is lit [B, F, H, W]
+    in [0, 1]."""
     pixels = videos.float().clamp(0.0, 1.0) - BACKGROUND
     # Each palette colour peaks at PEAK, so the largest channel gives a pixel's coverage.
     return pixels, (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)
@@ -154,17 +188,21 @@ def presence(lit: Tensor, center: Tensor) -> Tensor:
     """Return [B, F] in [0, 1]: one compact thing of the right size is around `center`."""
     area = lit.sum(dim=(2, 3))
     nearby = (lit * window(center, *lit.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
-    size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA  # 1 at the right area, less on both sides
+    # 1 at the right area, less on both sides
+    size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA
     return nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)
 
 
 def tint(pixels: Tensor, lit: Tensor) -> Tensor:
     """Return the mean RGB above the background of the lit pixels, [B, F, 3]."""
-    return (pixels * lit[:, :, None]).sum(dim=(3, 4)) / lit.square().sum(dim=(2, 3)).clamp(min=1e-3)[..., None]
+    return (pixels * lit[:, :, None]).sum(dim=(3, 4)) / lit.square().sum(dim=(2, 3)).clamp(
+        min=1e-3
+    )[..., None]
 
 
 def purity(pixels: Tensor, lit: Tensor, full: Tensor) -> Tensor:
-    """Return [B, F]: how close lit pixels are to colour `full` scaled by `lit`, averaged over the lit area.
+    """Return [B, F]: how close lit pixels are to colour `full` scaled by `lit`, averaged over the
+    lit area.
 
     Args:
         full: RGB above the background, [3] or a row per video [B, 1, 3].
@@ -183,7 +221,8 @@ def window(center: Tensor, height: int, width: int) -> Tensor:
 
 
 def line_fit(center: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit the centroid to the frame number by least squares; return velocity [B, 2] and rms residual [B]."""
+    """Fit the centroid to the frame number by least squares; return velocity [B, 2] and rms
+    residual [B]."""
     time = torch.arange(center.shape[1], device=center.device, dtype=center.dtype)
     time = time - time.mean()
     offset = center - center.mean(dim=1, keepdim=True)

@@ -1,13 +1,16 @@
-"""Reward of the image-to-video testbed: what the image shows keeps its look, starts in its place, moves as prompted.
+"""Reward of the image-to-video testbed: what the image shows keeps its look, starts in its place,
+moves as prompted.
 
 Four scores, each about 0 (noise, an empty frame) to 1 (a rendered video):
 
     color   in each frame, how well the lit pixels match the colour of the image's object
     shape   in each frame, their overlap with the image's object, moved to where they are
     place   how close the object is to its place in the image in the first frame
-    motion  how close it is, in the later frames, to that place moved at the velocity that the prompt names
+    motion  how close it is, in the later frames, to that place moved at the velocity that the
+    prompt names
 
-The image is the only source of colour, shape and place. All scores are continuous, without flat regions.
+The image is the only source of colour, shape and place. All scores are continuous, without flat
+regions.
 """
 
 from collections.abc import Mapping
@@ -29,14 +32,18 @@ DISTANCE = 1.5  # pixels: a distance from the right place that halves the score
 
 
 class TestbedImageReward:
-    """Scores videos float [B, F, 3, H, W] in [0, 1] (F >= 2) against one caption and one image each."""
+    """Scores videos float [B, F, 3, H, W] in [0, 1] (F >= 2) against one caption and one image
+    each."""
 
     __test__ = False  # keep pytest from collecting it as a test class
     gpu_bytes = 0.0
 
     @torch.no_grad()
-    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the four scores, float32 [B]; colour and shape are NaN for a video with a NaN pixel.
+    def __call__(
+        self, videos: Tensor, prompts: list[str], metadata: list[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """Return the four scores, float32 [B]; colour and shape are NaN for a video with a NaN
+        pixel.
 
         Args:
             metadata: the path of each prompt's image as "image".
@@ -45,7 +52,9 @@ class TestbedImageReward:
             UserError: a prompt has no image.
         """
         height, width = videos.shape[3:]
-        images = torch.stack([_read(record.get("image", ""), height, width) for record in metadata])[:, None]
+        images = torch.stack(
+            [_read(record.get("image", ""), height, width) for record in metadata]
+        )[:, None]
         images = images.to(videos.device)
         pixels, lit = lit_pixels(videos)
         given_pixels, given = lit_pixels(images)
@@ -65,15 +74,20 @@ class TestbedImageReward:
 
 @cache
 def _read(path: str, height: int, width: int) -> Tensor:
-    """Read an image, resized and cropped to this size as for the model, float32 [3, H, W] in [0, 1]."""
+    """Read an image, resized and cropped to this size as for the model, float32 [3, H, W] in [0,
+    1]."""
     if not path:
-        raise UserError('reward testbed-i2v: a prompt has no image; expected one, as in {"prompt": ..., "image": ...}')
+        raise UserError(
+            'reward testbed-i2v: a prompt has no image; expected one, as in {"prompt": ..., '
+            '"image": ...}'
+        )
     image = ImageOps.fit(read_image(path), (width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
 
 
 def _moved(lit: Tensor, offset: Tensor) -> Tensor:
-    """Move one frame per video, [B, 1, H, W], by each (x, y) of `offset` [B, F, 2] in pixels; return [B, F, H, W]."""
+    """Move one frame per video, [B, 1, H, W], by each (x, y) of `offset` [B, F, 2] in pixels;
+    return [B, F, H, W]."""
     rows, frames = offset.shape[:2]
     height, width = lit.shape[2:]
     maps = lit.new_zeros(rows * frames, 2, 3)

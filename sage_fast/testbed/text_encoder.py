@@ -1,6 +1,7 @@
 """The testbed's text embedder: one fixed random vector per word, no learned weights.
 
-The transformer has no text positions, so it sees a set of words. That is enough: no caption uses a word twice.
+The transformer has no text positions, so it sees a set of words. That is enough: no caption uses a
+word twice.
 """
 
 from functools import lru_cache
@@ -31,6 +32,9 @@ def embed(prompt: str) -> Tensor:
     rows = [0]
     for word in prompt.split():
         if word not in WORDS:
-            raise UserError(f'the testbed does not know "{word}" in prompt "{prompt}": {nearest(word, WORDS[1:])}')
+            raise UserError(
+                f'the testbed does not know "{word}" in prompt "{prompt}": '
+                f"{nearest(word, WORDS[1:])}"
+            )
         rows.append(WORDS.index(word))
     return _table()[rows].clone()

@@ -1,4 +1,5 @@
-"""Tiny instances of the real HunyuanVideo 1.5 classes, small enough to be trained on a laptop core."""
+"""Tiny instances of the real HunyuanVideo 1.5 classes, small enough to be trained on a laptop
+core."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -9,7 +10,9 @@ import diffusers
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
-from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
+from diffusers.models.transformers.transformer_hunyuan_video15 import (
+    HunyuanVideo15ByT5TextProjection,
+)
 from PIL import Image
 from torch import Tensor
 from transformers import SiglipImageProcessorPil, SiglipVisionModel
@@ -35,7 +38,8 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 
 LATENT_SHAPE = (32, 5, 4, 4)
-"""As many channels as in the real model; of 17 frames, the first one alone, then four to a latent frame."""
+"""As many channels as in the real model; of 17 frames, the first one alone, then four to a latent
+frame."""
 
 
 TINY: dict[str, Any] = {
@@ -54,10 +58,11 @@ TINY: dict[str, Any] = {
 
 
 class TestbedTransformer(HunyuanVideo15Transformer3DModel):
-    """The stock transformer with `TINY` defaults and a second text projection whose hidden width is `text_embed_2_dim`.
+    """The stock transformer with `TINY` defaults and a second text projection whose hidden width is
+    `text_embed_2_dim`.
 
-    The stock class hard-codes a hidden width of 2048 there (7 M parameters, fifteen times the rest of this model).
-    Nothing else differs, forward included.
+    The stock class hard-codes a hidden width of 2048 there (7 M parameters, fifteen times the rest
+    of this model). Nothing else differs, forward included.
     """
 
     __test__ = False  # the name begins with Test: keep pytest from collecting it
@@ -66,12 +71,16 @@ class TestbedTransformer(HunyuanVideo15Transformer3DModel):
     @functools.wraps(HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]
     def __init__(self, **config: Any) -> None:
         super().__init__(**TINY | config)
-        width, inner = self.config.text_embed_2_dim, self.config.num_attention_heads * self.config.attention_head_dim
+        width, inner = (
+            self.config.text_embed_2_dim,
+            self.config.num_attention_heads * self.config.attention_head_dim,
+        )
         self.context_embedder_2 = HunyuanVideo15ByT5TextProjection(width, width, inner)
 
 
 def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:
-    """A stock video autoencoder with random weights: video [B, 3, 17, 32, 32] in [-1, 1] <-> [B, *LATENT_SHAPE]."""
+    """A stock video autoencoder with random weights: video [B, 3, 17, 32, 32] in [-1, 1] <-> [B,
+    *LATENT_SHAPE]."""
     return AutoencoderKLHunyuanVideo15(
         latent_channels=LATENT_SHAPE[0],
         block_out_channels=(8, 16, 32, 64),
@@ -85,8 +94,8 @@ def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:
 def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
     """Patch the stock autoencoder to accept batches of more than one video; results are unchanged.
 
-    Its attention mask has shape [B, S, S], which broadcasts against [B, 1, S, S] only for B = 1. The alternative
-    without a patch is `enable_slicing()`, one video at a time.
+    Its attention mask has shape [B, S, S], which broadcasts against [B, 1, S, S] only for B = 1.
+    The alternative without a patch is `enable_slicing()`, one video at a time.
     """
     for module in vae.modules():
         if isinstance(module, HunyuanVideo15AttnBlock):
@@ -97,7 +106,8 @@ def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo
 def _causal_mask(
     n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
 ) -> Tensor:
-    """Return bool [S, S], S = n_frame * n_hw: a position sees its own frame and all earlier ones."""
+    """Return bool [S, S], S = n_frame * n_hw: a position sees its own frame and all earlier
+    ones."""
     frame = torch.arange(n_frame, device=device).repeat_interleave(n_hw)
     return frame[:, None] >= frame[None, :]
 
@@ -105,15 +115,19 @@ def _causal_mask(
 def load_vae(folder: Path = BASE) -> AutoencoderKLHunyuanVideo15:
     """Load the pre-trained autoencoder in float32 (stored as float16), in evaluation mode.
 
-    To decode: `vae.decode(latents / vae.config.scaling_factor).sample` is a video [B, 3, 17, 32, 32] in [-1, 1].
+    To decode: `vae.decode(latents / vae.config.scaling_factor).sample` is a video [B, 3, 17, 32,
+    32] in [-1, 1].
     """
-    return allow_batches(AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)).eval()
+    return allow_batches(
+        AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    ).eval()
 
 
 def load_image_encoder(
     folder: Path, vae: AutoencoderKLHunyuanVideo15, size: tuple[int, int]
 ) -> Callable[[Image.Image], dict[str, Tensor]]:
-    """Load the image encoder of a folder into the stock pipeline, for videos of a (height, width): `encode_image`.
+    """Load the image encoder of a folder into the stock pipeline, for videos of a (height, width):
+    `encode_image`.
 
     Raises:
         UserError: it cannot be read, or fails on a grey picture.
@@ -123,7 +137,15 @@ def load_image_encoder(
         tower = load_network(SiglipVisionModel, str(folder), "image_encoder", torch.float32)
     with reading(start, "feature_extractor"):
         features = SiglipImageProcessorPil.from_pretrained(folder / "feature_extractor")
-    idle = "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "scheduler", "guider"
+    idle = (
+        "text_encoder",
+        "text_encoder_2",
+        "tokenizer",
+        "tokenizer_2",
+        "transformer",
+        "scheduler",
+        "guider",
+    )
     pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline(
         vae=vae, image_encoder=tower, feature_extractor=features, **dict.fromkeys(idle)
     )
@@ -162,19 +184,25 @@ class Testbed(HunyuanVideo15):
         for prompt in [] if is_random(self.path) else prompts:
             self.embed(prompt)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
+    def load_encoder(
+        self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig
+    ) -> Encoder:
         if is_random(self.path):
             return super().load_encoder(dtype, device, sampling)
         no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
         if not self.takes_images:
             return lambda caption: TextEmbedding(text=self.embed(caption.text), glyphs=no_glyphs)
         if self.encoder_version() is None:
-            raise UserError(f"model.path = {self.path!r}: expected folders image_encoder and feature_extractor")
+            raise UserError(
+                f"model.path = {self.path!r}: expected folders image_encoder and feature_extractor"
+            )
         vae, size = load_vae(Path(self.source("vae", self.path))), (sampling.height, sampling.width)
         see = load_image_encoder(Path(self.path), vae, size)
         with reading(f"model.path = {self.path!r}: cannot read the encoders", "image_encoder"):
             width = see(grey_picture(*size))["image"].shape[-1]
-            check_width("image_encoder", width, {"image_embed_dim": self.transformer_config.image_embed_dim})
+            check_width(
+                "image_encoder", width, {"image_embed_dim": self.transformer_config.image_embed_dim}
+            )
         return lambda caption: TextEmbedding(
             text=self.embed(caption.text), glyphs=no_glyphs, **see(read_image(caption.image))
         )

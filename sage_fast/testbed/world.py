@@ -1,8 +1,8 @@
 """The moving-shapes world: one coloured shape crosses a dark frame at a constant velocity.
 
-A scene is a point of a small grid (shape x colour x direction x speed, 96 captions). Its videos differ only in where
-the shape starts. Coordinates are in pixels, x to the right and y down; pixel `i` covers `[i, i + 1)`.
-Imports nothing heavy.
+A scene is a point of a small grid (shape x colour x direction x speed, 96 captions). Its videos
+differ only in where the shape starts. Coordinates are in pixels, x to the right and y down; pixel
+`i` covers `[i, i + 1)`. Imports nothing heavy.
 """
 
 import itertools
@@ -24,7 +24,8 @@ DIRECTIONS: dict[str, tuple[float, float]] = {
     "down": (0.0, 1.0),
 }
 SPEEDS: dict[str, float] = {"slowly": 0.4, "quickly": 1.0}  # pixels per frame
-# The largest channel of every colour is PEAK, so a pixel's largest channel alone gives its coverage.
+# The largest channel of every colour is PEAK, so a pixel's largest channel alone gives its
+# coverage.
 PEAK = 0.9
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (PEAK, 0.12, 0.12),
@@ -45,7 +46,8 @@ AREA = 100.0
 CIRCLE_RADIUS = math.sqrt(AREA / math.pi)
 SQUARE_HALF = math.sqrt(AREA) / 2
 TRIANGLE_INRADIUS = math.sqrt(AREA / (3 * math.sqrt(3)))
-TRIANGLE_NORMALS = ((0.0, 1.0), (math.sqrt(3) / 2, -0.5), (-math.sqrt(3) / 2, -0.5))  # base below, apex above
+# base below, apex above
+TRIANGLE_NORMALS = ((0.0, 1.0), (math.sqrt(3) / 2, -0.5), (-math.sqrt(3) / 2, -0.5))
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,15 @@ def parse(caption: str) -> Scene:
     """
     words = caption.split()
     if len(words) != 6:
-        raise ValueError(f'caption "{caption}": expected 6 words, such as "a red circle moves left quickly"')
+        raise ValueError(
+            f'caption "{caption}": expected 6 words, such as "a red circle moves left quickly"'
+        )
     known: list[Iterable[str]] = [["a"], COLORS, SHAPES, ["moves"], DIRECTIONS, SPEEDS]
     for word, choices in zip(words, map(list, known)):
         if word not in choices:
-            raise ValueError(f'unknown word "{word}" in caption "{caption}": {nearest(word, choices)}')
+            raise ValueError(
+                f'unknown word "{word}" in caption "{caption}": {nearest(word, choices)}'
+            )
     return Scene(color=words[1], shape=words[2], direction=words[4], speed=words[5])
 
 
@@ -91,8 +97,9 @@ def all_scenes() -> list[Scene]:
 
 
 def _is_heldout(scene: Scene) -> bool:
-    # A Latin design: for each shape, direction and speed exactly one colour is held out, each colour equally often.
-    # Training sees every word and most pairs of words, but not these combinations.
+    # A Latin design: for each shape, direction and speed exactly one colour is held out, each
+    # colour equally often. Training sees every word and most pairs of words, but not these
+    # combinations.
     position = SHAPES.index(scene.shape) + list(COLORS).index(scene.color)
     position += list(DIRECTIONS).index(scene.direction) + 2 * list(SPEEDS).index(scene.speed)
     return position % 4 == 0
@@ -104,6 +111,7 @@ def train_prompts() -> list[str]:
 
 
 def heldout_prompts() -> list[str]:
-    """Return the 24 captions held out for evaluation, ordered so that the first few differ in every attribute."""
+    """Return the 24 captions held out for evaluation, ordered so that the first few differ in every
+    attribute."""
     captions = [scene.caption for scene in all_scenes() if _is_heldout(scene)]
     return [captions[7 * i % len(captions)] for i in range(len(captions))]

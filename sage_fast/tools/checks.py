@@ -21,7 +21,10 @@ class Check(NamedTuple):
 
 
 def tried(name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:
-    """Yield the rows of `checks`. If it raises, yield the error as a row: broken machines are what doctor is for."""
+    """Yield the rows of `checks`.
+
+    If it raises, yield the error as a row: broken machines are what doctor is for.
+    """
     try:
         yield from checks()
     except Exception as error:  # from a compiler, a driver or a package

@@ -1,6 +1,8 @@
-"""`sage-fast doctor`: check what this machine has installed, that it computes correctly, and how fast.
+"""`sage-fast doctor`: check what this machine has installed, that it computes correctly, and how
+fast.
 
-Each row gives a verdict (ok, wrong, missing or slow), what was found, and what to do. Nothing is downloaded.
+Each row gives a verdict (ok, wrong, missing or slow), what was found, and what to do. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -34,18 +36,24 @@ from sage_fast.util.ranks import local_device
 log = logging.getLogger(__name__)
 
 OPTIONAL = {
-    "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton", "triton"),
+    "triton": (
+        "the fused operators on a GPU",
+        "it comes with torch for CUDA: pip install triton",
+        "triton",
+    ),
     "flash-attn": ("an attention kernel", ATTENTION["flash"].install, "flash_attn"),
     "xformers": ("an attention kernel", ATTENTION["xformers"].install, "xformers.ops"),
     "deepspeed": ("train.engine = zero1 and zero2", "pip install 'sage-fast[deepspeed]'", ""),
     "wandb": ("a tracker", "pip install 'sage-fast[trackers]'", ""),
     "rapidocr": ("the reward ocr", "pip install 'sage-fast[ocr]'", ""),
 }
-"""Distribution -> use, how to get it, and the module to import of one that may be built for another torch or CUDA."""
+"""Distribution -> use, how to get it, and the module to import of one that may be built for another
+torch or CUDA."""
 
 
 def doctor(file: Path | None = None) -> int:
-    """Run all checks, print each when it is done, and return the exit status: 1 if anything is wrong.
+    """Run all checks, print each when it is done, and return the exit status: 1 if anything is
+    wrong.
 
     The first compilation of kernels may hang.
 
@@ -58,30 +66,39 @@ def doctor(file: Path | None = None) -> int:
     torch.manual_seed(0)
     done: list[Check] = []
     # The late import keeps the earlier rows if, say, diffusers is missing.
-    selftest = tried("the package", lambda: pkgutil.resolve_name("sage_fast.tools.selftest:checks")(device))
+    selftest = tried(
+        "the package", lambda: pkgutil.resolve_name("sage_fast.tools.selftest:checks")(device)
+    )
     for check in itertools.chain(packages(), tools(device), selftest):
         done.append(check)
         advice = f"\n{'':43}-> {check.advice}" if check.advice else ""
         log.info(f"{check.verdict:<9}{check.name:<34}{check.found}{advice}")
         if file is not None:
             rows = [each._asdict() for each in done]
-            write_json({"environment": about, "seconds": time.perf_counter() - start, "checks": rows}, file)
+            write_json(
+                {"environment": about, "seconds": time.perf_counter() - start, "checks": rows}, file
+            )
     counts = Counter(check.verdict for check in done)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     log.info(f"\n{head_line(about)}\n{summary}, in {time.perf_counter() - start:.0f} s")
     return int(counts["wrong"] > 0)
 
 
-# -- installed packages and tools -------------------------------------------------------------------------------------
+# -- installed packages and tools ------------------------------------------------------------------
 
 
 def packages() -> Iterator[Check]:
     """Check the required packages and their versions, then the optional ones."""
     try:
-        requirements = [Requirement(line) for line in importlib.metadata.requires("sage-fast") or []]
+        requirements = [
+            Requirement(line) for line in importlib.metadata.requires("sage-fast") or []
+        ]
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-        advice = "pip install --no-build-isolation -e . in the checkout; without it the Triton kernels are not found"
+        advice = (
+            "pip install --no-build-isolation -e . in the checkout; without it the Triton kernels "
+            "are not found"
+        )
         yield Check("sage-fast", "wrong", "not installed: runs from a folder", advice)
     for requirement in requirements:
         if requirement.marker is None:
@@ -91,7 +108,11 @@ def packages() -> Iterator[Check]:
 
 
 def _required(requirement: Requirement) -> Check:
-    name, version, advice = requirement.name, version_of(requirement.name), f"pip install '{requirement}'"
+    name, version, advice = (
+        requirement.name,
+        version_of(requirement.name),
+        f"pip install '{requirement}'",
+    )
     if version is None:
         return Check(name, "missing" if name == "argcomplete" else "wrong", "not installed", advice)
     if not requirement.specifier.contains(version, prereleases=True):
@@ -127,22 +148,37 @@ def _encoder() -> Check:
 
 
 def tools(device: torch.device) -> Iterator[Check]:
-    """Check the compiler, the implementation of the operators on each device, the Triton kernels and the GPU."""
+    """Check the compiler, the implementation of the operators on each device, the Triton kernels
+    and the GPU."""
     gpu, compiler = device.type == "cuda", shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         found = f"none; {'Triton and ' if gpu else ''}the C++ operators need it"
-        yield Check("C++ compiler", "wrong" if gpu else "missing", found, "apt install g++, or set CXX (and CC)")
+        yield Check(
+            "C++ compiler",
+            "wrong" if gpu else "missing",
+            found,
+            "apt install g++, or set CXX (and CC)",
+        )
     else:
         version = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, encoding="utf-8", errors="replace"
+            [compiler, "--version"],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
         ).stdout
         yield Check("C++ compiler", "ok", next(iter(version.splitlines()), compiler))
     yield _encoder()
-    advice = "reinstall the package where torch, triton and a C++ compiler are available; unset SAGE_FAST_OPS"
+    advice = (
+        "reinstall the package where torch, triton and a C++ compiler are available; unset "
+        "SAGE_FAST_OPS"
+    )
     for place, wanted in {torch.device("cpu"): "C++", device: "Triton" if gpu else "C++"}.items():
         name, serving = f"operators, {place.type}", implementation(place)
         right = serving == wanted
-        yield Check(name, "ok" if right else "missing", f"served by {serving}", "" if right else advice)
+        yield Check(
+            name, "ok" if right else "missing", f"served by {serving}", "" if right else advice
+        )
     if importlib.util.find_spec("sage_fast.kernels") is None:
         advice = "pip install --no-build-isolation -e . in the checkout"
         yield Check("Triton kernels", "wrong", "sage_fast.kernels is not found", advice)

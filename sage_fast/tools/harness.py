@@ -11,7 +11,8 @@ import torch
 from sage_fast.util.environment import synchronize
 
 BURST_FLOPS = 789e12
-"""FLOP/s of a large bf16 matrix product in a burst on one H200, whose bursts were 757 to 797 (docs/results/gpu.md)."""
+"""FLOP/s of a large bf16 matrix product in a burst on one H200, whose bursts were 757 to 797
+(docs/results/gpu.md)."""
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:
@@ -20,7 +21,8 @@ def usual_dtype(device: torch.device) -> torch.dtype:
 
 
 def host_timer(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
-    """Return a function that runs `function` once and returns its seconds, including the device's work."""
+    """Return a function that runs `function` once and returns its seconds, including the device's
+    work."""
 
     def measure() -> float:
         synchronize(device)
@@ -33,7 +35,8 @@ def host_timer(function: Callable[[], Any], device: torch.device) -> Callable[[]
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Measure FLOP/s of the fastest of several large square matrix products: the device's ceiling in this dtype."""
+    """Measure FLOP/s of the fastest of several large square matrix products: the device's ceiling
+    in this dtype."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     timer = host_timer(lambda: a @ b, device)
@@ -45,6 +48,10 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.
 
 def head_line(environment: Mapping[str, Any]) -> str:
     """Format the first line of every table: device, threads, versions, date."""
-    parts = [environment["device"], f"{environment['threads']} threads", f"torch {environment['torch']}"]
+    parts = [
+        environment["device"],
+        f"{environment['threads']} threads",
+        f"torch {environment['torch']}",
+    ]
     parts += [str(environment[key]) for key in ("dtype", "operators", "date") if key in environment]
     return ", ".join(parts)

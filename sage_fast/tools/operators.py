@@ -1,4 +1,5 @@
-"""The operators as a table: how each is called, its inputs, and a check of all that it runs against the references.
+"""The operators as a table: how each is called, its inputs, and a check of all that it runs against
+the references.
 
 `sage-fast doctor`, the benchmarks and the tests take operators and their inputs from here.
 """
@@ -49,22 +50,25 @@ class Comparison:
             raise TypeError(f"{self.name}: compared with {self.exact.dtype}, expected float64")
 
     def errors(self) -> tuple[float, float, float]:
-        """Return the largest error of the implementation, that of plain PyTorch, and the largest exact value."""
+        """Return the largest error of the implementation, that of plain PyTorch, and the largest
+        exact value."""
         if self.exact.numel() == 0:
             return 0.0, 0.0, 0.0
-        error, allowed = ((value.double() - self.exact).abs().max().item() for value in (self.fused, self.plain))
+        error, allowed = (
+            (value.double() - self.exact).abs().max().item() for value in (self.fused, self.plain)
+        )
         return error, allowed, self.exact.abs().max().item()
 
     def problem(self, absolute: float = 0.0, relative: float = 2 * UNIT) -> str:
         """Say what is wrong, or return an empty text.
 
-        The implementation may err twice as much as plain PyTorch, plus `absolute`, plus `relative` times the largest
-        exact value, whatever the storage type.
+        The implementation may err twice as much as plain PyTorch, plus `absolute`, plus `relative`
+        times the largest exact value, whatever the storage type.
         """
         if (self.fused.dtype, self.fused.shape) != (self.plain.dtype, self.exact.shape):
             return (
-                f"{self.name}: {self.fused.dtype} {list(self.fused.shape)}, "
-                f"expected {self.plain.dtype} {list(self.exact.shape)}"
+                f"{self.name}: {self.fused.dtype} {list(self.fused.shape)}, expected "
+                f"{self.plain.dtype} {list(self.exact.shape)}"
             )
         error, allowed, largest = self.errors()
         if error <= 2 * allowed + absolute + relative * largest:
@@ -81,7 +85,8 @@ class Operator(NamedTuple):
     """An operator.
 
     Attributes:
-        function: what a model calls, on the arguments that `inputs` makes. `norm_silu` writes to one and returns None.
+        function: what a model calls, on the arguments that `inputs` makes. `norm_silu` writes to
+            one and returns None.
         trained: positions of the arguments with a gradient where a model trains a LoRA.
         example: a small, odd shape.
         production: shape of one sample of a run.
@@ -104,7 +109,8 @@ OPERATORS: dict[str, Operator] = {
         (), *LATENTS,
     ),
     "transition_score": Operator(
-        lambda x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step, beta: transition_score(
+        lambda x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step,
+        beta: transition_score(
             x, x_next, v, coefs, step, v_anchor, v_old, beta, v_uncond, guidance
         ),
         (2,), *LATENTS,
@@ -134,25 +140,35 @@ class _Compared(TorchDispatchMode):
         super().__init__()
         self.found: list[Comparison] = []
 
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if operator.namespace != LIBRARY.ns:
             return operator(*arguments, **(keywords or {}))
-        name, copies = operator._opname, [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-        plain, exact = (_outputs(REFERENCES[name](*given), given) for given in (copies, double(*arguments)))
+        name, copies = (
+            operator._opname,
+            [x.clone() if isinstance(x, Tensor) else x for x in arguments],
+        )
+        plain, exact = (
+            _outputs(REFERENCES[name](*given), given) for given in (copies, double(*arguments))
+        )
         result = operator(*arguments)
-        fused = [out.clone() for out in _outputs(result, arguments)]  # an autograd function may write to them
+        # an autograd function may write to them
+        fused = [out.clone() for out in _outputs(result, arguments)]
         rows = enumerate(zip(fused, plain, exact, strict=True))
         self.found += [Comparison(f"{name}.{place}", *values) for place, values in rows]
         return result
 
 
 def _outputs(result: Any, arguments: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors of a result; without one, the last argument, which the operator has written to."""
+    """Return the tensors of a result; without one, the last argument, which the operator has
+    written to."""
     return [arguments[-1]] if result is None else tree_leaves(result)
 
 
 def check(operator: str, arguments: Sequence[Any]) -> list[Comparison]:
-    """Compare all outputs of an operator, and of its backward for a LoRA and for all weights, with the references."""
+    """Compare all outputs of an operator, and of its backward for a LoRA and for all weights, with
+    the references."""
     row, compared = OPERATORS[operator], _Compared()
     floats = [i for i, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
     for trained in (row.trained, floats) if row.trained else ((),):
@@ -160,17 +176,22 @@ def check(operator: str, arguments: Sequence[Any]) -> list[Comparison]:
         leaves = [given[place].requires_grad_() for place in trained]
         with compared:
             outputs = [
-                out for out in tree_leaves(row.function(*given)) if isinstance(out, Tensor) and out.requires_grad
+                out
+                for out in tree_leaves(row.function(*given))
+                if isinstance(out, Tensor) and out.requires_grad
             ]
             if outputs:
-                torch.autograd.grad(outputs, leaves, [torch.randn_like(out) for out in outputs], allow_unused=True)
+                torch.autograd.grad(
+                    outputs, leaves, [torch.randn_like(out) for out in outputs], allow_unused=True
+                )
     return compared.found
 
 
 def wrong(comparisons: Iterable[Comparison], units: int = 8) -> str:
     """Say which tensors are wrong, or return an empty text.
 
-    A sum in plain PyTorch may happen to be exact; another order of summation may differ by `units` of the largest.
+    A sum in plain PyTorch may happen to be exact; another order of summation may differ by `units`
+    of the largest.
     """
     found = [comparison.problem(relative=units * UNIT) for comparison in comparisons]
     return "; ".join(dict.fromkeys(filter(None, found)))
@@ -189,16 +210,17 @@ def inputs(
     """Make random arguments of an operator.
 
     Args:
-        shape: `[B, ...]` of latents, `[B, S, d]` of tokens, (B, N, L, H, D) of `norm_rotate`, or (B, T, H, W, C), the
-            order in memory, of `norm_silu`.
-        dtypes: of the latents and of the velocities: the policy's, the unconditional, the anchor's and the old one; or
-            of the tokens and their modulation or weights. The last one serves the rest. One alone is that of a run,
-            whose latents are float32.
+        shape: `[B, ...]` of latents, `[B, S, d]` of tokens, (B, N, L, H, D) of `norm_rotate`, or
+            (B, T, H, W, C), the order in memory, of `norm_silu`.
+        dtypes: of the latents and of the velocities: the policy's, the unconditional, the anchor's
+            and the old one; or of the tokens and their modulation or weights. The last one serves
+            the rest. One alone is that of a run, whose latents are float32.
         device: where they are.
         layout: of every tensor.
-        coefs: table of the transitions, of 10 rows or more; by default that of flow, with a last row without noise.
-        optional: with guidance, the old velocity and beta, and each sample at a step of its own. Otherwise as in a
-            rollout or a KL to the anchor, at one step.
+        coefs: table of the transitions, of 10 rows or more; by default that of flow, with a last
+            row without noise.
+        optional: with guidance, the old velocity and beta, and each sample at a step of its own.
+            Otherwise as in a rollout or a KL to the anchor, at one step.
     """
     if isinstance(dtypes, torch.dtype):
         dtypes = (torch.float32, dtypes) if operator.startswith("transition") else (dtypes,)
@@ -215,7 +237,8 @@ def inputs(
         coefs = layout(coefs.to(device))
         step = torch.tensor(STEP, device=device)
         if optional:
-            step = layout(torch.arange(6, 6 + 3 * shape[0], 3, device=device) % 10)  # ten take all rows
+            # ten take all rows
+            step = layout(torch.arange(6, 6 + 3 * shape[0], 3, device=device) % 10)
         seed = layout(torch.randint(-(2**63), 2**63 - 1, shape[:1], device=device))
         guidance = (v_uncond, 6.0) if optional else (None, None)
         if operator == "transition_step":
@@ -231,11 +254,17 @@ def inputs(
         return [joint, text, *(random(width, of=1) for _ in range(4)), rotary, 1e-6]
     if operator == "norm_silu":
         x = random(*shape).permute(0, 4, 1, 2, 3)
-        return [x, random(shape[4], of=1)[:, None, None, None], shape[4] ** 0.5, torch.empty_like(x)]
+        return [
+            x,
+            random(shape[4], of=1)[:, None, None, None],
+            shape[4] ** 0.5,
+            torch.empty_like(x),
+        ]
     batch, _, width = shape
     if operator == "adapter_rows":
         return [random(*shape), random(min(width, 64), width), True]
-    rows = torch.randn(batch, 6, width, device=device).to(kinds[1]).unbind(1)  # chunks, as the model has them
+    # chunks, as the model has them
+    rows = torch.randn(batch, 6, width, device=device).to(kinds[1]).unbind(1)
     if operator == "gated_sum":
         return [random(*shape), random(*shape), layout(rows[0])]
     count = 2 if operator == "norm_modulate" else 3

@@ -1,7 +1,8 @@
 """Cost of an iteration before it runs: `sage-fast train CONFIG --dry-run`.
 
-The real architecture is built on the meta device (no memory, no weights). The rest are formulas; the model's own are in
-its `Spec`. tests/test_plan.py checks each against PyTorch's counts. A multiply-add is two FLOPs.
+The real architecture is built on the meta device (no memory, no weights). The rest are formulas;
+the model's own are in its `Spec`. tests/test_plan.py checks each against PyTorch's counts. A
+multiply-add is two FLOPs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
-from sage_fast.data.prompt_checks import check_captions, check_prompt_sets, notes_on_prompts, shared_prompts
+from sage_fast.data.prompt_checks import (
+    check_captions,
+    check_prompt_sets,
+    notes_on_prompts,
+    shared_prompts,
+)
 from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.load import check_weights, find_spec, meta_policy
@@ -41,12 +47,15 @@ from sage_fast.util.environment import format_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.videos import check_encoder
 
-REMEDIES = "--train.engine zero3 on more GPUs, --model.gradient_checkpointing full, --train.batch_size 1, a LoRA"
+REMEDIES = (
+    "--train.engine zero3 on more GPUs, --model.gradient_checkpointing full, --train.batch_size 1, "
+    "a LoRA"
+)
 PLANNED_ITERATIONS = 200
 """Iterations over which the plan averages the work of windows."""
 MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "training": 593e12}
-"""Part -> FLOP/s of one H200 with FlashAttention 4, at 480p and 81 frames with a LoRA: `2026-11-27-h200-iteration.json`
-in benchmarks/results."""
+"""Part -> FLOP/s of one H200 with FlashAttention 4, at 480p and 81 frames with a LoRA:
+`2026-11-27-h200-iteration.json` in benchmarks/results."""
 
 
 @functools.cache
@@ -61,7 +70,8 @@ def _meta_policy(spec: Spec, settings: tuple[tuple[str, Any], ...]) -> Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluations:
-    """The evaluations of a run: how many, the videos and FLOPs of each over all ranks, and `busiest` as in `Plan`.
+    """The evaluations of a run: how many, the videos and FLOPs of each over all ranks, and
+    `busiest` as in `Plan`.
 
     `flops` include those of `decode`.
     """
@@ -87,15 +97,16 @@ class Plan:
         iterations: iterations of the run.
         samples: trained samples per iteration, over all ranks.
         trained_steps: trained transitions per sample; in the longest window, if windows differ.
-        forwards: part -> single-sample forwards per iteration, over all ranks; guidance counts twice. Without the
-            decode.
+        forwards: part -> single-sample forwards per iteration, over all ranks; guidance counts
+            twice. Without the decode.
         busiest: part -> fraction of its FLOPs that the GPU with the most has.
         flops: part -> FLOPs per iteration, over all ranks; `forward` is one forward of one sample.
         evaluations: those of the run.
         memory: part -> bytes on each GPU while it trains.
         uncounted: what also takes memory on a GPU, in words.
         engine: `train.engine`.
-        loaded: bytes of the model's files in `model.dtype`, which the ranks of a node map together while they load.
+        loaded: bytes of the model's files in `model.dtype`, which the ranks of a node map together
+            while they load.
         checkpoint: bytes of a checkpoint's files.
         disk: part -> bytes of the run folder, at most.
         gpu_memory: bytes of a GPU.
@@ -137,32 +148,49 @@ def plan(
     Args:
         config: validated settings.
         spec: spec of the model; by default the published sizes of the default family.
-        ranks: number of GPUs. Samples are spread over them, or over groups of `model.sequence_parallel`; `train.engine`
-            decides which weights and optimizer states are sharded.
+        ranks: number of GPUs. Samples are spread over them, or over groups of
+            `model.sequence_parallel`; `train.engine` decides which weights and optimizer states are
+            sharded.
         gpu_memory: bytes of a GPU, for which `auto` chooses.
         chosen: what a run recomputes; by default what fits.
         rewards: setting and name of a reward -> its bytes on each GPU, or None if it does not say.
     """
     spec = spec or _published()
-    s, train, sharing, rewards = config.sampling, config.train, config.model.sequence_parallel, rewards or {}
+    s, train, sharing, rewards = (
+        config.sampling,
+        config.train,
+        config.model.sequence_parallel,
+        rewards or {},
+    )
     check_heads(sharing, spec.heads)
     policy, resolved = _meta_policy(spec, tuple(vars(config.model).items())), Resolved(config)
     cost, latent, samples = spec.cost(config), spec.latent_shape(s), train.samples
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
+    asked, decoder = (
+        config.model.gradient_checkpointing,
+        float(config.model.element_bytes * cost.decoder_weights),
+    )
     apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
     room = training_room(resolved, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
     checkpointing, graphs = fit_training(resolved, policy, cost, room, chosen)
     graphs = cost.graphs_within(room - checkpointing.mean(cost.activations), graphs)
     counted, busiest_rollout = _forwards(resolved, ranks // sharing)
-    of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
+    of_parts = flops(
+        cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter
+    )
     mine, stored = stored_rollouts(resolved, spec, ranks // sharing)
     held = engine_memory(config.model, train, resolved.objective.strategy, policy, ranks)
-    apart |= ({} if s.offload_trajectories else stored) | ({"CUDA graphs": graphs} if graphs else {})
-    busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": busiest_rollout / sharing}
+    apart |= ({} if s.offload_trajectories else stored) | (
+        {"CUDA graphs": graphs} if graphs else {}
+    )
+    busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {
+        "rollout": busiest_rollout / sharing
+    }
     checkpoint = checkpoint_bytes(config.model, train, resolved.objective.strategy, policy)
     kept, best = train.keep_checkpoints, train.keep_best
-    of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
+    of_activations = (
+        f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
+    )
     return Plan(
         parameters=base,
         trainable=sum(p.numel() for p in policy.parameters().values()),
@@ -176,14 +204,17 @@ def plan(
         forwards=counted,
         busiest=busiest,
         flops={"forward": cost.forward, **of_parts},
-        evaluations=_evaluations(config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing),
+        evaluations=_evaluations(
+            config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing
+        ),
         memory={**held.by_label(), **apart, of_activations: checkpointing.mean(cost.activations)},
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         engine=train.engine,
         loaded=float(config.model.element_bytes * base) + decoder,
         checkpoint=checkpoint,
         disk={
-            f"checkpoints: {kept},{' the best,' * best} and one being written": (kept + best + 1) * checkpoint,
+            f"checkpoints: {kept},{' the best,' * best} and one being written": (kept + best + 1)
+            * checkpoint,
             "weights: final": _exported_bytes(config.model, policy),
         },
         gpu_memory=gpu_memory,
@@ -191,23 +222,34 @@ def plan(
 
 
 def _forwards(resolved: Resolved, ranks: int) -> tuple[dict[str, int], float]:
-    """Return part -> forwards of an iteration, and the share of the rollout's that the rank with the most has.
+    """Return part -> forwards of an iteration, and the share of the rollout's that the rank with
+    the most has.
 
-    Both are means over the first iterations, with prompts of one length and an anchor that is never free.
+    Both are means over the first iterations, with prompts of one length and an anchor that is never
+    free.
     """
     config = resolved.config
-    count = min(PLANNED_ITERATIONS, config.train.iterations) if config.sampling.sde_window else 1  # else all are alike
-    plans = [plan_iteration(resolved, [""], lambda prompt: 1, index, ranks=ranks) for index in range(count)]
+    # else all are alike
+    count = min(PLANNED_ITERATIONS, config.train.iterations) if config.sampling.sde_window else 1
+    plans = [
+        plan_iteration(resolved, [""], lambda prompt: 1, index, ranks=ranks)
+        for index in range(count)
+    ]
     counts = [each.forwards() for each in plans]
-    longest = config.sampling.passes * sum(max(map(each.rollouts.count, each.shares)) for each in plans)
+    longest = config.sampling.passes * sum(
+        max(map(each.rollouts.count, each.shares)) for each in plans
+    )
     of_rollouts = sum(of["rollout"] for of in counts)
-    return {part: round(statistics.fmean(of[part] for of in counts)) for part in counts[0]}, longest / of_rollouts
+    return {
+        part: round(statistics.fmean(of[part] for of in counts)) for part in counts[0]
+    }, longest / of_rollouts
 
 
 def _evaluations(
     settings: EvalConfig, guidance: float, iterations: int, cost: Cost, ranks: int, sharing: int
 ) -> Evaluations:
-    """Count the evaluations: before and after training, and every `eval.interval` iterations in between."""
+    """Count the evaluations: before and after training, and every `eval.interval` iterations in
+    between."""
     videos, passes = settings.num_prompts * settings.seeds_per_prompt, 1 if guidance == 1 else 2
     return Evaluations(
         count=2 + (iterations - 1) // (settings.interval or iterations),
@@ -218,8 +260,11 @@ def _evaluations(
     )
 
 
-def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> float:
-    """Return the bytes of a checkpoint: float32 tensors, whole and the same for every engine and number of ranks.
+def checkpoint_bytes(
+    model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy
+) -> float:
+    """Return the bytes of a checkpoint: float32 tensors, whole and the same for every engine and
+    number of ranks.
 
     The trained weights are in it twice, once as sampling and export read them.
     """
@@ -230,7 +275,8 @@ def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrateg
 
 
 def _exported_bytes(model: ModelConfig, policy: Policy) -> float:
-    """Return the bytes of the weights that sampling and export read; after full tuning, frozen ones are among them."""
+    """Return the bytes of the weights that sampling and export read; after full tuning, frozen ones
+    are among them."""
     exported = policy.parameters() if model.trains_adapter else dict(policy.named_parameters())
     return 4.0 * sum(p.numel() for p in exported.values())
 
@@ -245,7 +291,10 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     together = sum(plan.memory.values())
     fits = "fits" if together <= plan.gpu_memory else "does not fit"
-    verdict = f"This does not fit: {format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}. Try {REMEDIES}."
+    verdict = (
+        f"This does not fit: {format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}. "
+        f"Try {REMEDIES}."
+    )
     lines = [
         *([*textwrap.wrap(verdict, 80), ""] if together > plan.gpu_memory else []),
         "model",
@@ -259,8 +308,16 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
         _line("together", format_bytes(together)),
-        _line(f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it {fits}", format_bytes(plan.gpu_memory)),
-        *textwrap.wrap(f"Not counted: {', '.join(plan.uncounted)}.", 80, initial_indent="  ", subsequent_indent="    "),
+        _line(
+            f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it {fits}",
+            format_bytes(plan.gpu_memory),
+        ),
+        *textwrap.wrap(
+            f"Not counted: {', '.join(plan.uncounted)}.",
+            80,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        ),
         "",
         "start and disk",
         _line("host memory of a node while it loads", format_bytes(plan.loaded)),
@@ -278,7 +335,9 @@ def _line(label: str, *cells: str, width: int = 41) -> str:
 def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str]:
     """Format FLOPs, times and GPU-hours of an iteration and of the run."""
 
-    def work(label: str, count: int, flops: float, of_busiest: Mapping[str, float], waited: float = 0.0) -> str:
+    def work(
+        label: str, count: int, flops: float, of_busiest: Mapping[str, float], waited: float = 0.0
+    ) -> str:
         times = (_duration(waited + seconds) for seconds in seconds_on_a_gpu(of_busiest))
         return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
@@ -286,30 +345,40 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
     longest = {part: flops * plan.busiest[part] for part, flops in parts.items()}
     forward, together, e = plan.flops["forward"], sum(parts.values()), plan.evaluations
     evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
-    slowest = {part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()}
+    slowest = {
+        part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()
+    }
     waited = plan.iterations * reward
     hours = [plan.ranks * (waited + seconds) / 3600 for seconds in seconds_on_a_gpu(slowest)]
     rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
     return [
-        f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
+        f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of "
+        "each",
         _line("", "forwards", "FLOPs", "at least", "on H200s", width=29),
         work("one forward of one sample", 0, forward, {"rollout": forward}),
-        *(work(part, plan.forwards.get(part, 0), flops, {part: longest[part]}) for part, flops in parts.items()),
-        *[_line("rewards, by metrics.jsonl", "", "", *[_duration(reward)] * 2, width=29)] * (reward > 0),
+        *(
+            work(part, plan.forwards.get(part, 0), flops, {part: longest[part]})
+            for part, flops in parts.items()
+        ),
+        *[_line("rewards, by metrics.jsonl", "", "", *[_duration(reward)] * 2, width=29)]
+        * (reward > 0),
         work("together", sum(plan.forwards.values()), together, longest, reward),
         "",
         f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
         work("one evaluation", 0, e.flops, evaluation),
         work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest, waited),
         _line("GPU-hours", "", "", *map(_number, hours), width=29),
-        *[_line(f"at {price:g} an hour", "", "", *(_number(price * h) for h in hours), width=29)] * (price > 0),
+        *[_line(f"at {price:g} an hour", "", "", *(_number(price * h) for h in hours), width=29)]
+        * (price > 0),
         textwrap.fill(
-            f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a matrix product in "
-            f"bf16, a burst on one H200), with {plan.prompt_tokens} tokens a prompt. 'on H200s' is at the TFLOP/s that "
-            f"this H200 reached by FlashAttention 4 with 480p videos of 81 frames: {rates}; several GPUs also wait for "
-            "each other. Training holds the backward and the recomputation with checkpointing. The anchor is free in "
-            "the iteration after its refresh. Times are those of the GPU with the most work. "
-            f"{'Communication is' if reward else 'Rewards and communication are'} not counted.",
+            f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a "
+            f"matrix product in bf16, a burst on one H200), with {plan.prompt_tokens} tokens a "
+            "prompt. 'on H200s' is at the TFLOP/s that this H200 reached by FlashAttention 4 "
+            f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. "
+            "Training holds the backward and the recomputation with checkpointing. The anchor is "
+            "free in the iteration after its refresh. Times are those of the GPU with the most "
+            f"work. {'Communication is' if reward else 'Rewards and communication are'} not "
+            "counted.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -319,7 +388,9 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
 
 def seconds_on_a_gpu(flops: Mapping[str, float]) -> tuple[float, float]:
     """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates."""
-    return sum(flops.values()) / BURST_FLOPS, sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
+    return sum(flops.values()) / BURST_FLOPS, sum(
+        work / MEASURED_FLOPS[part] for part, work in flops.items()
+    )
 
 
 def _count(count: int) -> str:
@@ -329,8 +400,17 @@ def _count(count: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    units = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-    unit, scale = next((unit for unit in units if seconds >= (2 * unit[1] if unit[1] > 1 else unit[1])), units[-1])
+    units = (
+        ("days", 86400.0),
+        ("h", 3600.0),
+        ("min", 60.0),
+        ("s", 1.0),
+        ("ms", 1e-3),
+        ("us", 1e-6),
+    )
+    unit, scale = next(
+        (unit for unit in units if seconds >= (2 * unit[1] if unit[1] > 1 else unit[1])), units[-1]
+    )
     return f"{_number(seconds / scale)} {unit}"
 
 
@@ -339,16 +419,20 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0, *, resume: bool = False) -> str:
-    """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads no weights.
+def dry_run(
+    config: Config, ranks: int, gpu_memory: float, price: float = 0.0, *, resume: bool = False
+) -> str:
+    """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads
+    no weights.
 
-    The first line says why the run would not start on this machine, if it would not: a plan may be for another one.
+    The first line says why the run would not start on this machine, if it would not: a plan may be
+        for another one.
 
     If a run is in the output folder, what its iterations waited for rewards enters the times.
 
     Raises:
-        UserError: the settings are impossible, `model.path` is not a checkpoint, prompts or a reward are missing, or
-            ffmpeg cannot write videos.
+        UserError: the settings are impossible, `model.path` is not a checkpoint, prompts or a
+            reward are missing, or ffmpeg cannot write videos.
     """
     check_encoder()
     obstacle = ""
@@ -365,25 +449,39 @@ def dry_run(config: Config, ranks: int, gpu_memory: float, price: float = 0.0, *
     check_captions([*train, *heldout], spec)
     warnings = config_warnings(resolved, spec.distillation)
     evaluated = min(config.eval.num_prompts, len(heldout))
-    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
+    config = dataclasses.replace(
+        config, eval=dataclasses.replace(config.eval, num_prompts=evaluated)
+    )
     data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
     sizes = reward_sizes(config.named_rewards)
-    waits = [row["time/reward"] for row in RunFolder(config.output).rows if isinstance(row.get("time/reward"), float)]
+    waits = [
+        row["time/reward"]
+        for row in RunFolder(config.output).rows
+        if isinstance(row.get("time/reward"), float)
+    ]
     planned = plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
     costs = format_plan(planned, price, statistics.median(waits or [0]))
-    return f"{obstacle}{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
+    return (
+        f"{obstacle}{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
+    )
 
 
 def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:
-    """Return name -> bytes on a rank's GPU, or None if the reward does not say, of the rewards with these settings."""
+    """Return name -> bytes on a rank's GPU, or None if the reward does not say, of the rewards with
+    these settings."""
     return {f"reward {entry.name}": reward_bytes(entry, key) for key, entry in rewards.items()}
 
 
-def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt], warnings: Sequence[str]) -> str:
+def _format_data(
+    config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt], warnings: Sequence[str]
+) -> str:
     """Format the prompts, the rewards, and the warnings about the settings."""
     lines, notes = ["prompts and rewards"], []
     lines.append(f"  {config.data.prompts}: {len(train)} prompts{_keys_of(train)}")
-    held = f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {config.eval.num_prompts} are evaluated"
+    held = (
+        f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {config.eval.num_prompts} "
+        "are evaluated"
+    )
     lines.append(f"  {config.data.eval_prompts}: {held}")
     for key, entry in config.named_rewards.items():
         weights = " + ".join(f"{weight:g} {part}" for part, weight in entry.weights.items())
@@ -394,7 +492,9 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
     notes += [f"note: {note}" for note in notes_on_prompts(train, heldout)]
     shared = shared_prompts(train, heldout)
     notes += [*[f"note: {shared}"] * bool(shared), *(f"warning: {warning}" for warning in warnings)]
-    lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
+    lines += [
+        textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes
+    ]
     return "\n".join(lines)
 
 

@@ -14,8 +14,8 @@ from sage_fast.tools.operators import OPERATORS, check, inputs, wrong
 from sage_fast.util.errors import in_one_line
 
 LEAST_SHARE = 0.4
-"""Share of a matrix product's ceiling below which attention on a GPU is slow. An H100 that ran alone reached 0.73:
-`2026-11-25-h100-doctor.json` in benchmarks/results."""
+"""Share of a matrix product's ceiling below which attention on a GPU is slow. An H100 that ran
+alone reached 0.73: `2026-11-25-h100-doctor.json` in benchmarks/results."""
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -28,20 +28,24 @@ def checks(device: torch.device) -> Iterator[Check]:
     yield from tried("attention", lambda: attention(device, ceiling))
 
 
-# -- the operators ----------------------------------------------------------------------------------------------------
+# -- the operators ---------------------------------------------------------------------------------
 
 
 def operators(device: torch.device) -> Iterator[Check]:
-    """Check values and gradients of each operator, in float32 and bfloat16, against its reference in float64."""
+    """Check values and gradients of each operator, in float32 and bfloat16, against its reference
+    in float64."""
     for operator in OPERATORS:
         for dtype in (torch.float32, torch.bfloat16):
             yield operator_check(operator, device, dtype)
 
 
 def operator_check(operator: str, device: torch.device, dtype: torch.dtype) -> Check:
-    """Check the example of an operator: its error is at most twice that of plain PyTorch, per tensor."""
+    """Check the example of an operator: its error is at most twice that of plain PyTorch, per
+    tensor."""
     name = f"{operator}, {device.type}, {str(dtype).removeprefix('torch.')}"
-    advice = "pytest tests/ops says which case; SAGE_FAST_OPS=reference runs without the fused operators"
+    advice = (
+        "pytest tests/ops says which case; SAGE_FAST_OPS=reference runs without the fused operators"
+    )
     try:
         compared = check(operator, inputs(operator, OPERATORS[operator].example, dtype, device))
     except Exception as error:  # this check looks for kernels that cannot be compiled or launched
@@ -49,13 +53,15 @@ def operator_check(operator: str, device: torch.device, dtype: torch.dtype) -> C
         return Check(name, "wrong", found, advice)
     if found := wrong(compared):
         return Check(name, "wrong", found, advice)
-    worst = max(error / max(largest, 1e-30) for error, _, largest in (each.errors() for each in compared))
+    worst = max(
+        error / max(largest, 1e-30) for error, _, largest in (each.errors() for each in compared)
+    )
     names = dict.fromkeys(comparison.name.partition(".")[0] for comparison in compared)
     found = f"{', '.join(names)}: largest error {worst:.0e} of the largest value"
     return Check(name, "ok", found)
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
@@ -66,7 +72,9 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
     gpu, dtype = device.type == "cuda", usual_dtype(device)
     shape = (1, 8192, 16, 128) if gpu else (1, 512, 2, 64)
     flops = 3.5 * 4 * shape[0] * shape[1] ** 2 * shape[2] * shape[3]
-    trials = {name: try_attention(ATTENTION[name], shape, device, dtype) for name in usable(device, dtype)}
+    trials = {
+        name: try_attention(ATTENTION[name], shape, device, dtype) for name in usable(device, dtype)
+    }
     best = fastest(trials)
     for name in ATTENTION:
         row = f"attention {name}"
@@ -76,14 +84,22 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
             continue
         trial = trials[name]
         if trial.problem:
-            advice = "; ".join(filter(None, ("model.attention = auto skips it", ATTENTION[name].install)))
+            advice = "; ".join(
+                filter(None, ("model.attention = auto skips it", ATTENTION[name].install))
+            )
             yield Check(row, "wrong", trial.problem, advice)
             continue
         share = 1e3 * flops / trial.milliseconds / ceiling
         found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward"
-        found += f", {share:.0%} of the ceiling" * gpu  # on a CPU other programs slow down one of the two
+        # on a CPU other programs slow down one of the two
+        found += f", {share:.0%} of the ceiling" * gpu
         if not trial.agrees:
-            found += "; rounds differently under no_grad, so model.attention = auto skips it for clip and kl_mask"
+            found += (
+                "; rounds differently under no_grad, so model.attention = auto skips it for clip "
+                "and kl_mask"
+            )
         slow = gpu and name == best and share < LEAST_SHARE
-        advice = f"expected {LEAST_SHARE:.0%}: is the GPU shared or throttled? sage-fast bench says more"
+        advice = (
+            f"expected {LEAST_SHARE:.0%}: is the GPU shared or throttled? sage-fast bench says more"
+        )
         yield Check(row, "slow" if slow else "ok", found, advice if slow else "")

@@ -1,1 +1,2 @@
-"""Helpers that every package may use: files, console, metrics, profiling, environment, errors, seeds and ranks."""
+"""Helpers that every package may use: files, console, metrics, profiling, environment, errors,
+seeds and ranks."""

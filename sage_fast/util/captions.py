@@ -21,7 +21,10 @@ class Caption(NamedTuple):
 
 
 def prompt_key(text: str, image: str) -> str:
-    """Return the key of a prompt: its text, and its image as the prompt file names it. Without an image, the text."""
+    """Return the key of a prompt: its text, and its image as the prompt file names it.
+
+    Without an image, the text.
+    """
     return f"{text} [image: {image}]".lstrip() if image else text
 
 

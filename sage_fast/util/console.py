@@ -1,8 +1,10 @@
-"""What a process shows: messages of Python's `logging` on stdout, progress of long work, and the log file.
+"""What a process shows: messages of Python's `logging` on stdout, progress of long work, and the
+log file.
 
-Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING; DEBUG is for the log file alone.
-Nothing is shown until `log_to_screen`, which each command calls once. On a terminal and in a notebook, progress is a
-bar. Elsewhere it is a plain line now and then: a log gets no carriage returns, and long work is never silent.
+Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING; DEBUG is for
+the log file alone. Nothing is shown until `log_to_screen`, which each command calls once. On a
+terminal and in a notebook, progress is a bar. Elsewhere it is a plain line now and then: a log gets
+no carriage returns, and long work is never silent.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from sage_fast.util.text import escape_on_screen
 IN_NOTEBOOK = tqdm is not tqdm_asyncio
 SECONDS_BETWEEN_LINES = 4.0
 LONG = 60.0
-"""Seconds of work after which progress lines come only this often, so that a log of hours stays short."""
+"""Seconds of work after which progress lines come only this often, so that a log of hours stays
+short."""
 
 Item = TypeVar("Item")
 
@@ -47,9 +50,11 @@ class _Formatter(logging.Formatter):
 
 
 class _Screen(logging.Handler):
-    """Prints messages on stdout, above any bar, for as long as its terminal is open or its file can be written.
+    """Prints messages on stdout, above any bar, for as long as its terminal is open or its file can
+    be written.
 
-    What is only shown ends no command. A pipe whose reader has gone ends every command but a run, which has a log file.
+    What is only shown ends no command. A pipe whose reader has gone ends every command but a run,
+    which has a log file.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -57,8 +62,8 @@ class _Screen(logging.Handler):
             tqdm.write(self.format(record), file=sys.stdout)
             sys.stdout.flush()
         except OSError as error:
-            # The reader of a pipe, such as `tee`, has ended: a run, which has a log file, goes on; any other command
-            # ends as a pipe's writer does.
+            # The reader of a pipe, such as `tee`, has ended: a run, which has a log file, goes on;
+            # any other command ends as a pipe's writer does.
             if isinstance(error, BrokenPipeError) and not _logs():
                 raise
             if not leave_terminal():  # it may be closed before its SIGHUP was handled
@@ -70,7 +75,10 @@ _screen.setFormatter(_Formatter())
 
 
 def log_to_screen(*, quiet: bool = False) -> None:
-    """Print the package's messages and progress from here on. `quiet`, or a rank other than 0, prints only errors."""
+    """Print the package's messages and progress from here on.
+
+    `quiet`, or a rank other than 0, prints only errors.
+    """
     escape_on_screen()
     _screen.setLevel(logging.INFO if speaks() and not quiet else logging.ERROR)
     PACKAGE.setLevel(logging.DEBUG)
@@ -96,11 +104,14 @@ def shows(level: int = logging.INFO) -> bool:
 
 def wrapped(line: str) -> str:
     """Wrap a line to 80 columns. Continuation lines are indented; paths are not broken."""
-    return textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(
+        line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 def leave_terminal() -> bool:
-    """Point stdout and stderr to /dev/null if nobody can read them: printing to them would fail and end the run.
+    """Point stdout and stderr to /dev/null if nobody can read them: printing to them would fail and
+    end the run.
 
     Returns:
         Whether that is so of stdout.
@@ -116,16 +127,19 @@ def leave_terminal() -> bool:
 
 
 def _leave_stdout(error: OSError) -> None:
-    """Say once on stderr that stdout, a file on a full disk, cannot be written, and print nothing more there.
+    """Say once on stderr that stdout, a file on a full disk, cannot be written, and print nothing
+    more there.
 
-    What Python still holds for it is dropped too: flushed at the end, it would fail a command that has done its work.
+    What Python still holds for it is dropped too: flushed at the end, it would fail a command that
+    has done its work.
     """
     drop_output(1)
     print_error(f"note: nothing more is printed: stdout cannot be written ({error.strerror})")
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that does not end or drown a run when it cannot be written: a note says so once, on the screen."""
+    """A log file that does not end or drown a run when it cannot be written: a note says so once,
+    on the screen."""
 
     _failed = False
 
@@ -135,7 +149,10 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._failed:
             self._failed = True  # first: the note comes here too
-            log.warning(f"note: the log {self.baseFilename} cannot be written ({error.strerror}), and has gaps")
+            log.warning(
+                f"note: the log {self.baseFilename} cannot be written ({error.strerror}), and has "
+                "gaps"
+            )
 
 
 def _logs() -> list[logging.Handler]:
@@ -143,13 +160,17 @@ def _logs() -> list[logging.Handler]:
 
 
 def leave_logs() -> None:
-    """Write no more to the log of an earlier run in this process. It stays open: faulthandler has its descriptor."""
+    """Write no more to the log of an earlier run in this process.
+
+    It stays open: faulthandler has its descriptor.
+    """
     for handler in _logs():
         PACKAGE.removeHandler(handler)
 
 
 def log_to(path: Path) -> None:
-    """Append the package's messages to `path` too, also those that are not printed, and the stack after a crash.
+    """Append the package's messages to `path` too, also those that are not printed, and the stack
+    after a crash.
 
     If it cannot be opened, a note says so, and there is no log.
     """
@@ -179,7 +200,12 @@ class Progress:
     """
 
     def __init__(
-        self, what: str, total: int, unit: str = "step", *, pause: Callable[[], object] = lambda: None
+        self,
+        what: str,
+        total: int,
+        unit: str = "step",
+        *,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
         self.what, self.total, self.unit, self.pause = what, total, unit, pause
         self.done = 0

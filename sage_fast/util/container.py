@@ -1,6 +1,7 @@
 """Memory and CPUs that this process may use: those of its container or job, not those of the host.
 
-Docker, Kubernetes and Slurm limit them by control groups (cgroups), of version 1 or 2. PyTorch and psutil see the host.
+Docker, Kubernetes and Slurm limit them by control groups (cgroups), of version 1 or 2. PyTorch and
+psutil see the host.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ NO_LIMIT = 2**60
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that can still be allocated, page cache that can be evicted included."""
+    """Return the bytes of host memory that can still be allocated, page cache that can be evicted
+    included."""
     free = [psutil.virtual_memory().available]
     for folder in _groups("memory"):
         limit = _number(folder, "memory.max", "memory.limit_in_bytes")
@@ -30,7 +32,8 @@ def available_memory() -> int:
 
 
 def available_cpus() -> int:
-    """Return the number of CPUs that this process may keep busy, at least 1: its affinity (cpuset), and its quota.
+    """Return the number of CPUs that this process may keep busy, at least 1: its affinity (cpuset),
+    and its quota.
 
     A thread more than the quota would make all of them wait for the rest of each period.
     """
@@ -45,8 +48,8 @@ def available_cpus() -> int:
 def _groups(controller: str) -> Iterator[Path]:
     """Yield the folders of the control groups that this process is in, up to the root.
 
-    A limit of any of them holds. Within a container the process may be named by its path on the host, which does not
-    exist here: then the root is the container's own group.
+    A limit of any of them holds. Within a container the process may be named by its path on the
+    host, which does not exist here: then the root is the container's own group.
     """
     text = _text(ROOT / "proc" / "self" / "cgroup")
     mounts = ROOT / "sys" / "fs" / "cgroup"
@@ -76,15 +79,18 @@ def _quota(folder: Path) -> tuple[float, float]:
 
 
 def _page_cache(stat: Path) -> int:
-    """Return the bytes of files in memory, which the kernel evicts before a group reaches its limit."""
+    """Return the bytes of files in memory, which the kernel evicts before a group reaches its
+    limit."""
     fields = dict(line.split(maxsplit=1) for line in _text(stat).splitlines() if " " in line)
     names = ("inactive_file", "active_file")
-    counts = [fields.get(f"total_{name}", fields.get(name, "0")) for name in names]  # v1: `total_`, with subgroups
+    # v1: `total_`, with subgroups
+    counts = [fields.get(f"total_{name}", fields.get(name, "0")) for name in names]
     return sum(int(count) for count in counts if count.isdecimal())
 
 
 def _number(folder: Path, *names: str) -> int | None:
-    """Return the number in the file of version 2, or else of version 1; None where neither holds one."""
+    """Return the number in the file of version 2, or else of version 1; None where neither holds
+    one."""
     texts = [_text(folder / name).strip() for name in names]
     return next((int(text) for text in texts if text.isdecimal()), None)
 

@@ -1,7 +1,8 @@
-"""Tokenizers and encoders of others: their own settings do not act, and each is tried once when it is loaded.
+"""Tokenizers and encoders of others: their own settings do not act, and each is tried once when it
+is loaded.
 
-Models and rewards load theirs through this module. A file that cannot be used is one line at load, which names the
-folder, the part and the reason.
+Models and rewards load theirs through this module. A file that cannot be used is one line at load,
+which names the folder, the part and the reason.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ TOKENIZER_SETTINGS = {
     "split_special_tokens": False,
     "clean_up_tokenization_spaces": False,
 }
-"""Settings of a tokenizer that would change its tokens. They replace those of its tokenizer_config.json."""
+"""Settings of a tokenizer that would change its tokens.
+
+They replace those of its tokenizer_config.json.
+"""
 
 
 @contextlib.contextmanager
 def reading(start: str, part: str) -> Iterator[None]:
-    """Turn any error of loading or trying `part` into a `UserError` of one line that begins with `start`.
+    """Turn any error of loading or trying `part` into a `UserError` of one line that begins with
+    `start`.
 
-    Odd files make these packages raise errors of nearly every class. That the device has too little memory is no fault
-    of a file, so that error is left as it is.
+    Odd files make these packages raise errors of nearly every class. That the device has too little
+    memory is no fault of a file, so that error is left as it is.
     """
     try:
         yield
@@ -63,8 +68,8 @@ def check_tokenizer(tokenizer: Any, network: str, rows: int) -> None:
         rows: number of rows of its embedding.
 
     Raises:
-        ValueError: it has no padding token, knows a token without a row, or reads an ordinary word as a token of its
-            own.
+        ValueError: it has no padding token, knows a token without a row, or reads an ordinary word
+            as a token of its own.
     """
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if (count := max(highest + 1, len(tokenizer))) > rows:
@@ -72,7 +77,8 @@ def check_tokenizer(tokenizer: Any, network: str, rows: int) -> None:
     if tokenizer.pad_token_id is None:
         raise ValueError("has no padding token (pad_token in tokenizer_config.json)")
     for token in tokenizer.added_tokens_decoder.values():
-        # Published tokenizers add markup, such as <|im_end|>. An ordinary word would get a row that was never trained.
+        # Published tokenizers add markup, such as <|im_end|>. An ordinary word would get a row that
+        # was never trained.
         is_markup = token.content.startswith("<") and token.content.endswith(">")
         is_read_as_text = token.special and tokenizer.split_special_tokens
         if not is_markup and not is_read_as_text:

@@ -27,7 +27,8 @@ PEAK_TFLOPS = {
     "B200": 2250,
     "L40S": 362,
 }
-"""Pattern of GPUs' names -> dense bfloat16 peak by their data sheets; of several that fit, the first counts."""
+"""Pattern of GPUs' names -> dense bfloat16 peak by their data sheets; of several that fit, the
+first counts."""
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate")
 
@@ -41,7 +42,8 @@ def version_of(name: str) -> str | None:
 
 
 def environment(device: torch.device, operators: str) -> dict[str, Any]:
-    """Return what it takes to repeat a result: commit, date, device, threads, operators and versions."""
+    """Return what it takes to repeat a result: commit, date, device, threads, operators and
+    versions."""
     return {
         "sage_fast": __version__,
         "commit": commit(),
@@ -55,23 +57,43 @@ def environment(device: torch.device, operators: str) -> dict[str, Any]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return the typed command as a shell line. `python -m sage_fast` arrives as the path of __main__.py."""
+    """Return the typed command as a shell line.
+
+    `python -m sage_fast` arrives as the path of __main__.py.
+    """
     program = arguments[0]
-    started = ["python", "-m", "sage_fast"] if program.endswith("sage_fast/__main__.py") else [program]
+    started = (
+        ["python", "-m", "sage_fast"] if program.endswith("sage_fast/__main__.py") else [program]
+    )
     return shlex.join([*started, *arguments[1:]])
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout the package was imported from, with `+changes` if tracked files differ.
+    """Return the commit of the checkout the package was imported from, with `+changes` if tracked
+    files differ.
 
     Without git or `.git`, return the environment variable COMMIT, or None.
     """
     # Only this checkout, not a repository around it; and its hash, whatever tags there are.
-    describe = ["git", "--git-dir=.git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    describe = [
+        "git",
+        "--git-dir=.git",
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty=+changes",
+    ]
     folder = Path(__file__).resolve().parents[2]
     try:
         return subprocess.run(
-            describe, capture_output=True, text=True, encoding="utf-8", errors="replace", cwd=folder, check=True
+            describe,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            cwd=folder,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no `.git`
         return os.environ.get("COMMIT") or None
@@ -82,13 +104,18 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    lines = (
+        cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+        if cpuinfo.exists()
+        else []
+    )
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a device by its data sheet; None if it is unknown: on a CPU, and for other types."""
+    """Return the peak FLOP/s of a device by its data sheet; None if it is unknown: on a CPU, and
+    for other types."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = device_name(device)

@@ -1,4 +1,5 @@
-"""Errors raised on purpose. The command line shows them in one line and any other exception with its traceback.
+"""Errors raised on purpose. The command line shows them in one line and any other exception with
+its traceback.
 
 This module imports nothing heavy.
 """
@@ -13,7 +14,10 @@ import unicodedata
 from collections.abc import Iterable
 
 HANGING = "hanging"
-"""Name of a thread whose call did not return in time. A command does not wait for it when the process ends."""
+"""Name of a thread whose call did not return in time.
+
+A command does not wait for it when the process ends.
+"""
 
 
 class UserError(ValueError):
@@ -24,14 +28,18 @@ class RunError(RuntimeError):
     """A run that cannot continue although its settings are valid. Exit status 1.
 
     Attributes:
-        on_all_ranks: whether every rank raises it; if so, the ranks can still save a checkpoint together.
+        on_all_ranks: whether every rank raises it; if so, the ranks can still save a checkpoint
+            together.
     """
 
     on_all_ranks = False
 
 
 class NonFiniteError(RunError):
-    """A loss or gradient that is not finite. No weight was updated; the tested value is a sum over the ranks."""
+    """A loss or gradient that is not finite.
+
+    No weight was updated; the tested value is a sum over the ranks.
+    """
 
     on_all_ranks = True
 
@@ -43,7 +51,8 @@ class ParityError(RunError):
 
 
 class RankError(RunError):
-    """A failure of another rank, raised on all the others by `sage_fast.util.ranks.fail_together`."""
+    """A failure of another rank, raised on all the others by
+    `sage_fast.util.ranks.fail_together`."""
 
     on_all_ranks = True
 
@@ -57,19 +66,23 @@ SIGNALS = {
     signal.SIGQUIT: 131,  # Ctrl-\
     signal.SIGTERM: 0,  # Slurm, PBS, LSF, Kubernetes, systemd, torchrun, deepspeed
     signal.SIGHUP: 0,  # a terminal that closes
-    signal.SIGUSR1: 0,  # a warning: Slurm's --signal=USR1, SGE's -notify and s_rt, submitit before 1.4
+    # a warning: Slurm's --signal=USR1, SGE's -notify and s_rt, submitit before 1.4
+    signal.SIGUSR1: 0,
     signal.SIGUSR2: 0,  # a warning: SGE's -notify, LSF's run limit, submitit, OAR
     signal.SIGXCPU: 0,  # a warning: the CPU limit of LSF, SGE (s_cpu), PBS and `ulimit -St`
 }
-"""Signals that stop a run -> exit status: 128 + number after those that a person types, 0 after a scheduler's.
+"""Signals that stop a run -> exit status: 128 + number after those that a person types, 0 after a
+scheduler's.
 
-Others need no handler. SIGKILL and SIGSTOP cannot be handled. SIGTSTP and SIGCONT suspend and continue a run. Python
-ignores SIGPIPE and SIGXFSZ, so a closed pipe and a file beyond the size limit are errors of the write.
+Others need no handler. SIGKILL and SIGSTOP cannot be handled. SIGTSTP and SIGCONT suspend and
+continue a run. Python ignores SIGPIPE and SIGXFSZ, so a closed pipe and a file beyond the size
+limit are errors of the write.
 """
 
 
 class Stopped(KeyboardInterrupt):
-    """Stop requested by one of `SIGNALS`. Raised on every rank at a point where the run's state is consistent.
+    """Stop requested by one of `SIGNALS`. Raised on every rank at a point where the run's state is
+    consistent.
 
     Args:
         number: signal number.
@@ -87,7 +100,10 @@ class Stopped(KeyboardInterrupt):
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """Return `expected one of a, b, c; did you mean 'b'?`. The question is left out if nothing is close."""
+    """Return `expected one of a, b, c; did you mean 'b'?`.
+
+    The question is left out if nothing is close.
+    """
     choices = list(choices)
     if not choices:
         return "there is nothing to choose from"
@@ -121,7 +137,10 @@ def printable(text: str) -> str:
 
 
 def print_error(line: str) -> None:
-    """Print a line on stderr. Where that is closed, on a full disk or read by nobody, the command ends as it would."""
+    """Print a line on stderr.
+
+    Where that is closed, on a full disk or read by nobody, the command ends as it would.
+    """
     try:
         print(printable(line), file=sys.stderr, flush=True)
     except ValueError:  # closed
@@ -139,4 +158,6 @@ def reason(error: OSError | UserError) -> str:
     """Return `'path': No space left on device`, or as much of it as the error knows."""
     if isinstance(error, UserError) or error.strerror is None:
         return in_one_line(error)
-    return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"
+    return (
+        error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"
+    )

@@ -1,8 +1,9 @@
-"""Read and write files: errors name the file, writes are atomic, and colleagues may read what is written.
+"""Read and write files: errors name the file, writes are atomic, and colleagues may read what is
+written.
 
-All calls on files that not every file system has go through this module. Most are needed: their error is raised, and
-`probe` finds it before any work. Those that only add safety are the rows of `ONLY_SAFER`: where a file system does not
-have one, a note says so once, and the run goes on.
+All calls on files that not every file system has go through this module. Most are needed: their
+error is raised, and `probe` finds it before any work. Those that only add safety are the rows of
+`ONLY_SAFER`: where a file system does not have one, a note says so once, and the run goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from sage_fast.util.errors import UserError, first_line
 log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
-"""Suffix of a file or folder that is being written. If a kill leaves one behind, it may be removed."""
+"""Suffix of a file or folder that is being written.
+
+If a kill leaves one behind, it may be removed.
+"""
 
 VIDEOS = "videos.csv"
 """File that marks a folder of videos to score and compare; see `sage_fast.eval.videoset`."""
@@ -40,7 +44,7 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that is full, read-only or broken, or of a quota."""
 
 
-# -- calls that only add safety ---------------------------------------------------------------------------------------
+# -- calls that only add safety --------------------------------------------------------------------
 
 
 class SafetyCall(NamedTuple):
@@ -49,8 +53,8 @@ class SafetyCall(NamedTuple):
     Attributes:
         doing: what the call does, for the note.
         lost: what the run does without.
-        errnos: errors by which a file system says that it does not have the call; any other is raised. None: every
-            error, since the run needs nothing of the call.
+        errnos: errors by which a file system says that it does not have the call; any other is
+            raised. None: every error, since the run needs nothing of the call.
     """
 
     doing: str
@@ -59,22 +63,36 @@ class SafetyCall(NamedTuple):
 
 
 _ABSENT = frozenset(
-    {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EBADF, errno.EPERM, errno.EACCES}
+    {
+        errno.EINVAL,
+        errno.ENOTSUP,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+        errno.ENOTTY,
+        errno.EBADF,
+        errno.EPERM,
+        errno.EACCES,
+    }
 )
-"""How network, object-store and FUSE file systems say that they do not have a call, or do not allow it.
+"""How network, object-store and FUSE file systems say that they do not have a call, or do not allow
+it.
 
-A failed disk (EIO), a full one (ENOSPC), a used-up quota (EDQUOT) and a server that is gone (ESTALE, ETIMEDOUT,
-ENOTCONN) are not among them: what such a flush was for may be lost.
+A failed disk (EIO), a full one (ENOSPC), a used-up quota (EDQUOT) and a server that is gone
+(ESTALE, ETIMEDOUT, ENOTCONN) are not among them: what such a flush was for may be lost.
 """
 
 ONLY_SAFER = {
-    "flush": SafetyCall("flush a file to the disk", "a loss of power may damage the files written last", _ABSENT),
+    "flush": SafetyCall(
+        "flush a file to the disk", "a loss of power may damage the files written last", _ABSENT
+    ),
     "flush_folder": SafetyCall(
         "flush a folder to the disk",
         "a loss of power may undo the last renames",
         _ABSENT | {errno.EISDIR},  # from file systems that cannot open a folder
     ),
-    "permissions": SafetyCall("set permissions", "colleagues may be unable to read the weights", None),
+    "permissions": SafetyCall(
+        "set permissions", "colleagues may be unable to read the weights", None
+    ),
     "lock": SafetyCall("lock a file", "make sure that only one process uses it", None),
     "unlock": SafetyCall("unlock a file", "its lock ends with the process", None),
     "claim": SafetyCall("read run.lock", "make sure that only one run uses the folder", None),
@@ -89,7 +107,8 @@ _noted = set[str]()
 
 @contextlib.contextmanager
 def only_safer(kind: str, path: str | Path) -> Iterator[None]:
-    """Run a call of a kind in `ONLY_SAFER`; where the file system does not have it, say so once and go on.
+    """Run a call of a kind in `ONLY_SAFER`; where the file system does not have it, say so once and
+    go on.
 
     Raises:
         OSError: the call fails for another reason; the error names `path`.
@@ -104,7 +123,12 @@ def only_safer(kind: str, path: str | Path) -> Iterator[None]:
         if kind not in _noted:
             _noted.add(kind)
             why = error.strerror or first_line(error)
-            log.info(wrapped(f"note: the file system cannot {call.doing} ({why}): {call.lost}; first for {path}"))
+            log.info(
+                wrapped(
+                    f"note: the file system cannot {call.doing} ({why}): {call.lost}; first for "
+                    f"{path}"
+                )
+            )
 
 
 def sync(path: Path) -> None:
@@ -155,7 +179,8 @@ class FolderLock:
         Raises:
             OSError: the file cannot be made.
         """
-        os.close(os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666))  # needed, as opposed to the lock
+        # needed, as opposed to the lock
+        os.close(os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666))
         with only_safer("lock", self._file):
             try:
                 self._lock.acquire()
@@ -170,7 +195,8 @@ class FolderLock:
 
 @contextlib.contextmanager
 def one_at_a_time(file: Path) -> Iterator[None]:
-    """Wait until no other process of this machine is in such a block on `file`; its content stays."""
+    """Wait until no other process of this machine is in such a block on `file`; its content
+    stays."""
     with contextlib.ExitStack() as held:
         with only_safer("lock", file):
             opened = held.enter_context(file.open("ab"))
@@ -185,7 +211,7 @@ def _unlock(descriptor: int, file: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -215,7 +241,9 @@ def save_tensors(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, 
         free = ""
         with only_safer("free_space", file.parent):
             free = f", {shutil.disk_usage(file.parent).free / 2**20:,.1f} MiB are free there"
-        raise OSError(errno.EIO, f"cannot be written{free}: {first_line(error)}", str(file)) from error
+        raise OSError(
+            errno.EIO, f"cannot be written{free}: {first_line(error)}", str(file)
+        ) from error
     set_default_permissions(file)
 
 
@@ -248,12 +276,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file atomically through `atomic_path`; text is encoded as UTF-8."""
     with atomic_path(path) as partial, partial.open("wb") as file:
-        # A path may hold bytes that are no UTF-8, which Python keeps as lone surrogates: they are written as escapes.
-        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        # A path may hold bytes that are no UTF-8, which Python keeps as lone surrogates: they are
+        # written as escapes.
+        file.write(
+            content.encode(errors="backslashreplace") if isinstance(content, str) else content
+        )
 
 
 def why_no_file(path: str | Path) -> str:
-    """Return in words what is at a path where a file was expected: nothing, a folder, a link to nothing or a pipe."""
+    """Return in words what is at a path where a file was expected: nothing, a folder, a link to
+    nothing or a pipe."""
     if os.path.isdir(path):
         return "a folder, not a file"
     if os.path.exists(path):
@@ -270,7 +302,8 @@ def remove(path: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy the files of a folder into a new one, without their permissions and times, which not every disk can set."""
+    """Copy the files of a folder into a new one, without their permissions and times, which not
+    every disk can set."""
     target.mkdir()
     for path in sorted(source.rglob("*")):
         copied = target / path.relative_to(source)
@@ -283,7 +316,8 @@ def copy_folder(source: Path, target: Path) -> None:
 def rename(source: Path, target: Path) -> None:
     """Rename a file or a folder; a file at `target` is replaced.
 
-    A network file system may have renamed it although the call fails, if the answer was lost and it asked again.
+    A network file system may have renamed it although the call fails, if the answer was lost and it
+    asked again.
     """
     inode = source.lstat().st_ino
     try:
@@ -294,7 +328,10 @@ def rename(source: Path, target: Path) -> None:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Rename a file or a folder to its final name. A folder that is there is replaced, or stays if that fails."""
+    """Rename a file or a folder to its final name.
+
+    A folder that is there is replaced, or stays if that fails.
+    """
     aside = set_aside(path) if path.is_dir() else None  # rename does not replace a folder
     try:
         rename(partial, path)
@@ -308,7 +345,10 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a folder to a name with `PARTIAL`, and return it. Of a link, the target keeps its name."""
+    """Rename a folder to a name with `PARTIAL`, and return it.
+
+    Of a link, the target keeps its name.
+    """
     for number in itertools.count():
         aside = folder.with_name(f"{folder.name}.old{number or ''}{PARTIAL}")
         discard(aside)
@@ -319,18 +359,23 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a folder, then remove it: a kill leaves no half of it under its name. The target of a link stays."""
+    """Rename a folder, then remove it: a kill leaves no half of it under its name.
+
+    The target of a link stays.
+    """
     discard(set_aside(folder))
 
 
 def take_away(path: Path) -> None:
-    """Remove a file or a folder, if it is there, so that nothing reads it: it has another name even if it stays."""
+    """Remove a file or a folder, if it is there, so that nothing reads it: it has another name even
+    if it stays."""
     if os.path.lexists(path):
         discard(set_aside(path))
 
 
 def probe(folder: Path) -> None:
-    """Make every call on files that a run needs of a file system once, in a folder that exists. Nothing is left.
+    """Make every call on files that a run needs of a file system once, in a folder that exists.
+    Nothing is left.
 
     Raises:
         OSError: a call failed; the error names the folder and what a run cannot do there.
@@ -377,12 +422,16 @@ def _needed(doing: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"{error.strerror or first_line(error)}: a run cannot {doing} there; nothing was changed"
+        why = (
+            f"{error.strerror or first_line(error)}: a run cannot {doing} there; nothing was "
+            "changed"
+        )
         raise OSError(error.errno, why, str(folder)) from error
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:
-    """Write an indented JSON file atomically; write to a pipe or device such as /dev/stdout directly."""
+    """Write an indented JSON file atomically; write to a pipe or device such as /dev/stdout
+    directly."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1) + "\n"
     if path.exists() and not path.is_file():  # /dev/stdout, or a pipe
@@ -399,11 +448,14 @@ def check_new_folder(folder: Path, option: str = "--folder") -> None:
         UserError: it is a file, or holds files.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{option} {str(folder)!r}: expected a new or an empty folder; nothing was changed")
+        raise UserError(
+            f"{option} {str(folder)!r}: expected a new or an empty folder; nothing was changed"
+        )
 
 
 def make_folder_of(file: Path | None, option: str = "--json") -> None:
-    """Create the parent folder of the file of an option. A path that cannot be written fails here, before the work.
+    """Create the parent folder of the file of an option. A path that cannot be written fails here,
+    before the work.
 
     Raises:
         UserError: `file` is a folder.
@@ -415,7 +467,8 @@ def make_folder_of(file: Path | None, option: str = "--json") -> None:
 
 
 def fingerprint(content: bytes, *paths: str | Path) -> str:
-    """Return the first digits of the SHA-256 of `content` and of the files at `paths`, or in them."""
+    """Return the first digits of the SHA-256 of `content` and of the files at `paths`, or in
+    them."""
     found = hashlib.sha256(content)
     for path in map(Path, paths):
         for file in [path, *sorted(path.rglob("*"))]:
@@ -439,7 +492,8 @@ def append_line(file: BinaryIO, line: str) -> None:
         line: without the newline.
 
     Raises:
-        OSError: the file is as it was, or if it cannot be truncated either, ends with a part of the line.
+        OSError: the file is as it was, or if it cannot be truncated either, ends with a part of the
+            line.
     """
     content, size = line.encode() + b"\n", os.fstat(file.fileno()).st_size
     with writing(file.name):
@@ -454,13 +508,15 @@ def append_line(file: BinaryIO, line: str) -> None:
 
 
 def json_value(value: Any) -> Any:
-    """Return a value for JSON: None instead of a float that is not finite, which JSON cannot hold."""
+    """Return a value for JSON: None instead of a float that is not finite, which JSON cannot
+    hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Add `path` to a read error that names no file, such as that of a failed disk or a server that is gone."""
+    """Add `path` to a read error that names no file, such as that of a failed disk or a server that
+    is gone."""
     try:
         yield
     except OSError as error:
@@ -469,7 +525,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file of any program, in UTF-8; a byte-order mark, which Windows' editors write, is no part of it.
+    """Read a text file of any program, in UTF-8; a byte-order mark, which Windows' editors write,
+    is no part of it.
 
     Raises:
         UnicodeDecodeError: it is not UTF-8.
@@ -497,7 +554,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a `metrics.jsonl`; [] if there is no file. An incomplete last line, as after a kill, is dropped.
+    """Read the rows of a `metrics.jsonl`; [] if there is no file. An incomplete last line, as after
+    a kill, is dropped.
 
     Raises:
         UserError: a complete line is not a JSON object with an integer `iteration`.
@@ -513,7 +571,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise UserError("expected an object with an integer 'iteration' from 0")
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; put a copy of the file there"
+                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; put a copy "
+                "of the file there"
             ) from error
         rows.append(row)
     return rows

@@ -1,9 +1,9 @@
 """What a run depends on, compared before and after the code of a plug-in, and put back.
 
-A plug-in is a reward or a model family of a user's. Its code runs in the process of the run, where it could change
-how the policy trains without a word. `guarded` compares as wholes: the functions of PyTorch, of every layer class and
-of this package; the modes, backends and hooks of PyTorch; the process group; random numbers; signals, loggers, streams
-and the current folder.
+A plug-in is a reward or a model family of a user's. Its code runs in the process of the run, where
+it could change how the policy trains without a word. `guarded` compares as wholes: the functions of
+PyTorch, of every layer class and of this package; the modes, backends and hooks of PyTorch; the
+process group; random numbers; signals, loggers, streams and the current folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ Accessors = tuple[Callable[[], Any], Callable[[Any], object]]
 def _attributes(owner: str, *names: str) -> dict[str, Accessors]:
     holder = pkgutil.resolve_name(owner)
     return {
-        f"{owner}.{name}": (functools.partial(getattr, holder, name), functools.partial(setattr, holder, name))
+        f"{owner}.{name}": (
+            functools.partial(getattr, holder, name),
+            functools.partial(setattr, holder, name),
+        )
         for name in names
     }
 
@@ -64,11 +67,19 @@ def _refill(hooks: dict[int, Any], held: dict[int, Any]) -> None:
 
 def _loggers() -> list[logging.Logger]:
     known = logging.root.manager.loggerDict.items()
-    return [logger for name, logger in known if isinstance(logger, logging.Logger) and name.startswith("sage_fast")]
+    return [
+        logger
+        for name, logger in known
+        if isinstance(logger, logging.Logger) and name.startswith("sage_fast")
+    ]
 
 
 def _muted_loggers() -> dict[logging.Logger, tuple[bool, int]]:
-    return {logger: (logger.disabled, logger.level) for logger in _loggers() if logger.disabled or logger.level}
+    return {
+        logger: (logger.disabled, logger.level)
+        for logger in _loggers()
+        if logger.disabled or logger.level
+    }
 
 
 def _mute(muted: dict[logging.Logger, tuple[bool, int]]) -> None:
@@ -79,7 +90,8 @@ def _mute(muted: dict[logging.Logger, tuple[bool, int]]) -> None:
 
 
 def _alarms() -> tuple[float, ...]:
-    """Return the seconds until each timer of the process sends its signal, whole; 0: none is set."""
+    """Return the seconds until each timer of the process sends its signal, whole; 0: none is
+    set."""
     return tuple(float(signal.getitimer(timer)[0] > 0) for timer in TIMERS)
 
 
@@ -118,7 +130,8 @@ def _autocast_depth() -> int:
 
 
 def _set_autocast_depth(depth: int) -> None:
-    """Leave `with` blocks of autocast: within one, a weight's copy of fewer bits outlives an update of the weight."""
+    """Leave `with` blocks of autocast: within one, a weight's copy of fewer bits outlives an update
+    of the weight."""
     while _autocast_depth() > depth:
         torch.autocast_decrement_nesting()
     while _autocast_depth() < depth:
@@ -127,7 +140,8 @@ def _set_autocast_depth(depth: int) -> None:
 
 
 def _modes() -> tuple[Any, ...]:
-    """Return the modes that every operator passes, and the hooks for tensors that a backward pass keeps."""
+    """Return the modes that every operator passes, and the hooks for tensors that a backward pass
+    keeps."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), hooks
 
@@ -169,17 +183,33 @@ SETTINGS: dict[str, Accessors] = {
     ),
     "numpy.seterr": (np.geterr, lambda errors: np.seterr(**errors)),
     **_attributes("PIL.Image", "MAX_IMAGE_PIXELS"),
-    "torch.inference_mode": (torch.is_inference_mode_enabled, lambda on: _left.enter_context(torch.inference_mode(on))),
+    "torch.inference_mode": (
+        torch.is_inference_mode_enabled,
+        lambda on: _left.enter_context(torch.inference_mode(on)),
+    ),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.set_default_device": (torch.get_default_device, _set_device),
     "torch.set_num_threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch.use_deterministic_algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "torch.autograd.set_detect_anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "torch.set_float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch.use_deterministic_algorithms": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "torch.autograd.set_detect_anomaly": (
+        torch.is_anomaly_enabled,
+        torch.autograd.set_detect_anomaly,
+    ),
+    "torch.set_float32_matmul_precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
     **_attributes("torch.backends.cudnn", "enabled", "benchmark", "deterministic", "allow_tf32"),
     **_attributes("torch.backends.mkldnn", "enabled", "deterministic"),
-    **_attributes("torch.backends.cuda.matmul", "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction"),
+    **_attributes(
+        "torch.backends.cuda.matmul",
+        "allow_fp16_accumulation",
+        "allow_fp16_reduced_precision_reduction",
+    ),
     **_attributes("torch.backends.cuda.matmul", "allow_bf16_reduced_precision_reduction"),
     **_attributes("torch.backends.opt_einsum", "enabled", "strategy"),
     "torch.backends.nnpack": (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
@@ -195,21 +225,42 @@ SETTINGS: dict[str, Accessors] = {
     "signal.set_wakeup_fd": (_wakeup_end, _set_wakeup_end),
     "signal.alarm": (_alarms, _end_alarms),
 }
-"""Name -> its functions. A setting comes after those that write to it, as leaving inference mode does to gradients."""
+"""Name -> its functions.
+
+A setting comes after those that write to it, as leaving inference mode does to gradients.
+"""
 for n in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}):
     if isinstance(n, signal.Signals):  # a number between those for real time has no name
-        SETTINGS[f"signal.{n.name}"] = functools.partial(signal.getsignal, n), functools.partial(signal.signal, n)
+        SETTINGS[f"signal.{n.name}"] = (
+            functools.partial(signal.getsignal, n),
+            functools.partial(signal.signal, n),
+        )
 for kind in ("cpu", "cuda"):
     for what, read in (("enabled", torch.is_autocast_enabled), ("dtype", torch.get_autocast_dtype)):
         write = attrgetter(f"set_autocast_{what}")(torch)
-        SETTINGS[f"torch.autocast({kind!r}, {what})"] = functools.partial(read, kind), functools.partial(write, kind)
+        SETTINGS[f"torch.autocast({kind!r}, {what})"] = (
+            functools.partial(read, kind),
+            functools.partial(write, kind),
+        )
 for kind in ("flash", "mem_efficient", "math", "cudnn"):
-    reads, writes = (attrgetter(name)(torch.backends.cuda) for name in (f"{kind}_sdp_enabled", f"enable_{kind}_sdp"))
+    reads, writes = (
+        attrgetter(name)(torch.backends.cuda)
+        for name in (f"{kind}_sdp_enabled", f"enable_{kind}_sdp")
+    )
     SETTINGS[f"torch.backends.cuda.enable_{kind}_sdp"] = reads, writes
-for part in ("", ".cudnn", ".mkldnn", ".cuda.matmul", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul"):
+for part in (
+    "",
+    ".cudnn",
+    ".mkldnn",
+    ".cuda.matmul",
+    ".cudnn.conv",
+    ".cudnn.rnn",
+    ".mkldnn.matmul",
+):
     SETTINGS |= _attributes(f"torch.backends{part}", "fp32_precision")
 for name, hooks in vars(torch.nn.modules.module).items():
-    if name.startswith("_global_") and isinstance(hooks, dict):  # they run in every module, the trained model too
+    # they run in every module, the trained model too
+    if name.startswith("_global_") and isinstance(hooks, dict):
         SETTINGS[f"torch.nn.modules.module.{name}"] = hooks.copy, functools.partial(_refill, hooks)
 
 _noted: set[tuple[str, str]] = set()
@@ -218,12 +269,13 @@ _belongs_to_plugin = False
 
 
 def _value(name: str) -> Any:
-    """Read a setting; None where it cannot be said, as for an old function of TF32 beside the new attributes."""
+    """Read a setting; None where it cannot be said, as for an old function of TF32 beside the new
+    attributes."""
     with contextlib.suppress(RuntimeError, OSError):
         return SETTINGS[name][0]()
 
 
-# -- functions that the policy's forward may call ---------------------------------------------------------------------
+# -- functions that the policy's forward may call --------------------------------------------------
 
 _FUNCTIONS = (
     types.FunctionType,
@@ -239,7 +291,8 @@ _FUNCTIONS = (
 
 
 def _layer_classes() -> list[type]:
-    """Return every layer class that is loaded: PyTorch's, those of libraries, and the policy's own."""
+    """Return every layer class that is loaded: PyTorch's, those of libraries, and the policy's
+    own."""
     found: dict[type, None] = {}
     todo: list[type] = [torch.nn.Module]
     while todo:
@@ -259,7 +312,8 @@ _TRAINING = (
     "torch.utils.checkpoint",
     "diffusers.models",
 )
-"""Packages whose functions and classes train the policy: this one, with its operators, and those that it calls."""
+"""Packages whose functions and classes train the policy: this one, with its operators, and those
+that it calls."""
 
 
 def _owners() -> dict[Any, None]:
@@ -277,7 +331,9 @@ def _owners() -> dict[Any, None]:
 
 
 def _functions_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if issubclass(type(value), _FUNCTIONS)}
+    return {
+        name: value for name, value in attributes.items() if issubclass(type(value), _FUNCTIONS)
+    }
 
 
 def _attributes_of_owners() -> dict[Any, dict[str, Any]]:
@@ -286,14 +342,16 @@ def _attributes_of_owners() -> dict[Any, dict[str, Any]]:
 
 
 def _is_wrapped_by_pytorch(found: Any, function: Any) -> bool:
-    """Whether both are one function: PyTorch wraps some at an optimizer's first instance and when it first compiles."""
+    """Whether both are one function: PyTorch wraps some at an optimizer's first instance and when
+    it first compiles."""
     if getattr(found, "__module__", "") == "torch._dynamo.mutation_guard":
         return True
     return _unwrapped(found) is _unwrapped(function)
 
 
 def _unwrapped(function: Any) -> Any:
-    """Return the function within the wrappers of PyTorch's compiler and of its profiler for optimizers."""
+    """Return the function within the wrappers of PyTorch's compiler and of its profiler for
+    optimizers."""
     while True:
         inner = getattr(function, "_torchdynamo_orig_callable", None)
         if inner is None and getattr(function, "hooked", False):
@@ -308,7 +366,9 @@ def _put_functions_back(before: Mapping[Any, Mapping[str, Any]]) -> list[str]:
     changed = []
     for owner, attributes in before.items():
         attributes_now = vars(owner)
-        if len(attributes_now) == len(attributes) and all(map(is_, attributes_now.values(), attributes.values())):
+        if len(attributes_now) == len(attributes) and all(
+            map(is_, attributes_now.values(), attributes.values())
+        ):
             continue  # nearly every one, told in a millisecond for all
         now, functions = _functions_of(attributes_now), _functions_of(attributes)
         place = "" if isinstance(owner, types.ModuleType) else f"{owner.__module__}."
@@ -320,7 +380,9 @@ def _put_functions_back(before: Mapping[Any, Mapping[str, Any]]) -> list[str]:
                 changed.append(f"{name_of_owner}.{name}")
         # What a class gains hides a function that it inherits; what a module gains hides nothing.
         for name in now.keys() - functions.keys() if isinstance(owner, type) else ():
-            inherited = next((vars(base)[name] for base in owner.__mro__[1:] if name in vars(base)), None)
+            inherited = next(
+                (vars(base)[name] for base in owner.__mro__[1:] if name in vars(base)), None
+            )
             if _is_wrapped_by_pytorch(now[name], inherited):
                 continue
             delattr(owner, name)
@@ -328,7 +390,7 @@ def _put_functions_back(before: Mapping[Any, Mapping[str, Any]]) -> list[str]:
     return changed
 
 
-# -- random numbers, process group, processes -------------------------------------------------------------------------
+# -- random numbers, process group, processes ------------------------------------------------------
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -361,7 +423,8 @@ def _groups() -> set[Any]:
 def _groups_kept(who: str) -> Iterator[None]:
     """Keep the run's process groups within the block, whose clean-up code may destroy them.
 
-    A rank without them would go on alone in the same folder, so it ends if one is destroyed all the same.
+    A rank without them would go on alone in the same folder, so it ends if one is destroyed all the
+    same.
     """
     kept = _groups()
     destroy = dist.destroy_process_group
@@ -380,14 +443,15 @@ def _groups_kept(who: str) -> Iterator[None]:
         for module in (dist, dist.distributed_c10d):
             vars(module)["destroy_process_group"] = destroy
         now = _groups()
-        if not kept and now:  # later collectives of this process would be those of the plug-in's group
+        # later collectives of this process would be those of the plug-in's group
+        if not kept and now:
             destroy()
             _note(who, "torch.distributed.init_process_group")
         if kept - now:
             print(
                 printable(
-                    f"sage-fast: {who} destroyed a process group of the run, so this rank ends; give it a "
-                    "process of its own (a reward: workers = 1)"
+                    f"sage-fast: {who} destroyed a process group of the run, so this rank ends; "
+                    "give it a process of its own (a reward: workers = 1)"
                 ),
                 file=sys.stderr,
                 flush=True,
@@ -396,7 +460,10 @@ def _groups_kept(who: str) -> Iterator[None]:
 
 
 def end_started() -> None:
-    """Kill the processes that the code of plug-ins has started, and theirs. It is registered to run at exit."""
+    """Kill the processes that the code of plug-ins has started, and theirs.
+
+    It is registered to run at exit.
+    """
     for process in _started:
         with contextlib.suppress(psutil.NoSuchProcess):
             for each in (*process.children(recursive=True), process):
@@ -405,13 +472,14 @@ def end_started() -> None:
 
 def _children() -> set[psutil.Process]:
     found: set[psutil.Process] = set()
-    for file in Path("/proc/self/task").glob("*/children"):  # of a thread; psutil would read all of /proc
+    # of a thread; psutil would read all of /proc
+    for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             found.update(map(psutil.Process, map(int, file.read_text(encoding="utf-8").split())))
     return found
 
 
-# -- the guard --------------------------------------------------------------------------------------------------------
+# -- the guard -------------------------------------------------------------------------------------
 
 
 def _note(who: str, *names: str) -> None:
@@ -428,11 +496,13 @@ def _note(who: str, *names: str) -> None:
 def guarded(who: str) -> Iterator[None]:
     """Run the code of the plug-in `who`; put back what it changes, and say once what that was.
 
-    A process that the code forks, and that returns from it, ends there: it would be a second run in the same folder.
-    In a process that `belongs_to_plugin`, nothing is put back: no run depends on it.
+    A process that the code forks, and that returns from it, ends there: it would be a second run in
+    the same folder. In a process that `belongs_to_plugin`, nothing is put back: no run depends on
+    it.
 
     Raises:
-        NotPutBack: something cannot be put back, such as a device whose `with` block was entered and never left.
+        NotPutBack: something cannot be put back, such as a device whose `with` block was entered
+            and never left.
     """
     others = _children()
     try:
@@ -440,7 +510,8 @@ def guarded(who: str) -> Iterator[None]:
             yield
     finally:
         if (started := _children() - others) and not _started:
-            Finalize(None, end_started, exitpriority=0)  # before multiprocessing waits for its children
+            # before multiprocessing waits for its children
+            Finalize(None, end_started, exitpriority=0)
         _started.update(started)
 
 
@@ -471,7 +542,8 @@ def _state_kept(who: str) -> Iterator[None]:
         with _groups_kept(who):
             yield
     finally:
-        before = {name: value for name, value in before.items() if value is not None}  # None: cannot be read
+        # None: cannot be read
+        before = {name: value for name, value in before.items() if value is not None}
         changed = [name for name, value in before.items() if _value(name) != value]
         for name in before if changed else ():
             if _value(name) != before[name]:
@@ -480,14 +552,17 @@ def _state_kept(who: str) -> Iterator[None]:
         changed += _put_functions_back(attributes)
         _put_random_back(state)
         if held:
-            raise NotPutBack(f"{who} changes {', '.join(held)} for the whole process, which cannot be put back")
+            raise NotPutBack(
+                f"{who} changes {', '.join(held)} for the whole process, which cannot be put back"
+            )
         _note(who, *changed)
 
 
 def belongs_to_plugin() -> None:
     """Say that this process is a plug-in's own, as a worker is: `guarded` puts nothing back in it.
 
-    A reward may need there what a run could not bear: process groups, other functions of a layer, another default.
+    A reward may need there what a run could not bear: process groups, other functions of a layer,
+    another default.
     """
     global _belongs_to_plugin
     _belongs_to_plugin = True

@@ -19,7 +19,8 @@ SMALLEST = 16
 
 
 def check_image(path: str) -> None:
-    """Check an image by its header; errors as `read_image`, except that the end of the file may be missing."""
+    """Check an image by its header; errors as `read_image`, except that the end of the file may be
+    missing."""
     with _opened(path):
         pass
 
@@ -31,13 +32,15 @@ def read_image(path: str, *, reduced: bool = False) -> Image.Image:
         reduced: read a JPEG at a fraction of its size.
 
     Raises:
-        UserError: it is missing, no image, cut off, too small or too large, or has more than 8 bits a channel.
+        UserError: it is missing, no image, cut off, too small or too large, or has more than 8 bits
+            a channel.
     """
     with _opened(path) as image:
         if reduced:
             image.draft("RGB", (SMALLEST, SMALLEST))
         image.load()
-        image.info.pop("transparency", None)  # it is dropped anyway, for some palettes with a warning
+        # it is dropped anyway, for some palettes with a warning
+        image.info.pop("transparency", None)
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -47,14 +50,21 @@ def _opened(path: str) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            if os.path.exists(path) and not os.path.isfile(path):  # such as a pipe, which would block
-                raise UserError(f"image {path!r} is {why_no_file(path)}; expected {', '.join(FORMATS)}")
+            # such as a pipe, which would block
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise UserError(
+                    f"image {path!r} is {why_no_file(path)}; expected {', '.join(FORMATS)}"
+                )
             opened = Image.open(path, formats=FORMATS)
         with opened as image:
             if min(image.size) < SMALLEST:
-                raise UserError(f"image {path!r} has {image.width} x {image.height} pixels; {sizes}")
+                raise UserError(
+                    f"image {path!r} has {image.width} x {image.height} pixels; {sizes}"
+                )
             if image.mode.startswith(("I", "F")):
-                raise UserError(f"image {path!r} has mode {image.mode}; expected 8 bits a channel, such as RGB")
+                raise UserError(
+                    f"image {path!r} has mode {image.mode}; expected 8 bits a channel, such as RGB"
+                )
             yield image
     except UserError:
         raise
@@ -63,6 +73,8 @@ def _opened(path: str) -> Iterator[Image.Image]:
     except FileNotFoundError as error:
         raise UserError(f"image {path!r}: no such file") from error
     except Image.UnidentifiedImageError as error:
-        raise UserError(f"image {path!r} has another format; expected {', '.join(FORMATS)}") from error
+        raise UserError(
+            f"image {path!r} has another format; expected {', '.join(FORMATS)}"
+        ) from error
     except Exception as error:  # Pillow raises many kinds for broken files, struct.error among them
         raise UserError(f"image {path!r} cannot be read: {first_line(error)}") from error

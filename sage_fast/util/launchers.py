@@ -1,8 +1,9 @@
 """How a process was started: the variables of torchrun, and the launchers that set others.
 
-A group of ranks is described by torchrun's variables: WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. `accelerate launch`, `deepspeed` and `python -m torch.distributed.launch` set them too. This module imports
-nothing heavy: a wrong start is told before PyTorch is loaded.
+A group of ranks is described by torchrun's variables: WORLD_SIZE, RANK, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `accelerate launch`, `deepspeed` and `python -m
+torch.distributed.launch` set them too. This module imports nothing heavy: a wrong start is told
+before PyTorch is loaded.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class Launcher(NamedTuple):
 
     Attributes:
         name: the command.
-        size, rank, local_rank: variables with the number of processes, and with the number of this one among all and
-            among those of its node; `size` is "" if the launcher does not say.
-        local_size: variable with the number of processes of a node; "" if there is none that is a plain number.
+        size, rank, local_rank: variables with the number of processes, and with the number of this
+            one among all and among those of its node; `size` is "" if the launcher does not say.
+        local_size: variable with the number of processes of a node; "" if there is none that is a
+            plain number.
     """
 
     name: str
@@ -44,7 +46,8 @@ class Launcher(NamedTuple):
 
 
 LAUNCHERS = (
-    # SLURM_NTASKS counts the tasks of the job, and is also set in the shell of `salloc` and in a batch script.
+    # SLURM_NTASKS counts the tasks of the job, and is also set in the shell of `salloc` and in a
+    # batch script.
     Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     Launcher(
         "mpirun",
@@ -74,7 +77,8 @@ LAUNCHERS = (
 
 
 def launched(name: str, default: int) -> int:
-    """Return a number that the launcher gives in the environment, such as WORLD_SIZE; `default` without a launcher.
+    """Return a number that the launcher gives in the environment, such as WORLD_SIZE; `default`
+    without a launcher.
 
     Raises:
         UserError: it is no whole number, or no rank is left.
@@ -82,7 +86,10 @@ def launched(name: str, default: int) -> int:
     text = os.environ.get(name) or os.environ.get(OTHER_NAMES.get(name, "")) or str(default)
     least = min(default, 1)
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-        expected = f"expected a whole number from {least}, as torchrun sets it; without a launcher, unset it"
+        expected = (
+            f"expected a whole number from {least}, as torchrun sets it; without a launcher, unset "
+            "it"
+        )
         raise UserError(f"{name} = {reprlib.repr(text)} in the environment: {expected}")
     return int(text)
 
@@ -91,8 +98,8 @@ def check_launch() -> None:
     """Check that this process is alone, or one rank of a group that is described whole.
 
     Raises:
-        UserError: another launcher started several processes that know nothing of each other; or a variable of the
-            group is missing or wrong.
+        UserError: another launcher started several processes that know nothing of each other; or a
+            variable of the group is missing or wrong.
     """
     size = launched("WORLD_SIZE", 1)
     own = launched("RANK", 0)
@@ -101,8 +108,9 @@ def check_launch() -> None:
             _check_alone(launcher)
         if own > 0:
             raise UserError(
-                f"RANK = {own} in the environment, but no WORLD_SIZE: expected both, as torchrun sets them "
-                "(`torchrun --nproc-per-node GPUS -m sage_fast ...`); for a process alone, `unset RANK`"
+                f"RANK = {own} in the environment, but no WORLD_SIZE: expected both, as torchrun "
+                "sets them (`torchrun --nproc-per-node GPUS -m sage_fast ...`); for a process "
+                "alone, `unset RANK`"
             )
         return
 
@@ -113,8 +121,9 @@ def check_launch() -> None:
         for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 raise UserError(
-                    f"WORLD_SIZE = {size} in the environment, but no {name}: expected what torchrun sets "
-                    f"(`torchrun --nproc-per-node GPUS -m sage_fast ...`); for a process alone, `unset WORLD_SIZE`"
+                    f"WORLD_SIZE = {size} in the environment, but no {name}: expected what "
+                    "torchrun sets (`torchrun --nproc-per-node GPUS -m sage_fast ...`); for a "
+                    "process alone, `unset WORLD_SIZE`"
                 )
 
 
@@ -128,19 +137,30 @@ def _check_alone(launcher: Launcher) -> None:
     count = f"{size} processes" if size > 1 else "several processes"
     per_node = _number(launcher.local_size) or "GPUS"
     torchrun = f"torchrun --nproc-per-node {per_node} -m sage_fast ..."
-    variables = f"RANK=${launcher.rank} LOCAL_RANK=${launcher.local_rank} WORLD_SIZE=${launcher.size or 'COUNT'}"
+    variables = (
+        f"RANK=${launcher.rank} LOCAL_RANK=${launcher.local_rank} "
+        f"WORLD_SIZE=${launcher.size or 'COUNT'}"
+    )
     raise UserError(
-        f"{launcher.name} started {count}, and each would train alone: WORLD_SIZE is not set. Type `{torchrun}` once a "
-        f"node; or set in each process {variables} MASTER_ADDR=HOST MASTER_PORT=29500; or WORLD_SIZE=1, if each is a "
-        "run of its own"
+        f"{launcher.name} started {count}, and each would train alone: WORLD_SIZE is not set. Type "
+        f"`{torchrun}` once a node; or set in each process {variables} MASTER_ADDR=HOST "
+        "MASTER_PORT=29500; or WORLD_SIZE=1, if each is a run of its own"
     )
 
 
 def note_idle_tasks() -> None:
-    """Note that a Slurm job has several tasks, of which this process, started without srun, is none."""
+    """Note that a Slurm job has several tasks, of which this process, started without srun, is
+    none."""
     tasks = _number("SLURM_NTASKS")
-    if tasks > 1 and not os.environ.get("SLURM_STEP_NUM_TASKS") and not os.environ.get("WORLD_SIZE"):
-        log.info(f"note: one process, although the Slurm job has {tasks} tasks: srun or torchrun starts several")
+    if (
+        tasks > 1
+        and not os.environ.get("SLURM_STEP_NUM_TASKS")
+        and not os.environ.get("WORLD_SIZE")
+    ):
+        log.info(
+            f"note: one process, although the Slurm job has {tasks} tasks: srun or torchrun starts "
+            "several"
+        )
 
 
 def _number(name: str) -> int:
@@ -150,14 +170,16 @@ def _number(name: str) -> int:
 
 
 def leave_group() -> None:
-    """Drop the variables of a group: a command that is one process must not follow what a shell was left with."""
+    """Drop the variables of a group: a command that is one process must not follow what a shell was
+    left with."""
     for name in GROUP:
         os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
 def without_group() -> Iterator[None]:
-    """Hide the variables of a group from a library in the block, which would join whatever is left of one."""
+    """Hide the variables of a group from a library in the block, which would join whatever is left
+    of one."""
     hidden = {name: os.environ[name] for name in GROUP if name in os.environ}
     leave_group()
     try:

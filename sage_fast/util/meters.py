@@ -21,7 +21,8 @@ JUDGE_PART = "judge/"
 
 
 def name_in_name(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return a name that is the folder of another, such as `loss` of `loss/policy`, and that other; None without."""
+    """Return a name that is the folder of another, such as `loss` of `loss/policy`, and that other;
+    None without."""
     known = set(names)
     for name in sorted(known):
         parts = name.split("/")
@@ -47,7 +48,8 @@ class Metrics:
         self._fixed[name] = self._fixed.get(name, 0) + value
 
     def add(self, name: str, values: Tensor, op: str = "mean") -> None:
-        """Collect `values [N]`, to be reduced by `op` (mean, min or max) over the iteration and all ranks."""
+        """Collect `values [N]`, to be reduced by `op` (mean, min or max) over the iteration and all
+        ranks."""
         self._values[name, op].append(values.detach())
 
     def add_by_step(self, steps: Sequence[int], values: Tensor) -> None:
@@ -56,11 +58,15 @@ class Metrics:
             self._values[step, "mean"].append(value)
 
     def reduce(self) -> dict[str, float]:
-        """Return the numbers by name, the same on every rank. Collective; ranks may have collected different names."""
+        """Return the numbers by name, the same on every rank.
+
+        Collective; ranks may have collected different names.
+        """
         return self._fixed | self._over_ranks(str)
 
     def by_step(self, steps: int) -> list[float | None]:
-        """Return the mean over ranks for each of `steps` transitions, None where nothing was collected. Collective."""
+        """Return the mean over ranks for each of `steps` transitions, None where nothing was
+        collected. Collective."""
         found = self._over_ranks(int)
         return [found.get(step) for step in range(steps)]
 
@@ -81,15 +87,18 @@ class Metrics:
         row = {}
         for (name, op), reduced_values in sorted(merged.items()):
             result = operators[op](value for value, _ in reduced_values)
-            row[name] = result / sum(count for _, count in reduced_values) if op == "mean" else result
+            row[name] = (
+                result / sum(count for _, count in reduced_values) if op == "mean" else result
+            )
         return row
 
 
 class Stopwatch:
-    """Seconds per phase and, on a GPU, peak allocated memory. Each phase is also a named range for profilers.
+    """Seconds per phase and, on a GPU, peak allocated memory. Each phase is also a named range for
+    profilers.
 
-    The end of a phase synchronises with the device. Work left running on another stream counts in the next phase. The
-    time of a nested phase is not part of the outer one.
+    The end of a phase synchronises with the device. Work left running on another stream counts in
+    the next phase. The time of a nested phase is not part of the outer one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,7 +129,10 @@ class Stopwatch:
             self._seconds[self._open[-1]] -= seconds
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Time a collective whose result is needed at once, as phase `wait`. No-op in a single process."""
+        """Time a collective whose result is needed at once, as phase `wait`.
+
+        No-op in a single process.
+        """
         if world_size() == 1:
             return contextlib.nullcontext()
         if self.device.type == "cuda":
@@ -145,8 +157,11 @@ class Stopwatch:
         return rows | {"time/total": time.perf_counter() - self.start}
 
 
-def slowest_and_fastest(seconds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
-    """Return phase -> `slowest` and `fastest`, each [rank, seconds]. Phase `work` is the sum over a rank's phases.
+def slowest_and_fastest(
+    seconds: Sequence[Mapping[str, float]],
+) -> dict[str, dict[str, list[float]]]:
+    """Return phase -> `slowest` and `fastest`, each [rank, seconds]. Phase `work` is the sum over a
+    rank's phases.
 
     Args:
         seconds: `Stopwatch.seconds()` of every rank.

@@ -20,7 +20,8 @@ class TypedPath(str):
 
 
 class TypedFile(str):
-    """The type of an option that holds a path and that its command takes as a Path, which would drop a `./`."""
+    """The type of an option that holds a path and that its command takes as a Path, which would
+    drop a `./`."""
 
     __slots__ = ()
 
@@ -28,19 +29,22 @@ class TypedFile(str):
 def expanded(path: str) -> str:
     """Return a path with a `~` at its beginning and every `$NAME` and `${NAME}` replaced.
 
-    An absolute path of something that is there stays: a run's own settings hold the whole paths of folders that may be
-    called so.
+    An absolute path of something that is there stays: a run's own settings hold the whole paths of
+    folders that may be called so.
 
     Raises:
-        UserError: there is no such user or variable, a variable is empty, a part of the path would be called `~`, or it
-            holds a character that none can.
+        UserError: there is no such user or variable, a variable is empty, a part of the path would
+            be called `~`, or it holds a character that none can.
     """
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         if not os.environ.get(name):
             problem = "is empty" if name in os.environ else "is not set"
-            raise UserError(f"{path!r}: the environment variable {name} {problem}; set it, or write the path out")
+            raise UserError(
+                f"{path!r}: the environment variable {name} {problem}; set it, or write the path "
+                "out"
+            )
         return os.environ[name]
 
     if "\0" in path:
@@ -50,12 +54,17 @@ def expanded(path: str) -> str:
     home = os.path.expanduser(path)
     if home.startswith("~"):
         user = path.partition("/")[0]
-        raise UserError(f"{path!r}: there is no user {user[1:]!r}; write the path out, or ./{path} for such a name")
+        raise UserError(
+            f"{path!r}: there is no user {user[1:]!r}; write the path out, or ./{path} for such a "
+            "name"
+        )
     whole = _VARIABLE.sub(value, home)
     if "${" in whole:
         raise UserError(f"{path!r}: expected ${{NAME}}, the name of an environment variable")
     if "~" in whole.split("/"):
-        raise UserError(f"{path!r}: would name a file or folder '~', which a shell takes for your home folder")
+        raise UserError(
+            f"{path!r}: would name a file or folder '~', which a shell takes for your home folder"
+        )
     return whole
 
 
@@ -72,7 +81,8 @@ def without_dots(path: Path) -> str:
 
 
 def expand_options(options: argparse.Namespace) -> None:
-    """Expand the paths among a command's parsed options: values, or lists of them, of `TypedPath` and `TypedFile`.
+    """Expand the paths among a command's parsed options: values, or lists of them, of `TypedPath`
+    and `TypedFile`.
 
     Raises:
         UserError: as `expanded`.

@@ -1,4 +1,5 @@
-"""Plug-ins, which are rewards and model families: shipped, of an installed package, or in a file of the user's.
+"""Plug-ins, which are rewards and model families: shipped, of an installed package, or in a file of
+the user's.
 
 Imports nothing heavy.
 """
@@ -21,16 +22,18 @@ from sage_fast.util.errors import UserError
 
 
 def registered(group: str, shipped: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> `package.module:name` of what is shipped, then of the entry points of a group."""
+    """Return name -> `package.module:name` of what is shipped, then of the entry points of a
+    group."""
     points = {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
     return {**shipped, **points, **shipped}
 
 
 def split_place(place: str, setting: str = "") -> tuple[str, str, str]:
-    """Split the place of a plug-in into the folder that its module is in, the module, and the name in it.
+    """Split the place of a plug-in into the folder that its module is in, the module, and the name
+    in it.
 
-    The folder is "" for `package.module:name`, which is imported by Python's own rules, and FOLDER for
-    `FOLDER/package.module:name`.
+    The folder is "" for `package.module:name`, which is imported by Python's own rules, and FOLDER
+    for `FOLDER/package.module:name`.
 
     Args:
         setting: setting that holds the place, for messages.
@@ -82,10 +85,12 @@ def file_of(place: str, setting: str) -> Path | None:
 
 
 def check_place(place: str, setting: str) -> tuple[str, str, str]:
-    """Return `split_place`. Without a folder, the current one is searched too, after the installed packages.
+    """Return `split_place`. Without a folder, the current one is searched too, after the installed
+    packages.
 
     Raises:
-        UserError: the place has another form, there is no such package, or Python would import another one.
+        UserError: the place has another form, there is no such package, or Python would import
+            another one.
     """
     folder, module, name = split_place(place, setting)
     package = module.partition(".")[0]
@@ -96,14 +101,16 @@ def check_place(place: str, setting: str) -> tuple[str, str, str]:
         _check_own(module, Path(folder), setting)
         return folder, module, name
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script's path begins with the script's own folder instead
+        # a console script's path begins with the script's own folder instead
+        sys.path.append(os.getcwd())
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise _no_module(package, setting, os.getcwd())
     return folder, module, name
 
 
 def _check_own(module: str, folder: Path, setting: str) -> None:
-    """Check that a module of `folder`, and those beside it that it imports, are not imported from elsewhere already.
+    """Check that a module of `folder`, and those beside it that it imports, are not imported from
+    elsewhere already.
 
     Python has one module of a name. Another one would be used without a word.
 
@@ -115,10 +122,15 @@ def _check_own(module: str, folder: Path, setting: str) -> None:
     for name in [*([package] if package in sys.modules else []), *sorted(packages - {package})]:
         files = _files_of(name)
         own = [folder / f"{name}.py", folder / name / "__init__.py", folder / name]
-        if not any(each.exists() and file.exists() and file.samefile(each) for file in files for each in own):
+        if not any(
+            each.exists() and file.exists() and file.samefile(each)
+            for file in files
+            for each in own
+        ):
             elsewhere = files[0] if files else "another place"
             raise UserError(
-                f"{setting}: Python imports {name!r} from {elsewhere}, not from {folder}; rename one of them"
+                f"{setting}: Python imports {name!r} from {elsewhere}, not from {folder}; rename "
+                "one of them"
             )
 
 
@@ -128,12 +140,15 @@ def _files_of(package: str) -> list[Path]:
         origins = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]
     else:
         spec = importlib.util.find_spec(package)
-        origins = [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
+        origins = (
+            [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
+        )
     return [Path(origin) for origin in origins if origin is not None]
 
 
 def _imports_beside(module: str, folder: Path) -> list[str]:
-    """Return the modules of `folder` that a module imports by their names, directly or through one of them."""
+    """Return the modules of `folder` that a module imports by their names, directly or through one
+    of them."""
     found: dict[str, None] = {}
     waiting = [module]
     while waiting:
@@ -151,7 +166,9 @@ def _imports_beside(module: str, folder: Path) -> list[str]:
                 continue
             for name in names:
                 package = name.partition(".")[0]
-                is_new = name not in found and name != module and package not in sys.stdlib_module_names
+                is_new = (
+                    name not in found and name != module and package not in sys.stdlib_module_names
+                )
                 if is_new and find_module(package, folder) is not None:
                     found[name] = None
                     waiting.append(name)
@@ -180,7 +197,8 @@ def import_plugin(place: str, setting: str) -> Any:
 
 
 def _search(folder: str) -> None:
-    """Let modules of `folder` import each other: it comes before the current folder, and else last."""
+    """Let modules of `folder` import each other: it comes before the current folder, and else
+    last."""
     if folder in sys.path:
         return
     places = [i for i, entry in enumerate(sys.path) if entry in ("", os.getcwd())]
@@ -188,7 +206,8 @@ def _search(folder: str) -> None:
 
 
 def _load_package(package: str, folder: str) -> None:
-    """Import a top-level module or package of `folder`, whatever of its name stands before it on Python's path."""
+    """Import a top-level module or package of `folder`, whatever of its name stands before it on
+    Python's path."""
     if package in sys.modules:  # that of this folder: `check_place`
         return
     spec = importlib.machinery.PathFinder.find_spec(package, [folder])
@@ -205,6 +224,6 @@ def _load_package(package: str, folder: str) -> None:
 
 def _no_module(name: str, setting: str, folder: str) -> UserError:
     return UserError(
-        f"{setting}: expected 'package.module:name' of something importable; no module {name!r} is installed or in "
-        f"{folder}"
+        f"{setting}: expected 'package.module:name' of something importable; no module {name!r} is "
+        f"installed or in {folder}"
     )

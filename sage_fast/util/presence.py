@@ -1,7 +1,8 @@
-"""Tell what is not there from what cannot be read: `Path.exists`, `Path.is_file` and `Path.glob` do not.
+"""Tell what is not there from what cannot be read: `Path.exists`, `Path.is_file` and `Path.glob` do
+not.
 
-A folder whose disk is gone, whose rights were lost on one machine, or which is a link to nothing looks empty to them.
-What takes an empty folder for a new one asks here. Imports nothing heavy.
+A folder whose disk is gone, whose rights were lost on one machine, or which is a link to nothing
+looks empty to them. What takes an empty folder for a new one asks here. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def leads_nowhere(path: Path) -> bool:
 
 
 def _is_missing(path: Path, error: OSError) -> bool:
-    """Return whether an error says that nothing is at a path, not even a link; below a file, nothing is."""
+    """Return whether an error says that nothing is at a path, not even a link; below a file,
+    nothing is."""
     return isinstance(error, FileNotFoundError | NotADirectoryError) and not os.path.lexists(path)
 
 
@@ -85,5 +87,7 @@ def _is(has_kind: Callable[[int], bool], path: Path) -> bool:
 
 def _unreadable(path: Path, error: OSError) -> UserError:
     if isinstance(error, FileNotFoundError):
-        return UserError(f"{str(path)!r} is a link to nothing: {os.readlink(path)!r}; put back what it leads to")
+        return UserError(
+            f"{str(path)!r} is a link to nothing: {os.readlink(path)!r}; put back what it leads to"
+        )
     return UserError(f"{str(path)!r} cannot be read: {error.strerror}")

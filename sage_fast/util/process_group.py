@@ -1,4 +1,5 @@
-"""Joining the process group of torchrun's ranks; sage_fast/util/ranks.py has what they do together."""
+"""Joining the process group of torchrun's ranks; sage_fast/util/ranks.py has what they do
+together."""
 
 from __future__ import annotations
 
@@ -46,10 +47,14 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
                 **_store_of_start(timeout),
             )
         except ValueError as error:
-            raise UserError(f"WORLD_SIZE = {size}, {where} in the environment: {first_line(error)}") from error
+            raise UserError(
+                f"WORLD_SIZE = {size}, {where} in the environment: {first_line(error)}"
+            ) from error
         except (dist.DistError, OSError) as error:
             where += f" within timeout_minutes = {timeout_minutes:g}"
-            raise RunError(f"rank {own} of {size} cannot join the others at {where}: {first_line(error)}") from error
+            raise RunError(
+                f"rank {own} of {size} cannot join the others at {where}: {first_line(error)}"
+            ) from error
     return device
 
 
@@ -65,7 +70,9 @@ def _await_store(host: str, port: int, timeout: timedelta, rank: int) -> None:
     while True:
         try:
             if socket.getaddrinfo(host, port) and rank > 0:
-                socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
+                socket.create_connection(
+                    (host, port), max(deadline - time.monotonic(), 0.1)
+                ).close()
             return
         except OSError:
             if time.monotonic() > deadline:
@@ -74,10 +81,12 @@ def _await_store(host: str, port: int, timeout: timedelta, rank: int) -> None:
 
 
 def _store_of_start(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of `init_process_group` that give each start of torchrun's ranks keys of its own.
+    """Return arguments of `init_process_group` that give each start of torchrun's ranks keys of its
+    own.
 
-    torchrun keeps its store over a restart, with the addresses of the old ranks and the error that ended them. Its
-    count of restarts cannot name the keys: each machine counts only the restarts that its own ranks caused.
+    torchrun keeps its store over a restart, with the addresses of the old ranks and the error that
+    ended them. Its count of restarts cannot name the keys: each machine counts only the restarts
+    that its own ranks caused.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
@@ -87,10 +96,11 @@ def _store_of_start(timeout: timedelta) -> dict[str, Any]:
 
 
 def _name_start(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a new name, the same on all ranks, from a store that may hold the keys of earlier starts. Collective.
+    """Return a new name, the same on all ranks, from a store that may hold the keys of earlier
+    starts. Collective.
 
-    Rank 0 makes the name and answers the others' requests until each has confirmed it. A rank numbers its requests over
-    all starts, so that it takes no answer to an earlier one.
+    Rank 0 makes the name and answers the others' requests until each has confirmed it. A rank
+    numbers its requests over all starts, so that it takes no answer to an earlier one.
     """
     if rank > 0:
         request = store.add(f"requests/{rank}", 1)
@@ -100,7 +110,10 @@ def _name_start(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     name, deadline = f"start-{store.add('starts', 1)}", time.monotonic() + timeout.total_seconds()
     while (joined := 1 + store.add(name, 0)) < world_size:
         if time.monotonic() > deadline:
-            raise RankError(f"{joined} of {world_size} ranks joined within timeout_minutes; look at the others' logs")
+            raise RankError(
+                f"{joined} of {world_size} ranks joined within timeout_minutes; look at the "
+                "others' logs"
+            )
         for other in range(1, world_size):
             store.set(f"answers/{other}/{store.add(f'requests/{other}', 0)}", name)
         time.sleep(0.05)

@@ -1,10 +1,12 @@
-"""Named ranges around the parts of an iteration, for Nsight (NVTX) and torch.profiler; no-ops while switched off.
+"""Named ranges around the parts of an iteration, for Nsight (NVTX) and torch.profiler; no-ops while
+switched off.
 
     rollout > step k > transformer, transition
     decode, reward, anchor
     train > forward, backward, optimizer
 
-Ranges open and close on the host. They surround the replay of a CUDA graph; the graph itself contains none.
+Ranges open and close on the host. They surround the replay of a CUDA graph; the graph itself
+contains none.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _tools: dict[str, Open] = {}
 
 
 def annotate(name: str, index: int | None = None) -> AbstractContextManager[Any]:
-    """Return a context manager for the range `name` or `name index`; a shared null context while ranges are off."""
+    """Return a context manager for the range `name` or `name index`; a shared null context while
+    ranges are off."""
     return _range(name if index is None else f"{name} {index}") if _tools else _OFF
 
 
@@ -77,7 +80,9 @@ def _nvtx() -> Open:
     try:
         import nvtx
     except ImportError:
-        raise UserError("NVTX ranges need the nvtx package: pip install nvtx, or the extra profile") from None
+        raise UserError(
+            "NVTX ranges need the nvtx package: pip install nvtx, or the extra profile"
+        ) from None
     return functools.partial(nvtx.annotate, domain="sage_fast")
 
 

@@ -1,7 +1,7 @@
 """Ranks and collectives; in a single process every collective is the identity.
 
-With `model.sequence_parallel`, consecutive ranks form a sequence group: they hold the same samples and count as one
-data-parallel rank.
+With `model.sequence_parallel`, consecutive ranks form a sequence group: they hold the same samples
+and count as one data-parallel rank.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from sage_fast.util.launchers import launched
 
 
 def limit_threads() -> None:
-    """Give PyTorch no more threads than the container has CPUs, unless the environment says how many."""
+    """Give PyTorch no more threads than the container has CPUs, unless the environment says how
+    many."""
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
 
 
 def local_device() -> torch.device:
-    """Return this process's GPU, or the CPU; from then on, every bf16 matmul on it is summed in float32.
+    """Return this process's GPU, or the CPU; from then on, every bf16 matmul on it is summed in
+    float32.
 
     By default cuBLAS may add the parts of a sum that it splits (a long K, few rows) in bfloat16.
 
@@ -50,19 +52,21 @@ def _number_of_gpu() -> int:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
-            f"LOCAL_RANK = {local_rank} in the environment, but the process sees {count} GPU(s): expected less than "
-            f"{count}; start at most one rank a GPU, or set LOCAL_RANK=0 where each task sees a GPU of its own"
+            f"LOCAL_RANK = {local_rank} in the environment, but the process sees {count} GPU(s): "
+            f"expected less than {count}; start at most one rank a GPU, or set LOCAL_RANK=0 where "
+            "each task sees a GPU of its own"
         )
     if count > 1 and launched("WORLD_SIZE", 1) > 1 and not os.environ.get("LOCAL_RANK"):
         raise UserError(
-            f"no LOCAL_RANK in the environment: expected 0 to {count - 1}, the rank's number on its node, as torchrun "
-            "sets it; without it every rank would take the first GPU"
+            f"no LOCAL_RANK in the environment: expected 0 to {count - 1}, the rank's number on "
+            "its node, as torchrun sets it; without it every rank would take the first GPU"
         )
     return local_rank
 
 
 def start_alone(device: torch.device) -> None:
-    """Start a process group of this process alone unless it has joined one: DeepSpeed and FSDP2 need a group."""
+    """Start a process group of this process alone unless it has joined one: DeepSpeed and FSDP2
+    need a group."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -72,19 +76,25 @@ _sequence_group: dist.ProcessGroup | None = None
 
 
 def join_sequence_group(size: int, timeout_minutes: float = 10) -> None:
-    """Split the ranks into sequence groups of `size` consecutive ranks; `size` divides the world size.
+    """Split the ranks into sequence groups of `size` consecutive ranks; `size` divides the world
+    size.
 
-    Consecutive ranks share a node if `size` divides the ranks per node. That matters: a sequence group exchanges far
-    more in every block than data-parallel ranks do in an iteration.
+    Consecutive ranks share a node if `size` divides the ranks per node. That matters: a sequence
+    group exchanges far more in every block than data-parallel ranks do in an iteration.
     """
     global _sequence_group
     if size == sequence_size():
         return
-    _sequence_group = dist.new_subgroups(size, timeout=timedelta(minutes=timeout_minutes))[0] if size > 1 else None
+    _sequence_group = (
+        dist.new_subgroups(size, timeout=timedelta(minutes=timeout_minutes))[0]
+        if size > 1
+        else None
+    )
 
 
 def sequence_group() -> dist.ProcessGroup | None:
-    """Process group of the ranks that share this rank's samples; None without sequence parallelism."""
+    """Process group of the ranks that share this rank's samples; None without sequence
+    parallelism."""
     return _sequence_group
 
 
@@ -128,7 +138,10 @@ def barrier() -> None:
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """Reduce over all ranks in place; `op` is `sum`, `min` or `max`."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op])
+        dist.all_reduce(
+            tensor,
+            {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op],
+        )
     return tensor
 
 
@@ -145,7 +158,8 @@ def data_sum(tensor: Tensor) -> Tensor:
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, or of those of a group, in rank order; for small picklable objects."""
+    """Return the values of all ranks, or of those of a group, in rank order; for small picklable
+    objects."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -159,7 +173,10 @@ def gather_objects_of_sequence(value: Any) -> list[Any]:
 
 
 def broadcast_object(value: Any, source: int) -> Any:
-    """Return the value of rank `source` on every rank. It must be picklable, with tensors on the CPU."""
+    """Return the value of rank `source` on every rank.
+
+    It must be picklable, with tensors on the CPU.
+    """
     if not dist.is_initialized():
         return value
     values = [value if rank() == source else None]
@@ -168,7 +185,8 @@ def broadcast_object(value: Any, source: int) -> Any:
 
 
 def check_agreement(values: Mapping[str, object], hint: str = "") -> None:
-    """Check that all ranks go by the same values, which decide how many collectives each makes. Collective.
+    """Check that all ranks go by the same values, which decide how many collectives each makes.
+    Collective.
 
     Args:
         values: what each rank has read for itself, by name.
@@ -183,17 +201,25 @@ def check_agreement(values: Mapping[str, object], hint: str = "") -> None:
             first, other = found[0].get(name, "not there"), of_rank.get(name, "not there")
             if first != other:
                 raise UserError(
-                    f"{name} = {other} on rank {number}, and {first} on rank 0; expected the same on all ranks{hint}"
+                    f"{name} = {other} on rank {number}, and {first} on rank 0; expected the same "
+                    f"on all ranks{hint}"
                 )
 
 
 def collective_device() -> torch.device:
     """Return the device on which collectives run."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
-def exchange(sent: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Send `given[i]` elements to rank i, in order, and return those that each rank sends here, `taken[i]` of them."""
+def exchange(
+    sent: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Send `given[i]` elements to rank i, in order, and return those that each rank sends here,
+    `taken[i]` of them."""
     received = sent.new_empty(sum(taken), device=collective_device())
     dist.all_to_all_single(received, sent.to(received.device), taken, given, group)
     return received
@@ -204,17 +230,23 @@ def fails_alone() -> bool:
 
     The others may wait for this rank in a collective, so it must not begin another one.
     """
-    return (error := sys.exception()) is not None and world_size() > 1 and not getattr(error, "on_all_ranks", False)
+    return (
+        (error := sys.exception()) is not None
+        and world_size() > 1
+        and not getattr(error, "on_all_ranks", False)
+    )
 
 
 @contextlib.contextmanager
 def fail_together(collective: bool = False) -> Iterator[None]:
-    """Fail on every rank if a block without collectives fails on one, so that no rank hangs. Collective.
+    """Fail on every rank if a block without collectives fails on one, so that no rank hangs.
+    Collective.
 
     Args:
-        collective: the block's forwards are collective. Only a RewardError or OSError, which such a block raises after
-            its last forward, is shared. Any other error may leave the other ranks inside a forward, so it is raised on
-            this rank alone, and `run.fail_fast` ends the others.
+        collective: the block's forwards are collective. Only a RewardError or OSError, which such a
+            block raises after its last forward, is shared. Any other error may leave the other
+            ranks inside a forward, so it is raised on this rank alone, and `run.fail_fast` ends the
+            others.
 
     Raises:
         RankError: another rank failed; raised where this rank's block finished or was stopped.

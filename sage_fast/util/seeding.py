@@ -1,4 +1,5 @@
-"""Seeds as pure functions of their purpose: the same on any number of ranks, with nothing to save for a resume."""
+"""Seeds as pure functions of their purpose: the same on any number of ranks, with nothing to save
+for a resume."""
 
 from __future__ import annotations
 
@@ -15,9 +16,14 @@ def derive_seed(run_seed: int, purpose: str, *index: int) -> int:
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
 
 
-def sample_seeds(run_seed: int, iteration: int, prompt: int, samples: range, purpose: str = "sample") -> Tensor:
-    """Return the noise keys of a group, int64 `[len(samples)]`: one per (iteration, prompt, sample), on any rank."""
-    return torch.tensor([derive_seed(run_seed, purpose, iteration, prompt, sample) for sample in samples])
+def sample_seeds(
+    run_seed: int, iteration: int, prompt: int, samples: range, purpose: str = "sample"
+) -> Tensor:
+    """Return the noise keys of a group, int64 `[len(samples)]`: one per (iteration, prompt,
+    sample), on any rank."""
+    return torch.tensor(
+        [derive_seed(run_seed, purpose, iteration, prompt, sample) for sample in samples]
+    )
 
 
 def permutation(length: int, run_seed: int, purpose: str, *index: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Letters that a screen, a locale or a file name cannot hold: shown as escapes or left out, never an error."""
+"""Letters that a screen, a locale or a file name cannot hold: shown as escapes or left out, never
+an error."""
 
 from __future__ import annotations
 
@@ -10,22 +11,31 @@ import unicodedata
 
 
 def escape_on_screen() -> None:
-    """Let stdout and stderr show a letter that their encoding lacks as an escape, such as `\\u5706`."""
+    """Let stdout and stderr show a letter that their encoding lacks as an escape, such as
+    `\\u5706`."""
     for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)  # a notebook's streams have none, and hold any letter
+        # a notebook's streams have none, and hold any letter
+        reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
 
 
 def restart_in_utf8() -> None:
-    """Start this process again in Python's UTF-8 mode if its locale has another encoding; else return.
+    """Start this process again in Python's UTF-8 mode if its locale has another encoding; else
+    return.
 
-    Prompts, settings and the names of files are UTF-8 whatever the locale says, and Python cannot change the encoding
-    of file names and arguments once it runs. The screen keeps the encoding of the locale. The process keeps its id.
+    Prompts, settings and the names of files are UTF-8 whatever the locale says, and Python cannot
+    change the encoding of file names and arguments once it runs. The screen keeps the encoding of
+    the locale. The process keeps its id.
     """
     is_utf8 = sys.getfilesystemencoding().lower() in ("utf-8", "utf8")
-    was_asked = sys.flags.ignore_environment or "utf8" in sys._xoptions or os.environ.get("PYTHONUTF8") == "1"
-    has_program = bool(sys.executable) and sys.argv[0] not in ("", "-")  # not a program read from stdin
+    was_asked = (
+        sys.flags.ignore_environment
+        or "utf8" in sys._xoptions
+        or os.environ.get("PYTHONUTF8") == "1"
+    )
+    # not a program read from stdin
+    has_program = bool(sys.executable) and sys.argv[0] not in ("", "-")
     if is_utf8 or was_asked or not has_program:
         return
     environment = {"PYTHONUTF8": "1"}
@@ -35,10 +45,11 @@ def restart_in_utf8() -> None:
 
 
 def in_file_name(text: str) -> str:
-    """Return the letters and digits of a text, in lower case and joined by hyphens, for a part of a file name.
+    """Return the letters and digits of a text, in lower case and joined by hyphens, for a part of a
+    file name.
 
-    At most 60 letters and 120 bytes. Where the locale is not UTF-8, only ASCII: letters lose their accents, and those
-    of other scripts are left out.
+    At most 60 letters and 120 bytes. Where the locale is not UTF-8, only ASCII: letters lose their
+    accents, and those of other scripts are left out.
     """
     if locale.getencoding().lower() not in ("utf-8", "utf8"):
         text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()

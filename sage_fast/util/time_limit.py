@@ -8,13 +8,16 @@ import time
 LOOK_S = 0.5
 """Longest time between two looks at a limit, in seconds."""
 LONGEST_GAP_S = 1.0
-"""What a longer gap between two looks counts as: the process was suspended, or hardly got the processor."""
+"""What a longer gap between two looks counts as: the process was suspended, or hardly got the
+processor."""
 
 
 class TimeLimit:
-    """Seconds of a wait, without those of a suspended process: Ctrl-Z, `scontrol suspend`, a paused container.
+    """Seconds of a wait, without those of a suspended process: Ctrl-Z, `scontrol suspend`, a paused
+    container.
 
-    The clock goes on meanwhile. An answer that was on its way would be late as soon as the process continues.
+    The clock goes on meanwhile. An answer that was on its way would be late as soon as the process
+    continues.
 
     Args:
         seconds: 0: no limit.

@@ -21,9 +21,17 @@ from sage_fast.util.errors import SIGNALS, UserError, first_line
 from sage_fast.util.files import atomic_path
 from sage_fast.util.text import in_file_name
 
-BT709 = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-colorspace", "bt709", "-color_range", "tv"]
+BT709 = [
+    "-vf",
+    "scale=out_color_matrix=bt709:out_range=tv",
+    "-colorspace",
+    "bt709",
+    "-color_range",
+    "tv",
+]
 BT709 += ["-color_primaries", "bt709", "-color_trc", "bt709"]
-"""Conversion of RGB, and the tags that say so: without tags, a player takes BT.601 or BT.709 by the size of a video."""
+"""Conversion of RGB, and the tags that say so: without tags, a player takes BT.601 or BT.709 by the
+size of a video."""
 CODED = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", *BT709, "-crf", "18"]
 """H.264 that every browser plays."""
 MIN_SIDE = 128
@@ -31,8 +39,11 @@ MIN_SIDE = 128
 
 
 def evenly_spaced(total: int, count: int) -> list[int]:
-    """Return `count` evenly spaced indices in [0, total), including first and last; all if there are fewer."""
-    return torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long().tolist()
+    """Return `count` evenly spaced indices in [0, total), including first and last; all if there
+    are fewer."""
+    return (
+        torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long().tolist()
+    )
 
 
 def pixels(video: Tensor) -> np.ndarray:
@@ -42,35 +53,47 @@ def pixels(video: Tensor) -> np.ndarray:
         ValueError: wrong shape, an integer dtype, or non-finite values (a `UserError`).
     """
     if video.ndim != 4 or video.shape[1] != 3 or 0 in video.shape:
-        raise ValueError(f"video: expected shape [F, 3, H, W] without empty sides, got {list(video.shape)}")
+        raise ValueError(
+            f"video: expected shape [F, 3, H, W] without empty sides, got {list(video.shape)}"
+        )
     if not video.is_floating_point():
         raise ValueError(f"video: expected floating point in [0, 1], got {video.dtype}")
     video = video.detach().float().cpu()
     if not video.isfinite().all():
-        raise UserError("video: holds values that are not finite; the weights or the autoencoder gave them")
-    return (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+        raise UserError(
+            "video: holds values that are not finite; the weights or the autoencoder gave them"
+        )
+    return (
+        (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+    )
 
 
 def for_ffmpeg(file: Path) -> str:
-    """Return a file as an argument of ffmpeg, which would take `a:b` for a protocol and `-b` for an option."""
+    """Return a file as an argument of ffmpeg, which would take `a:b` for a protocol and `-b` for an
+    option."""
     return f"file:{file.absolute()}"
 
 
 @functools.cache
 def check_encoder() -> str:
-    """Check that videos can be written, by encoding one frame to nowhere; return the path of ffmpeg.
+    """Check that videos can be written, by encoding one frame to nowhere; return the path of
+    ffmpeg.
 
     Call it before anything is generated: an ffmpeg of a distribution may be built without libx264.
 
     Raises:
         UserError: there is no ffmpeg, or it does not write H.264.
     """
-    expected = "expected one with libx264: pip install imageio-ffmpeg, or its path in IMAGEIO_FFMPEG_EXE"
+    expected = (
+        "expected one with libx264: pip install imageio-ffmpeg, or its path in IMAGEIO_FFMPEG_EXE"
+    )
     try:
         program = imageio_ffmpeg.get_ffmpeg_exe()
         frame = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{MIN_SIDE}x{MIN_SIDE}", "-i", "-"]
         command = [program, "-v", "error", *frame, *CODED, "-f", "null", "-"]
-        done = subprocess.run(command, input=bytes(3 * MIN_SIDE**2), capture_output=True, process_group=0)
+        done = subprocess.run(
+            command, input=bytes(3 * MIN_SIDE**2), capture_output=True, process_group=0
+        )
     except (OSError, RuntimeError) as error:
         raise UserError(f"ffmpeg cannot be run ({first_line(error)}); {expected}") from error
     if done.returncode:
@@ -82,8 +105,8 @@ def check_encoder() -> str:
 def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     """Write H.264 in yuv420p, which every browser plays.
 
-    Videos with a side below 128 pixels are enlarged by an integer factor (nearest neighbour). Odd sizes, which yuv420p
-    cannot hold, are padded by repeating the last row or column.
+    Videos with a side below 128 pixels are enlarged by an integer factor (nearest neighbour). Odd
+    sizes, which yuv420p cannot hold, are padded by repeating the last row or column.
 
     Args:
         path: `.mp4` file; its folder must exist.
@@ -97,12 +120,42 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     frames = pixels(video)
     factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
     frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
-    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    frames = np.pad(
+        frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge"
+    )
     # `imageio_ffmpeg.write_frames` would ignore ffmpeg's exit status.
-    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{frames.shape[2]}x{frames.shape[1]}", "-r", str(fps)]
+    source = [
+        "-f",
+        "rawvideo",
+        "-pix_fmt",
+        "rgb24",
+        "-s",
+        f"{frames.shape[2]}x{frames.shape[1]}",
+        "-r",
+        str(fps),
+    ]
     # faststart: playback can begin before the download ends. bitexact: deterministic bytes.
-    exact = ["-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"]
-    ffmpeg = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *CODED, *exact]
+    exact = [
+        "-movflags",
+        "+faststart",
+        "-fflags",
+        "+bitexact",
+        "-flags:v",
+        "+bitexact",
+        "-f",
+        "mp4",
+    ]
+    ffmpeg = [
+        imageio_ffmpeg.get_ffmpeg_exe(),
+        "-y",
+        "-v",
+        "error",
+        *source,
+        "-i",
+        "-",
+        *CODED,
+        *exact,
+    ]
     with atomic_path(Path(path)) as file:
         status, said = _run([*ffmpeg, for_ffmpeg(file)], frames.tobytes())
         if status:
@@ -111,9 +164,11 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
 
 
 def _run(command: list[str], given: bytes) -> tuple[int, str]:
-    """Run a command with bytes on its stdin, out of reach of the signals that stop a run; return status and stderr."""
+    """Run a command with bytes on its stdin, out of reach of the signals that stop a run; return
+    status and stderr."""
     pipe = subprocess.PIPE
-    with _blocked_signals():  # a scheduler sends them to every process of a job, a terminal to its process group
+    # a scheduler sends them to every process of a job, a terminal to its process group
+    with _blocked_signals():
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
     with process:
         try:
@@ -126,7 +181,8 @@ def _run(command: list[str], given: bytes) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block the signals that stop a run in this thread; a process that the block starts keeps them blocked."""
+    """Block the signals that stop a run in this thread; a process that the block starts keeps them
+    blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -143,5 +199,7 @@ def save_video(video: Tensor, prompt: str, folder: Path, number: int, fps: float
 
 def numbered(folder: Path) -> dict[int, Path]:
     """Return number -> file for the videos of an evaluation; empty if the folder does not exist."""
-    found = {path: re.match(r"(\d+)-", path.name) for path in folder.glob("*.mp4") if path.is_file()}
+    found = {
+        path: re.match(r"(\d+)-", path.name) for path in folder.glob("*.mp4") if path.is_file()
+    }
     return dict(sorted((int(number.group(1)), path) for path, number in found.items() if number))

@@ -1,4 +1,5 @@
-"""`python -m studies.demo`: search the demo's settings, and confirm them on prompts and seeds that chose nothing."""
+"""`python -m studies.demo`: search the demo's settings, and confirm them on prompts and seeds that
+chose nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ log = logging.getLogger("sage_fast.studies")
 
 PROGRAM = "python -m studies.demo"
 ABOUT = """\
-What the demo gains by SAGE-GRPO and by its challenger DiffusionNFT, and how SAGE-GRPO's settings were chosen: on the
-testbed, a tiny HunyuanVideo 1.5 of moving shapes; not on the 8.3 B model. The [race](race.md#sage-grpo-at-its-best) has
+What the demo gains by SAGE-GRPO and by its challenger DiffusionNFT, and how SAGE-GRPO's settings \
+were chosen: on the
+testbed, a tiny HunyuanVideo 1.5 of moving shapes; not on the 8.3 B model. The \
+[race](race.md#sage-grpo-at-its-best) has
 more seeds. `python -m studies.demo` writes this page."""
 
 
@@ -33,7 +36,11 @@ def _study(options: argparse.Namespace) -> int:
     provenance = facts(made.all, f"{PROGRAM}{' --quick' * options.quick}")
     material = Material(quick=options.quick, runs=made.all)
     text = runs.protocol_text()
-    print(page.write_study(findings.claims(made), material, folder, ABOUT, provenance, text, title="The demo"))
+    print(
+        page.write_study(
+            findings.claims(made), material, folder, ABOUT, provenance, text, title="The demo"
+        )
+    )
     return 0
 
 

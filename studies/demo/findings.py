@@ -39,7 +39,9 @@ def _cells(name: str, runs: Sequence[TrainedRun]) -> tuple[str, str, str]:
     return f"{risen(runs):+.3f}", f"{judge:+.3f}", f"{teraflops(name):.1f}"
 
 
-def _rows(column: str, found: Mapping[str, Sequence[TrainedRun]], parts: Sequence[str] = ()) -> list[dict[str, object]]:
+def _rows(
+    column: str, found: Mapping[str, Sequence[TrainedRun]], parts: Sequence[str] = ()
+) -> list[dict[str, object]]:
     """Return a row for each run; `column` has its name."""
     return [
         {column: name, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
@@ -50,7 +52,12 @@ def _rows(column: str, found: Mapping[str, Sequence[TrainedRun]], parts: Sequenc
 
 
 def _means(
-    column: str, found: Mapping[str, Sequence[TrainedRun]], verdict: Verdict, text: str, table: Table, seed: str = ""
+    column: str,
+    found: Mapping[str, Sequence[TrainedRun]],
+    verdict: Verdict,
+    text: str,
+    table: Table,
+    seed: str = "",
 ) -> Finding:
     """Return a finding that draws the mean gains of `found`, by the names in `column`."""
 
@@ -68,11 +75,12 @@ def _find_gain(made: Made, material: Material) -> Finding:
     runs, others, best = made.confirmation[SAGE], made.confirmation[NFT], made.best(SAGE)
     above = _above(runs, others)
     text = (
-        f"The difference of the gains is {above} (95 % interval over {len(runs)} seeds and {len(runs[0].score())} "
-        f"prompts, corrected for {looks()} looks; the base model was trained on their captions, the runs were not). "
-        f"That of `{best}` and `{NFT}` is {_above(made.confirmation[best], others)}. A correct clip of them scores "
-        f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which every sample "
-        "passes. The judge is a network that no run is trained on; FLOPs are planned."
+        f"The difference of the gains is {above} (95 % interval over {len(runs)} seeds and "
+        f"{len(runs[0].score())} prompts, corrected for {looks()} looks; the base model was "
+        f"trained on their captions, the runs were not). That of `{best}` and `{NFT}` is "
+        f"{_above(made.confirmation[best], others)}. A correct clip of them scores "
+        f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which "
+        "every sample passes. The judge is a network that no run is trained on; FLOPs are planned."
     )
     table = [("configuration", "method", "before", "after", "gain", "judge", "TFLOPs")] + [
         (
@@ -96,14 +104,15 @@ def _find_gain(made: Made, material: Material) -> Finding:
 
 
 def _find_variant(made: Made, material: Material) -> Finding:
-    """Decide whether the variant that was chosen ends above the demo, and show the second search."""
+    """Decide whether the variant that was chosen ends above the demo, and show the second
+    search."""
     best, challenger = made.best(SAGE), made.best(NFT)
     runs, others = made.confirmation[best], made.confirmation[SAGE]
     above = _above(runs, others)
     text = (
-        f"The difference of the gains of `{best}` and `{SAGE}` is {above}, on the seeds and prompts above. "
-        f"The second search chose `{best}` and `{challenger}` by their scores on seed {made.second[best][0].seed}; "
-        "that seed decides nothing."
+        f"The difference of the gains of `{best}` and `{SAGE}` is {above}, on the seeds and "
+        f"prompts above. The second search chose `{best}` and `{challenger}` by their scores on "
+        f"seed {made.second[best][0].seed}; that seed decides nothing."
     )
     table = [("variant", "method", "mean gain", "judge", "TFLOPs")] + [
         (f"`{name}`", method_of(name), *_cells(name, trained))
@@ -113,19 +122,31 @@ def _find_variant(made: Made, material: Material) -> Finding:
 
 
 def _find_best(made: Made, material: Material) -> Finding:
-    """Rank the cells. The seeds that chose a cell cannot decide whether it is better than the next."""
-    ranked = sorted((cell for cell in made.search if len(made.search[cell]) > 1), key=lambda c: -score(made.search[c]))
+    """Rank the cells.
+
+    The seeds that chose a cell cannot decide whether it is better than the next.
+    """
+    ranked = sorted(
+        (cell for cell in made.search if len(made.search[cell]) > 1),
+        key=lambda c: -score(made.search[c]),
+    )
     best, second = ranked[:2]
     spent = [teraflops(cell) for cell in made.search]
     text = (
-        f"Of the cells that were run on all seeds `{best}` has the highest mean score, {score(made.search[best]):.3f}, "
-        f"and `{second}` the next, {score(made.search[second]):.3f}. The seeds that chose a cell decide nothing about "
-        "it. Cells that were not among the best on the first seed have that one alone. Scores are means over the "
-        "evaluations of the last third: one for `window4` and `all`, two for the others. "
-        f"Cells had {min(spent):.1f} to {max(spent):.1f} TFLOPs, as planned; `{best}` had {teraflops(best):.1f}."
+        f"Of the cells that were run on all seeds `{best}` has the highest mean score, "
+        f"{score(made.search[best]):.3f}, and `{second}` the next, "
+        f"{score(made.search[second]):.3f}. The seeds that chose a cell decide nothing about it. "
+        "Cells that were not among the best on the first seed have that one alone. Scores are "
+        "means over the evaluations of the last third: one for `window4` and `all`, two for the "
+        f"others. Cells had {min(spent):.1f} to {max(spent):.1f} TFLOPs, as planned; `{best}` had "
+        f"{teraflops(best):.1f}."
     )
-    table = [("cell", *(f"seed {run.seed}" for run in made.search[best]), "mean gain", "judge", "TFLOPs")]
-    for cell, runs in sorted(made.search.items(), key=lambda item: (-len(item[1]), -score(item[1]))):
+    table = [
+        ("cell", *(f"seed {run.seed}" for run in made.search[best]), "mean gain", "judge", "TFLOPs")
+    ]
+    for cell, runs in sorted(
+        made.search.items(), key=lambda item: (-len(item[1]), -score(item[1]))
+    ):
         own = [f"{run.mean() - run.course()[0]:+.3f}" for run in runs]
         own += [""] * (len(made.search[best]) - len(runs))
         table.append((f"`{cell}`", *own, *_cells(cell, runs)))
@@ -140,7 +161,10 @@ def claims(made: Made) -> list[Claim]:
             title="SAGE-GRPO and its challenger",
             kind="beyond",
             source="",
-            says="On prompts and seeds that chose nothing the demo by SAGE-GRPO ends above that by DiffusionNFT.",
+            says=(
+                "On prompts and seeds that chose nothing the demo by SAGE-GRPO ends above that by "
+                "DiffusionNFT."
+            ),
             find=functools.partial(_find_gain, made),
             size=(8.6, 2.2),
         ),
@@ -149,7 +173,10 @@ def claims(made: Made) -> list[Claim]:
             title="The second search",
             kind="beyond",
             source="",
-            says="On prompts and seeds that chose nothing the chosen variant of SAGE-GRPO ends above the demo.",
+            says=(
+                "On prompts and seeds that chose nothing the chosen variant of SAGE-GRPO ends "
+                "above the demo."
+            ),
             find=functools.partial(_find_variant, made),
             size=(8.6, 3.4),
         ),

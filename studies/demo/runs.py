@@ -35,7 +35,8 @@ def cells() -> dict[str, Mapping[str, Any]]:
 
 
 def variants(method: str) -> dict[str, Mapping[str, Any]]:
-    """Return variant of the second search -> its settings over a shipped configuration, `SAGE` or `NFT`."""
+    """Return variant of the second search -> its settings over a shipped configuration, `SAGE` or
+    `NFT`."""
     return dict(_protocol()["second"]["cells"][method])
 
 
@@ -57,7 +58,12 @@ def settings_of(run: str, quick: bool) -> Config:
     if int(seed) in _protocol()["confirmation"]["seeds"]:
         overlays.append(_protocol()["confirmation"]["base"])
         overlays.append({"eval.interval": read(*overlays).train.iterations})  # none before the end
-    small = {"train.iterations": QUICK, "eval.interval": QUICK, "eval.seeds_per_prompt": 1, "eval.num_prompts": 2}
+    small = {
+        "train.iterations": QUICK,
+        "eval.interval": QUICK,
+        "eval.seeds_per_prompt": 1,
+        "eval.num_prompts": 2,
+    }
     return read(*overlays, small if quick else {})
 
 
@@ -70,10 +76,12 @@ class Made:
     """The runs of the study.
 
     Attributes:
-        search: cell of the first search -> its runs: on the first seed, and for the best cells on the others.
+        search: cell of the first search -> its runs: on the first seed, and for the best cells on
+            the others.
         second: variant of the second search -> its run.
         confirmation: `SAGE`, its variant and `NFT` -> runs on seeds and prompts that chose nothing.
-        correct: mean composite of correct clips of the confirmation's prompts, as drawn and through the autoencoder.
+        correct: mean composite of correct clips of the confirmation's prompts, as drawn and through
+            the autoencoder.
     """
 
     search: Mapping[str, Sequence[TrainedRun]]
@@ -83,7 +91,9 @@ class Made:
 
     @property
     def all(self) -> dict[str, Sequence[TrainedRun]]:
-        both = {name: [*self.second.get(name, []), *runs] for name, runs in self.confirmation.items()}
+        both = {
+            name: [*self.second.get(name, []), *runs] for name, runs in self.confirmation.items()
+        }
         return {**self.search, **self.second, **both}
 
     def best(self, method: str) -> str:
@@ -92,11 +102,16 @@ class Made:
 
 
 def teraflops(name: str) -> float:
-    """Return the planned TFLOPs (1e12) of a run, without its evaluations; its name is without the seed."""
+    """Return the planned TFLOPs (1e12) of a run, without its evaluations; its name is without the
+    seed."""
     from sage_fast.models.load import find_spec
 
     config = settings_of(f"{name}-seed0", quick=False)
-    return config.train.iterations * sum(planned_flops(config, find_spec(config.model.path)).values()) / 1e12
+    return (
+        config.train.iterations
+        * sum(planned_flops(config, find_spec(config.model.path)).values())
+        / 1e12
+    )
 
 
 def score(runs: Sequence[TrainedRun]) -> float:
@@ -105,7 +120,8 @@ def score(runs: Sequence[TrainedRun]) -> float:
 
 
 def score_correct_clips(config: Config) -> tuple[float, float]:
-    """Return the mean composite of one correct clip of each held-out prompt, as drawn and through the autoencoder."""
+    """Return the mean composite of one correct clip of each held-out prompt, as drawn and through
+    the autoencoder."""
     from sage_fast.loading import load_setup, resolve
     from studies.testbed.pretrain import correct_clips
 
@@ -120,7 +136,11 @@ def make(folder: Path, *, quick: bool, workers: int) -> Made:
     """Train the runs that `folder` lacks: both searches, and the confirmation."""
 
     def train(names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[TrainedRun]]:
-        settings = {f"{name}-seed{seed}": settings_of(f"{name}-seed{seed}", quick) for seed in seeds for name in names}
+        settings = {
+            f"{name}-seed{seed}": settings_of(f"{name}-seed{seed}", quick)
+            for seed in seeds
+            for name in names
+        }
         made = train_runs(__package__ + ".runs", settings, folder, quick=quick, workers=workers)
         return {name: made[i :: len(names)] for i, name in enumerate(names)}
 
@@ -133,7 +153,9 @@ def make(folder: Path, *, quick: bool, workers: int) -> Made:
         search={cell: runs + again.get(cell, []) for cell, runs in search.items()},
         second=second,
         confirmation={},
-        correct=score_correct_clips(settings_of(f"{SAGE}-seed{_protocol()['confirmation']['seeds'][0]}", quick)),
+        correct=score_correct_clips(
+            settings_of(f"{SAGE}-seed{_protocol()['confirmation']['seeds'][0]}", quick)
+        ),
     )
     confirmed = train([SAGE, found.best(SAGE), NFT], _protocol()["confirmation"]["seeds"])
     return dataclasses.replace(found, confirmation=confirmed)

@@ -1,4 +1,5 @@
-"""The judge of the world of pairs, which no run trains on: a network trained on clips and their corruptions."""
+"""The judge of the world of pairs, which no run trains on: a network trained on clips and their
+corruptions."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from studies.testbed.judge import judge_loss
 
 KINDS = {"shape": SHAPES, "direction": tuple(DIRECTIONS)}
 SIZES = [(f"{color} {kind}", len(words) + 1) for color in COLORS for kind, words in KINDS.items()]
-"""What is classified, and its classes: the words of the kind, and one more for a colour that is not there."""
+"""What is classified, and its classes: the words of the kind, and one more for a colour that is not
+there."""
 USED = {name: change for name, change in CORRUPTIONS.items() if name not in ("warp", "ghost")}
-"""All but two, which are for the testbed's size and its scenes. `pixelate` begins at half the resolution here, so the
-judge takes that for clean."""
+"""All but two, which are for the testbed's size and its scenes. `pixelate` begins at half the
+resolution here, so the judge takes that for clean."""
 
 
 class PairsJudge:
-    """Scores videos float [B, 5, 3, 64, 64] in [0, 1] against one caption each: "alignment" and "naturalness", [B]."""
+    """Scores videos float [B, 5, 3, 64, 64] in [0, 1] against one caption each: "alignment" and
+    "naturalness", [B]."""
 
     def __init__(self) -> None:
         self.network = load_judge(BASE / "judge")
@@ -30,15 +33,24 @@ class PairsJudge:
         logits, clean = self.network(videos.float().clamp(0.0, 1.0))
         probable = {name: found.softmax(dim=1) for name, found in logits.items()}
         alignment = [
-            sum(float(probable[name][row, word]) for thing in parse(prompt) for name, word in _classes(thing).items())
+            sum(
+                float(probable[name][row, word])
+                for thing in parse(prompt)
+                for name, word in _classes(thing).items()
+            )
             for row, prompt in enumerate(prompts)
         ]
-        return {"alignment": torch.tensor(alignment) / (2 * len(KINDS)), "naturalness": clean.sigmoid()}
+        return {
+            "alignment": torch.tensor(alignment) / (2 * len(KINDS)),
+            "naturalness": clean.sigmoid(),
+        }
 
 
 def _classes(thing: Thing) -> dict[str, int]:
     """Return what is classified -> class, for the thing's colour."""
-    return {f"{thing.color} {kind}": words.index(getattr(thing, kind)) for kind, words in KINDS.items()}
+    return {
+        f"{thing.color} {kind}": words.index(getattr(thing, kind)) for kind, words in KINDS.items()
+    }
 
 
 def loss_of_clips(network: JudgeNetwork, batch: int, generator: torch.Generator) -> Tensor:
@@ -47,14 +59,21 @@ def loss_of_clips(network: JudgeNetwork, batch: int, generator: torch.Generator)
     Shape and direction are equally legible in a clip, unlike the testbed's.
     """
     videos, words, clean, legible = zip(*(_clip(generator) for _ in range(batch)))
-    classes = {name: torch.tensor([found.get(name, size - 1) for found in words]) for name, size in SIZES}
+    classes = {
+        name: torch.tensor([found.get(name, size - 1) for found in words]) for name, size in SIZES
+    }
     return judge_loss(
-        network, torch.stack(videos), classes, torch.tensor(clean), dict.fromkeys(classes, torch.tensor(legible))
+        network,
+        torch.stack(videos),
+        classes,
+        torch.tensor(clean),
+        dict.fromkeys(classes, torch.tensor(legible)),
     )
 
 
 def _clip(generator: torch.Generator) -> tuple[Tensor, dict[str, int], float, float]:
-    """Draw a clip with zero to two corruptions; return it, its classes, its cleanness and its legibility, 1 to 0."""
+    """Draw a clip with zero to two corruptions; return it, its classes, its cleanness and its
+    legibility, 1 to 0."""
     every = list(scenes().values())
     u, v, *strengths = torch.rand(4, generator=generator).tolist()
     scene: tuple[Thing, ...] = every[int(torch.randint(len(every), (), generator=generator))]

@@ -29,13 +29,17 @@ def _table() -> Tensor:
 def embed(prompt: str) -> Tensor:
     """Embed a caption: float32 [7, TEXT_EMBED_DIM], a row for each attribute after the begin token.
 
-    The transformer has no text positions. So a row is the word's vector plus that of its thing, first or second. The
-    empty prompt, the "no condition" of classifier-free guidance, is only the begin token.
+    The transformer has no text positions. So a row is the word's vector plus that of its thing,
+    first or second. The empty prompt, the "no condition" of classifier-free guidance, is only the
+    begin token.
     """
     rows = [_vector("<begin>")]
     if prompt:
         for place, thing in zip(("first", "second"), parse(prompt)):
-            rows += [_vector(word) + _vector(place) for word in (thing.color, thing.shape, thing.direction)]
+            rows += [
+                _vector(word) + _vector(place)
+                for word in (thing.color, thing.shape, thing.direction)
+            ]
     return torch.stack(rows)
 
 

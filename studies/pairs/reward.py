@@ -1,4 +1,5 @@
-"""Rewards of the world of pairs, measured from the pixels. Other parts than the testbed's, and all follow the prompt.
+"""Rewards of the world of pairs, measured from the pixels. Other parts than the testbed's, and all
+follow the prompt.
 
 Each is about 0 (noise, an empty frame) to 1 (a rendered video):
 
@@ -44,15 +45,20 @@ def pairs_reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         things = [scene[k] for scene in scenes]
         color = torch.tensor([COLORS[thing.color] for thing in things], device=device) - BACKGROUND
         difference = pixels - lit[:, :, None] * color[:, None, :, None, None]
-        own = lit * torch.exp(difference.square().sum(dim=2) / (-2 * COLOR_TOLERANCE**2))  # [B, F, H, W]
+        own = lit * torch.exp(
+            difference.square().sum(dim=2) / (-2 * COLOR_TOLERANCE**2)
+        )  # [B, F, H, W]
         center = centroid(own)
         area = own.sum(dim=(2, 3))
         nearby = (own * window(center, *own.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
         size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA  # 1 at the right area
         presence = nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)  # [B, F]
 
-        each = torch.stack([coverage(name, center, *own.shape[2:]) for name in SHAPES])  # [shapes, B, F, H, W]
-        contest = torch.softmax(torch.stack([soft_iou(own, one) for one in each]) / SHAPE_TEMPERATURE, dim=0)
+        # [shapes, B, F, H, W]
+        each = torch.stack([coverage(name, center, *own.shape[2:]) for name in SHAPES])
+        contest = torch.softmax(
+            torch.stack([soft_iou(own, one) for one in each]) / SHAPE_TEMPERATURE, dim=0
+        )
         named = [SHAPES.index(thing.shape) for thing in things], range(len(things))
         shape = shape + (presence * contest[named]).mean(dim=1) / 2
         drawn = torch.maximum(drawn, each[named])

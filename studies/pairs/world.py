@@ -1,8 +1,9 @@
-"""The world of pairs: two shapes of different colours cross a dark frame of 64 x 64 pixels, each its own way.
+"""The world of pairs: two shapes of different colours cross a dark frame of 64 x 64 pixels, each
+its own way.
 
-A scene is two things of shape x colour x direction (864 captions). Its videos differ only in where the two start; they
-never touch. Shapes, colours and coordinates are those of `sage_fast.testbed`, at the same size in pixels, so its
-autoencoder serves here too.
+A scene is two things of shape x colour x direction (864 captions). Its videos differ only in where
+the two start; they never touch. Shapes, colours and coordinates are those of `sage_fast.testbed`,
+at the same size in pixels, so its autoencoder serves here too.
 """
 
 from __future__ import annotations
@@ -61,10 +62,17 @@ def caption(scene: Scene) -> str:
 def scenes() -> dict[str, Scene]:
     """Return caption -> scene for all 864 scenes, in a fixed order."""
     things = [
-        [Thing(color, shape, direction) for shape, direction in itertools.product(SHAPES, DIRECTIONS)]
+        [
+            Thing(color, shape, direction)
+            for shape, direction in itertools.product(SHAPES, DIRECTIONS)
+        ]
         for color in COLORS
     ]
-    pairs = [pair for first, second in itertools.combinations(things, 2) for pair in itertools.product(first, second)]
+    pairs = [
+        pair
+        for first, second in itertools.combinations(things, 2)
+        for pair in itertools.product(first, second)
+    ]
     return {caption(pair): pair for pair in pairs}
 
 
@@ -86,7 +94,8 @@ def heldout_prompts() -> list[str]:
 
 
 def train_prompts() -> list[str]:
-    """Return the other 840 captions, on which the base model and the policy are trained, in a mixed order."""
+    """Return the other 840 captions, on which the base model and the policy are trained, in a mixed
+    order."""
     return (FOLDER / "train.txt").read_text(encoding="utf-8").splitlines()
 
 
@@ -96,7 +105,8 @@ def render(scene: Scene, generator: torch.Generator) -> Tensor:
 
 
 def paths(scene: tuple[Thing, ...], generator: torch.Generator) -> Tensor:
-    """Draw the (x, y) of both centroids in each frame, float32 [2, 5, 2]: inside the frame, and never close."""
+    """Draw the (x, y) of both centroids in each frame, float32 [2, 5, 2]: inside the frame, and
+    never close."""
     velocity = torch.tensor([thing.velocity for thing in scene])
     travel = (FRAMES - 1) * velocity
     low, high = MARGIN - travel.clamp(max=0), SIZE - MARGIN - travel.clamp(min=0)

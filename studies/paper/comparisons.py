@@ -49,7 +49,8 @@ class Compared:
     seeds: int
 
     def corrected(self, name: str) -> Difference:
-        """Return a single difference, its interval corrected for their number by Bonferroni's method."""
+        """Return a single difference, its interval corrected for their number by Bonferroni's
+        method."""
         return self.single[name].widened(self.seeds, len(self.single))
 
     def excludes(self, name: str) -> bool:
@@ -60,8 +61,8 @@ class Compared:
 def judge_better(result: Compared) -> Verdict:
     """Decide "first is better than second", over the comparisons taken together.
 
-    `not held` if the pooled difference, or a single one after the correction, excludes a gain of the margin. Otherwise
-    `held` if the pooled difference is significantly positive.
+    `not held` if the pooled difference, or a single one after the correction, excludes a gain of
+    the margin. Otherwise `held` if the pooled difference is significantly positive.
     """
     if result.pooled.high < result.margin or any(result.excludes(name) for name in result.single):
         return "not held"
@@ -71,18 +72,22 @@ def judge_better(result: Compared) -> Verdict:
 def judge_equal(result: Compared) -> Verdict:
     """Decide "it makes no difference".
 
-    `held` if every interval lies within the margin of 0, even if a smaller difference is significant; as all of them
-    have to, none is corrected. Otherwise `not held` if a difference is significant after the correction.
+    `held` if every interval lies within the margin of 0, even if a smaller difference is
+    significant; as all of them have to, none is corrected. Otherwise `not held` if a difference is
+    significant after the correction.
     """
     if all(-result.margin < d.low and d.high < result.margin for d in result.single.values()):
         return "held"
-    return "not held" if any(d.corrected < LEVEL for d in result.single.values()) else "not decidable"
+    return (
+        "not held" if any(d.corrected < LEVEL for d in result.single.values()) else "not decidable"
+    )
 
 
 def compare(versus: Sequence[Versus], runs: Runs, part: str = "reward") -> Compared:
     """Compare runs that share their seeds and held-out prompts."""
     sides = [
-        _mean_scores([runs[name] for name in names], part) for names in zip(*((v.first, v.second) for v in versus))
+        _mean_scores([runs[name] for name in names], part)
+        for names in zip(*((v.first, v.second) for v in versus))
     ]
     used = {name: runs[name] for v in versus for name in (v.first, v.second)}
     return Compared(
@@ -96,13 +101,18 @@ def compare(versus: Sequence[Versus], runs: Runs, part: str = "reward") -> Compa
 def _mean_scores(variants: Sequence[Sequence[TrainedRun]], part: str) -> list[dict[str, float]]:
     """Return prompt -> mean score over the variants, for each seed."""
     scores = [[run.score(part) for run in seeds] for seeds in zip(*variants)]
-    return [{prompt: float(np.mean([row[prompt] for row in seed])) for prompt in seed[0]} for seed in scores]
+    return [
+        {prompt: float(np.mean([row[prompt] for row in seed])) for prompt in seed[0]}
+        for seed in scores
+    ]
 
 
 def margin_of(runs: Runs, part: str = "reward") -> float:
-    """Return the smallest difference that matters: a share of the largest mean gain over the base model."""
+    """Return the smallest difference that matters: a share of the largest mean gain over the base
+    model."""
     return MARGIN * max(
-        float(np.mean([run.mean(part) - run.course(part)[0] for run in seeds])) for seeds in runs.values()
+        float(np.mean([run.mean(part) - run.course(part)[0] for run in seeds]))
+        for seeds in runs.values()
     )
 
 
@@ -115,7 +125,9 @@ def describe(result: Compared) -> str:
     """Name the margin, and the comparisons that exclude a gain of it."""
     refuted = [name for name in result.single if result.excludes(name)]
     which = f" for {', '.join(refuted)}" * (len(refuted) < len(result.single))
-    return f"Margin {result.margin:.3f}." + f" A gain of the margin is excluded{which}." * bool(refuted)
+    return f"Margin {result.margin:.3f}." + f" A gain of the margin is excluded{which}." * bool(
+        refuted
+    )
 
 
 def comparison_table(result: Compared) -> list[list[str]]:
@@ -139,11 +151,16 @@ def _mean(seeds: Sequence[TrainedRun]) -> str:
 
 
 def rows_of(runs: Runs) -> list[dict[str, object]]:
-    """Return one row per run: held-out scores by part, at the end (mean of the last third) and before training."""
+    """Return one row per run: held-out scores by part, at the end (mean of the last third) and
+    before training."""
     rows = []
     for variant, seeds in runs.items():
         for run in seeds:
-            row: dict[str, object] = {"variant": variant, "seed": run.seed, "before": run.course()[0]}
+            row: dict[str, object] = {
+                "variant": variant,
+                "seed": run.seed,
+                "before": run.course()[0],
+            }
             parts = ("reward", *run.evaluations[0]["parts"])
             row |= {part: run.mean(part) for part in parts}
             row |= {f"at iteration {i}": score for i, score in run.course().items()}
@@ -170,7 +187,8 @@ def _finding(
     table: Sequence[Sequence[str]] = (),
 ) -> Finding:
     return Finding(
-        verdict=judge(result), text=text, draw=draw, rows=rows_of(runs), compared=compared, table=table,
+        verdict=judge(result), text=text, draw=draw, rows=rows_of(runs), compared=compared,
+        table=table,
         tested=result.pooled,
     )  # fmt: skip
 
@@ -193,7 +211,8 @@ def better(
     *,
     judge: Callable[[Compared], Verdict] = judge_better,
 ) -> Claim:
-    """Make a claim about held-out scores at the end of the runs; its figure shows courses and differences."""
+    """Make a claim about held-out scores at the end of the runs; its figure shows courses and
+    differences."""
     variants = tuple(dict.fromkeys(variant for v in versus for variant in (v.first, v.second)))
 
     def find(material: Material) -> Finding:
@@ -211,7 +230,8 @@ def better(
 
     height = max(3.4, 1.2 + 0.32 * len(versus))
     return Claim(
-        name=name, title=title, kind=kind, source=source, says=says, find=find, variants=variants, size=(10.0, height),
+        name=name, title=title, kind=kind, source=source, says=says, find=find, variants=variants,
+        size=(10.0, height),
         by_p=judge is judge_better,
     )  # fmt: skip
 
@@ -227,9 +247,15 @@ def _find_equalizer(material: Material) -> Finding:
     table = [*comparison_table(result), ["pooled, with exact", *_pooled(all_five)]]
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots(1, len(ALL_SAMPLERS) + 1, sharey=False, width_ratios=[1] * len(ALL_SAMPLERS) + [1.6])
+        axes = figure.subplots(
+            1, len(ALL_SAMPLERS) + 1, sharey=False, width_ratios=[1] * len(ALL_SAMPLERS) + [1.6]
+        )
         for panel, sampler in zip(axes, ALL_SAMPLERS):
-            draw_courses(panel, {"without": runs[sampler], "equalized": runs[f"{sampler}-equalized"]}, ylabel=" ")
+            draw_courses(
+                panel,
+                {"without": runs[sampler], "equalized": runs[f"{sampler}-equalized"]},
+                ylabel=" ",
+            )
             panel.set_title(sampler)
             panel.sharey(axes[0])
         axes[0].set_ylabel("held-out composite")
@@ -252,7 +278,9 @@ def _find_strategies(material: Material) -> Finding:
         draw_courses(left, runs)
         left.legend()
         for color, seeds in zip(COLORS, runs.values()):
-            spread = np.mean([[float(row["reward/std"]) for row in run.rows] for run in seeds], axis=0)
+            spread = np.mean(
+                [[float(row["reward/std"]) for row in run.rows] for run in seeds], axis=0
+            )
             middle.plot(np.arange(1, len(spread) + 1), spread, color=color)
         middle.set_xlabel("iteration")
         middle.set_ylabel("std of the rewards within a group")
@@ -281,7 +309,8 @@ def _find_schedules(material: Material) -> Finding:
 
 
 def table_of(runs: Runs, result: Compared) -> list[list[str]]:
-    """Return a table of held-out scores, with the difference of `OURS` from each baseline: a row per label."""
+    """Return a table of held-out scores, with the difference of `OURS` from each baseline: a row
+    per label."""
     rows = []
     for name, seeds in runs.items():
         versus = str(Versus(OURS, name))
@@ -298,7 +327,11 @@ def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
     runs = {label: material.runs[variant] for label, variant in rows.items()}
     versus = [Versus(OURS, label) for label in rows if not label.startswith("sage")]
     result = compare(versus, runs)
-    judged = {f"{name}, {part}": d for part in JUDGE for name, d in compare(versus, runs, part).single.items()}
+    judged = {
+        f"{name}, {part}": d
+        for part in JUDGE
+        for name, d in compare(versus, runs, part).single.items()
+    }
     fell = [name for name, d in holm(judged).items() if d.value < 0 and d.corrected < LEVEL]
     text = (
         f"{describe(result)} By the judge SAGE-GRPO is significantly behind a baseline in "
@@ -312,29 +345,40 @@ def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
     return _finding(result, runs, text, draw, table=table_of(runs, result))
 
 
-def methods(name: str, title: str, kind: Kind, source: str, says: str, rows: Mapping[str, str]) -> Claim:
+def methods(
+    name: str, title: str, kind: Kind, source: str, says: str, rows: Mapping[str, str]
+) -> Claim:
     """Make a claim about methods; `rows` is label -> variant, and the row `OURS` is judged."""
     return Claim(
-        name=name, title=title, kind=kind, source=source, says=says, find=partial(_find_methods, rows),
+        name=name, title=title, kind=kind, source=source, says=says, find=partial(_find_methods,
+            rows),
         variants=tuple(rows.values()), size=(13.0, 1.2 + 0.3 * len(rows)),
     )  # fmt: skip
 
 
 METHODS = {
-    "A": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}" for s in SAMPLERS[:3] for kl in ("none", "fixed")},
+    "A": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}"
+             for s in SAMPLERS[:3] for kl in ("none", "fixed")},
           "sage, none": "sage-equalized", "sage, fixed": "fixed", OURS: "dual"},
-    "B": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}-B" for s in SAMPLERS for kl in ("none", "fixed")},
+    "B": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}-B"
+             for s in SAMPLERS for kl in ("none", "fixed")},
           OURS: "sage-dual-B"},
-    "published": {**{f"{s}, none": f"{s}-B-published" for s in SAMPLERS[:3]}, OURS: "sage-dual-B-published"},
+    "published": {**{f"{s}, none": f"{s}-B-published" for s in SAMPLERS[:3]},
+        OURS: "sage-dual-B-published"},
 }  # fmt: skip
-"""Table 2: reward setting -> row -> variant; `published` is setting B with the published eta of each."""
+"""Table 2: reward setting -> row -> variant; `published` is setting B with the published eta of
+each."""
 
 SEARCHED = {
-    "dance": (0.3, 0.5, 0.7, 1.4), "flow": (0.5, 0.7, 1.4), "cps": (0.5, 0.7), "sage": (0.5, 0.7, 1.4),
-    "exact": (0.5, 0.7, 1.4, 1.5),
+    "dance": (0.3, 0.5, 0.7, 1.4), "flow": (0.5, 0.7, 1.4), "cps": (0.5, 0.7),
+    "sage": (0.5, 0.7, 1.4), "exact": (0.5, 0.7, 1.4, 1.5),
 }  # fmt: skip
 ETAS = {
-    sampler: dict(sorted({1.0: f"{sampler}-equalized", **{eta: f"{sampler}-eta-{eta}" for eta in etas}}.items()))
+    sampler: dict(
+        sorted(
+            {1.0: f"{sampler}-equalized", **{eta: f"{sampler}-eta-{eta}" for eta in etas}}.items()
+        )
+    )
     for sampler, etas in SEARCHED.items()
 }
 """Sampler -> eta -> variant."""
@@ -342,10 +386,14 @@ SEARCH = tuple(variant for etas in ETAS.values() for variant in etas.values())
 
 
 def searched(variants: Sequence[str], runs: Runs) -> tuple[list[str], list[TrainedRun]]:
-    """Return for each seed the variant with the highest mean score of the other seeds, and its run of this seed."""
+    """Return for each seed the variant with the highest mean score of the other seeds, and its run
+    of this seed."""
     scores = {name: np.array([run.mean() for run in runs[name]]) for name in variants}
     seeds = range(len(runs[variants[0]]))
-    chosen = [max(variants, key=lambda name: float(np.delete(scores[name], seed).mean())) for seed in seeds]
+    chosen = [
+        max(variants, key=lambda name: float(np.delete(scores[name], seed).mean()))
+        for seed in seeds
+    ]
     return chosen, [runs[name][seed] for seed, name in zip(seeds, chosen)]
 
 
@@ -355,15 +403,19 @@ def _best(samplers: Sequence[str], runs: Runs) -> tuple[dict[str, list[TrainedRu
     for sampler in samplers:
         names = {variant: f"{eta:g}" for eta, variant in ETAS[sampler].items()}
         chosen, best[f"{sampler}-best"] = searched(tuple(names), runs)
-        said.append(f"{sampler} {'/'.join(name for variant, name in names.items() if variant in chosen)}")
+        said.append(
+            f"{sampler} {'/'.join(name for variant, name in names.items() if variant in chosen)}"
+        )
     return best, f"Best eta: {', '.join(said)}."
 
 
 def _table_of_etas(runs: Runs) -> list[list[str]]:
-    """Return a table of held-out scores: a row per sampler with the equalizer and without KL, a column per eta."""
+    """Return a table of held-out scores: a row per sampler with the equalizer and without KL, a
+    column per eta."""
     etas = sorted({eta for names in ETAS.values() for eta in names})
     rows = [
-        [sampler, *(_mean(runs[names[eta]]) if eta in names else "" for eta in etas)] for sampler, names in ETAS.items()
+        [sampler, *(_mean(runs[names[eta]]) if eta in names else "" for eta in etas)]
+        for sampler, names in ETAS.items()
     ]
     return [["eta", *(f"{eta:g}" for eta in etas)], *rows]
 
@@ -371,7 +423,15 @@ def _table_of_etas(runs: Runs) -> list[list[str]]:
 def _draw_etas(axes: Axes, samplers: Sequence[str], runs: Runs) -> None:
     for sampler in samplers:
         means, halves = zip(*(mean_interval(runs[variant]) for variant in ETAS[sampler].values()))
-        axes.errorbar(list(ETAS[sampler]), means, yerr=halves, marker="o", markersize=4, capsize=3, label=sampler)
+        axes.errorbar(
+            list(ETAS[sampler]),
+            means,
+            yerr=halves,
+            marker="o",
+            markersize=4,
+            capsize=3,
+            label=sampler,
+        )
     axes.axhline(base_score(runs), color=GREY, linestyle="--", linewidth=1, label="base model")
     axes.set_xlabel("eta")
     axes.set_ylabel("held-out composite, 95 % interval")
@@ -416,10 +476,12 @@ CLAIMS: tuple[Claim, ...] = (
         name="equalizer", title="The temporal gradient equalizer", kind="paper", source="Figure 3",
         says="With the equalizer the paper's four samplers end higher.",
         find=_find_equalizer, size=(14.0, 3.4),
-        variants=tuple(name for sampler in ALL_SAMPLERS for name in (sampler, f"{sampler}-equalized")),
+        variants=tuple(name for sampler in ALL_SAMPLERS for name in (sampler,
+            f"{sampler}-equalized")),
     ),
     Claim(
-        name="kl-strategies", title="KL strategies where the KL acts", kind="paper", source="Figure 8",
+        name="kl-strategies", title="KL strategies where the KL acts", kind="paper",
+        source="Figure 8",
         says="Where the KL acts (lambda 0.2) the dual KL ends above fixed, stepwise and moving.",
         find=_find_strategies, size=(13.0, 3.6), variants=(*KL, "dual"),
     ),
@@ -430,19 +492,22 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     methods(
         "methods", "Methods, KL and rewards", "paper", "Table 2, Setting B",
-        "With alignment-focused rewards, all at eta 1, SAGE-GRPO with the dual KL ends above the baselines with and "
+        "With alignment-focused rewards, all at eta 1, SAGE-GRPO with the dual KL ends above the "
+        "baselines with and "
         "without KL.", METHODS["B"],
     ),
     methods(
-        "methods-published", "Methods at their published eta", "ours", "Table 2, Setting B, which states no eta",
-        "With alignment-focused rewards, each at its published eta (dance 0.3, flow and cps 0.7, sage 0.5), SAGE-GRPO "
-        "with the dual KL ends above the baselines without KL.",
+        "methods-published", "Methods at their published eta", "ours",
+        "Table 2, Setting B, which states no eta",
+        "With alignment-focused rewards, each at its published eta (dance 0.3, flow and cps 0.7, "
+        "sage 0.5), SAGE-GRPO with the dual KL ends above the baselines without KL.",
         METHODS["published"],
     ),
     methods(
         "methods-A", "Methods with averaged rewards", "ours",
         "Table 2, Setting A, which has it below each baseline without KL",
-        "With averaged rewards, all at eta 1, SAGE-GRPO with the dual KL ends above the baselines with and without KL.",
+        "With averaged rewards, all at eta 1, SAGE-GRPO with the dual KL ends above the baselines "
+        "with and without KL.",
         METHODS["A"],
     ),
     better(
@@ -451,8 +516,12 @@ CLAIMS: tuple[Claim, ...] = (
         [Versus("sage", other) for other in SAMPLERS[:3]],
     ),
     Claim(
-        name="eta-search", title="Each sampler at its best eta", kind="ours", source="Table 1, without its eta",
-        says="With the equalizer and without KL, sage at its best eta ends above dance, flow and cps at theirs.",
+        name="eta-search", title="Each sampler at its best eta", kind="ours",
+        source="Table 1, without its eta",
+        says=(
+            "With the equalizer and without KL, sage at its best eta ends above dance, flow and "
+            "cps at theirs."
+        ),
         find=_find_search, size=(11.0, 3.8), variants=SEARCH,
     ),
     better(
@@ -464,7 +533,8 @@ CLAIMS: tuple[Claim, ...] = (
         "kl-paper-lambda", "KL strategies at the paper's lambda", "ours",
         "Figure 8 and Appendix A.6 say that it does",
         "At lambda 1e-7 to 1e-5 it makes no difference to have a KL.",
-        [Versus(f"{name}-paper-lambda", "sage-equalized") for name in (*KL, "dual")], judge=judge_equal,
+        [Versus(f"{name}-paper-lambda", "sage-equalized") for name in (*KL, "dual")],
+        judge=judge_equal,
     ),
     better(
         "kl-feedback", "Feedback on lambda", "ours", "Eq. 42, compared with nothing",
@@ -477,9 +547,10 @@ CLAIMS: tuple[Claim, ...] = (
         [Versus("dual", "velocity-term-sampled")],
     ),
     Claim(
-        name="exact", title="The closed-form sampler", kind="beyond", source="arXiv 2605.23522 (Precise)",
-        says="`exact` ends above `sage`: at the same eta with and without KL, at the same injected noise, and each at "
-             "its best eta.",
+        name="exact", title="The closed-form sampler", kind="beyond",
+        source="arXiv 2605.23522 (Precise)",
+        says="`exact` ends above `sage`: at the same eta with and without KL, at the same "
+             "injected noise, and each at its best eta.",
         find=_find_exact, size=(11.0, 3.8),
         variants=EXACT,
     ),
@@ -498,7 +569,8 @@ CLAIMS: tuple[Claim, ...] = (
         "With frozen weights and activations in bfloat16 a policy ends where one in float32 does.",
         [Versus("bfloat16", "dual")], judge=judge_equal,
     ),
-    better("ema", "Averaged weights", "beyond", "", "An average of the weights scores higher than the last ones.",
+    better("ema", "Averaged weights", "beyond", "",
+        "An average of the weights scores higher than the last ones.",
            [Versus("dual", "no-ema")]),
     better("initial-noise", "Shared initial noise", "beyond", "",
            "Groups end higher with initial noise for each sample than with one for all.",
@@ -507,11 +579,15 @@ CLAIMS: tuple[Claim, ...] = (
            "Of 32 videos an iteration, 4 prompts with 8 each end above 2, 8 and 16 prompts.",
            [Versus("dual", f"groups-{name}") for name in ("2x16", "8x4", "16x2")]),
     better("fewer-steps", "Fewer noisy or trained steps", "beyond", "",
-           "A window of noisy steps, or a part of the trained steps, ends where all 8 steps do (fewer than 4 trained "
-           "steps also have fewer updates).",
+           "A window of noisy steps, or a part of the trained steps, ends where all 8 steps do "
+           "(fewer than 4 trained steps also have fewer updates).",
            [Versus(name, "steps-8") for name in
-            ("window-4", "window-2", "window-1", "fraction-1/2", "fraction-1/4", "fraction-1/8")], judge=judge_equal),
+            ("window-4", "window-2", "window-1", "fraction-1/2", "fraction-1/4", "fraction-1/8")],
+            judge=judge_equal),
     better("nft", "DiffusionNFT", "beyond", "our variant of arXiv 2509.16117",
-           "SAGE-GRPO with the dual KL ends above DiffusionNFT with either beta, on as many videos.",
+           (
+               "SAGE-GRPO with the dual KL ends above DiffusionNFT with either beta, on as many "
+               "videos."
+           ),
            [Versus("dual", "nft"), Versus("dual", "nft-beta-0.1"), Versus("exact-dual", "nft")]),
 )  # fmt: skip

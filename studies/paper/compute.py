@@ -1,4 +1,5 @@
-"""Reward for compute: the cost of a variant's run on the 8.3 B model against its gain on the testbed."""
+"""Reward for compute: the cost of a variant's run on the 8.3 B model against its gain on the
+testbed."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def _find(material: Material) -> Finding:
         start, *later = zip(*(run.course().items() for run in seeds))
         base = np.mean([score for _, score in start])
         curves[name] = {
-            point[0][0]: (point[0][0] * cost[name], float(np.mean([score for _, score in point]) - base))
+            point[0][0]: (
+                point[0][0] * cost[name],
+                float(np.mean([score for _, score in point]) - base),
+            )
             for point in later
         }
     last = max(i for curve in curves.values() for i in curve)
@@ -48,13 +52,17 @@ def _find(material: Material) -> Finding:
     on_front = front(points)
     ends = {name: mean_interval(seeds) for name, seeds in material.runs.items()}
     cheaper = [name for name in material.runs if cost[name] <= cost[DEFAULT] and name != DEFAULT]
-    ahead = holm({name: difference(material.runs[name], material.runs[DEFAULT]) for name in cheaper})
+    ahead = holm(
+        {name: difference(material.runs[name], material.runs[DEFAULT]) for name in cheaper}
+    )
     better = [name for name, d in ahead.items() if d.value > 0 and d.corrected < LEVEL]
     best = max(cheaper, key=lambda name: ends[name][0])
     text = (
-        f"Of {len(cheaper)} variants that cost no more, {len(better)} end higher after the correction"
+        f"Of {len(cheaper)} variants that cost no more, {len(better)} end higher after the "
+        "correction"
         f"{': ' * bool(better)}{', '.join(better)}; {best} has the highest mean, {ahead[best]} (p "
-        f"{ahead[best].corrected:.2g}). The front of gain for cost, the best of {len(points)} means, flatters; "
+        f"{ahead[best].corrected:.2g}). The front of gain for cost, the best of {len(points)} "
+        "means, flatters; "
         f"before iteration {last} the learning rate had not fallen to 0."
     )
     table = [["variant, iterations", "exaFLOPs", "gain"]]
@@ -64,11 +72,15 @@ def _find(material: Material) -> Finding:
         axes = figure.subplots()
         for name, curve in curves.items():
             axes.plot(
-                *zip(*curve.values()), color=ORANGE if name == DEFAULT else GREY, alpha=1 if name == DEFAULT else 0.35
+                *zip(*curve.values()),
+                color=ORANGE if name == DEFAULT else GREY,
+                alpha=1 if name == DEFAULT else 0.35,
             )
         axes.step(*zip(*(points[name] for name in on_front)), where="post", color=BLUE, linewidth=2)
         for name in on_front:
-            axes.annotate(name, points[name], fontsize=7.5, xytext=(4, -9), textcoords="offset points")
+            axes.annotate(
+                name, points[name], fontsize=7.5, xytext=(4, -9), textcoords="offset points"
+            )
         axes.set_xscale("log")
         for kind in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
             kind("{x:g}")

@@ -28,12 +28,14 @@ SETTINGS: Mapping[str, object] = {
     "train.optimizer_steps": 1,
     "train.parity_gate": False,
 }
-"""Overrides of configs/recipes/paper.yaml: the paper's schedule, and one update over every step of every sample."""
+"""Overrides of configs/recipes/paper.yaml: the paper's schedule, and one update over every step of
+every sample."""
 ORDER, SMALL = 10.0, 3.0
-"""Limits on largest norm / smallest norm: the paper's "more than one order of magnitude" and "a small constant
-factor"."""
+"""Limits on largest norm / smallest norm: the paper's "more than one order of magnitude" and "a
+small constant factor"."""
 MATCHES = 2.0
-"""Factor within which a prediction must match the measured norms, after dividing both by their geometric mean."""
+"""Factor within which a prediction must match the measured norms, after dividing both by their
+geometric mean."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,16 +83,18 @@ def judge_range(norms: Norms) -> Verdict:
 
 
 def judge_equalizer(norms: Norms) -> Verdict:
-    """Decide whether the equalizer reduces that spread from above an order of magnitude to a small factor."""
+    """Decide whether the equalizer reduces that spread from above an order of magnitude to a small
+    factor."""
     levels = spread(norms.policy) > ORDER and spread(norms.weight * norms.policy) < SMALL
     return "held" if levels else "not held"
 
 
 def room_for_importance(norms: np.ndarray) -> float:
-    """Return the saving of importance sampling over uniform sampling of steps: 1 - mean(norms)^2 / mean(norms^2).
+    """Return the saving of importance sampling over uniform sampling of steps: 1 - mean(norms)^2 /
+    mean(norms^2).
 
-    It is the share of the gradient estimate's second moment that sampling steps in proportion to their norms, the best
-    choice, would save.
+    It is the share of the gradient estimate's second moment that sampling steps in proportion to
+    their norms, the best choice, would save.
     """
     return float(1 - norms.mean() ** 2 / (norms**2).mean())
 
@@ -99,23 +103,35 @@ def find_law(material: Material) -> Finding:
     """Check Figure 4 and Equation 37 on the testbed's base model with a new adapter."""
     norms = _measured(material)
     text = (
-        f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f}, at the worst step, the log-prob's gradient on "
-        f"the velocity is off from N_t (Eq. 38) by a factor of {mismatch(norms.velocity, norms.by_row):.2f} "
-        f"and from 1/sqrt(Sigma) by {mismatch(norms.velocity, norms.by_std):.1f}; the policy gradient on the weights "
-        f"by {mismatch(norms.policy, norms.by_row):.1f} and {mismatch(norms.policy, norms.by_std):.1f}."
+        f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f}, at the worst step, the "
+        "log-prob's gradient on the velocity is off from N_t (Eq. 38) by a factor of "
+        f"{mismatch(norms.velocity, norms.by_row):.2f} and from 1/sqrt(Sigma) by "
+        f"{mismatch(norms.velocity, norms.by_std):.1f}; the policy gradient on the weights by "
+        f"{mismatch(norms.policy, norms.by_row):.1f} and "
+        f"{mismatch(norms.policy, norms.by_std):.1f}."
     )
-    return Finding(verdict=judge_law(norms), text=text, draw=lambda figure: _draw(figure, norms), rows=_rows(norms))
+    return Finding(
+        verdict=judge_law(norms),
+        text=text,
+        draw=lambda figure: _draw(figure, norms),
+        rows=_rows(norms),
+    )
 
 
 def find_range(material: Material) -> Finding:
     """Check Figure 4 with the same measurement."""
     norms = _measured(material)
     text = (
-        f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f} the policy gradient on the trained weights "
-        f"varies by a factor of {spread(norms.policy):.0f}, and the log-prob's gradient on the velocity by "
-        f"{spread(norms.velocity):.0f}."
+        f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f} the policy gradient on the "
+        f"trained weights varies by a factor of {spread(norms.policy):.0f}, and the log-prob's "
+        f"gradient on the velocity by {spread(norms.velocity):.0f}."
     )
-    return Finding(verdict=judge_range(norms), text=text, draw=lambda figure: _draw(figure, norms), rows=_rows(norms))
+    return Finding(
+        verdict=judge_range(norms),
+        text=text,
+        draw=lambda figure: _draw(figure, norms),
+        rows=_rows(norms),
+    )
 
 
 def _measured(material: Material) -> Norms:
@@ -127,10 +143,12 @@ def find_equalizer(material: Material) -> Finding:
     norms = _measured(material)
 
     text = (
-        "Largest over smallest norm, and the second moment that drawing the trained steps in proportion to the norms "
-        "would save over drawing them evenly."
+        "Largest over smallest norm, and the second moment that drawing the trained steps in "
+        "proportion to the norms would save over drawing them evenly."
     )
-    table = [["gradient", "ratio without", "ratio with", "saved without", "saved with the equalizer"]]
+    table = [
+        ["gradient", "ratio without", "ratio with", "saved without", "saved with the equalizer"]
+    ]
     for name, values in (
         ("log-prob, on the velocity", norms.velocity),
         ("log-prob, on the weights", norms.log_prob),
@@ -141,7 +159,10 @@ def find_equalizer(material: Material) -> Finding:
         table.append([name, f"{spread(both[0]):.1f}", f"{spread(both[1]):.2f}", *saved])
     rows = [
         {name: row[name] for name in ("step", "sigma", "weight")}
-        | {f"equalized_{name}": row["weight"] * row[name] for name in ("velocity", "log_prob", "policy")}
+        | {
+            f"equalized_{name}": row["weight"] * row[name]
+            for name in ("velocity", "log_prob", "policy")
+        }
         for row in _rows(norms)
     ]
     draw = functools.partial(_draw, norms=norms)
@@ -150,12 +171,16 @@ def find_equalizer(material: Material) -> Finding:
 
 def _rows(norms: Norms) -> list[dict[str, float]]:
     names = [field.name for field in dataclasses.fields(norms)]
-    return [{"step": t, **{n: float(getattr(norms, n)[t]) for n in names}} for t in range(len(norms.sigma))]
+    return [
+        {"step": t, **{n: float(getattr(norms, n)[t]) for n in names}}
+        for t in range(len(norms.sigma))
+    ]
 
 
 @functools.cache
 def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
-    """Measure gradient norms in one iteration of the trainer, up to its update, on the testbed's base model.
+    """Measure gradient norms in one iteration of the trainer, up to its update, on the testbed's
+    base model.
 
     Args:
         eta: eta of the sampler `sage`.
@@ -200,7 +225,8 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
 def _gradients(trainer: Trainer, batch: Batch, t: int) -> Tensor:
     """Return `velocity`, `log_prob` and `policy` of `Norms` at step t, float64 `[3]`.
 
-    At the rollout's weights every ratio is 1, so the policy gradient is the mean of A_i times the log-prob's gradient.
+    At the rollout's weights every ratio is 1, so the policy gradient is the mean of A_i times the
+    log-prob's gradient.
     """
     from sage_fast.ops import transition_score
 
@@ -210,7 +236,9 @@ def _gradients(trainer: Trainer, batch: Batch, t: int) -> Tensor:
         micro = [(i, t)]
         x = rows.gather(rows.states, micro)
         v = trainer.replay.velocity(batch, micro)
-        log_prob, *_ = transition_score(x, rows.next_states(micro), v, batch.coefs, torch.tensor([t]))
+        log_prob, *_ = transition_score(
+            x, rows.next_states(micro), v, batch.coefs, torch.tensor([t])
+        )
         grad_v, *grads = torch.autograd.grad(log_prob.sum(), [v, *weights], allow_unused=True)
         whole = torch.cat(
             [(torch.zeros_like(w) if g is None else g).flatten() for w, g in zip(weights, grads)]
@@ -229,9 +257,21 @@ def _draw(figure: Figure, norms: Norms) -> None:
     ):
         measured = getattr(norms, name)
         size = np.exp(np.log(measured).mean())
-        axes.plot(norms.sigma, measured / size, color=COLORS[0], marker="o", markersize=3, label="measured")
         axes.plot(
-            norms.sigma, norms.weight * measured / size, color=COLORS[2], marker="o", markersize=3, label="equalized"
+            norms.sigma,
+            measured / size,
+            color=COLORS[0],
+            marker="o",
+            markersize=3,
+            label="measured",
+        )
+        axes.plot(
+            norms.sigma,
+            norms.weight * measured / size,
+            color=COLORS[2],
+            marker="o",
+            markersize=3,
+            label="equalized",
         )
         for predicted, color, label in (
             (norms.by_std, COLORS[5], "1/sqrt(Sigma)"),

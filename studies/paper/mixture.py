@@ -30,7 +30,9 @@ class Mixture:
         variance = (1 - s) ** 2 * self.std**2 + s**2
         offset = x[:, None] - (1 - s) * self.modes
         weight = torch.softmax(-offset.square().sum(-1) / (2 * variance), dim=1)
-        x0_hat = (weight[..., None] * (self.modes + (1 - s) * self.std**2 / variance * offset)).sum(1)
+        x0_hat = (weight[..., None] * (self.modes + (1 - s) * self.std**2 / variance * offset)).sum(
+            1
+        )
         return (x - x0_hat) / s
 
     def distance(self, x: Tensor) -> Tensor:
@@ -56,14 +58,20 @@ def follow_table(mixture: Mixture, table: TransitionTable, t: int, x: Tensor) ->
 
 
 def follow_printed_score(mixture: Mixture, table: TransitionTable, t: int, x: Tensor) -> Tensor:
-    """Step by Eq. 7 with the score as printed, -(x - x0_hat)/s^2 = -v/s, for samplers of the SDE family."""
+    """Step by Eq. 7 with the score as printed, -(x - x0_hat)/s^2 = -v/s, for samplers of the SDE
+    family."""
     s, n = float(table.sigmas[t]), float(table.sigmas[t + 1])
     v = mixture.velocity(x, s)
     return x - (s - n) * v - table.c[t] ** 2 / 2 * v / s
 
 
-def sample(mixture: Mixture, table: TransitionTable, count: int, seed: int, step: Step = follow_table) -> Tensor:
-    """Return samples at the end of the table, float64 `[count, 16]`. A seed gives the same noise for every table."""
+def sample(
+    mixture: Mixture, table: TransitionTable, count: int, seed: int, step: Step = follow_table
+) -> Tensor:
+    """Return samples at the end of the table, float64 `[count, 16]`.
+
+    A seed gives the same noise for every table.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, mixture.modes.shape[1], generator=generator, dtype=torch.float64)
     for t in range(len(table)):

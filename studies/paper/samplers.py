@@ -12,7 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from sage_fast.algorithm.transitions import SAGE_CLAMP, TransitionTable, sigma_schedule, transition_table
+from sage_fast.algorithm.transitions import (
+    SAGE_CLAMP,
+    TransitionTable,
+    sigma_schedule,
+    transition_table,
+)
 from sage_fast.report.charts import COLORS, GREY
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.paper.manifold import manifold_distances
@@ -31,7 +36,7 @@ def _table(sigmas: Tensor, name: str, eta: float) -> TransitionTable:
     return transition_table(sigmas, "precise" if name == "exact" else name, eta)
 
 
-# -- step-noise -------------------------------------------------------------------------------------------------------
+# -- step-noise ------------------------------------------------------------------------------------
 
 REGIMES = {
     "a": "(a) both on flow's schedule",
@@ -42,14 +47,16 @@ GRID = tuple(product((20, 40), (1.0, 5.0, 9.0)))
 """(steps, shift)."""
 STEP_ETA = 0.5
 NEAR_ZERO, RATIO = 0.05, 1.5
-"""Limits for step 0: sage's standard deviation in units of eta, and the ratio of flow's to sage's."""
+"""Limits for step 0: sage's standard deviation in units of eta, and the ratio of flow's to sage's.
+"""
 
 Noise = Mapping[str, Tensor]
 """Sampler -> standard deviation of each step."""
 
 
 def step_noise(steps: int, shift: float, regime: str) -> dict[str, Tensor]:
-    """Return sampler -> standard deviation of each step, float64 `[steps]`, in a regime of Figure 9.
+    """Return sampler -> standard deviation of each step, float64 `[steps]`, in a regime of Figure
+    9.
 
     The regimes only differ for `sage` and `flow`.
     """
@@ -64,13 +71,18 @@ def step_noise(steps: int, shift: float, regime: str) -> dict[str, Tensor]:
     return std
 
 
-def judge_step_noise(noise: Mapping[tuple[str, int, float], Noise]) -> tuple[Verdict, dict[str, bool]]:
-    """Decide whether each of the paper's three statements is true on every schedule; also return them.
+def judge_step_noise(
+    noise: Mapping[tuple[str, int, float], Noise],
+) -> tuple[Verdict, dict[str, bool]]:
+    """Decide whether each of the paper's three statements is true on every schedule; also return
+    them.
 
     Args:
         noise: (regime, steps, shift) -> noise.
     """
-    by_regime = {regime: [value for key, value in noise.items() if key[0] == regime] for regime in REGIMES}
+    by_regime = {
+        regime: [value for key, value in noise.items() if key[0] == regime] for regime in REGIMES
+    }
     statements = {
         "a": all(float(std["sage"][0]) < NEAR_ZERO * STEP_ETA for std in by_regime["a"]),
         "b": all(float(std["flow"][0]) > RATIO * float(std["sage"][0]) for std in by_regime["b"]),
@@ -92,23 +104,39 @@ def find_step_noise(material: Material) -> Finding:
     fewest = min(_below(noise["c", *cell]) / cell[0] for cell in GRID)
     said = ", ".join(f"({name}) {'true' if true else 'false'}" for name, true in statements.items())
     text = (
-        f"Over {len(GRID)} schedules: {said}. The table has 20 steps, shift 5, eta {STEP_ETA:g}. In (a) the interval "
-        f"of sage's step 0 is empty. In (c) sage adds less than flow at {_below(c)} of 20 steps, and at {fewest:.0%} "
-        f"or more on every schedule, but not at step 0, which its clamp sets."
+        f"Over {len(GRID)} schedules: {said}. The table has 20 steps, shift 5, eta {STEP_ETA:g}. "
+        "In (a) the interval of sage's step 0 is empty. In (c) sage adds less than flow at "
+        f"{_below(c)} of 20 steps, and at {fewest:.0%} or more on every schedule, but not at step "
+        "0, which its clamp sets."
     )
     table = [
         ["std of the noise", *NOISY],
-        *([f"step 0 in ({name})", *_cells(std, lambda value: float(value[0]))] for name, std in zip("abc", (a, b, c))),
+        *(
+            [f"step 0 in ({name})", *_cells(std, lambda value: float(value[0]))]
+            for name, std in zip("abc", (a, b, c))
+        ),
         ["all steps in (c)", *_cells(c, _total)],
     ]
     rows = [
-        {"regime": regime, "steps": steps, "shift": shift, "eta": STEP_ETA, "sampler": name, "step": t, "std": value}
+        {
+            "regime": regime,
+            "steps": steps,
+            "shift": shift,
+            "eta": STEP_ETA,
+            "sampler": name,
+            "step": t,
+            "std": value,
+        }
         for (regime, steps, shift), std in noise.items()
         for name in NOISY
         for t, value in enumerate(std[name].tolist())
     ]
     return Finding(
-        verdict=verdict, text=text, draw=lambda figure: _draw_step_noise(figure, noise), rows=rows, table=table
+        verdict=verdict,
+        text=text,
+        draw=lambda figure: _draw_step_noise(figure, noise),
+        rows=rows,
+        table=table,
     )
 
 
@@ -129,7 +157,14 @@ def _draw_step_noise(figure: Figure, noise: Mapping[tuple[str, int, float], Nois
             for name in NOISY:
                 std = noise[regime, steps, shift][name]
                 label = name if steps == 20 else None
-                axes.plot(np.arange(steps) / steps, std, style, color=COLOR[name], label=label, linewidth=1.3)
+                axes.plot(
+                    np.arange(steps) / steps,
+                    std,
+                    style,
+                    color=COLOR[name],
+                    label=label,
+                    linewidth=1.3,
+                )
         if row == 0:
             axes.set_title(REGIMES[regime], fontsize=9)
         if row == len(shifts) - 1:
@@ -140,10 +175,12 @@ def _draw_step_noise(figure: Figure, noise: Mapping[tuple[str, int, float], Nois
         axes.set_yticks([0, 0.05, 0.2, 0.5, 1, 2])
         axes.set_ylim(0, 2.2)
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(NOISY), title="20 steps; dotted: 40")
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=len(NOISY), title="20 steps; dotted: 40"
+    )
 
 
-# -- excess-noise -----------------------------------------------------------------------------------------------------
+# -- excess-noise ----------------------------------------------------------------------------------
 
 STEPS, SHIFT = 20, 5.0
 ETAS, QUICK_ETAS = (0.25, 0.5, 0.75, 1.0), (0.5, 1.0)
@@ -157,7 +194,8 @@ Distances = Mapping[tuple[str, float], np.ndarray]
 
 
 def judge_excess_noise(worlds: Sequence[Distances]) -> Verdict:
-    """Decide whether sage's samples are nearer to the data than those of `flow` and `dance`, at every eta and world."""
+    """Decide whether sage's samples are nearer to the data than those of `flow` and `dance`, at
+    every eta and world."""
     z = [
         _z(distances["sage", eta] - distances[other, eta])
         for distances in worlds
@@ -183,21 +221,27 @@ def find_excess_noise(material: Material) -> Finding:
     sigmas = sigma_schedule(STEPS, SHIFT)
     tables = {(name, eta): _table(sigmas, name, eta) for name in NOISY for eta in etas}
     tables["ode", 0.0] = transition_table(sigmas, "ode", 0.0)
-    mixture, videos, floor = _on_mixture(tables, 1000 if material.quick else 4000), *_on_testbed(tables, material.quick)
+    mixture, videos, floor = (
+        _on_mixture(tables, 1000 if material.quick else 4000),
+        *_on_testbed(tables, material.quick),
+    )
     worlds = {"mixture": mixture, "testbed": videos}
     spread = Mixture().spread()
     verdict = judge_excess_noise(list(worlds.values()))
 
     text = (
-        f"Mean distance with {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}. Over all eta the distance of sage "
-        f"less that of the nearer of flow and dance lies between "
+        f"Mean distance with {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}. Over all eta the "
+        "distance of sage less that of the nearer of flow and dance lies between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(mixture))} on the mixture and between "
         f"{' and '.join(f'{value:+.3f}' for value in _gaps(videos))} on the testbed."
     )
     ends = {name: (name, etas[-1]) for name in NOISY} | {"ode": ("ode", 0.0)}
     table = [
         ["sampler", "mixture: to the nearest mode", "testbed: to the nearest true clip"],
-        *([name, f"{mixture[key].mean():.3f}", f"{videos[key].mean():.3f}"] for name, key in ends.items()),
+        *(
+            [name, f"{mixture[key].mean():.3f}", f"{videos[key].mean():.3f}"]
+            for name, key in ends.items()
+        ),
         ["the data; true clips through the autoencoder", f"{spread:.3f}", f"{floor.mean():.3f}"],
     ]
     rows = [
@@ -209,18 +253,32 @@ def find_excess_noise(material: Material) -> Finding:
         for world, distances in worlds.items()
         for (name, eta), values in distances.items()
     ]  # fmt: skip
-    rows.append({"world": "testbed", "sampler": "autoencoder alone", "distance": floor.mean(), "samples": len(floor)})
+    rows.append(
+        {
+            "world": "testbed",
+            "sampler": "autoencoder alone",
+            "distance": floor.mean(),
+            "samples": len(floor),
+        }
+    )
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         _draw_distances(left, mixture, "Gaussian mixture: distance to the nearest mode")
         _draw_distances(right, videos, "testbed: distance to the nearest true clip")
-        for axes, y, label in ((left, spread, "the mixture itself"), (right, floor.mean(), "true clips, autoencoded")):
+        for axes, y, label in (
+            (left, spread, "the mixture itself"),
+            (right, floor.mean(), "true clips, autoencoded"),
+        ):
             axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
             axes.text(etas[0], y, label, fontsize=7.5, va="bottom")
-        predicted = {key: np.hypot(mixture["ode", 0.0].mean(), _norm_of_noise(tables[key])) for key in tables}
+        predicted = {
+            key: np.hypot(mixture["ode", 0.0].mean(), _norm_of_noise(tables[key])) for key in tables
+        }
         for name in ("sage", "flow", "dance"):
-            left.plot(etas, [predicted[name, eta] for eta in etas], ":", color=COLOR[name], linewidth=1)
+            left.plot(
+                etas, [predicted[name, eta] for eta in etas], ":", color=COLOR[name], linewidth=1
+            )
         left.legend(fontsize=8, title="dotted: predicted from the table", title_fontsize=8)
 
     return Finding(verdict=verdict, text=text, draw=draw, rows=rows, table=table)
@@ -235,20 +293,27 @@ def _gaps(distances: Distances) -> tuple[float, float]:
 
 
 def _norm_of_noise(table: TransitionTable) -> float:
-    """Return the RMS norm of the excess noise that the table predicts for final samples of the mixture."""
+    """Return the RMS norm of the excess noise that the table predicts for final samples of the
+    mixture."""
     return float(table.excess_noise()[-1]) * Mixture().modes.shape[1] ** 0.5
 
 
-def _on_mixture(tables: Mapping[tuple[str, float], TransitionTable], count: int) -> dict[tuple[str, float], np.ndarray]:
+def _on_mixture(
+    tables: Mapping[tuple[str, float], TransitionTable], count: int
+) -> dict[tuple[str, float], np.ndarray]:
     mixture = Mixture()
-    return {key: mixture.distance(sample(mixture, table, count, seed=0)).numpy() for key, table in tables.items()}
+    return {
+        key: mixture.distance(sample(mixture, table, count, seed=0)).numpy()
+        for key, table in tables.items()
+    }
 
 
 @torch.no_grad()
 def _on_testbed(
     tables: Mapping[tuple[str, float], TransitionTable], quick: bool
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
-    """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
+    """Return distances of the base model's videos for held-out prompts, and of true clips after the
+    autoencoder."""
     from sage_fast.loading import load_setup, resolve
     from sage_fast.testbed.tiny_model import allow_batches
     from studies.testbed.pretrain import WORLDS, draw, encode
@@ -262,7 +327,9 @@ def _on_testbed(
     }
     vae = allow_batches(setup.model.decoder.vae)
     world, generator = WORLDS["testbed"], torch.Generator().manual_seed(0)
-    latents = torch.cat([encode(vae, draw(world, prompt, 1, generator)) for prompt in setup.eval_prompts])
+    latents = torch.cat(
+        [encode(vae, draw(world, prompt, 1, generator)) for prompt in setup.eval_prompts]
+    )
     floor = manifold_distances(setup.model.decoder(vae.config.scaling_factor * latents))
     return {key: manifold_distances(clips).numpy() for key, clips in videos.items()}, floor.numpy()
 
@@ -273,7 +340,9 @@ def _videos(setup: Setup, table: TransitionTable, prompts: Sequence[str], repeat
 
     model = setup.model
     seeds = torch.arange(len(prompts)) + 1000 * repeat
-    conditioning = model.policy.conditioning_table(table.sigmas[:-1], {p: setup.embeddings[p] for p in prompts})
+    conditioning = model.policy.conditioning_table(
+        table.sigmas[:-1], {p: setup.embeddings[p] for p in prompts}
+    )
     x = initial_latents(seeds, model.spec.latent_shape(setup.config.sampling), model.policy.device)
     x = rollout(model.policy, table, table.coefficients(), conditioning, prompts, seeds, x)
     return model.decoder(x)
@@ -285,7 +354,13 @@ def _draw_distances(axes: Axes, distances: Distances, title: str) -> None:
         samples = [distances[name, eta] for eta in etas]
         error = [values.std(ddof=1) / len(values) ** 0.5 for values in samples]
         axes.errorbar(
-            etas, [values.mean() for values in samples], error, color=COLOR[name], label=name, marker="o", markersize=3
+            etas,
+            [values.mean() for values in samples],
+            error,
+            color=COLOR[name],
+            label=name,
+            marker="o",
+            markersize=3,
         )
     axes.axhline(distances["ode", 0.0].mean(), color=GREY, linestyle="--", linewidth=1, label="ode")
     axes.set_xlabel("eta")
@@ -300,8 +375,9 @@ CLAIMS: tuple[Claim, ...] = (
         kind="paper",
         source="Table 1 and Figure 9",
         says=(
-            "The noise of sage is near zero at step 0 on flow's schedule (a), there less than two thirds of flow's "
-            "under the same clamp (b), and with each one's defaults below flow's at most steps (c)."
+            "The noise of sage is near zero at step 0 on flow's schedule (a), there less than two "
+            "thirds of flow's under the same clamp (b), and with each one's defaults below flow's "
+            "at most steps (c)."
         ),
         find=find_step_noise,
         size=(8.6, 6.6),
@@ -311,7 +387,10 @@ CLAIMS: tuple[Claim, ...] = (
         title="Distance from the data",
         kind="paper",
         source="Figures 1 and 2",
-        says="At the same eta, rollouts of sage stay nearer to the data than those of flow and dance.",
+        says=(
+            "At the same eta, rollouts of sage stay nearer to the data than those of flow and "
+            "dance."
+        ),
         find=find_excess_noise,
         size=(8.6, 3.8),
     ),

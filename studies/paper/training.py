@@ -46,7 +46,9 @@ def settings_of(run: str, quick: bool) -> Config:
     return config_of(*_runs(protocol(), quick)[run], quick)
 
 
-def train_variants(variants: Iterable[str], folder: Path, *, quick: bool, workers: int) -> dict[str, list[TrainedRun]]:
+def train_variants(
+    variants: Iterable[str], folder: Path, *, quick: bool, workers: int
+) -> dict[str, list[TrainedRun]]:
     """Train the runs of these variants that `folder` lacks; return variant -> its runs, by seed."""
     names = _runs(dict.fromkeys(variants), quick)
     settings = {name: config_of(*run, quick) for name, run in names.items()}
@@ -60,4 +62,8 @@ def train_variants(variants: Iterable[str], folder: Path, *, quick: bool, worker
 def _runs(variants: Iterable[str], quick: bool) -> dict[str, tuple[str, int]]:
     """Return run name -> variant and seed."""
     seeds = range(QUICK_SEEDS if quick else SEEDS)
-    return {f"{variant.replace('/', '-')}-seed{seed}": (variant, seed) for variant in variants for seed in seeds}
+    return {
+        f"{variant.replace('/', '-')}-seed{seed}": (variant, seed)
+        for variant in variants
+        for seed in seeds
+    }

@@ -1,4 +1,5 @@
-"""`python -m studies.race`: search and run recipes at equal compute on the testbed, and write what each gained."""
+"""`python -m studies.race`: search and run recipes at equal compute on the testbed, and write what
+each gained."""
 
 from __future__ import annotations
 
@@ -17,10 +18,14 @@ log = logging.getLogger("sage_fast.studies")
 
 PROGRAM = "python -m studies.race"
 ABOUT = """\
-What a recipe gains on held-out prompts for its compute, on the testbed, a tiny HunyuanVideo 1.5 of moving shapes, and
-in a second small world; not on the 8.3 B model. A recipe that wins here may lose there. Each recipe is a file of
-`configs/recipes`. `make race` writes this page, verdicts included. It takes hours, can be stopped, and goes on.
-`make race RECIPES="paper precise --quick"` shows in minutes that everything works, and decides nothing."""
+What a recipe gains on held-out prompts for its compute, on the testbed, a tiny HunyuanVideo 1.5 \
+of moving shapes, and
+in a second small world; not on the 8.3 B model. A recipe that wins here may lose there. Each \
+recipe is a file of
+`configs/recipes`. `make race` writes this page, verdicts included. It takes hours, can be \
+stopped, and goes on.
+`make race RECIPES="paper precise --quick"` shows in minutes that everything works, and decides \
+nothing."""
 
 
 def _study(options: argparse.Namespace) -> int:
@@ -34,9 +39,15 @@ def _study(options: argparse.Namespace) -> int:
     for name in options.recipes:
         if name not in runs.recipes():
             raise UserError(f"recipe {name!r}: {nearest(name, runs.recipes())}")
-    recipes = [name for name in runs.recipes() if name in {*options.recipes, runs.reference()} or not options.recipes]
+    recipes = [
+        name
+        for name in runs.recipes()
+        if name in {*options.recipes, runs.reference()} or not options.recipes
+    ]
     if recipes == [runs.reference()]:
-        raise UserError(f"recipe {runs.reference()!r} is what the others are compared with; name one more")
+        raise UserError(
+            f"recipe {runs.reference()!r} is what the others are compared with; name one more"
+        )
     workers, quick = workers_of(options), options.quick
     folder, archive = folders_of(options, "race")
     raced = runs.race(recipes, archive, quick=quick, workers=workers)
@@ -45,19 +56,27 @@ def _study(options: argparse.Namespace) -> int:
     for found in (*raced.values(), *again.values()):
         made |= {str(cell): list(trained) for cell, trained in found.search.items()}
         made[str(found.best)] += [*found.final, *found.confirmation]
-    provenance = facts(made, f"{PROGRAM} {shlex.join(options.recipes)}{' --quick' * quick}".rstrip())
+    provenance = facts(
+        made, f"{PROGRAM} {shlex.join(options.recipes)}{' --quick' * quick}".rstrip()
+    )
     if others := [name for name in runs.recipes() if name not in recipes]:
         provenance["Not raced here"] = ", ".join(others)
     material = Material(quick=quick, runs=made)
     claims, text = findings.claims(raced, again), runs.protocol_text()
-    print(page.write_study(claims, material, folder, ABOUT, provenance, text, title="Reward for compute"))
+    print(
+        page.write_study(
+            claims, material, folder, ABOUT, provenance, text, title="Reward for compute"
+        )
+    )
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the race; return the exit status as `sage-fast` does."""
     parser = study_parser(PROGRAM, (__doc__ or "").partition(": ")[2])
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="names of configs/recipes (default: all)")
+    parser.add_argument(
+        "recipes", nargs="*", metavar="RECIPE", help="names of configs/recipes (default: all)"
+    )
     options = parser.parse_args(arguments)
     return guarded("studies.race", lambda: _study(options))
 

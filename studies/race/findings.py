@@ -14,14 +14,24 @@ from studies.differences import Difference, mean_and_half
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.ratio import Ratio, gains, mean_of, ratio, scaled
-from studies.race.runs import Raced, affordable, ahead, comparisons, iterations, reference, sage_at_its_best, used
+from studies.race.runs import (
+    Raced,
+    affordable,
+    ahead,
+    comparisons,
+    iterations,
+    reference,
+    sage_at_its_best,
+    used,
+)
 from studies.runs import TrainedRun, difference
 
 JUDGE = ("judge/alignment", "judge/naturalness")
 
 
 def differences(raced: Mapping[str, Raced]) -> dict[str, Difference]:
-    """Return recipe -> its final score less the reference's, corrected for the number of recipes."""
+    """Return recipe -> its final score less the reference's, corrected for the number of
+    recipes."""
     others = [name for name in raced if name != reference()]
     base = raced[reference()].final
     return {name: _above(raced[name].final, base, len(others)) for name in others}
@@ -44,7 +54,11 @@ def per_flop(raced: Mapping[str, Raced], name: str, count: int = 0) -> Ratio | N
     """
     first, base = raced[name], raced[reference()]
     rate = scaled(gains(first.confirmation), 1 / used_by(first, count))
-    return ratio(rate, scaled(gains(base.confirmation), 1 / used_by(base)), comparisons=comparisons(base.best.world))
+    return ratio(
+        rate,
+        scaled(gains(base.confirmation), 1 / used_by(base)),
+        comparisons=comparisons(base.best.world),
+    )
 
 
 def judge_above(found: Difference) -> Verdict:
@@ -69,47 +83,68 @@ def _find_race(raced: Mapping[str, Raced], first: str, material: Material) -> Fi
     found = differences(raced)
     above, text = _confirmed(raced, first)
     text = (
-        f"{first} gains most in the table of the first world. {text}{_not_the_budget(raced)}The table's differences "
-        f"are those of its seeds, corrected for {len(found)} recipes. {_ends(raced)}"
+        f"{first} gains most in the table of the first world. {text}{_not_the_budget(raced)}The "
+        f"table's differences are those of its seeds, corrected for {len(found)} recipes. "
+        f"{_ends(raced)}"
     )
     draw = functools.partial(_draw, raced, found)
-    return Finding(verdict=judge_above(above), text=text, draw=draw, rows=_rows(raced), table=_table(raced, found))
+    return Finding(
+        verdict=judge_above(above),
+        text=text,
+        draw=draw,
+        rows=_rows(raced),
+        table=_table(raced, found),
+    )
 
 
 def _confirmed(raced: Mapping[str, Raced], name: str) -> tuple[Difference, str]:
-    """Return how far a recipe ends above the reference on the seeds of the confirmation, and say it."""
+    """Return how far a recipe ends above the reference on the seeds of the confirmation, and say
+    it."""
     base, one = raced[reference()], raced[name]
     runs, others, compared = one.confirmation, base.confirmation, comparisons(base.best.world)
     above = _above(runs, others, compared)
     return above, (
-        f"{name} ends {above} above {reference()} on {len(runs)} seeds that chose nothing (95 % interval, corrected "
-        f"for {compared} comparisons; p {above.p:.2g}, uncorrected): {gain(runs)} for {used_by(one):.1f} exaFLOPs "
-        f"against {gain(others)} for {used_by(base):.1f}. The judge gains {judge_gain(runs)} against "
-        f"{judge_gain(others)}. {_per_flop(raced, name)}{_same_weights(raced, name)}"
+        f"{name} ends {above} above {reference()} on {len(runs)} seeds that chose nothing (95 % "
+        f"interval, corrected for {compared} comparisons; p {above.p:.2g}, uncorrected): "
+        f"{gain(runs)} for {used_by(one):.1f} exaFLOPs against {gain(others)} for "
+        f"{used_by(base):.1f}. The judge gains {judge_gain(runs)} against {judge_gain(others)}. "
+        f"{_per_flop(raced, name)}{_same_weights(raced, name)}"
     )
 
 
 def _find_sage(raced: Mapping[str, Raced], first: str, material: Material) -> Finding:
-    """Decide whether SAGE-GRPO at its best ends above the reference, and say how far it is from the recipe ahead."""
+    """Decide whether SAGE-GRPO at its best ends above the reference, and say how far it is from the
+    recipe ahead."""
     best = sage_at_its_best()
     above, text = _confirmed(raced, best)
     shown = {reference(): raced[reference()], best: raced[best], first: raced[first]}
     if first != best:
         behind = _above(raced[best].confirmation, raced[first].confirmation, 1)
-        judge = judge_gain(raced[best].confirmation).value - judge_gain(raced[first].confirmation).value
-        text += f"On the same seeds it ends {behind} above {first} (uncorrected), its judge {judge:+.3f}. "
+        judge = (
+            judge_gain(raced[best].confirmation).value - judge_gain(raced[first].confirmation).value
+        )
+        text += (
+            f"On the same seeds it ends {behind} above {first} (uncorrected), its judge "
+            f"{judge:+.3f}. "
+        )
     scores = {name: gain(one.confirmation) for name, one in shown.items()}
-    rows = [{"recipe": name, "gain": d.value, "low": d.low, "high": d.high} for name, d in scores.items()]
+    rows = [
+        {"recipe": name, "gain": d.value, "low": d.low, "high": d.high}
+        for name, d in scores.items()
+    ]
 
     def draw(figure: Figure) -> None:
         intervals = {name: score.interval for name, score in scores.items()}
-        draw_intervals(figure.subplots(), intervals, "gain on the seeds of the confirmation, 95 % interval")
+        draw_intervals(
+            figure.subplots(), intervals, "gain on the seeds of the confirmation, 95 % interval"
+        )
 
     return Finding(verdict=judge_above(above), text=text.rstrip(), draw=draw, rows=rows)
 
 
 def _per_flop(raced: Mapping[str, Raced], name: str) -> str:
-    """Say what a recipe gains per FLOP, and what the iterations that it was not run for could change."""
+    """Say what a recipe gains per FLOP, and what the iterations that it was not run for could
+    change."""
     rate, one = per_flop(raced, name), raced[name]
     if rate is None:
         return ""
@@ -120,8 +155,9 @@ def _per_flop(raced: Mapping[str, Raced], name: str) -> str:
         late = [list(run.course().values())[-2:] for run in one.confirmation]
         change, half = mean_and_half([last - other for other, last in late])
         text += (
-            f"The budget pays {paid - count} more iterations of it. From iteration {before} to {end} its score changes "
-            f"by {change:+.3f} ± {half:.3f}, while the learning rate falls to 0. At this pace the others would add "
+            f"The budget pays {paid - count} more iterations of it. From iteration {before} to "
+            f"{end} its score changes by {change:+.3f} ± {half:.3f}, while the learning rate falls "
+            "to 0. At this pace the others would add "
             f"{change * (paid - count) / (end - before):+.3f}; if they added nothing, it would be "
             f"{per_flop(raced, name, paid)} times. "
         )
@@ -141,8 +177,8 @@ def _same_weights(raced: Mapping[str, Raced], first: str) -> str:
         return ""
     above = difference(raced[first].final, raced[other].final)
     return (
-        f"On the seeds of the table it ends {above} above {other}, the reference's method over all weights "
-        "(uncorrected). "
+        f"On the seeds of the table it ends {above} above {other}, the reference's method over all "
+        "weights (uncorrected). "
     )
 
 
@@ -150,12 +186,24 @@ def _not_the_budget(raced: Mapping[str, Raced]) -> str:
     """Name the recipes whose runs are not as long as the budget pays."""
     counts = {name: _counts(found) for name, found in raced.items()}
     named = [f"{name} {count} ({paid})" for name, (count, paid) in counts.items() if count != paid]
-    return f"Iterations run, where the budget as counted now pays others: {', '.join(named)}. " * bool(named)
+    return (
+        f"Iterations run, where the budget as counted now pays others: {', '.join(named)}. "
+        * bool(named)
+    )
 
 
 def _table(raced: Mapping[str, Raced], found: Mapping[str, Difference]) -> Sequence[Sequence[str]]:
     above = f"above `{reference()}`"
-    heading = ("recipe", "learning rate", "lambda", "iterations", "exaFLOPs", "gain", "judge", above)
+    heading = (
+        "recipe",
+        "learning rate",
+        "lambda",
+        "iterations",
+        "exaFLOPs",
+        "gain",
+        "judge",
+        above,
+    )
     return [heading] + [
         (
             name,
@@ -183,20 +231,38 @@ def _rows(raced: Mapping[str, Raced]) -> list[dict[str, object]]:
         ).items():
             for cell, trained in made.items():
                 for run in trained:
-                    row = {"recipe": name, "learning rate": cell.learning_rate, "lambda": cell.kl_weight}
-                    row |= {"purpose": purpose, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
+                    row = {
+                        "recipe": name,
+                        "learning rate": cell.learning_rate,
+                        "lambda": cell.kl_weight,
+                    }
+                    row |= {
+                        "purpose": purpose,
+                        "seed": run.seed,
+                        "before": run.course()[0],
+                        "score": run.mean(),
+                    }
                     row |= {part: run.mean(part) for part in run.evaluations[0]["parts"]}
-                    rows.append(row | {f"evaluation {i}": score for i, score in enumerate(run.course().values())})
+                    rows.append(
+                        row
+                        | {
+                            f"evaluation {i}": score
+                            for i, score in enumerate(run.course().values())
+                        }
+                    )
     return rows
 
 
 def _draw(raced: Mapping[str, Raced], found: Mapping[str, Difference], figure: Figure) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
-    styles = itertools.product(("-", "--", ":"), COLORS)  # colors come round again, with another line
+    # colors come round again, with another line
+    styles = itertools.product(("-", "--", ":"), COLORS)
     for (line, color), (name, one) in zip(styles, raced.items()):
         courses = np.array([list(run.course().values()) for run in one.final])
         curve = courses.mean(0) - courses[:, 0].mean()
-        spent = np.array(list(one.final[0].course())) * used_by(one) / iterations(name, one.best.world)
+        spent = (
+            np.array(list(one.final[0].course())) * used_by(one) / iterations(name, one.best.world)
+        )
         left.plot(spent, curve, color=color, linestyle=line, label=name, marker="o", markersize=2.5)
     left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
     left.set_ylabel("gain of the held-out composite")
@@ -206,15 +272,16 @@ def _draw(raced: Mapping[str, Raced], found: Mapping[str, Difference], figure: F
 
 
 def _ends(raced: Mapping[str, Raced]) -> str:
-    """Name the recipes whose best cell has the lowest or the highest learning rate of their search."""
+    """Name the recipes whose best cell has the lowest or the highest learning rate of their
+    search."""
     at_end = []
     for name, found in raced.items():
         rates = [cell.learning_rate for cell in found.search]
         if found.best.learning_rate in (min(rates), max(rates)):
             at_end.append(name)
     return (
-        f"A lowest or highest learning rate of the search was best for {', '.join(at_end) or 'no recipe'}: a wider "
-        "search may find more."
+        "A lowest or highest learning rate of the search was best for "
+        f"{', '.join(at_end) or 'no recipe'}: a wider search may find more."
     )
 
 
@@ -224,15 +291,22 @@ def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
     runs = {name: one.confirmation or one.final for name, one in raced.items()}
     rises = {name: judge_gain(own).widened(len(own), compared) for name, own in runs.items()}
     text = (
-        f"Of {first}, which gains most, both scores of the judge together gain {rises[first]} (95 % interval, "
-        f"corrected for {compared} comparisons). Recipes that were confirmed have the seeds of the confirmation, the "
-        "others those of the table."
+        f"Of {first}, which gains most, both scores of the judge together gain {rises[first]} (95 "
+        f"% interval, corrected for {compared} comparisons). Recipes that were confirmed have the "
+        "seeds of the confirmation, the others those of the table."
     )
-    rows = [{"recipe": name, "gain": d.value, "low": d.low, "high": d.high, "p": d.p} for name, d in rises.items()]
+    rows = [
+        {"recipe": name, "gain": d.value, "low": d.low, "high": d.high, "p": d.p}
+        for name, d in rises.items()
+    ]
 
     def draw(figure: Figure) -> None:
         shown = {name: rise.interval for name, rise in rises.items()}
-        draw_intervals(figure.subplots(), shown, "gain of the judge, which no run trains on, corrected 95 % interval")
+        draw_intervals(
+            figure.subplots(),
+            shown,
+            "gain of the judge, which no run trains on, corrected 95 % interval",
+        )
 
     return Finding(verdict=judge_above(rises[first]), text=text, draw=draw, rows=rows)
 
@@ -246,7 +320,10 @@ def claims(raced: Mapping[str, Raced], again: Mapping[str, Raced]) -> list[Claim
             title="SAGE-GRPO at its best",
             kind="beyond",
             source="",
-            says=f"At the same budget `{name}`, SAGE-GRPO as its search found it, ends above `{reference()}`.",
+            says=(
+                f"At the same budget `{name}`, SAGE-GRPO as its search found it, ends above "
+                f"`{reference()}`."
+            ),
             find=functools.partial(_find_sage, raced, first),
         )
         for name in raced

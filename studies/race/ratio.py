@@ -28,7 +28,10 @@ class Ratio:
 
 def gains(runs: Sequence[TrainedRun], part: str = "reward") -> list[dict[str, float]]:
     """Return prompt -> score at the end less score before training, for each run."""
-    return [{prompt: score - run.before(part)[prompt] for prompt, score in run.score(part).items()} for run in runs]
+    return [
+        {prompt: score - run.before(part)[prompt] for prompt, score in run.score(part).items()}
+        for run in runs
+    ]
 
 
 def scaled(scores: Scores, factor: float) -> list[dict[str, float]]:
@@ -41,15 +44,18 @@ def mean_of(scores: Scores) -> Difference:
 
 
 def ratio(first: Scores, second: Scores, *, comparisons: int = 1) -> Ratio | None:
-    """Return mean(first) / mean(second) with the interval of Fieller ("Some problems in interval estimation", 1954).
+    """Return mean(first) / mean(second) with the interval of Fieller ("Some problems in interval
+    estimation", 1954).
 
-    A ratio rho is in the interval if `first - rho second` may have mean 0: by `difference_of_runs`, so clustered by
-    seed and by prompt, and with Student's t of seeds - 1 degrees of freedom. None where the interval of `second` holds
-    0: these ratios then have no end.
+    A ratio rho is in the interval if `first - rho second` may have mean 0: by `difference_of_runs`,
+    so clustered by seed and by prompt, and with Student's t of seeds - 1 degrees of freedom. None
+    where the interval of `second` holds 0: these ratios then have no end.
 
     Args:
-        first, second: the same prompts; the seeds are the same, or independent draws in the same order.
-        comparisons: number of ratios that are looked at; the level is corrected by Bonferroni's method.
+        first, second: the same prompts; the seeds are the same, or independent draws in the same
+            order.
+        comparisons: number of ratios that are looked at; the level is corrected by Bonferroni's
+            method.
     """
 
     def excess(rho: float) -> float:

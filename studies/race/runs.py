@@ -74,23 +74,29 @@ def cells(recipe: str) -> list[Cell]:
 
 
 def _rates(recipe: str) -> list[float]:
-    """Return the learning rates of a recipe's search: other ones for a LoRA, for all weights, and for Muon."""
+    """Return the learning rates of a recipe's search: other ones for a LoRA, for all weights, and
+    for Muon."""
     config, rates = _shipped(recipe), _protocol()["search"]["learning_rate"]
     return list(rates.get(config.train.optimizer, rates[config.model.tuning]))
 
 
 def second_cells(best: Cell) -> list[Cell]:
-    """Return the cells of the search in the second world, with the weight of the KL that was best in the first."""
-    return [dataclasses.replace(best, learning_rate=rate, world=SECOND) for rate in _rates(best.recipe)]
+    """Return the cells of the search in the second world, with the weight of the KL that was best
+    in the first."""
+    return [
+        dataclasses.replace(best, learning_rate=rate, world=SECOND) for rate in _rates(best.recipe)
+    ]
 
 
 def comparisons(world: str) -> int:
-    """Return how often the claims of a world have been decided, for which intervals of a confirmation are corrected."""
+    """Return how often the claims of a world have been decided, for which intervals of a
+    confirmation are corrected."""
     return int(_of_world(world)["confirmation"]["comparisons"])
 
 
 def sage_at_its_best() -> str:
-    """Return the recipe that is confirmed beside the one ahead: SAGE-GRPO at the settings that its search found."""
+    """Return the recipe that is confirmed beside the one ahead: SAGE-GRPO at the settings that its
+    search found."""
     return str(_protocol()["confirmation"]["beside"])
 
 
@@ -107,16 +113,19 @@ def _shipped(recipe: str, world: str = FIRST) -> Config:
 
 @functools.cache
 def cost(recipe: str, world: str = FIRST) -> float:
-    """Return planned exaFLOPs (1e18) of an iteration on the 8.3 B model, a LoRA or all weights, which share the budget.
+    """Return planned exaFLOPs (1e18) of an iteration on the 8.3 B model, a LoRA or all weights,
+    which share the budget.
 
-    They are of rollouts, decoding, anchor and training; the plan has the anchor run in every iteration.
+    They are of rollouts, decoding, anchor and training; the plan has the anchor run in every
+    iteration.
     """
     return sum(exaflops(_shipped(recipe, world)).values())
 
 
 @functools.cache
 def used(recipe: str, world: str = FIRST, count: int = 0) -> float:
-    """Return exaFLOPs of `count` iterations, or of a whole run: without the anchor in those after its refresh."""
+    """Return exaFLOPs of `count` iterations, or of a whole run: without the anchor in those after
+    its refresh."""
     config, parts = _shipped(recipe, world), exaflops(_shipped(recipe, world))
     count, objective = count or iterations(recipe, world), Objective(config)
     cycle = math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
@@ -126,7 +135,8 @@ def used(recipe: str, world: str = FIRST, count: int = 0) -> float:
 
 @functools.cache
 def affordable(recipe: str, world: str = FIRST) -> int:
-    """Return the number of iterations that the budget pays, rounded down to a multiple of the evaluations."""
+    """Return the number of iterations that the budget pays, rounded down to a multiple of the
+    evaluations."""
     paid = _of_world(world)["budget"]["iterations"] * cost(reference(), world) / cost(recipe, world)
     return EVALUATIONS * max(int(paid + 1e-9) // EVALUATIONS, 1)
 
@@ -145,7 +155,11 @@ def config_of(cell: Cell, seed: int, quick: bool) -> Config:
         "train.learning_rate": cell.learning_rate,
         "train.iterations": count,
         "eval.interval": count // EVALUATIONS,
-        **({"kl.lambda_min": cell.kl_weight, "kl.lambda_max": cell.kl_weight} if cell.kl_weight else {}),
+        **(
+            {"kl.lambda_min": cell.kl_weight, "kl.lambda_max": cell.kl_weight}
+            if cell.kl_weight
+            else {}
+        ),
         **({"eval.seeds_per_prompt": 1} if quick else {}),
     }
     return shipped(f"recipes/{cell.recipe}", settings)
@@ -155,7 +169,10 @@ def settings_of(run: str, quick: bool) -> Config:
     """Return the settings of a run by its name."""
     name, _, seed = run.rpartition("-seed")
     first = [cell for recipe in recipes() for cell in cells(recipe)]
-    known = {str(cell): cell for cell in (*first, *(other for cell in first for other in second_cells(cell)))}
+    known = {
+        str(cell): cell
+        for cell in (*first, *(other for cell in first for other in second_cells(cell)))
+    }
     return config_of(known[name], int(seed), quick)
 
 
@@ -167,8 +184,8 @@ class Raced:
         search: cell -> runs on the seeds of the search.
         best: cell with the highest mean score in the search.
         final: runs of `best` on new seeds.
-        confirmation: runs of `best` on further seeds: of the reference, of the recipe ahead in the first world, and
-            there of `sage_at_its_best`.
+        confirmation: runs of `best` on further seeds: of the reference, of the recipe ahead in the
+            first world, and there of `sage_at_its_best`.
     """
 
     search: Mapping[Cell, Sequence[TrainedRun]]
@@ -178,7 +195,8 @@ class Raced:
 
 
 def race(chosen: Sequence[str], folder: Path, *, quick: bool, workers: int) -> dict[str, Raced]:
-    """Train the runs that `folder` lacks: each recipe's search, its best cell on new seeds, then the confirmation."""
+    """Train the runs that `folder` lacks: each recipe's search, its best cell on new seeds, then
+    the confirmation."""
     train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
     raced = _search({recipe: cells(recipe) for recipe in chosen}, train, quick, FIRST)
     return _confirm(raced, ahead(raced), train, quick, FIRST)
@@ -195,13 +213,18 @@ def best_cell(search: Mapping[Cell, Sequence[TrainedRun]]) -> Cell:
     return max(search, key=lambda cell: statistics.fmean(run.mean() for run in search[cell]))
 
 
-def race_again(raced: Mapping[str, Raced], folder: Path, *, quick: bool, workers: int) -> dict[str, Raced]:
-    """Train the runs that `folder` lacks in the second world: of the reference, the one ahead, and the protocol's."""
+def race_again(
+    raced: Mapping[str, Raced], folder: Path, *, quick: bool, workers: int
+) -> dict[str, Raced]:
+    """Train the runs that `folder` lacks in the second world: of the reference, the one ahead, and
+    the protocol's."""
     train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
     first = ahead(raced)
     listed = dict.fromkeys((reference(), first, *_protocol()["second"]["recipes"]))
     chosen = [recipe for recipe in listed if recipe in raced]
-    again = _search({recipe: second_cells(raced[recipe].best) for recipe in chosen}, train, quick, SECOND)
+    again = _search(
+        {recipe: second_cells(raced[recipe].best) for recipe in chosen}, train, quick, SECOND
+    )
     return _confirm(again, first, train, quick, SECOND)
 
 
@@ -209,23 +232,36 @@ Train = Callable[[Sequence[Cell], Sequence[int]], dict[Cell, list[TrainedRun]]]
 """(cells, seeds) -> runs of each cell."""
 
 
-def _confirm(raced: Mapping[str, Raced], first: str, train: Train, quick: bool, world: str) -> dict[str, Raced]:
-    """Train the reference, the recipe ahead, `first`, and `sage_at_its_best` on the seeds of the confirmation."""
+def _confirm(
+    raced: Mapping[str, Raced], first: str, train: Train, quick: bool, world: str
+) -> dict[str, Raced]:
+    """Train the reference, the recipe ahead, `first`, and `sage_at_its_best` on the seeds of the
+    confirmation."""
     chosen = (reference(), first, sage_at_its_best())
     compared = {recipe: found for recipe, found in raced.items() if recipe in chosen}
     made = train([found.best for found in compared.values()], seeds("confirmation", quick, world))
     return {**raced} | {
-        recipe: dataclasses.replace(found, confirmation=made[found.best]) for recipe, found in compared.items()
+        recipe: dataclasses.replace(found, confirmation=made[found.best])
+        for recipe, found in compared.items()
     }
 
 
-def _search(tried: Mapping[str, Sequence[Cell]], train: Train, quick: bool, world: str) -> dict[str, Raced]:
-    """Train each recipe's cells on the seeds of the search, and its best cell on those of the final."""
-    search = train([cell for recipe in tried.values() for cell in recipe], seeds("search", quick, world))
-    best = {recipe: best_cell({cell: search[cell] for cell in found}) for recipe, found in tried.items()}
+def _search(
+    tried: Mapping[str, Sequence[Cell]], train: Train, quick: bool, world: str
+) -> dict[str, Raced]:
+    """Train each recipe's cells on the seeds of the search, and its best cell on those of the
+    final."""
+    search = train(
+        [cell for recipe in tried.values() for cell in recipe], seeds("search", quick, world)
+    )
+    best = {
+        recipe: best_cell({cell: search[cell] for cell in found}) for recipe, found in tried.items()
+    }
     final = train(list(best.values()), seeds("final", quick, world))
     return {
-        recipe: Raced(search={cell: search[cell] for cell in tried[recipe]}, best=cell, final=final[cell])
+        recipe: Raced(
+            search={cell: search[cell] for cell in tried[recipe]}, best=cell, final=final[cell]
+        )
         for recipe, cell in best.items()
     }
 
@@ -233,6 +269,8 @@ def _search(tried: Mapping[str, Sequence[Cell]], train: Train, quick: bool, worl
 def _train(
     chosen: Sequence[Cell], over: Sequence[int], *, folder: Path, quick: bool, workers: int
 ) -> dict[Cell, list[TrainedRun]]:
-    settings = {f"{cell}-seed{seed}": config_of(cell, seed, quick) for cell in chosen for seed in over}
+    settings = {
+        f"{cell}-seed{seed}": config_of(cell, seed, quick) for cell in chosen for seed in over
+    }
     made = iter(train_runs(__name__, settings, folder, quick=quick, workers=workers))
     return {cell: [next(made) for _ in over] for cell in chosen}

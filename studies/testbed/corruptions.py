@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.nn.functional import conv2d, grid_sample, interpolate
 
 from sage_fast.testbed.render import coverage
-from sage_fast.testbed.world import ATTRIBUTES, BACKGROUND, FRAMES, HEIGHT, SHAPES, WIDTH, Scene, all_scenes
+from sage_fast.testbed.world import (
+    ATTRIBUTES,
+    BACKGROUND,
+    FRAMES,
+    HEIGHT,
+    SHAPES,
+    WIDTH,
+    Scene,
+    all_scenes,
+)
 from studies.testbed.render import paint, random_start, render
 
 CLEAN_SHARE, TWICE_SHARE = 0.2, 0.3  # shares of clips with no corruption and with two
@@ -38,7 +47,7 @@ def _other(words: tuple[str, ...], word: str, generator: torch.Generator) -> str
     return others[int(torch.randint(len(others), (), generator=generator))]
 
 
-# -- corruptions of the pixels ----------------------------------------------------------------------------------------
+# -- corruptions of the pixels ---------------------------------------------------------------------
 
 
 def _blur(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
@@ -105,16 +114,24 @@ def _pixelate(video: Tensor, strength: float, generator: torch.Generator) -> Ten
 def _haze(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     """Add a smooth glow of random colour behind everything."""
     size = int(torch.randint(1, 5, (), generator=generator))
-    glow = interpolate(torch.rand(1, 3, size, size, generator=generator), video.shape[2:], mode="bilinear")
+    glow = interpolate(
+        torch.rand(1, 3, size, size, generator=generator), video.shape[2:], mode="bilinear"
+    )
     return video + 0.7 * strength * glow * (1 - video)
 
 
 def _texture(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     """Blend in coloured patches of random size, still or changing."""
     size = [int(torch.randint(2, 17, (), generator=generator)) for _ in range(2)]
-    frames = 1 if _uniform(generator, 0, 1) < 0.5 else int(torch.randint(2, FRAMES + 1, (), generator=generator))
+    frames = (
+        1
+        if _uniform(generator, 0, 1) < 0.5
+        else int(torch.randint(2, FRAMES + 1, (), generator=generator))
+    )
     patches = torch.rand(1, 3, frames, *size, generator=generator) ** _uniform(generator, 0.5, 3)
-    patches = interpolate(patches, (len(video), *video.shape[2:]), mode="trilinear")[0].transpose(0, 1)
+    patches = interpolate(patches, (len(video), *video.shape[2:]), mode="trilinear")[0].transpose(
+        0, 1
+    )
     return video + strength * (patches - video)
 
 
@@ -130,9 +147,13 @@ def _blocks(video: Tensor, strength: float, generator: torch.Generator) -> Tenso
 
 def _warp(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     """Bend the picture, the same way in all frames or not, until the shape is none of the three."""
-    frames = 1 if _uniform(generator, 0, 1) < 0.3 else int(torch.randint(2, 9, (), generator=generator))
+    frames = (
+        1 if _uniform(generator, 0, 1) < 0.3 else int(torch.randint(2, 9, (), generator=generator))
+    )
     field = torch.randn(1, 2, frames, 6, 6, generator=generator) * 6.0 * strength / WIDTH
-    field = interpolate(field, (len(video), *video.shape[2:]), mode="trilinear")[0].permute(1, 2, 3, 0)
+    field = interpolate(field, (len(video), *video.shape[2:]), mode="trilinear")[0].permute(
+        1, 2, 3, 0
+    )
     axis = (torch.arange(WIDTH) + 0.5) * 2 / WIDTH - 1
     grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij")[::-1], dim=-1)
     return grid_sample(video, grid + field, padding_mode="border", align_corners=False)
@@ -169,11 +190,12 @@ SCENE_CORRUPTIONS: dict[str, tuple[str, ...]] = {
 """Corruptions that change what is drawn -> the attributes they erase."""
 
 
-# -- corruptions of the scene -----------------------------------------------------------------------------------------
+# -- corruptions of the scene ----------------------------------------------------------------------
 
 
 def draw(scene: Scene, kind: str | None, strength: float, generator: torch.Generator) -> Tensor:
-    """Draw a clip of the scene, float32 [F, 3, H, W], with a corruption of `SCENE_CORRUPTIONS` or with None."""
+    """Draw a clip of the scene, float32 [F, 3, H, W], with a corruption of `SCENE_CORRUPTIONS` or
+    with None."""
     time = torch.arange(FRAMES, dtype=torch.float64)[:, None]
     velocity = torch.tensor(scene.velocity, dtype=torch.float64)
     center = torch.tensor(random_start(scene, generator), dtype=torch.float64) + time * velocity
@@ -182,7 +204,9 @@ def draw(scene: Scene, kind: str | None, strength: float, generator: torch.Gener
     if kind == "bend":
         heading = torch.tensor([_uniform(generator, -1, 1), _uniform(generator, -1, 1)])
         phase, turns = _uniform(generator, 0, 2 * math.pi), _uniform(generator, 0.5, 2)
-        center = center + 6 * strength * heading * torch.sin(phase + 2 * math.pi * turns * time / FRAMES)
+        center = center + 6 * strength * heading * torch.sin(
+            phase + 2 * math.pi * turns * time / FRAMES
+        )
     if _uniform(generator, 0, 1) < 0.5:  # change once on the way, or again and again
         change = torch.sigmoid((time - _uniform(generator, 4, 12)) * _uniform(generator, 0.4, 3))
     else:
@@ -202,13 +226,15 @@ def random_clip(scene: Scene, generator: torch.Generator) -> tuple[Tensor, float
     """Draw a clip of the scene with zero, one or two random corruptions of random strength.
 
     Returns:
-        The clip, float32 [F, 3, H, W] in [0, 1]; its cleanness from 1 to 0; the legibility of each attribute, 1 to 0.
+        The clip, float32 [F, 3, H, W] in [0, 1]; its cleanness from 1 to 0; the legibility of each
+        attribute, 1 to 0.
     """
     u = _uniform(generator, 0, 1)
     count = 0 if u < CLEAN_SHARE else (2 if u > 1 - TWICE_SHARE else 1)
     names = [*CORRUPTIONS, *SCENE_CORRUPTIONS]
     chosen = [names[int(i)] for i in torch.randperm(len(names), generator=generator)[:count]]
-    strengths = {name: _uniform(generator, 0, 1) ** 1.5 for name in chosen}  # small strengths are more frequent
+    # small strengths are more frequent
+    strengths = {name: _uniform(generator, 0, 1) ** 1.5 for name in chosen}
     kind = next((name for name in chosen if name in SCENE_CORRUPTIONS), None)
     video = draw(scene, kind, strengths.get(kind or "", 0.0), generator)
     clean, legible = 1.0, dict.fromkeys(ATTRIBUTES, 1.0)
@@ -218,6 +244,8 @@ def random_clip(scene: Scene, generator: torch.Generator) -> tuple[Tensor, float
         elif name != kind:  # skip a second corruption of the scene
             continue
         clean *= 1 - strength
-        for attribute in CORRUPTIONS[name].erases if name in CORRUPTIONS else SCENE_CORRUPTIONS[name]:
+        for attribute in (
+            CORRUPTIONS[name].erases if name in CORRUPTIONS else SCENE_CORRUPTIONS[name]
+        ):
             legible[attribute] *= 1 - strength**2  # a weak corruption erases little
     return video.clamp(0, 1), clean, legible

@@ -1,8 +1,8 @@
 """Draw the images of the image-to-video testbed: python -m studies.testbed.images [FOLDER]
 
-Each is the first frame of a true clip. FOLDER (configs/prompts/i2v) gets them in `images`, and the prompt files
-train.jsonl and heldout.jsonl; the captions are from the testbed's two sets. Each caption has two images, which differ
-in the place.
+Each is the first frame of a true clip. FOLDER (configs/prompts/i2v) gets them in `images`, and the
+prompt files train.jsonl and heldout.jsonl; the captions are from the testbed's two sets. Each
+caption has two images, which differ in the place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from studies.testbed.render import render
 
 FOLDER = Path(__file__).parents[2] / "configs" / "prompts" / "i2v"
 SETS = {"train": train_prompts()[::2], "heldout": heldout_prompts()}
-"""Name of a prompt file -> its captions: half of those that the base is trained on, and all that it is not."""
+"""Name of a prompt file -> its captions: half of those that the base is trained on, and all that it
+is not."""
 SEEDS = {"train": 7, "heldout": 8}
 IMAGES_PER_CAPTION = 2
 

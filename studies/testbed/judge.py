@@ -12,9 +12,14 @@ from studies.testbed.corruptions import random_clip
 
 
 def judge_loss(
-    network: JudgeNetwork, videos: Tensor, words: Mapping[str, Tensor], clean: Tensor, legible: Mapping[str, Tensor]
+    network: JudgeNetwork,
+    videos: Tensor,
+    words: Mapping[str, Tensor],
+    clean: Tensor,
+    legible: Mapping[str, Tensor],
 ) -> Tensor:
-    """Compute the cross-entropy with graded targets, from the true word (legible) to a uniform one (erased).
+    """Compute the cross-entropy with graded targets, from the true word (legible) to a uniform one
+    (erased).
 
     Args:
         network: network in training.
@@ -37,9 +42,13 @@ def loss_of_clips(network: JudgeNetwork, batch: int, generator: torch.Generator)
     scenes = all_scenes()
     chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
     videos, clean, visible = zip(*(random_clip(scene, generator) for scene in chosen))
-    visible_by_attribute = {name: torch.tensor([row[name] for row in visible]) for name in ATTRIBUTES}
+    visible_by_attribute = {
+        name: torch.tensor([row[name] for row in visible]) for name in ATTRIBUTES
+    }
     words = {
         name: torch.tensor([known.index(getattr(scene, name)) for scene in chosen])
         for name, known in ATTRIBUTES.items()
     }
-    return judge_loss(network, torch.stack(videos), words, torch.tensor(clean), visible_by_attribute)
+    return judge_loss(
+        network, torch.stack(videos), words, torch.tensor(clean), visible_by_attribute
+    )

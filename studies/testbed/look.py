@@ -1,8 +1,9 @@
 """How clips of the testbed read: python -m studies.testbed.look [--base FOLDER] [--seeds 12]
 
-Prints a row for correct clips as they are drawn, one for the same clips through the autoencoder, and one for what a
-base model draws by the ODE of `configs/demo.yaml`: the mean reward, the means of its parts, and for each shape the
-share of clips on prompts with this shape that read as it. A clip reads as the shape that fits its frames best.
+Prints a row for correct clips as they are drawn, one for the same clips through the autoencoder,
+and one for what a base model draws by the ODE of `configs/demo.yaml`: the mean reward, the means of
+its parts, and for each shape the share of clips on prompts with this shape that read as it. A clip
+reads as the shape that fits its frames best.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
 from sage_fast.rollout.setup import Setup
 from sage_fast.testbed import BASE
-from sage_fast.testbed.rewards import Measurement, contest, matches, measure, motion_quality, visual_quality
+from sage_fast.testbed.rewards import (
+    Measurement,
+    contest,
+    matches,
+    measure,
+    motion_quality,
+    visual_quality,
+)
 from sage_fast.testbed.world import SHAPES, parse
 from studies.testbed.pretrain import correct_clips
 
@@ -27,12 +35,17 @@ CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 def mean_parts(seen: Measurement, prompts: list[str]) -> dict[str, float]:
     """Return part of the reward -> its mean over the measured clips of N prompts, in [0, 1]."""
-    parts = {"clean shape": visual_quality(seen), "steady motion": motion_quality(seen), **matches(seen, prompts)}
+    parts = {
+        "clean shape": visual_quality(seen),
+        "steady motion": motion_quality(seen),
+        **matches(seen, prompts),
+    }
     return {name.replace("color", "colour"): float(values.mean()) for name, values in parts.items()}
 
 
 def read(videos: Tensor, prompts: list[str]) -> dict[str, float]:
-    """Return `mean_parts` of clips [N, F, 3, H, W], and shape -> share of those on prompts with it that read as it."""
+    """Return `mean_parts` of clips [N, F, 3, H, W], and shape -> share of those on prompts with it
+    that read as it."""
     seen = measure(videos)
     best = contest(seen).mean(dim=1).argmax(dim=-1)
     wanted = torch.tensor([SHAPES.index(parse(prompt).shape) for prompt in prompts])
@@ -45,19 +58,33 @@ def drawn_by(setup: Setup) -> tuple[Tensor, list[str]]:
     """Return the clips [N, F, 3, H, W] of the setup's evaluation, and their prompts."""
     kept: dict[int, tuple[Tensor, str]] = {}
     setup.encode()
-    evaluate(setup, iteration=0, save=lambda number, prompt, video: kept.update({number: (video, prompt)}))
+    evaluate(
+        setup,
+        iteration=0,
+        save=lambda number, prompt, video: kept.update({number: (video, prompt)}),
+    )
     videos, prompts = zip(*(kept[i] for i in range(len(kept))))
     return torch.stack(videos), list(prompts)
 
 
 def look(base: Path, seeds: int) -> dict[str, dict[str, float]]:
     """Return row -> column -> mean, over all training prompts."""
-    settings = {"model.path": str(base), "data.eval_prompts": "testbed:train", "eval.seeds_per_prompt": seeds}
+    settings = {
+        "model.path": str(base),
+        "data.eval_prompts": "testbed:train",
+        "eval.seeds_per_prompt": seeds,
+    }
     setup = load_setup(resolve(load(str(CONFIG), overlays=[settings, {"eval.num_prompts": 72}])))
     prompts = setup.eval_prompts
     drawn, decoded = correct_clips(setup.model.decoder, prompts, setup.config.sampling.num_frames)
-    rows = {"correct": (drawn, prompts), "through the autoencoder": (decoded, prompts), "base": drawn_by(setup)}
-    rewards = {name: setup.reward.submit(*row).result().rewards.mean() for name, row in rows.items()}
+    rows = {
+        "correct": (drawn, prompts),
+        "through the autoencoder": (decoded, prompts),
+        "base": drawn_by(setup),
+    }
+    rewards = {
+        name: setup.reward.submit(*row).result().rewards.mean() for name, row in rows.items()
+    }
     return {name: {"reward": float(rewards[name])} | read(*row) for name, row in rows.items()}
 
 

@@ -1,16 +1,19 @@
-"""Pre-train a small world's base model: python -m studies.testbed.pretrain FOLDER [--world pairs | i2v]
+"""Pre-train a small world's base model: python -m studies.testbed.pretrain FOLDER [--world pairs |
+i2v]
 
-The testbed's weights ship in sage_fast/testbed/base and sage_fast/testbed/judge_weights, those of its image-to-video
-world in sage_fast/testbed/base_i2v; those of the world of pairs are in studies/pairs/base.
+The testbed's weights ship in sage_fast/testbed/base and sage_fast/testbed/judge_weights, those of
+its image-to-video world in sage_fast/testbed/base_i2v; those of the world of pairs are in
+studies/pairs/base.
 
-Trains an autoencoder on rendered videos, a flow-matching transformer on its latents, and the held-out judge, a
-classifier of clips and their corruptions.
+Trains an autoencoder on rendered videos, a flow-matching transformer on its latents, and the
+held-out judge, a classifier of clips and their corruptions.
 
-The base is under-trained on purpose. Its shapes are recognisable, but often the wrong ones, blurred, or moving the
-wrong way, which leaves reinforcement learning something to improve.
+The base is under-trained on purpose. Its shapes are recognisable, but often the wrong ones,
+blurred, or moving the wrong way, which leaves reinforcement learning something to improve.
 
-The image-to-video world has the testbed's autoencoder and judge; its transformer is given the first frame of a clip.
-Its base copies that frame, then often loses the object's colour, its shape or its way.
+The image-to-video world has the testbed's autoencoder and judge; its transformer is given the first
+frame of a clip. Its base copies that frame, then often loses the object's colour, its shape or its
+way.
 """
 
 from __future__ import annotations
@@ -36,7 +39,13 @@ from sage_fast.parallel.muon import Muon
 from sage_fast.testbed import BASE, text_encoder
 from sage_fast.testbed import world as testbed
 from sage_fast.testbed.judge import JudgeNetwork, load_judge
-from sage_fast.testbed.tiny_model import TestbedTransformer, allow_batches, load_image_encoder, load_vae, tiny_vae
+from sage_fast.testbed.tiny_model import (
+    TestbedTransformer,
+    allow_batches,
+    load_image_encoder,
+    load_vae,
+    tiny_vae,
+)
 from sage_fast.testbed.world import BACKGROUND
 from sage_fast.util.console import log_to_screen, progress
 from studies.pairs import judge as pairs_judge
@@ -46,12 +55,16 @@ from studies.testbed import judge, render
 
 log = logging.getLogger("sage_fast.studies")
 
-SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more training at high noise, as in the real model
+# sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more training at high noise, as in the real
+# model
+SHIFT = 3.0
 PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance
 EMA_DECAY = 0.998
 KL_WEIGHT = 5e-4
 IMAGE_SIZE = 32  # pixels that the image encoder reads: four patches of half this size
-SCALED = 72  # videos that the scale of the latents is measured on: one of each of the testbed's captions
+SCALED = (
+    72  # videos that the scale of the latents is measured on: one of each of the testbed's captions
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +90,8 @@ class World:
         prompts: captions that the base model is trained on.
         video: caption -> random video, float32 [F, 3, H, W] in [0, 1].
         embed: caption, or "" -> word vectors [L, D].
-        vae, transformer, judge: make the network that training begins with; None: the testbed's as it is, not saved.
+        vae, transformer, judge: make the network that training begins with; None: the testbed's as
+            it is, not saved.
         judge_loss: loss on a batch of random clips.
         takes_images: whether the transformer is given the first frame of a clip.
         muon: whether Muon trains the matrices of the transformer's blocks; AdamW trains all else.
@@ -111,7 +125,8 @@ class Clips(NamedTuple):
 
 
 def _testbed_vae() -> AutoencoderKLHunyuanVideo15:
-    """The testbed's autoencoder: it is convolutional and knows the shapes; only the scale of the latents differs."""
+    """The testbed's autoencoder: it is convolutional and knows the shapes; only the scale of the
+    latents differs."""
     vae = allow_batches(tiny_vae())
     vae.load_state_dict(load_vae().state_dict())
     return vae
@@ -134,7 +149,9 @@ _TESTBED = World(
     judge=JudgeNetwork,
     judge_loss=judge.loss_of_clips,
     muon=True,
-    steps=Steps(vae_steps=9000, decoder_steps=6000, steps=1200, videos_per_prompt=32, judge_steps=2500),
+    steps=Steps(
+        vae_steps=9000, decoder_steps=6000, steps=1200, videos_per_prompt=32, judge_steps=2500
+    ),
 )
 _PAIRS = World(
     name="pairs",
@@ -145,7 +162,14 @@ _PAIRS = World(
     transformer=TestbedTransformer,
     judge=_judge_of_pairs,
     judge_loss=pairs_judge.loss_of_clips,
-    steps=Steps(vae_steps=0, decoder_steps=0, steps=3000, videos_per_prompt=4, judge_steps=1000, judge_batch=16),
+    steps=Steps(
+        vae_steps=0,
+        decoder_steps=0,
+        steps=3000,
+        videos_per_prompt=4,
+        judge_steps=1000,
+        judge_batch=16,
+    ),
 )
 _I2V = dataclasses.replace(
     _TESTBED,
@@ -161,10 +185,12 @@ WORLDS = {world.name: world for world in (_TESTBED, _PAIRS, _I2V)}
 
 
 def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
-    """Train what a world has; write `vae/`, `transformer/`, `judge/` and the encoder of images into `folder`.
+    """Train what a world has; write `vae/`, `transformer/`, `judge/` and the encoder of images into
+    `folder`.
 
-    Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights. A part that
-    `folder` already holds is kept; the others do not change, since each part has its own random numbers.
+    Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same
+    weights. A part that `folder` already holds is kept; the others do not change, since each part
+    has its own random numbers.
     """
     folder.mkdir(parents=True, exist_ok=True)  # fail early: training takes minutes
 
@@ -197,7 +223,8 @@ def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
 
 
 def random_image_encoder() -> SiglipVisionModel:
-    """The smallest stock vision tower, with random weights: the first frame's latent tells the transformer enough."""
+    """The smallest stock vision tower, with random weights: the first frame's latent tells the
+    transformer enough."""
     width = TestbedTransformer().config.image_embed_dim
     return SiglipVisionModel(
         SiglipVisionConfig(
@@ -211,37 +238,54 @@ def random_image_encoder() -> SiglipVisionModel:
     ).eval()
 
 
-def train_vae(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int) -> AutoencoderKLHunyuanVideo15:
-    """Train an autoencoder on rendered videos: first both halves, then the decoder alone; measure its latents' scale.
+def train_vae(
+    world: World, vae: AutoencoderKLHunyuanVideo15, seed: int
+) -> AutoencoderKLHunyuanVideo15:
+    """Train an autoencoder on rendered videos: first both halves, then the decoder alone; measure
+    its latents' scale.
 
     Decoder steps are cheaper, and only the decoder's output is seen.
     """
     vae.train()
-    # A shape covers a tenth of the frame; without a larger weight the autoencoder would blur it first.
+    # A shape covers a tenth of the frame; without a larger weight the autoencoder would blur it
+    # first.
     _reconstruct(world, vae, seed, steps=world.steps.vae_steps, foreground=8.0)
     vae.half().float()  # train the decoder on the encoder as stored, in half precision
     vae.encoder.requires_grad_(False)
-    # The remaining error is a haze over the background: it covers most of the frame, but each pixel weighs little.
+    # The remaining error is a haze over the background: it covers most of the frame, but each pixel
+    # weighs little.
     _reconstruct(world, vae, seed, steps=world.steps.decoder_steps, foreground=3.0)
     generator = torch.Generator().manual_seed(seed)
-    latents = torch.stack([encode(vae.eval(), draw(world, prompt, 1, generator)) for prompt in world.prompts[:SCALED]])
+    latents = torch.stack(
+        [encode(vae.eval(), draw(world, prompt, 1, generator)) for prompt in world.prompts[:SCALED]]
+    )
     vae.register_to_config(scaling_factor=1.0 / latents.std().item())
     return vae
 
 
-def _reconstruct(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, foreground: float) -> None:
-    """Train what requires gradients on freshly rendered videos. A pixel of a shape weighs 1 + `foreground`."""
+def _reconstruct(
+    world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, foreground: float
+) -> None:
+    """Train what requires gradients on freshly rendered videos.
+
+    A pixel of a shape weighs 1 + `foreground`.
+    """
     for weight in vae.parameters():
         if weight.ndim == 5:  # channels innermost, in weights and input
             weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(
-        [p for p in vae.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.99), weight_decay=1e-4
+        [p for p in vae.parameters() if p.requires_grad],
+        lr=1e-3,
+        betas=(0.9, 0.99),
+        weight_decay=1e-4,
     )
     error = kl = torch.zeros(())
     for step in progress(range(steps), "autoencoder", steps):
         _set_cosine_lr(1e-3, step, steps, optimizer)
-        picks = torch.randint(len(world.prompts), (world.steps.vae_batch,), generator=generator).tolist()
+        picks = torch.randint(
+            len(world.prompts), (world.steps.vae_batch,), generator=generator
+        ).tolist()
         video = _to_vae(torch.stack([world.video(world.prompts[i], generator) for i in picks]))
         video = video.contiguous(memory_format=torch.channels_last_3d)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -262,12 +306,21 @@ def encode_clips(world: World, folder: Path, generator: torch.Generator) -> Clip
     """Draw and encode `videos_per_prompt` clips of each caption, with the encoders in `folder`."""
     vae = load_vae(folder if world.vae is not None else BASE)
     latents, images = [], []
-    see = load_image_encoder(folder, vae, (testbed.HEIGHT, testbed.WIDTH)) if world.takes_images else None
+    see = (
+        load_image_encoder(folder, vae, (testbed.HEIGHT, testbed.WIDTH))
+        if world.takes_images
+        else None
+    )
     for prompt in world.prompts:
         videos = draw(world, prompt, world.steps.videos_per_prompt, generator)
         latents.append(vae.config.scaling_factor * encode(vae, videos))
         if see is not None:
-            images.append([torch.stack(each) for each in zip(*(see(picture(video[0])).values() for video in videos))])
+            images.append(
+                [
+                    torch.stack(each)
+                    for each in zip(*(see(picture(video[0])).values() for video in videos))
+                ]
+            )
     if not images:
         return Clips(torch.stack(latents))
     return Clips(torch.stack(latents), *(torch.stack(each) for each in zip(*images)))
@@ -286,14 +339,18 @@ def encode(vae: AutoencoderKLHunyuanVideo15, videos: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def correct_clips(decoder: Callable[[Tensor], Tensor], prompts: list[str], frames: int) -> tuple[Tensor, Tensor]:
+def correct_clips(
+    decoder: Callable[[Tensor], Tensor], prompts: list[str], frames: int
+) -> tuple[Tensor, Tensor]:
     """Draw a correct clip of each prompt of the testbed, as drawn and through the autoencoder.
 
     Returns:
         Both [N, frames, 3, H, W] in [0, 1].
     """
     generator, vae = torch.Generator().manual_seed(0), load_vae()
-    drawn = torch.cat([draw(WORLDS["testbed"], prompt, 1, generator) for prompt in prompts])[:, :frames]
+    drawn = torch.cat([draw(WORLDS["testbed"], prompt, 1, generator) for prompt in prompts])[
+        :, :frames
+    ]
     latents = vae.config.scaling_factor * torch.cat([encode(vae, part) for part in drawn.split(32)])
     return drawn, decoder(latents)
 
@@ -315,21 +372,30 @@ def train_flow(world: World, clips: Clips, generator: torch.Generator) -> Testbe
     for name, p in model.named_parameters():
         by_muon = world.muon and p.ndim == 2 and name.startswith("transformer_blocks.")
         (matrices if by_muon else others).append(p)
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)
+    ]
     if matrices:
         optimizers.append(Muon(matrices, lr=2e-3, weight_decay=1e-2, eps=1e-10))
     for step in progress(range(steps), "transformer", steps):
         _set_cosine_lr(2e-3, step, steps, *optimizers)
         prompt = torch.randint(latents.shape[0], (batch,), generator=generator)
         drawn = prompt, torch.randint(latents.shape[1], (batch,), generator=generator)
-        x0, image = latents[drawn], [None if each is None else each[drawn] for each in (clips.tokens, clips.frame)]
+        x0, image = (
+            latents[drawn],
+            [None if each is None else each[drawn] for each in (clips.tokens, clips.frame)],
+        )
         noise = torch.randn(x0.shape, generator=generator)
         u = torch.rand(batch, generator=generator)
         sigma = SHIFT * u / (1.0 + (SHIFT - 1.0) * u)
         s = sigma[:, None, None, None, None]
         x, target = (1.0 - s) * x0 + s * noise, noise - x0
-        # Two forwards rather than one with padding: no masks, and prompts of different lengths never meet.
-        rows = ((slice(0, unprompted), no_text.expand(unprompted, -1, -1)), (slice(unprompted, None), text[prompt]))
+        # Two forwards rather than one with padding: no masks, and prompts of different lengths
+        # never meet.
+        rows = (
+            (slice(0, unprompted), no_text.expand(unprompted, -1, -1)),
+            (slice(unprompted, None), text[prompt]),
+        )
         loss = torch.zeros(())
         for part, words in rows:
             if x[part].shape[0] > 0:
@@ -338,7 +404,9 @@ def train_flow(world: World, clips: Clips, generator: torch.Generator) -> Testbe
                 loss = loss + (v - target[part]).square().sum() / target.numel()
         _update(loss, *optimizers)
         decay = min(EMA_DECAY, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(average.parameters()), [p.detach() for p in model.parameters()], 1.0 - decay)
+        torch._foreach_lerp_(
+            list(average.parameters()), [p.detach() for p in model.parameters()], 1.0 - decay
+        )
     log.info(f"transformer: loss {loss.detach():.3f} in the last step")
     return average
 
@@ -384,7 +452,9 @@ def velocity(
         encoder_attention_mask=x.new_ones(text.shape[:2]),
         encoder_hidden_states_2=x.new_zeros(rows, 0, model.config.text_embed_2_dim),
         encoder_attention_mask_2=x.new_zeros(rows, 0),
-        image_embeds=x.new_zeros(rows, 0, model.config.image_embed_dim) if tokens is None else tokens,
+        image_embeds=x.new_zeros(rows, 0, model.config.image_embed_dim)
+        if tokens is None
+        else tokens,
         return_dict=False,
     )[0]
     return output
@@ -395,7 +465,9 @@ def _to_vae(videos: Tensor) -> Tensor:
     return 2.0 * videos.transpose(1, 2) - 1.0
 
 
-def _set_cosine_lr(peak: float, step: int, steps: int, *optimizers: torch.optim.Optimizer, warmup: int = 50) -> None:
+def _set_cosine_lr(
+    peak: float, step: int, steps: int, *optimizers: torch.optim.Optimizer, warmup: int = 50
+) -> None:
     scale = min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
     for group in _groups(optimizers):
         group["lr"] = peak * scale
@@ -405,7 +477,9 @@ def _update(loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_([p for group in _groups(optimizers) for p in group["params"]], 1.0)
+    torch.nn.utils.clip_grad_norm_(
+        [p for group in _groups(optimizers) for p in group["params"]], 1.0
+    )
     for optimizer in optimizers:
         optimizer.step()
 
@@ -416,7 +490,9 @@ def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Pre-train a world's base model and its judge.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="where transformer/, vae/ and judge/ go"
+    )
     parser.add_argument("--world", choices=WORLDS, default="testbed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -34,7 +34,8 @@ _EXTENT: dict[str, tuple[float, float, float, float]] = {
 
 
 def start_range(scene: Scene) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the smallest and the largest start (x, y) from which the shape stays inside for all frames."""
+    """Return the smallest and the largest start (x, y) from which the shape stays inside for all
+    frames."""
     left, right, up, down = _EXTENT[scene.shape]
     travel_x, travel_y = (v * (FRAMES - 1) for v in scene.velocity)
     low = (left - min(travel_x, 0.0), up - min(travel_y, 0.0))
@@ -58,11 +59,14 @@ def render(scene: Scene, start: tuple[float, float] | torch.Generator) -> Tensor
     if isinstance(start, torch.Generator):
         start = random_start(scene, start)
     time = torch.arange(FRAMES, dtype=torch.float64)[:, None]
-    center = torch.tensor(start, dtype=torch.float64) + time * torch.tensor(scene.velocity, dtype=torch.float64)
+    center = torch.tensor(start, dtype=torch.float64) + time * torch.tensor(
+        scene.velocity, dtype=torch.float64
+    )
     return paint(coverage(scene.shape, center), scene.color)
 
 
 def paint(alpha: Tensor, color: str) -> Tensor:
-    """Blend the colour over the background with coverage `alpha` [..., H, W]; return float32 [..., 3, H, W]."""
+    """Blend the colour over the background with coverage `alpha` [..., H, W]; return float32 [...,
+    3, H, W]."""
     rgb = torch.tensor(COLORS[color], dtype=alpha.dtype)[:, None, None]
     return (BACKGROUND + alpha[..., None, :, :] * (rgb - BACKGROUND)).to(torch.float32)

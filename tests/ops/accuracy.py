@@ -27,7 +27,9 @@ def assert_accurate(comparisons: Iterable[Comparison], **bounds: dict[str, float
 
 def launcher(name: str) -> Callable[..., Any]:
     """Triton's launcher of an operator or its backward."""
-    return getattr(importlib.import_module(f"sage_fast.kernels.{name.removesuffix('_backward')}"), name)
+    return getattr(
+        importlib.import_module(f"sage_fast.kernels.{name.removesuffix('_backward')}"), name
+    )
 
 
 def kernels_of(implementation_name: str) -> tuple[Kernels, torch.device]:
@@ -38,4 +40,7 @@ def kernels_of(implementation_name: str) -> tuple[Kernels, torch.device]:
     if implementation(torch.device("cpu")) != "C++":
         pytest.skip("the C++ extension is not built (or SAGE_FAST_OPS is set)")
     # `adapter_rows` has no C++: the CPU runs what is registered.
-    return lambda name: getattr(torch.ops.sage_fast_cpu, name, None) or registered(name), torch.device("cpu")
+    return (
+        lambda name: getattr(torch.ops.sage_fast_cpu, name, None) or registered(name),
+        torch.device("cpu"),
+    )

@@ -1,4 +1,5 @@
-"""The check of each operator: every output and gradient of one implementation against the reference in float64."""
+"""The check of each operator: every output and gradient of one implementation against the reference
+in float64."""
 
 from __future__ import annotations
 
@@ -14,44 +15,63 @@ from sage_fast.ops.gated_sum import gated_sum_backward_reference, gated_sum_refe
 from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
 from sage_fast.ops.norm_silu import norm_silu_reference
-from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
+from sage_fast.ops.transition_score import (
+    transition_score_backward_reference,
+    transition_score_reference,
+)
 from sage_fast.ops.transition_step import transition_step_reference
 from sage_fast.tools.operators import Comparison, Layout, as_it_is, double
 
 Kernels = Callable[[str], Callable[..., Any]]
-"""Name of an operator, or of its backward such as `norm_rotate_backward` -> the function of one implementation."""
+"""Name of an operator, or of its backward such as `norm_rotate_backward` -> the function of one
+implementation."""
 
 
 def compare(
-    names: Sequence[str], function: Callable[..., Any], reference: Callable[..., Any], *arguments: Any
+    names: Sequence[str],
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    *arguments: Any,
 ) -> Iterator[Comparison]:
-    """Compare each output of `function` with those of `reference`, in the same dtypes and in float64."""
+    """Compare each output of `function` with those of `reference`, in the same dtypes and in
+    float64."""
     results = (function(*arguments), reference(*arguments), reference(*double(*arguments)))
     outputs = ((result,) if isinstance(result, Tensor) else result for result in results)
     for name, *values in zip(names, *outputs, strict=True):
         yield Comparison(name, *values)
 
 
-def check_transition_step(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
+def check_transition_step(
+    kernels: Kernels, layout: Layout, *arguments: Any
+) -> Iterator[Comparison]:
     x, v, v_uncond, guidance, coefs, step, _ = arguments
     x_next, logp = kernels("transition_step")(*arguments)
-    (plain, _), (exact, _) = transition_step_reference(*arguments), transition_step_reference(*double(*arguments))
+    (plain, _), (exact, _) = (
+        transition_step_reference(*arguments),
+        transition_step_reference(*double(*arguments)),
+    )
     yield Comparison("x_next", x_next, plain, exact)
     # The log-prob belongs to the value as stored, so the references score that value.
     plain, exact = (
-        transition_score_reference(before, after, v, v_uncond, guidance, None, None, coefs, step, None)[0]
+        transition_score_reference(
+            before, after, v, v_uncond, guidance, None, None, coefs, step, None
+        )[0]
         for before, after in ((x, x_next), (x.double(), x_next.double()))
     )
     yield Comparison("logp", logp, plain, exact)
 
 
-def check_transition_score(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
+def check_transition_score(
+    kernels: Kernels, layout: Layout, *arguments: Any
+) -> Iterator[Comparison]:
     names = ("logp", "kl_anchor", "kl_old", "error_plus", "error_minus")
     yield from compare(names, kernels("transition_score"), transition_score_reference, *arguments)
     x = arguments[0]
     grads = (layout(torch.randn(len(x), device=x.device)) for _ in range(3))
     backward = kernels("transition_score_backward")
-    yield from compare(["dv", "dv_uncond"], backward, transition_score_backward_reference, *grads, *arguments[:-1])
+    yield from compare(
+        ["dv", "dv_uncond"], backward, transition_score_backward_reference, *grads, *arguments[:-1]
+    )
 
 
 def check_norm_modulate(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
@@ -69,46 +89,66 @@ def check_norm_modulate(kernels: Kernels, layout: Layout, *arguments: Any) -> It
 def check_gated_norm(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
     _, y, gate, scale, shift, eps = arguments
     total, out = kernels("gated_norm")(*arguments)
-    yield Comparison("sum", total, gated_norm_reference(*arguments)[0], gated_norm_reference(*double(*arguments))[0])
+    yield Comparison(
+        "sum",
+        total,
+        gated_norm_reference(*arguments)[0],
+        gated_norm_reference(*double(*arguments))[0],
+    )
     # The sum is normalised as it is stored.
     yield from compare(["out"], lambda *_: out, norm_modulate_reference, total, scale, shift, eps)
     names, backward = ("dx", "dy", "dgate", "dscale", "dshift"), kernels("gated_norm_backward")
     grads = [layout(torch.randn_like(y)) for _ in range(2)]
     for kept in (None, y):
-        yield from compare(names, backward, gated_norm_backward_reference, *grads, total, gate, scale, kept, eps)
+        yield from compare(
+            names, backward, gated_norm_backward_reference, *grads, total, gate, scale, kept, eps
+        )
 
 
-def check_gated_sum(kernels: Kernels, layout: Layout, x: Tensor, y: Tensor, gate: Tensor) -> Iterator[Comparison]:
+def check_gated_sum(
+    kernels: Kernels, layout: Layout, x: Tensor, y: Tensor, gate: Tensor
+) -> Iterator[Comparison]:
     yield from compare(["sum"], kernels("gated_sum"), gated_sum_reference, x, y, gate)
     grad, backward = layout(torch.randn_like(y)), kernels("gated_sum_backward")
     for kept in (None, y):
-        yield from compare(["dy", "dgate"], backward, gated_sum_backward_reference, grad, gate, kept)
+        yield from compare(
+            ["dy", "dgate"], backward, gated_sum_backward_reference, grad, gate, kept
+        )
 
 
 def check_norm_rotate(
     kernels: Kernels, layout: Layout, joint: Tensor, text: Tensor, *arguments: Any
 ) -> Iterator[Comparison]:
     """Compare the operator on `joint`, which holds text already."""
-    yield from compare(["query", "key"], kernels("norm_rotate"), norm_rotate_reference, joint, *arguments)
+    yield from compare(
+        ["query", "key"], kernels("norm_rotate"), norm_rotate_reference, joint, *arguments
+    )
     grads = [layout(torch.randn_like(joint[:, :, 0])) for _ in range(3)]
     for weights in (False, True):
         yield from compare(
-            ["d joint", "d weights"], kernels("norm_rotate_backward"), norm_rotate_backward_reference,
+            ["d joint", "d weights"], kernels("norm_rotate_backward"),
+            norm_rotate_backward_reference,
             *grads, joint, *arguments, weights,
         )  # fmt: skip
 
 
-def check_adapter_rows(kernels: Kernels, layout: Layout, x: Tensor, down: Tensor, _: bool) -> Iterator[Comparison]:
+def check_adapter_rows(
+    kernels: Kernels, layout: Layout, x: Tensor, down: Tensor, _: bool
+) -> Iterator[Comparison]:
     for gelu in (False, True):
         yield from compare(["out"], kernels("adapter_rows"), adapter_rows_reference, x, down, gelu)
     gate = layout(torch.randn_like(x[:, :1]).flatten(1)) if x.shape[1] else x[:, 0:0].sum(1)
-    yield from compare(["gated out"], kernels("adapter_rows"), adapter_rows_reference, x, down, False, gate)
+    yield from compare(
+        ["gated out"], kernels("adapter_rows"), adapter_rows_reference, x, down, False, gate
+    )
     out = adapter_rows_reference(x, down, True).flatten(0, 1)
     x = x.flatten(0, 1)
     inner, up = (layout(torch.randn_like(out[:, : len(down)])) for _ in range(2))
 
     def backward(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        def run(
+            grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor
+        ) -> tuple[Tensor, ...]:
             dx = grad.clone()  # overwritten
             if x.dtype == torch.float64:  # the exact GELU: a kernel may round its own
                 out = adapter_rows_reference(x, x.new_empty(0, x.shape[1]), True)
@@ -117,7 +157,8 @@ def check_adapter_rows(kernels: Kernels, layout: Layout, x: Tensor, down: Tensor
         return run
 
     yield from compare(
-        ["dx", "dA", "dB"], backward(kernels("adapter_rows_backward")), backward(adapter_rows_backward_reference),
+        ["dx", "dA", "dB"], backward(kernels("adapter_rows_backward")),
+        backward(adapter_rows_backward_reference),
         torch.randn_like(x, memory_format=torch.contiguous_format), inner, x, out, up,
     )  # fmt: skip
 
@@ -136,7 +177,9 @@ def check_norm_silu(
 
         return run
 
-    yield from compare(["out"], padded(kernels("norm_silu")), padded(norm_silu_reference), x, gamma, scale)
+    yield from compare(
+        ["out"], padded(kernels("norm_silu")), padded(norm_silu_reference), x, gamma, scale
+    )
 
 
 CHECKS: dict[str, Callable[..., Iterator[Comparison]]] = {
@@ -152,6 +195,8 @@ CHECKS: dict[str, Callable[..., Iterator[Comparison]]] = {
 """Operator -> (implementation, layout of the gradients, *arguments) -> comparisons."""
 
 
-def check(operator: str, kernels: Kernels, arguments: Sequence[Any], layout: Layout = as_it_is) -> Iterator[Comparison]:
+def check(
+    operator: str, kernels: Kernels, arguments: Sequence[Any], layout: Layout = as_it_is
+) -> Iterator[Comparison]:
     """Compare every output and gradient of an implementation, with random upstream gradients."""
     return CHECKS[operator](kernels, layout, *arguments)

@@ -14,10 +14,12 @@ from tests.ops.checks import Kernels
 
 @pytest.fixture(autouse=True)
 def _sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Triton's sanitizer needs where TRITON_INSTRUMENTATION_MODE=consan asks for it, as scripts/gpu.sh does.
+    """What Triton's sanitizer needs where TRITON_INSTRUMENTATION_MODE=consan asks for it, as
+    scripts/gpu.sh does.
 
-    A kernel takes memory for its notes from an allocator of the launching thread, so backward passes run in this one.
-    The interpreter knows no such mode, but can find 32-bit integers that overflow.
+    A kernel takes memory for its notes from an allocator of the launching thread, so backward
+    passes run in this one. The interpreter knows no such mode, but can find 32-bit integers that
+    overflow.
     """
     if os.environ.get("TRITON_INSTRUMENTATION_MODE") != "consan":
         return
@@ -27,13 +29,16 @@ def _sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True))
     else:
-        triton.set_allocator(lambda size, alignment, stream: torch.zeros(size, dtype=torch.int8, device="cuda"))
+        triton.set_allocator(
+            lambda size, alignment, stream: torch.zeros(size, dtype=torch.int8, device="cuda")
+        )
         torch.autograd.set_multithreading_enabled(False)
 
 
 @pytest.fixture
 def guarded_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.empty* filled with NaN and followed by a guard that must still be NaN when the test is over."""
+    """torch.empty* filled with NaN and followed by a guard that must still be NaN when the test is
+    over."""
     buffers: list[tuple[Tensor, int]] = []
 
     def patch(owner: object, name: str) -> None:
@@ -43,7 +48,9 @@ def guarded_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             like = original(*args, **kwargs)
             if not like.is_floating_point() or not like.is_contiguous():
                 return like
-            buffer = torch.full((like.numel() + 64,), float("nan"), dtype=like.dtype, device=like.device)
+            buffer = torch.full(
+                (like.numel() + 64,), float("nan"), dtype=like.dtype, device=like.device
+            )
             buffers.append((buffer, like.numel()))
             return buffer[: like.numel()].view(like.shape)
 
@@ -58,8 +65,13 @@ def guarded_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(params=["C++", "triton"])
-def kernels(request: pytest.FixtureRequest, guarded_empty: None) -> Iterator[tuple[Kernels, torch.device]]:
-    """The functions of an implementation, and their device. What they allocate holds NaN until it is written."""
+def kernels(
+    request: pytest.FixtureRequest, guarded_empty: None
+) -> Iterator[tuple[Kernels, torch.device]]:
+    """The functions of an implementation, and their device.
+
+    What they allocate holds NaN until it is written.
+    """
     found = kernels_of(request.param)
     torch.use_deterministic_algorithms(request.param == "C++")  # fills what C++ allocates with NaN
     yield found

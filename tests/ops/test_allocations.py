@@ -1,7 +1,9 @@
-"""The transition operators allocate their outputs and next to nothing else: no intermediate of latent size.
+"""The transition operators allocate their outputs and next to nothing else: no intermediate of
+latent size.
 
-The profiler hears of every tensor, those that the C++ extension allocates through torch's stable ABI included. What C++
-takes from the heap past PyTorch, such as a vector, shows in the peak memory of the process.
+The profiler hears of every tensor, those that the C++ extension allocates through torch's stable
+ABI included. What C++ takes from the heap past PyTorch, such as a vector, shows in the peak memory
+of the process.
 """
 
 from __future__ import annotations
@@ -19,14 +21,25 @@ from tests.ops.accuracy import kernels_of
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu] if GPU.type == "cuda" else []
-CALLS = ("step", "step with guidance", "score", "score with guidance", "score backward", "backward with guidance")
+CALLS = (
+    "step",
+    "step with guidance",
+    "score",
+    "score with guidance",
+    "score backward",
+    "backward with guidance",
+)
 Call = Callable[[], tuple[Tensor, ...] | Tensor]
 
 
 def make(call: str, name: str, numel: int) -> tuple[Call, int]:
-    """The call on float32 latents `[2, numel]` and bfloat16 velocities, and the bytes of a velocity."""
+    """The call on float32 latents `[2, numel]` and bfloat16 velocities, and the bytes of a
+    velocity."""
     functions, device = kernels_of(name)
-    step, score = (inputs(f"transition_{part}", (2, numel), torch.bfloat16, device) for part in ("step", "score"))
+    step, score = (
+        inputs(f"transition_{part}", (2, numel), torch.bfloat16, device)
+        for part in ("step", "score")
+    )
     grads = (torch.ones(2, device=device),) * 3
     plain = [*score[:3], None, None, *score[5:]]
     calls: dict[str, Call] = {
@@ -35,7 +48,9 @@ def make(call: str, name: str, numel: int) -> tuple[Call, int]:
         "score": lambda: functions("transition_score")(*plain),
         "score with guidance": lambda: functions("transition_score")(*score),
         "score backward": lambda: functions("transition_score_backward")(*grads, *plain[:-1]),
-        "backward with guidance": lambda: functions("transition_score_backward")(*grads, *score[:-1]),
+        "backward with guidance": lambda: functions("transition_score_backward")(
+            *grads, *score[:-1]
+        ),
     }
     return calls[call], step[1].nbytes
 
@@ -61,7 +76,9 @@ def test_tensors_are_the_outputs_alone(call: str, name: str, tmp_path: Path) -> 
     outputs = total_bytes(run())  # also compiles and fills caches
     allocated = allocated_bytes(run, tmp_path)
     assert allocated >= outputs, "the profiler missed the outputs"
-    assert allocated - outputs < latent / 50, f"{allocated} bytes allocated, the outputs have {outputs}"
+    assert allocated - outputs < latent / 50, (
+        f"{allocated} bytes allocated, the outputs have {outputs}"
+    )
 
 
 def peak_memory() -> int:
@@ -69,16 +86,25 @@ def peak_memory() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset only on Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset only on Linux"
+)
 @pytest.mark.parametrize(
-    "call", [pytest.param(call, marks=[pytest.mark.soak] * ("with guidance" not in call)) for call in CALLS]
+    "call",
+    [
+        pytest.param(call, marks=[pytest.mark.soak] * ("with guidance" not in call))
+        for call in CALLS
+    ],
 )
 def test_cpp_takes_no_more_from_the_heap(call: str) -> None:
-    """Latents of 64 and 128 MiB, which the C library maps for every allocation and returns when they are freed."""
+    """Latents of 64 and 128 MiB, which the C library maps for every allocation and returns when
+    they are freed."""
     run, latent = make(call, "C++", 2**24)
     outputs = total_bytes(run())
     Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is resident now
     start = peak_memory()
     run()
     grown = peak_memory() - start
-    assert grown < outputs + latent / 4, f"{grown} bytes more at the peak, the outputs have {outputs}"
+    assert grown < outputs + latent / 4, (
+        f"{grown} bytes more at the peak, the outputs have {outputs}"
+    )

@@ -1,7 +1,8 @@
-"""What the compiler makes of the kernels, on machines without a GPU: no spills, 16-byte accesses, every variant builds.
+"""What the compiler makes of the kernels, on machines without a GPU: no spills, 16-byte accesses,
+every variant builds.
 
-The suite runs with TRITON_INTERPRET set, which turns kernels into Python functions, so they are compiled in one
-process of their own without it.
+The suite runs with TRITON_INTERPRET set, which turns kernels into Python functions, so they are
+compiled in one process of their own without it.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ import dataclasses, json, sys
 from sage_fast.benchmarks.compile_report import SPECIALISATIONS, Specialisation, compile_report
 from sage_fast.models.lora.linear import padding_for
 
-names = ("_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel")
+names = (
+    "_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel"
+)
 odd = [
-    Specialisation(kernel=name, guidance=True, anchor=True, old=True, beta="fwd" in name, numel=numel)
+    Specialisation(
+        kernel=name, guidance=True, anchor=True, old=True, beta="fwd" in name, numel=numel
+    )
     for name in names
     for numel in ("1", "i64")
 ]
@@ -76,7 +81,9 @@ rows = {
     "rank 8": compile_report(of_rank_8, [90]),
     "rank 64 on sm_80": compile_report(of_rank_64, [80]),
 }
-print(json.dumps({name: [dataclasses.asdict(row) for row in found] for name, found in rows.items()}))
+print(json.dumps(
+    {name: [dataclasses.asdict(row) for row in found] for name, found in rows.items()}
+))
 """
 
 
@@ -86,11 +93,14 @@ from pathlib import Path
 from sage_fast.benchmarks.compile_report import Specialisation, compile_report
 from sage_fast.kernels import norm_modulate, transition_step
 
-module, kernel = {"transition_step": transition_step, "norm_modulate": norm_modulate}[sys.argv[1]], sys.argv[2]
+modules = {"transition_step": transition_step, "norm_modulate": norm_modulate}
+module, kernel = modules[sys.argv[1]], sys.argv[2]
 source = Path(module.__file__).read_text()
 assert source.count(": tl.constexpr,\\n):") > 0
 changed = Path(sys.argv[3]) / "changed.py"
-changed.write_text(source.replace(": tl.constexpr,\\n):", ": tl.constexpr,\\n    NEW: tl.constexpr,\\n):"))
+changed.write_text(
+    source.replace(": tl.constexpr,\\n):", ": tl.constexpr,\\n    NEW: tl.constexpr,\\n):")
+)
 exec(compile(changed.read_text(), changed, "exec"), vars(module))
 compile_report([Specialisation(kernel=kernel)], [90])
 """
@@ -100,7 +110,10 @@ COMPENSATED = """
 import re
 from sage_fast.benchmarks import compile_report as report
 
-rows = [s for s in report.SPECIALISATIONS if "adapter_rows_fwd" in s.kernel and s.x == "fp32" and s.rank == 64]
+rows = [
+    s for s in report.SPECIALISATIONS
+    if "adapter_rows_fwd" in s.kernel and s.x == "fp32" and s.rank == 64
+]
 kernels = [s for s in rows if not s.gelu]
 for ptx in (report._compile(s, arch).asm["ptx"] for s in kernels for arch in report.ARCHITECTURES):
     found = {name: re.findall(rf"\\b{name}\\.rn\\.f32(x2)?\\b", ptx) for name in ("add", "sub")}
@@ -119,7 +132,10 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def compiled() -> dict[str, list[Row]]:
     result = run(PROGRAM, json.dumps(SHIPPED))
     assert result.returncode == 0, result.stderr
-    return {name: [Row(**row) for row in rows] for name, rows in json.loads(result.stdout.splitlines()[-1]).items()}
+    return {
+        name: [Row(**row) for row in rows]
+        for name, rows in json.loads(result.stdout.splitlines()[-1]).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +158,21 @@ def test_a_flag_that_the_report_does_not_know_is_an_error(operator: str, tmp_pat
 
 
 def test_the_compiler_keeps_the_compensation_of_a_float32_sum() -> None:
-    """An addition and three subtractions for each of a thread's 4 sums of 16 products, each rounded on its own."""
+    """An addition and three subtractions for each of a thread's 4 sums of 16 products, each rounded
+    on its own."""
     result = run(COMPENSATED)
-    assert result.stdout.splitlines() == ["4 12"] * 2 * len(ARCHITECTURES), result.stdout + result.stderr
+    assert result.stdout.splitlines() == ["4 12"] * 2 * len(ARCHITECTURES), (
+        result.stdout + result.stderr
+    )
 
 
 def test_nothing_spills(compiled):
     """Adapters of every rank that the kernels take: a padded rank is a power of two."""
     assert {*map(rank_block, range(MAX_RANK + 1))} == {*RANKS}
-    assert [len(compiled[name]) for name in ("odd ranks", "rank 64 on sm_80")] == [3 * len(SHIPPED), 4]
+    assert [len(compiled[name]) for name in ("odd ranks", "rank 64 on sm_80")] == [
+        3 * len(SHIPPED),
+        4,
+    ]
     spilled = [row for rows in compiled.values() for row in rows if row.spilled_bytes]
     assert not spilled, "\n" + format_table(spilled)
 
@@ -159,7 +181,9 @@ def test_aligned_samples_move_16_bytes_a_thread(rows):
     streaming = [
         row
         for row in rows
-        if "transition" in row.kernel and "unaligned" not in row.specialisation and "1 numel" not in row.specialisation
+        if "transition" in row.kernel
+        and "unaligned" not in row.specialisation
+        and "1 numel" not in row.specialisation
     ]
     narrow = [row for row in streaming if row.loads[0] < 16]
     # dv has the 16-bit type of v: next to fp32 latents a thread owns 4 elements of it, 8 bytes.
@@ -177,10 +201,15 @@ def test_aligned_samples_move_16_bytes_a_thread(rows):
 
 
 def test_rows_of_an_adapter_are_loaded_ahead(rows):
-    """In 16 bits no load waits in registers, but for a gated row's: the others are copies into shared memory."""
+    """In 16 bits no load waits in registers, but for a gated row's: the others are copies into
+    shared memory."""
     adapters = [row for row in rows if "adapter" in row.kernel and "bf16" in row.specialisation]
     assert len(adapters) == 4 * len(RANKS) * len(SHIPPED)
-    waiting = [row for row in adapters if {*row.loads, *row.stores} != {16} and "rank 16" not in row.specialisation]
+    waiting = [
+        row
+        for row in adapters
+        if {*row.loads, *row.stores} != {16} and "rank 16" not in row.specialisation
+    ]
     waiting += [row for row in adapters if row.loads and "gated" not in row.specialisation]
     assert not waiting, "\n" + format_table(waiting)
 
@@ -192,11 +221,14 @@ def test_gelu_is_evaluated_once_an_element(rows):
     for row in adapters:
         once = 2 if "GELU" in row.specialisation or "bwd" in row.kernel else 0
         assert row.special == once, "\n" + format_table([row])
-        assert row.asynchronous >= (2 if "gated" in row.specialisation else 4), "\n" + format_table([row])
+        assert row.asynchronous >= (2 if "gated" in row.specialisation else 4), "\n" + format_table(
+            [row]
+        )
 
 
 def test_aligned_samples_use_shared_memory_for_the_final_sum_alone(rows):
-    """A change of layout between load, noise and store would go through shared memory: one float a warp is the sum."""
+    """A change of layout between load, noise and store would go through shared memory: one float a
+    warp is the sum."""
     moved = [row for row in rows if row.shared_bytes > 16 and "transition" in row.kernel]
     moved = [row for row in moved if "unaligned" not in row.specialisation]
     moved = [row for row in moved if "1 numel" not in row.specialisation]
@@ -204,7 +236,8 @@ def test_aligned_samples_use_shared_memory_for_the_final_sum_alone(rows):
 
 
 def test_registers_leave_room_for_a_third_of_the_threads(rows):
-    """80 registers or fewer: 768 of 2048 threads a multiprocessor, 48 bytes or more in flight in each.
+    """80 registers or fewer: 768 of 2048 threads a multiprocessor, 48 bytes or more in flight in
+    each.
 
     The kernels of an adapter's rows hold sums of 32 or 64 x 64, and load ahead into shared memory.
     """
@@ -214,7 +247,8 @@ def test_registers_leave_room_for_a_third_of_the_threads(rows):
 
 
 def test_normalisations_move_16_bytes_a_thread(rows):
-    """All that LayerNorm reads and writes; rotation reads a table and weights beside, the decoder's norm weights."""
+    """All that LayerNorm reads and writes; rotation reads a table and weights beside, the decoder's
+    norm weights."""
     norms = [row for row in rows if "norm" in row.kernel]
     narrow = [row for row in norms if min(row.loads[0], row.stores[0]) < 16]
     layer_norms = [row for row in norms if "rotate" not in row.kernel and "silu" not in row.kernel]
@@ -224,7 +258,8 @@ def test_normalisations_move_16_bytes_a_thread(rows):
 
 
 def test_rotation_reads_its_table_in_pairs(rows):
-    """Cosines and sines lie side by side; loaded apart, they would be 16 loads of 4 bytes a thread."""
+    """Cosines and sines lie side by side; loaded apart, they would be 16 loads of 4 bytes a
+    thread."""
     found = [row for row in rows if "rotate" in row.kernel]
     apart = [row for row in found if sum(width < 16 for width in row.loads) > 6]
     assert found
@@ -232,7 +267,10 @@ def test_rotation_reads_its_table_in_pairs(rows):
 
 
 def test_an_adapter_of_rank_8_costs_no_vector(compiled):
-    """With the padding that it gets. Rows padded for just one or three, 2056 and 2072 wide, are moved in pieces."""
+    """With the padding that it gets.
+
+    Rows padded for just one or three, 2056 and 2072 wide, are moved in pieces.
+    """
     rows = compiled["rank 8"]
     assert len(rows) == 4 * 3
     padded = [row for row in rows if row.specialisation.endswith("padding 64")]
@@ -244,18 +282,21 @@ def test_an_adapter_of_rank_8_costs_no_vector(compiled):
             assert min(row.loads[-1], row.stores[-1]) == 2, "\n" + format_table([row])
 
 
-# -- the rows are those of a run ---------------------------------------------------------------------------------------
+# -- the rows are those of a run -------------------------------------------------------------------
 
 
 class Launches(TorchDispatchMode):
-    """Record the kernels that Triton's launchers would start; the operators that are installed compute the results."""
+    """Record the kernels that Triton's launchers would start; the operators that are installed
+    compute the results."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.found: set[Specialisation] = set()
 
         def launch(kernel: Any, *args: Any, **flags: Any) -> None:
-            self.found.add(specialisation(kernel.fn.__name__, dict(zip(kernel.arg_names, args)) | flags))
+            self.found.add(
+                specialisation(kernel.fn.__name__, dict(zip(kernel.arg_names, args)) | flags)
+            )
 
         monkeypatch.setattr(type(_reduce_kernel), "run", launch)
 
@@ -278,12 +319,18 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
             (("video_weight_ptr", "video_query_ptr"), None),
         )
     )
-    present = {name: isinstance(given.get(f"{name}_ptr"), Tensor) for name in ("v_uncond", "v_anchor", "v_old")}
+    present = {
+        name: isinstance(given.get(f"{name}_ptr"), Tensor)
+        for name in ("v_uncond", "v_anchor", "v_old")
+    }
     return Specialisation(
-        kernel=kernel, x=x, v=v, guidance=present["v_uncond"], anchor=present["v_anchor"], old=present["v_old"],
-        beta=given.get("HAS_BETA", False), one_step=given.get("STEP_STRIDE") == 0, outputs=given.get("OUTPUTS", 0),
+        kernel=kernel, x=x, v=v, guidance=present["v_uncond"], anchor=present["v_anchor"],
+        old=present["v_old"],
+        beta=given.get("HAS_BETA", False), one_step=given.get("STEP_STRIDE") == 0,
+        outputs=given.get("OUTPUTS", 0),
         weights=None if weights == x else weights, part=given.get("PART", 0),
-        sums=given.get("MODULATION", given.get("WEIGHTS", False)), residual=given.get("RESIDUAL", False),
+        sums=given.get("MODULATION", given.get("WEIGHTS", False)), residual=given.get("RESIDUAL",
+            False),
         gated=given.get("GATED", False), gelu=given.get("GELU", False), rank=given.get("RANK", 64),
     )  # fmt: skip
 
@@ -296,14 +343,18 @@ def test_the_backward_of_any_two_adapters_is_listed(
     """With whole vectors of 16 values in the rows of both."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        type(_reduce_kernel), "run", lambda kernel, *args, **flags: given.update(zip(kernel.arg_names, args), **flags)
+        type(_reduce_kernel),
+        "run",
+        lambda kernel, *args, **flags: given.update(zip(kernel.arg_names, args), **flags),
     )
     rows = torch.zeros(3, 32, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[x])
     inner, up = (torch.zeros(3, max(rank, 16), dtype=rows.dtype)[:, :rank] for rank in ranks)
     sums = adapter_rows_backward(rows.clone(), inner, rows, rows, up)
     assert [list(part.shape) for part in sums] == [[ranks[0], 32], [32, ranks[1]]]
     assert all(part.is_contiguous() for part in sums)
-    assert not [name for name, value in given.items() if name.endswith(("rank", "stride")) and value % 16]
+    assert not [
+        name for name, value in given.items() if name.endswith(("rank", "stride")) and value % 16
+    ]
     listed = Specialisation(kernel="_adapter_rows_bwd_kernel", x=x, rank=given["RANK"])
     assert listed in SPECIALISATIONS
     assert listed.rank >= max(ranks)
@@ -332,6 +383,8 @@ def test_what_an_iteration_launches_is_listed(
     trainer = Trainer(Resolved(config), model, reward, prompts, embeddings(prompts, torch.bfloat16))
     with Launches(monkeypatch) as launches:
         assert trainer.iteration(0)["grad_norm"] > 0
-    assert {"_norm_rotate_bwd_kernel", "_norm_modulate_bwd_kernel"} <= {launch.kernel for launch in launches.found}
+    assert {"_norm_rotate_bwd_kernel", "_norm_modulate_bwd_kernel"} <= {
+        launch.kernel for launch in launches.found
+    }
     unlisted = launches.found - {*SPECIALISATIONS}
     assert not unlisted, "\n".join(f"{launch.kernel}: {launch}" for launch in unlisted)

@@ -1,7 +1,7 @@
 """Derivatives that an operator does not have raise, where PyTorch would return 0 or None.
 
-Every registered operator is walked, also those that only a backward calls. The kernel under test is registered for
-`Autograd`, above the implementations of all devices.
+Every registered operator is walked, also those that only a backward calls. The kernel under test is
+registered for `Autograd`, above the implementations of all devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from sage_fast.ops._dispatch import REFERENCES
 from sage_fast.tools.operators import OPERATORS, inputs, registered
 
 REFUSED = (NotImplementedError, RuntimeError)
-"""What raises: ours, and that of PyTorch for an autograd function, which has no jvp and no functorch rule."""
+"""What raises: ours, and that of PyTorch for an autograd function, which has no jvp and no
+functorch rule."""
 
 
 class _Recorded(TorchDispatchMode):
@@ -33,7 +34,9 @@ class _Recorded(TorchDispatchMode):
         super().__init__()
         self.calls: dict[str, list[Any]] = {}
 
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if operator.namespace == LIBRARY.ns:
             copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in arguments]
             self.calls.setdefault(operator._opname, copies)
@@ -53,13 +56,19 @@ def recorded() -> dict[str, list[Any]]:
         for place in floats(given) if row.trained else ():
             given[place].requires_grad_()
         with mode:
-            found = [x for x in tree_leaves(row.function(*given)) if isinstance(x, Tensor) and x.requires_grad]
+            found = [
+                x
+                for x in tree_leaves(row.function(*given))
+                if isinstance(x, Tensor) and x.requires_grad
+            ]
             if found:
                 torch.autograd.backward(found, [torch.randn_like(x) for x in found])
     x, grad = torch.randn(5, 8), torch.randn(5, 8)
     out = torch.ops.sage_fast.adapter_rows(x[None], torch.randn(3, 8), True)[0]
     with mode:  # the fused feed-forward calls it
-        torch.ops.sage_fast.adapter_rows_backward(grad, torch.randn(5, 3), x, out, torch.randn(5, 2))
+        torch.ops.sage_fast.adapter_rows_backward(
+            grad, torch.randn(5, 3), x, out, torch.randn(5, 2)
+        )
     return mode.calls
 
 
@@ -69,7 +78,9 @@ CALLS = recorded()
 PLACES = [(name, place) for name, arguments in CALLS.items() for place in floats(arguments)]
 """Every operator as registered, and each of its arguments that could have a derivative."""
 CALLED = [
-    (name, place) for name, row in OPERATORS.items() for place in floats(inputs(name, row.example, torch.float32))
+    (name, place)
+    for name, row in OPERATORS.items()
+    for place in floats(inputs(name, row.example, torch.float32))
 ]
 """Every operator as a model calls it, and each of these arguments."""
 
@@ -130,7 +141,11 @@ def second_derivative(name: str, places: list[int]) -> Any:
     """Differentiate the squared gradient of random projections of what a model calls."""
     given = inputs(name, OPERATORS[name].example, torch.float32)
     leaves = [given[place].requires_grad_() for place in places]
-    found = [x for x in tree_leaves(OPERATORS[name].function(*given)) if isinstance(x, Tensor) and x.requires_grad]
+    found = [
+        x
+        for x in tree_leaves(OPERATORS[name].function(*given))
+        if isinstance(x, Tensor) and x.requires_grad
+    ]
     total = sum((x.square() * torch.randn_like(x)).sum() for x in found)
     gradients = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
     penalty = sum(g.square().sum() for g in gradients if g is not None)
@@ -142,12 +157,15 @@ def second_derivative(name: str, places: list[int]) -> Any:
 def test_the_second_derivative_raises(name: str, everything: bool) -> None:
     row = OPERATORS[name]
     places = floats(inputs(name, row.example, torch.float32)) if everything else [*row.trained]
-    with pytest.raises(NotImplementedError, match=r"has no second derivative \(create_graph=True\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"has no second derivative \(create_graph=True\)"
+    ):
         second_derivative(name, places)
 
 
 def test_the_second_derivative_of_a_sum_raises_too() -> None:
-    """Its incoming gradient is constant, so that the graph passes through what the backward saved alone."""
+    """Its incoming gradient is constant, so that the graph passes through what the backward saved
+    alone."""
     given = inputs("transition_score", (2, 3, 4), torch.float32, optional=False)
     given[2].requires_grad_()
     log_prob, *_ = OPERATORS["transition_score"].function(*given)
@@ -158,7 +176,8 @@ def test_the_second_derivative_of_a_sum_raises_too() -> None:
 
 @pytest.mark.parametrize("name", ["transition_score", "gated_norm", "gated_sum"])
 def test_the_first_derivative_is_that_of_every_way_to_ask(name: str) -> None:
-    """Without a graph, and with one; `torch.func.grad`, which always asks for one, says what it lacks."""
+    """Without a graph, and with one; `torch.func.grad`, which always asks for one, says what it
+    lacks."""
     row = OPERATORS[name]
     given = inputs(name, row.example, torch.float32)
     place = row.trained[0]
@@ -177,7 +196,8 @@ def test_the_first_derivative_is_that_of_every_way_to_ask(name: str) -> None:
 
 
 def test_every_autograd_function_around_operators_is_of_first_order() -> None:
-    """Those of the operators and of the fused layers; the exchange of tokens is its own derivative."""
+    """Those of the operators and of the fused layers; the exchange of tokens is its own
+    derivative."""
     modules = (norm_modulate, norm_rotate, linear)
     functions = [
         value

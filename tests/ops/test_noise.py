@@ -1,4 +1,5 @@
-"""The random numbers themselves: Philox words, the shape of the normals, and that no two uses share any."""
+"""The random numbers themselves: Philox words, the shape of the normals, and that no two uses share
+any."""
 
 from __future__ import annotations
 
@@ -8,21 +9,32 @@ import pytest
 import torch
 from scipy import stats
 
-from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, STREAM_TRANSITION, philox4x32, philox_normal
+from sage_fast.ops.philox import (
+    STREAM_INITIAL_LATENTS,
+    STREAM_TRANSITION,
+    philox4x32,
+    philox_normal,
+)
 
 ONES = 0xFFFFFFFF
 COUNT = 200_000
 
 
-def normal(seed: int, step: int = 0, count: int = COUNT, stream: int = STREAM_TRANSITION) -> torch.Tensor:
+def normal(
+    seed: int, step: int = 0, count: int = COUNT, stream: int = STREAM_TRANSITION
+) -> torch.Tensor:
     return philox_normal(torch.tensor([seed]), torch.tensor(step), (count,), stream)[0]
 
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
-        pytest.param((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8), id="zeros"),
-        pytest.param((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD), id="ones"),
+        pytest.param(
+            (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8), id="zeros"
+        ),
+        pytest.param(
+            (ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD), id="ones"
+        ),
         pytest.param(
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             (0xA4093822, 0x299F31D0),
@@ -60,7 +72,9 @@ def test_noise_is_standard_normal(seed):
 
 def test_each_position_of_a_block_is_standard_normal():
     for position in range(4):
-        assert stats.kstest(normal(3).double().numpy()[position::4], "norm").pvalue > 1e-4, f"position {position}"
+        assert stats.kstest(normal(3).double().numpy()[position::4], "norm").pvalue > 1e-4, (
+            f"position {position}"
+        )
 
 
 def test_neighbours_within_a_block_are_independent():
@@ -90,8 +104,12 @@ def test_uses_are_independent(one, other):
     a, b = USES[one].double(), USES[other].double()
     limit = 4.5 * COUNT**-0.5
     for lag in (0, 1, 4):
-        assert abs(torch.corrcoef(torch.stack([a[lag:], b[: COUNT - lag]]))[0, 1]) < limit, f"lag {lag}"
-        assert abs(torch.corrcoef(torch.stack([a[lag:].abs(), b[: COUNT - lag].abs()]))[0, 1]) < limit, f"lag {lag}"
+        assert abs(torch.corrcoef(torch.stack([a[lag:], b[: COUNT - lag]]))[0, 1]) < limit, (
+            f"lag {lag}"
+        )
+        assert (
+            abs(torch.corrcoef(torch.stack([a[lag:].abs(), b[: COUNT - lag].abs()]))[0, 1]) < limit
+        ), f"lag {lag}"
 
 
 def test_no_block_is_drawn_twice():

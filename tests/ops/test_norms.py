@@ -22,8 +22,11 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 @pytest.mark.parametrize(("pad", "pad_rows"), [(1, 0), (24, 0), (8, 3)])
-def test_norm_modulate_leaves_padding(kernels: tuple[Kernels, torch.device], pad: int, pad_rows: int) -> None:
-    """The output has the same bits with any padding; padding rows are zero; the backward reads neither."""
+def test_norm_modulate_leaves_padding(
+    kernels: tuple[Kernels, torch.device], pad: int, pad_rows: int
+) -> None:
+    """The output has the same bits with any padding; padding rows are zero; the backward reads
+    neither."""
     functions, device = kernels
     x, scale, shift, _ = inputs("norm_modulate", (2, 5, 64), (BF16,), device)
     out = functions("norm_modulate")(x, scale, shift, 1e-6, pad, pad_rows)
@@ -41,13 +44,18 @@ def test_norm_modulate_leaves_padding(kernels: tuple[Kernels, torch.device], pad
 
 
 def test_the_reference_is_layer_norm_and_its_gradients() -> None:
-    x, scale, shift = torch.randn(2, 5, 7).double(), torch.randn(2, 7).double(), torch.randn(2, 7).double()
+    x, scale, shift = (
+        torch.randn(2, 5, 7).double(),
+        torch.randn(2, 7).double(),
+        torch.randn(2, 7).double(),
+    )
     inputs = [t.requires_grad_() for t in (x, scale, shift)]
     expected = F.layer_norm(x, (7,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
     torch.testing.assert_close(norm_modulate(*inputs), expected)
     upstream = torch.randn(2, 5, 7).double()
     for mine, theirs in zip(
-        torch.autograd.grad(norm_modulate(*inputs), inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
+        torch.autograd.grad(norm_modulate(*inputs), inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
     ):
         torch.testing.assert_close(mine, theirs)
 
@@ -60,7 +68,9 @@ def test_the_residual_stream_and_its_norm() -> None:
     assert torch.equal(same, inputs[0])
     assert torch.equal(out, norm_modulate(*inputs, pad=2, pad_rows=1))
     upstream = torch.randn_like(same), torch.randn_like(out)
-    expected = torch.autograd.grad((inputs[0] * 1, norm_modulate(*inputs, pad=2, pad_rows=1)), inputs, upstream)
+    expected = torch.autograd.grad(
+        (inputs[0] * 1, norm_modulate(*inputs, pad=2, pad_rows=1)), inputs, upstream
+    )
     for mine, theirs in zip(torch.autograd.grad((same, out), inputs, upstream), expected):
         torch.testing.assert_close(mine, theirs)
 
@@ -71,7 +81,9 @@ def test_gated_norm_leaves_room(kernels: tuple[Kernels, torch.device]) -> None:
     grad_sum, grad = torch.randn_like(x), torch.randn_like(x)
     total, out = functions("gated_norm")(x, y, gate, scale, shift, 1e-6, 6)
     assert out.shape == (3, 10, 16)
-    for mine, plain in zip((total, out[..., :10]), functions("gated_norm")(x, y, gate, scale, shift, 1e-6)):
+    for mine, plain in zip(
+        (total, out[..., :10]), functions("gated_norm")(x, y, gate, scale, shift, 1e-6)
+    ):
         assert torch.equal(mine, plain)
     wide = F.pad(grad, (0, 6), value=torch.nan)
     for mine, plain in zip(
@@ -92,28 +104,36 @@ def test_the_gated_reference_is_the_plain_formula_and_its_gradients() -> None:
     for mine, theirs in zip(actual, expected):
         torch.testing.assert_close(mine, theirs)
     for mine, theirs in zip(
-        torch.autograd.grad(actual, inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
+        torch.autograd.grad(actual, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
     ):
         torch.testing.assert_close(mine, theirs)
 
 
 def test_a_gated_sum_is_the_plain_formula_and_its_gradients() -> None:
     """With a gate that is trained, and with a frozen one, for which y is not kept."""
-    x, y, gate = (torch.randn(*size).double().requires_grad_() for size in ((2, 5, 7), (2, 5, 7), (2, 7)))
+    x, y, gate = (
+        torch.randn(*size).double().requires_grad_() for size in ((2, 5, 7), (2, 5, 7), (2, 7))
+    )
     upstream = torch.randn_like(x)
     expected, actual = x + gate[:, None] * y, gated_sum(x, y, gate)
     torch.testing.assert_close(actual, expected)
     exact = torch.autograd.grad(expected, [x, y, gate], upstream)
     for mine, theirs in zip(torch.autograd.grad(actual, [x, y, gate], upstream), exact):
         torch.testing.assert_close(mine, theirs)
-    for mine, theirs in zip(torch.autograd.grad(gated_sum(x, y, gate.detach()), [x, y], upstream), exact):
+    for mine, theirs in zip(
+        torch.autograd.grad(gated_sum(x, y, gate.detach()), [x, y], upstream), exact
+    ):
         torch.testing.assert_close(mine, theirs)
-    with pytest.raises(ValueError, match=r"y: expected torch.float64 \[2, 5, 7\], got torch.float64 \[2, 4, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"y: expected torch.float64 \[2, 5, 7\], got torch.float64 \[2, 4, 7\]"
+    ):
         gated_sum(x, y[:, :4], gate)
 
 
 def test_the_reference_is_that_of_diffusers() -> None:
-    """Compare queries, keys and values of both streams, and all gradients; video and text are separate tensors."""
+    """Compare queries, keys and values of both streams, and all gradients; video and text are
+    separate tensors."""
     joint, text, *weights, rotary, eps = inputs("norm_rotate", (2, 5, 3, 4, 16), (FP32,))
     joint, text = joint.double(), text.double().requires_grad_()
     given, own = (joint.clone().requires_grad_() for _ in range(2))
@@ -159,15 +179,23 @@ def test_with_and_without_autograd_and_frozen_parts() -> None:
     calls: list[tuple[str, object]] = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             if "backward" in func.name() and func.namespace == "sage_fast":
-                calls.append((func.name().removeprefix("sage_fast::"), sum(t.numel() == 0 for t in out)))
+                calls.append(
+                    (func.name().removeprefix("sage_fast::"), sum(t.numel() == 0 for t in out))
+                )
             return out
 
     with Spy():
         torch.autograd.backward(trained, [torch.randn_like(t) for t in trained])
-    empty = [("gated_norm_backward", 3), *[("norm_modulate_backward", 2)] * 2, ("norm_rotate_backward", 1)]
+    empty = [
+        ("gated_norm_backward", 3),
+        *[("norm_modulate_backward", 2)] * 2,
+        ("norm_rotate_backward", 1),
+    ]
     assert sorted(calls) == empty
     assert all(leaf.grad is not None for leaf in (x, y, joint, text))
     scale.requires_grad_()
@@ -183,18 +211,24 @@ def test_bad_inputs() -> None:
         norm_modulate(row, row, row)
     with pytest.raises(ValueError, match=r"gate: expected \[2, 8\], got \[2, 7\]"):
         gated_norm(x, x, row[:, :7], row, row)
-    with pytest.raises(ValueError, match=r"y: expected torch.float32 \[2, 3, 8\], got torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"y: expected torch.float32 \[2, 3, 8\], got torch.bfloat16"
+    ):
         gated_norm(x, x.bfloat16(), row, row, row)
     with pytest.raises(ValueError, match=r"expected at least 0, got {'pad': 0, 'pad_rows': -1}"):
         norm_modulate(x, row, row, pad_rows=-1)
     with pytest.raises(ValueError, match=r"expected at least 0, got {'pad': -1}"):
         gated_norm(x, x, row, row, row, pad=-1)
     joint, text, *weights, rotary, _ = inputs("norm_rotate", (2, 3, 1, 2, 8), (FP32,))
-    with pytest.raises(ValueError, match=r"text: expected torch.float32 \[2, 1, 3, 2, 8\], got torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"text: expected torch.float32 \[2, 1, 3, 2, 8\], got torch.bfloat16"
+    ):
         norm_rotate(joint, text.bfloat16(), *weights, rotary)
     with pytest.raises(ValueError, match=r"text: expected torch.float32 \[2, 2, 3, 2, 8\]"):
         norm_rotate(joint, text, *weights, rotary[:2])
-    with pytest.raises(ValueError, match=r"rotary: expected float32 \[N, 4, 2\], got torch.float32 \[3, 3, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"rotary: expected float32 \[N, 4, 2\], got torch.float32 \[3, 3, 2\]"
+    ):
         norm_rotate(joint, text, *weights, rotary[:, :3])
     with pytest.raises(ValueError, match=r"text_key: expected \[8\], got \[7\]"):
         norm_rotate(joint, text, *weights[:3], weights[3][:7], rotary)

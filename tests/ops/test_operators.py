@@ -1,7 +1,7 @@
 """Every operator against float64, values and every gradient, in C++ and in Triton.
 
-Triton's launchers are called directly, past the dispatcher: on a GPU they run the compiled kernels, without one
-Triton's interpreter runs them on CPU tensors (tests/conftest.py sets TRITON_INTERPRET).
+Triton's launchers are called directly, past the dispatcher: on a GPU they run the compiled kernels,
+without one Triton's interpreter runs them on CPU tensors (tests/conftest.py sets TRITON_INTERPRET).
 """
 
 from __future__ import annotations
@@ -59,7 +59,13 @@ HEADS = {  # B, N, L, H, D
     "no video": (2, 0, 2, 2, 16),
     "no samples": (0, 4, 2, 2, 16),
 }
-OF_LATENTS = [(FP32, BF16), (FP32,), (FP32, FP32, FP16, BF16), (BF16, BF16, BF16, FP16), (BF16, FP16, FP32, BF16)]
+OF_LATENTS = [
+    (FP32, BF16),
+    (FP32,),
+    (FP32, FP32, FP16, BF16),
+    (BF16, BF16, BF16, FP16),
+    (BF16, FP16, FP32, BF16),
+]
 """Types of the latents and of the velocities."""
 OF_TOKENS = [(FP32,), (BF16,), (FP16,), (BF16, FP32)]
 """Types of the tokens, and of their modulation or weights."""
@@ -88,14 +94,16 @@ ODD = {operator: shapes["odd"] for operator, (shapes, _) in CASES.items()}
 def cases() -> list[Any]:
     """Every shape and every type, in C++ and in Triton.
 
-    Triton's interpreter is slow: `make test` gives it every type at the odd shape and the last type at every shape,
-    `make soak` the rest.
+    Triton's interpreter is slow: `make test` gives it every type at the odd shape and the last type
+    at every shape, `make soak` the rest.
     """
     rows = []
     for operator, (shapes, types) in CASES.items():
         for name, shape, dtypes in itertools.product(("C++", "triton"), shapes, types):
             slow = name == "triton" and GPU.type == "cpu" and shape != "odd" and dtypes != types[-1]
-            words = "-".join([operator, name, shape, *(str(dtype).removeprefix("torch.") for dtype in dtypes)])
+            words = "-".join(
+                [operator, name, shape, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]
+            )
             marks = [pytest.mark.soak] if slow else []
             rows.append(pytest.param(name, operator, shapes[shape], dtypes, id=words, marks=marks))
     return rows
@@ -107,19 +115,25 @@ def test_every_operator_is_here() -> None:
 
 @pytest.mark.parametrize(("kernels", "operator", "shape", "dtypes"), cases(), indirect=["kernels"])
 def test_values_and_gradients(
-    kernels: tuple[Kernels, torch.device], operator: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    kernels: tuple[Kernels, torch.device],
+    operator: str,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:
     functions, device = kernels
     assert_accurate(check(operator, functions, inputs(operator, shape, dtypes, device)))
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def offset(x: Tensor) -> Tensor:
     """Between neighbours that are NaN or extreme: reading past either end would show."""
     wide = torch.full(
-        (x.numel() + 2,), torch.nan if x.is_floating_point() else -(2**62), dtype=x.dtype, device=x.device
+        (x.numel() + 2,),
+        torch.nan if x.is_floating_point() else -(2**62),
+        dtype=x.dtype,
+        device=x.device,
     )
     wide[1:-1] = x.flatten()
     return wide[1:-1].view(x.shape)
@@ -128,12 +142,17 @@ def offset(x: Tensor) -> Tensor:
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.mT.contiguous().mT if x.ndim > 1 else x,
-    "reversed": lambda x: x.permute(*range(x.ndim)[::-1]).contiguous().permute(*range(x.ndim)[::-1]),
+    "reversed": lambda x: (
+        x.permute(*range(x.ndim)[::-1]).contiguous().permute(*range(x.ndim)[::-1])
+    ),
     "strided": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
     "expanded": lambda x: x[:1].expand(x.shape),
     "offset": offset,
 }
-SHAPES = dict.fromkeys(OPERATORS, (3, 16, 10)) | {"norm_rotate": (2, 5, 3, 2, 16), "norm_silu": (2, 2, 3, 5, 16)}
+SHAPES = dict.fromkeys(OPERATORS, (3, 16, 10)) | {
+    "norm_rotate": (2, 5, 3, 2, 16),
+    "norm_silu": (2, 2, 3, 5, 16),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -148,7 +167,8 @@ def test_any_layout(operator: str, layout: str, kernels: tuple[Kernels, torch.de
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["reference", "fused"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_outputs_are_those_of_the_fake(operator: str, dtype: torch.dtype, layout: str) -> None:
-    """Strides, types and aliases, backward included; float64 is the reference's, float32 whatever serves the CPU."""
+    """Strides, types and aliases, backward included; float64 is the reference's, float32 whatever
+    serves the CPU."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def recorded(name: str) -> Callable[..., Any]:
@@ -161,10 +181,14 @@ def test_outputs_are_those_of_the_fake(operator: str, dtype: torch.dtype, layout
     backward = {f"{operator}_backward"} - {"transition_step_backward", "norm_silu_backward"}
     assert {name for name, _ in calls} >= {operator} | backward
     for name, given in calls:
-        torch.library.opcheck(registered(name), given, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            registered(name), given, test_utils=("test_schema", "test_faketensor")
+        )
 
 
-@pytest.mark.skipif(implementation(torch.device("cpu")) == "Triton interpreter", reason="this run is that test")
+@pytest.mark.skipif(
+    implementation(torch.device("cpu")) == "Triton interpreter", reason="this run is that test"
+)
 def test_outputs_of_triton_are_those_of_the_fake() -> None:
     """`make soak` has all layouts."""
     pytest.importorskip("triton")
@@ -180,7 +204,8 @@ def test_outputs_of_triton_are_those_of_the_fake() -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_schemas(operator: str) -> None:
-    """As registered; `norm_rotate` and `norm_modulate` are differentiated by functions around them."""
+    """As registered; `norm_rotate` and `norm_modulate` are differentiated by functions around
+    them."""
     given = inputs(operator, ODD[operator], (FP32,))
     for place in {"transition_score": (2, 3), "gated_norm": range(5)}.get(operator, ()):
         given[place] = given[place].detach().clone().requires_grad_()
@@ -189,15 +214,19 @@ def test_schemas(operator: str) -> None:
     torch.library.opcheck(registered(operator), tuple(given))
 
 
-# -- the transitions' rows and optional inputs ------------------------------------------------------------------------
+# -- the transitions' rows and optional inputs -----------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_every_sampler_and_reduction(sampler: str, reduction: str, kernels: tuple[Kernels, torch.device]) -> None:
+def test_every_sampler_and_reduction(
+    sampler: str, reduction: str, kernels: tuple[Kernels, torch.device]
+) -> None:
     """All rows of every table, those with c = 0 among them."""
     functions, device = kernels
-    coefs = transition_table(sigma_schedule(10, 5.0), sampler, 0.7).window(0, 9).coefficients(reduction)
+    coefs = (
+        transition_table(sigma_schedule(10, 5.0), sampler, 0.7).window(0, 9).coefficients(reduction)
+    )
     for operator in ("transition_step", "transition_score"):
         arguments = inputs(operator, (10, 131), (FP32, BF16), device, coefs=coefs)
         assert arguments[-2].unique().tolist() == list(range(10))
@@ -205,7 +234,8 @@ def test_every_sampler_and_reduction(sampler: str, reduction: str, kernels: tupl
 
 
 def test_one_sample_is_at_a_step_with_noise() -> None:
-    """At one without noise the log-prob, both KLs and the gradient are 0, whatever the kernel does."""
+    """At one without noise the log-prob, both KLs and the gradient are 0, whatever the kernel
+    does."""
     *_, coefs, step, _ = inputs("transition_score", LATENTS["one element"], (FP32,))
     assert coefs[step, 2].all()
 
@@ -213,7 +243,9 @@ def test_one_sample_is_at_a_step_with_noise() -> None:
 @pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
 def test_one_step_for_the_whole_batch(operator: str, kernels: tuple[Kernels, torch.device]) -> None:
     functions, device = kernels
-    assert_accurate(check(operator, functions, inputs(operator, (3, 131), (FP32, BF16), device, optional=False)))
+    assert_accurate(
+        check(operator, functions, inputs(operator, (3, 131), (FP32, BF16), device, optional=False))
+    )
 
 
 @pytest.mark.parametrize("guidance", [False, True], ids=["plain", "guided"])
@@ -222,14 +254,21 @@ def test_absent_velocities_score_zero(
     anchor: bool, old: bool, guidance: bool, kernels: tuple[Kernels, torch.device]
 ) -> None:
     functions, device = kernels
-    x, x_next, v, *others, coefs, step, beta = inputs("transition_score", (2, 1026), (FP32, BF16), device)
-    others = [other if kept else None for other, kept in zip(others, (guidance, guidance, anchor, old))]
+    x, x_next, v, *others, coefs, step, beta = inputs(
+        "transition_score", (2, 1026), (FP32, BF16), device
+    )
+    others = [
+        other if kept else None for other, kept in zip(others, (guidance, guidance, anchor, old))
+    ]
     for branch in (None, beta):
         compared = {
-            c.name: c for c in check("transition_score", functions, [x, x_next, v, *others, coefs, step, branch])
+            c.name: c
+            for c in check(
+                "transition_score", functions, [x, x_next, v, *others, coefs, step, branch]
+            )
         }
-        # Without noise x_next is the mean as the kernel rounds it, and without v_old the errors are of it alone: 0 for
-        # the kernel, and that rounding in float64.
+        # Without noise x_next is the mean as the kernel rounds it, and without v_old the errors are
+        # of it alone: 0 for the kernel, and that rounding in float64.
         rounding = {"absolute": 0.0 if old else UNIT * x_next.abs().mean().item()}
         assert_accurate(compared.values(), error_plus=rounding, error_minus=rounding)
         assert anchor or not compared["kl_anchor"].fused.any()
@@ -240,10 +279,16 @@ def test_absent_velocities_score_zero(
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["4-a-thread", "8-a-thread"])
 @pytest.mark.parametrize(
     ("kernels", "numel"),  # Triton's interpreter is slow
-    [(name, n) for name, most in (("C++", 40_003), ("triton", 5_003)) for n in (1, 59, 2048, 2051, most)],
+    [
+        (name, n)
+        for name, most in (("C++", 40_003), ("triton", 5_003))
+        for n in (1, 59, 2048, 2051, most)
+    ],
     indirect=["kernels"],
 )
-def test_noise_is_that_of_the_reference(numel: int, dtype: torch.dtype, kernels: tuple[Kernels, torch.device]) -> None:
+def test_noise_is_that_of_the_reference(
+    numel: int, dtype: torch.dtype, kernels: tuple[Kernels, torch.device]
+) -> None:
     """With a = b = 0 and c = 1 the step returns its noise."""
     functions, device = kernels
     seed = torch.tensor([0, 1, -1, 2**63 - 1, 1234 + 2**32], device=device)
@@ -254,22 +299,31 @@ def test_noise_is_that_of_the_reference(numel: int, dtype: torch.dtype, kernels:
     expected = philox_normal(seed, step, (numel,))
     if dtype == FP32:
         exact = philox_normal(seed, step, (numel,), dtype=torch.float64)
-        assert_accurate([Comparison("noise", noise, expected, exact)], noise={"absolute": 1e-6, "relative": 0.0})
+        assert_accurate(
+            [Comparison("noise", noise, expected, exact)], noise={"absolute": 1e-6, "relative": 0.0}
+        )
     else:  # the same number, rounded once
         assert ((noise.float() - expected).abs() <= expected.abs() * 2.0**-8 + 5e-6).all()
 
 
-# -- bits -------------------------------------------------------------------------------------------------------------
+# -- bits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_the_same_bits_twice_and_on_any_number_of_threads(operator: str, kernels: tuple[Kernels, torch.device]) -> None:
+def test_the_same_bits_twice_and_on_any_number_of_threads(
+    operator: str, kernels: tuple[Kernels, torch.device]
+) -> None:
     functions, device = kernels
     in_cpp = isinstance(functions(operator), torch._ops.OpOverloadPacket)
     shape, counts = ODD[operator], (1, 1)  # Triton has no threads to vary
     if in_cpp:
-        # Of the last one C++ takes several rows a task, or there would be more than 128 of a sample.
-        large = {"norm_rotate": (2, 90, 3, 4, 16), "gated_norm": (2, 301, 64), "norm_modulate": (1, 131, 8192)}
+        # Of the last one C++ takes several rows a task, or there would be more than 128 of a
+        # sample.
+        large = {
+            "norm_rotate": (2, 90, 3, 4, 16),
+            "gated_norm": (2, 301, 64),
+            "norm_modulate": (1, 131, 8192),
+        }
         shape, counts = large.get(operator, (3, 70_001)), (1, 2, 3, 1)
     arguments = inputs(operator, shape, (FP32, BF16), device)
     threads, results = torch.get_num_threads(), []
@@ -280,16 +334,23 @@ def test_the_same_bits_twice_and_on_any_number_of_threads(operator: str, kernels
         assert not wrong(compared, units=64)
         results.append([each.fused for each in compared])
     torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
-def test_a_sample_does_not_depend_on_its_batch(operator: str, kernels: tuple[Kernels, torch.device]) -> None:
+def test_a_sample_does_not_depend_on_its_batch(
+    operator: str, kernels: tuple[Kernels, torch.device]
+) -> None:
     functions, device = kernels
     arguments = inputs(operator, (3, 2051), (FP32, BF16), device)
     outputs = functions(operator)(*arguments)
     for i in range(3):
-        alone = [a[i : i + 1] if isinstance(a, Tensor) and len(a.shape) and len(a) == 3 else a for a in arguments]
+        alone = [
+            a[i : i + 1] if isinstance(a, Tensor) and len(a.shape) and len(a) == 3 else a
+            for a in arguments
+        ]
         for out, single in zip(outputs, functions(operator)(*alone), strict=True):
             assert torch.equal(single, out[i : i + 1])
 
@@ -298,9 +359,13 @@ def test_a_sample_does_not_depend_on_its_batch(operator: str, kernels: tuple[Ker
 @pytest.mark.parametrize("dtypes", OF_LATENTS, ids=str)
 @pytest.mark.parametrize("numel", [59, 2048])
 def test_scoring_a_step_repeats_its_log_prob(
-    numel: int, dtypes: tuple[torch.dtype, ...], guidance: float | None, kernels: tuple[Kernels, torch.device]
+    numel: int,
+    dtypes: tuple[torch.dtype, ...],
+    guidance: float | None,
+    kernels: tuple[Kernels, torch.device],
 ) -> None:
-    """On-policy the ratio is 1: the score of a stored transition is the log-prob of its step, to the last bits."""
+    """On-policy the ratio is 1: the score of a stored transition is the log-prob of its step, to
+    the last bits."""
     functions, device = kernels
     x, v, v_uncond, _, *table = inputs("transition_step", (3, numel), dtypes, device)
     pair = (v_uncond if guidance else None, guidance)
@@ -314,18 +379,24 @@ def test_scoring_a_step_repeats_its_log_prob(
 def test_the_guided_velocity_is_that_of_plain_pytorch_to_the_bit(
     numel: int, dtypes: tuple[torch.dtype, ...], kernels: tuple[Kernels, torch.device]
 ) -> None:
-    """In the step and in the score: the KL to a stored velocity of the same weights is 0, without any rounding."""
+    """In the step and in the score: the KL to a stored velocity of the same weights is 0, without
+    any rounding."""
     functions, device = kernels
     x, v, v_uncond, _, *table = inputs("transition_step", (3, numel), dtypes, device)
     v_old = guided(v, v_uncond, 6.3, FP32)
     results = functions("transition_step")(x, v, v_uncond, 6.3, *table)
     x_next, logp = functions("transition_step")(x, v_old, None, None, *table)
     assert torch.equal(results[0], x_next)
-    # v_old is float32. Next to 16-bit latents a thread then holds 4 elements, not 8, and adds in another order.
+    # v_old is float32. Next to 16-bit latents a thread then holds 4 elements, not 8, and adds in
+    # another order.
     torch.testing.assert_close(results[1], logp, rtol=1e-6, atol=1e-6)
     coefs, step, _ = table
-    ours = functions("transition_score")(x, results[0], v, v_uncond, 6.3, v_old, v_old, coefs, step, 0.3)
-    expected = functions("transition_score")(x, results[0], v_old, None, None, v_old, v_old, coefs, step, 0.3)
+    ours = functions("transition_score")(
+        x, results[0], v, v_uncond, 6.3, v_old, v_old, coefs, step, 0.3
+    )
+    expected = functions("transition_score")(
+        x, results[0], v_old, None, None, v_old, v_old, coefs, step, 0.3
+    )
     assert not ours[1].any()
     assert not ours[2].any()
     for value, same in zip(ours, expected, strict=True):

@@ -15,7 +15,9 @@ COEFS = TABLE.coefficients()
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(3, 4, 3, generator=generator, dtype=torch.float64).to(dtype) for _ in range(5))
+    return tuple(
+        torch.randn(3, 4, 3, generator=generator, dtype=torch.float64).to(dtype) for _ in range(5)
+    )
 
 
 def test_step_by_hand() -> None:
@@ -35,16 +37,22 @@ def test_step_by_hand() -> None:
 def test_score_by_hand() -> None:
     x, x_next, v, v_anchor, v_old = inputs()
     step = torch.tensor([0, 3, 5])
-    log_prob, kl_anchor, kl_old, *errors = transition_score(x, x_next, v, COEFS, step, v_anchor, v_old, 0.3)
+    log_prob, kl_anchor, kl_old, *errors = transition_score(
+        x, x_next, v, COEFS, step, v_anchor, v_old, 0.3
+    )
     for i, t in enumerate(step.tolist()):
         a, b, c = COEFS[t, :3].double()
         for error, branch in zip(errors, (0.7 * v_old + 0.3 * v, 1.3 * v_old - 0.3 * v)):
-            assert float(error[i]) == pytest.approx(float((x_next[i] - a * x[i] - b * branch[i]).abs().mean()))
+            assert float(error[i]) == pytest.approx(
+                float((x_next[i] - a * x[i] - b * branch[i]).abs().mean())
+            )
         if c == 0:
             assert (float(log_prob[i]), float(kl_anchor[i]), float(kl_old[i])) == (0, 0, 0)
             continue
         policy = torch.distributions.Normal(a * x[i] + b * v[i], c)
-        assert float(log_prob[i]) == pytest.approx(float(policy.log_prob(x_next[i]).mean()), rel=1e-6)
+        assert float(log_prob[i]) == pytest.approx(
+            float(policy.log_prob(x_next[i]).mean()), rel=1e-6
+        )
         for kl, other in ((kl_anchor, v_anchor), (kl_old, v_old)):
             expected = torch.distributions.kl_divergence(
                 policy, torch.distributions.Normal(a * x[i] + b * other[i], c)
@@ -55,7 +63,8 @@ def test_score_by_hand() -> None:
 @pytest.mark.parametrize("guidance", [None, 2.5])
 @pytest.mark.parametrize("anchors", [0, 1, 2])
 def test_score_gradient(anchors: int, guidance: float | None) -> None:
-    """The operator's own backward against finite differences and against autograd through the reference."""
+    """The operator's own backward against finite differences and against autograd through the
+    reference."""
     x, x_next, v, v_anchor, v_old = inputs()
     others = (v_anchor if anchors > 0 else None, v_old if anchors > 1 else None)
     step = torch.tensor([0, 3, 5])
@@ -74,7 +83,9 @@ def test_score_gradient(anchors: int, guidance: float | None) -> None:
     used = [(out, grad) for out, grad in zip(outputs, upstream) if out.requires_grad]
     theirs = torch.autograd.grad([out for out, _ in used], trained, [grad for _, grad in used])
     for name, ours_of, theirs_of in zip(("dv", "dv_uncond"), ours, theirs):
-        torch.testing.assert_close(ours_of, theirs_of, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours_of, theirs_of, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0), (2,)])
@@ -95,17 +106,43 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x, s: transition_step(x, x[:2], COEFS, s, torch.arange(3)), "v: expected the shape of x"),
-        (lambda x, s: transition_step(x, x, COEFS[:, :5], s, torch.arange(3)), r"coefs: expected \[T, 6\]"),
-        (lambda x, s: transition_step(x, x, COEFS, s.int(), torch.arange(3)), "step: expected int64"),
-        (lambda x, s: transition_step(x, x, COEFS, torch.zeros(2, dtype=torch.int64), torch.arange(3)), "step: expec"),
-        (lambda x, s: transition_step(x, x, COEFS, s, torch.arange(2)), r"seed: expected int64 \[3\]"),
+        (
+            lambda x, s: transition_step(x, x[:2], COEFS, s, torch.arange(3)),
+            "v: expected the shape of x",
+        ),
+        (
+            lambda x, s: transition_step(x, x, COEFS[:, :5], s, torch.arange(3)),
+            r"coefs: expected \[T, 6\]",
+        ),
+        (
+            lambda x, s: transition_step(x, x, COEFS, s.int(), torch.arange(3)),
+            "step: expected int64",
+        ),
+        (
+            lambda x, s: transition_step(
+                x, x, COEFS, torch.zeros(2, dtype=torch.int64), torch.arange(3)
+            ),
+            "step: expec",
+        ),
+        (
+            lambda x, s: transition_step(x, x, COEFS, s, torch.arange(2)),
+            r"seed: expected int64 \[3\]",
+        ),
         (lambda x, s: transition_step(x, x, COEFS, s, torch.arange(3), x), "go together"),
-        (lambda x, s: transition_score(x, x, x, COEFS, s, x[:1]), "v_anchor: expected the shape of x"),
+        (
+            lambda x, s: transition_score(x, x, x, COEFS, s, x[:1]),
+            "v_anchor: expected the shape of x",
+        ),
         (lambda x, s: transition_score(x, x, x, COEFS, s, v_uncond=x), "go together"),
         (lambda x, s: transition_score(x, x, x, COEFS, s, guidance=6.0), "go together"),
-        (lambda x, s: transition_score(x, x, x, COEFS, s, v_uncond=x[:2], guidance=6.0), "v_uncond: expected the sha"),
-        (lambda x, s: transition_score(x, x, x, COEFS.to("meta"), s), "coefs: is on meta, x is on cpu"),
+        (
+            lambda x, s: transition_score(x, x, x, COEFS, s, v_uncond=x[:2], guidance=6.0),
+            "v_uncond: expected the sha",
+        ),
+        (
+            lambda x, s: transition_score(x, x, x, COEFS.to("meta"), s),
+            "coefs: is on meta, x is on cpu",
+        ),
     ],
 )
 def test_messages(call, message: str) -> None:
@@ -113,7 +150,9 @@ def test_messages(call, message: str) -> None:
         call(torch.randn(3, 4), torch.tensor(0))
 
 
-@pytest.mark.skipif(implementation(torch.device("cpu")) != "C++", reason="the C++ extension is not built")
+@pytest.mark.skipif(
+    implementation(torch.device("cpu")) != "C++", reason="the C++ extension is not built"
+)
 def test_step_outside_the_table() -> None:
     x, v, *_ = inputs(torch.float32)
     with pytest.raises(RuntimeError, match="step 6 is outside the table of 6 rows"):
@@ -124,6 +163,7 @@ def test_reference_is_what_the_operator_runs_in_float64() -> None:
     x, v, *_ = inputs()
     step, seed = torch.tensor(2), torch.arange(3)
     for ours, theirs in zip(
-        transition_step(x, v, COEFS, step, seed), transition_step_reference(x, v, None, None, COEFS, step, seed)
+        transition_step(x, v, COEFS, step, seed),
+        transition_step_reference(x, v, None, None, COEFS, step, seed),
     ):
         assert torch.equal(ours, theirs)

@@ -1,7 +1,9 @@
-"""What the Triton kernels alone owe: noise, edges, launches; test_operators.py holds them to float64.
+"""What the Triton kernels alone owe: noise, edges, launches; test_operators.py holds them to
+float64.
 
-Without a GPU the launchers run in Triton's interpreter on CPU tensors (tests/conftest.py sets TRITON_INTERPRET); with
-one the same tests run the compiled kernels. Either way the launchers are called directly, past the dispatcher.
+Without a GPU the launchers run in Triton's interpreter on CPU tensors (tests/conftest.py sets
+TRITON_INTERPRET); with one the same tests run the compiled kernels. Either way the launchers are
+called directly, past the dispatcher.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ from tests.ops.checks import check  # noqa: E402
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and isinstance(_noise, triton.runtime.JITFunction):
     raise RuntimeError(
-        "Triton was imported before TRITON_INTERPRET=1 was set "
-        f"(now {os.environ.get('TRITON_INTERPRET')!r}); tests/conftest.py must set it first"
+        "Triton was imported before TRITON_INTERPRET=1 was set (now "
+        f"{os.environ.get('TRITON_INTERPRET')!r}); tests/conftest.py must set it first"
     )
 
-pytestmark = [pytest.mark.usefixtures("guarded_empty"), *([pytest.mark.gpu] if DEVICE.type == "cuda" else [])]
+pytestmark = [
+    pytest.mark.usefixtures("guarded_empty"),
+    *([pytest.mark.gpu] if DEVICE.type == "cuda" else []),
+]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -56,7 +61,10 @@ def test_rows_without_noise_are_the_mean_and_carry_no_gradient():
     torch.testing.assert_close(x_next, a * x + b * v)
     assert (logp == 0).all()
     ones = torch.ones(2, device=DEVICE)
-    assert all((gradient == 0).all() for gradient in transition_score_backward(ones, ones, ones, x, x_next, v, *rest))
+    assert all(
+        (gradient == 0).all()
+        for gradient in transition_score_backward(ones, ones, ones, x, x_next, v, *rest)
+    )
 
 
 @pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
@@ -69,7 +77,11 @@ def test_several_tiles_a_program(operator, monkeypatch):
 
 @pytest.mark.parametrize(
     ("operator", "shape"),
-    [("norm_modulate", (2, 11, 20)), ("gated_norm", (2, 11, 20)), ("norm_rotate", (2, 9, 2, 2, 16))],
+    [
+        ("norm_modulate", (2, 11, 20)),
+        ("gated_norm", (2, 11, 20)),
+        ("norm_rotate", (2, 9, 2, 2, 16)),
+    ],
 )
 def test_several_rows_a_program(operator, shape, monkeypatch):
     """For long videos programs loop over rows, and the last one also over rows past the end."""
@@ -79,15 +91,19 @@ def test_several_rows_a_program(operator, shape, monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 20, 257])
 def test_rows_beside_an_adapter_of_any_rank(rank):
-    """Over several tiles of rows and columns, with ranks that differ; above MAX_RANK the reference serves."""
+    """Over several tiles of rows and columns, with ranks that differ; above MAX_RANK the reference
+    serves."""
     x, _, _ = inputs("adapter_rows", (2, 70, 130), (BF16,), DEVICE)
-    assert_accurate(check("adapter_rows", launcher, [x, torch.randn(rank, 130, device=DEVICE).to(BF16), True]))
+    assert_accurate(
+        check("adapter_rows", launcher, [x, torch.randn(rank, 130, device=DEVICE).to(BF16), True])
+    )
 
 
 @pytest.mark.parametrize("ranks", [(20, 3), (3, 40), (0, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_gradients_of_two_adapters_of_different_ranks(dtype, ranks):
-    """As fields of wider rows; the second may be one column of ones, whose rows are one in memory."""
+    """As fields of wider rows; the second may be one column of ones, whose rows are one in
+    memory."""
     x, dh = (torch.randn(70, 130, device=DEVICE).to(dtype) for _ in range(2))
     inner, up = (torch.randn(70, 51, device=DEVICE).to(dtype)[:, 2:][:, :rank] for rank in ranks)
     up = up[:1].expand(70, 1) if ranks[1] == 1 else up
@@ -108,7 +124,8 @@ PTX = {"ex2": np.exp2, "rcp": np.reciprocal, "add": np.add, "mul": np.multiply, 
 
 
 class _Assembly:
-    """Run the PTX of an elementwise assembly block in the interpreter: float32, denormal numbers flushed to zero."""
+    """Run the PTX of an elementwise assembly block in the interpreter: float32, denormal numbers
+    flushed to zero."""
 
     @staticmethod
     def flushed(x: np.ndarray) -> np.ndarray:
@@ -116,7 +133,9 @@ class _Assembly:
 
     def __init__(self, asm: str, values: Sequence[Any], types: Sequence[Any]) -> None:
         self.types = types
-        self.registers = {f"${len(types) + i}": self.flushed(value.data) for i, value in enumerate(values)}
+        self.registers = {
+            f"${len(types) + i}": self.flushed(value.data) for i, value in enumerate(values)
+        }
         for name, target, sources in re.findall(r"(\w+)(?:\.approx)?\.ftz\.f32 (\S+), (.*);", asm):
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                 result = PTX[name](*map(self.value, sources.split(", ")))
@@ -133,7 +152,8 @@ class _Assembly:
 
 @pytest.fixture
 def assembly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels take their assembly, which a GPU runs as it is; returns what the interpreter was given."""
+    """Kernels take their assembly, which a GPU runs as it is; returns what the interpreter was
+    given."""
     seen: list[str] = []
 
     def create_inline_asm(self, asm, constraints, values, types, is_pure, pack):
@@ -149,21 +169,33 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("shape", [(2, 75, 130), (3, 3, 65), (2, 3, 1), (0, 4, 8), (2, 0, 8)])
 def test_gelu_in_assembly(shape, dtype, assembly):
-    assert_accurate(check("adapter_rows", launcher, inputs("adapter_rows", shape, (dtype,), DEVICE)))
+    assert_accurate(
+        check("adapter_rows", launcher, inputs("adapter_rows", shape, (dtype,), DEVICE))
+    )
     if DEVICE.type == "cpu":
         assert bool(assembly) == (dtype != FP32 and 0 not in shape)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_gelu_in_assembly_far_from_zero(dtype, assembly):
-    """Where e^(-2 u) is 0 or infinite, GELU is x or 0 and its slope 1 or 0; in between it has no jump."""
+    """Where e^(-2 u) is 0 or infinite, GELU is x or 0 and its slope 1 or 0; in between it has no
+    jump."""
     x = torch.cat([torch.tensor([1e4, 300.0, 40.0]), torch.linspace(0, 12, 122)]).to(dtype)
     x = torch.cat([x, -x]).to(DEVICE)[None]
     out = adapter_rows.adapter_rows(x[None], x[:0], True)
-    assert_accurate([Comparison("gelu", out[0], gelu(x, approximate="tanh"), gelu(x.double(), approximate="tanh"))])
+    assert_accurate(
+        [
+            Comparison(
+                "gelu", out[0], gelu(x, approximate="tanh"), gelu(x.double(), approximate="tanh")
+            )
+        ]
+    )
     grad, none = torch.ones_like(x), x[:, :0]
     adapter_rows.adapter_rows_backward(grad, none, x, x, none)
-    exact, plain = (torch.ops.aten.gelu_backward(torch.ones_like(v), v, approximate="tanh") for v in (x.double(), x))
+    exact, plain = (
+        torch.ops.aten.gelu_backward(torch.ones_like(v), v, approximate="tanh")
+        for v in (x.double(), x)
+    )
     assert_accurate([Comparison("slope", grad, plain, exact)])
     assert grad[0, :3].tolist() == [1, 1, 1]
     assert not grad[0, 125:128].any()
@@ -188,7 +220,8 @@ def test_a_long_float32_sum_of_an_adapter_errs_by_its_last_bits(backward, monkey
 
 
 def test_a_pixel_with_nan_is_nan_in_all_channels_of_the_decoder():
-    """As in the reference, whose norm is NaN: a maximum with the smallest length would give finite channels."""
+    """As in the reference, whose norm is NaN: a maximum with the smallest length would give finite
+    channels."""
     x = torch.ones(1, 16, 1, 1, 4, device=DEVICE)
     x[0, 3, 0, 0, 1] = float("nan")
     out = torch.empty_like(x)
@@ -197,9 +230,12 @@ def test_a_pixel_with_nan_is_nan_in_all_channels_of_the_decoder():
     assert out.isnan().sum() == 16
 
 
-@pytest.mark.parametrize(("rows", "batch"), [(32_760, 1), (32_960, 1), (75_600, 1), (32_760, 2), (200, 1), (1, 500)])
+@pytest.mark.parametrize(
+    ("rows", "batch"), [(32_760, 1), (32_960, 1), (75_600, 1), (32_760, 2), (200, 1), (1, 500)]
+)
 def test_programs_that_sum_run_at_once_and_none_is_empty(rows, batch):
-    """At most three for each of 132 multiprocessors, and few short of that many where there are rows for them."""
+    """At most three for each of 132 multiprocessors, and few short of that many where there are
+    rows for them."""
     programs, per_program = common.rows_of_programs(rows, batch, sums=True)
     assert (programs - 1) * per_program < rows <= programs * per_program
     assert programs == 1 or 0.95 * min(rows * batch, 384) <= programs * batch <= 384
@@ -230,9 +266,11 @@ def test_split_covers_a_sample(numel, expected):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_stores_round_to_nearest_even(dtype):
-    """Compiled kernels round like this; without our code the interpreter would truncate fp32 to bf16."""
+    """Compiled kernels round like this; without our code the interpreter would truncate fp32 to
+    bf16."""
     v = torch.randn(2, 64, device=DEVICE)
-    v[0, :2] = 1 + torch.tensor([1, 3], device=DEVICE) * 2.0**-8  # ties of bf16: to 1 and to 1 + 2^-6
+    # ties of bf16: to 1 and to 1 + 2^-6
+    v[0, :2] = 1 + torch.tensor([1, 3], device=DEVICE) * 2.0**-8
     row = torch.eye(6, device=DEVICE)[1:2]  # x_next = v
     step, seed = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
     x_next, _ = transition_step(torch.zeros_like(v, dtype=dtype), v, None, None, row, step, seed)
@@ -260,11 +298,15 @@ def test_noise_counter_reaches_its_high_word(first, vec):
     angles = 2 * torch.pi * torch.stack([u1, u1, u3, u3], dim=1)
     radii = (-2 * torch.stack([u0, u0, u2, u2], dim=1).log()).sqrt()
     quarter = torch.tensor([0, 1, 0, 1], device=DEVICE) * torch.pi / 2
-    torch.testing.assert_close(noise.double(), (radii * torch.cos(angles - quarter)).flatten(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        noise.double(), (radii * torch.cos(angles - quarter)).flatten(), rtol=0, atol=1e-5
+    )
 
 
 def test_a_step_outside_the_table_is_nan_and_leaves_the_others_alone():
-    x, x_next, v, *others, coefs, step, beta = inputs("transition_score", (3, 59), (FP32, BF16), DEVICE)
+    x, x_next, v, *others, coefs, step, beta = inputs(
+        "transition_score", (3, 59), (FP32, BF16), DEVICE
+    )
     seed, step = torch.arange(3, device=DEVICE), torch.tensor([-1, int(step[1]), 10], device=DEVICE)
     bad, logp = transition_step(x, v, None, None, coefs, step, seed)
     score = (x, x_next, v, *others, coefs, step)

@@ -1,4 +1,5 @@
-"""Calls that not every file system has, and what a host tells about memory and CPUs, stand in one module each."""
+"""Calls that not every file system has, and what a host tells about memory and CPUs, stand in one
+module each."""
 
 import ast
 
@@ -7,15 +8,18 @@ import pytest
 from tests.style.test_rooms import code
 
 FILES = {
-    "fsync", "fdatasync", "chmod", "fchmod", "lchmod", "chown", "utime", "flock", "lockf", "FileLock", "rename",
-    "renames", "link", "symlink", "symlink_to", "hardlink_to", "truncate", "ftruncate", "rmtree", "unlink",
+    "fsync", "fdatasync", "chmod", "fchmod", "lchmod", "chown", "utime", "flock", "lockf",
+    "FileLock", "rename",
+    "renames", "link", "symlink", "symlink_to", "hardlink_to", "truncate", "ftruncate", "rmtree",
+    "unlink",
     "copytree", "copy2", "copymode", "disk_usage", "statvfs", "move", "copystat", "posix_fallocate",
 }  # fmt: skip
 HOST = {"cpu_count", "virtual_memory", "sched_getaffinity", "sysconf"}
 
 
 def called(node: ast.AST) -> str:
-    """Name of what a node calls; `Path.replace` is told from that of texts and dataclasses by its one argument."""
+    """Name of what a node calls; `Path.replace` is told from that of texts and dataclasses by its
+    one argument."""
     if not isinstance(node, ast.Call):
         return ""
     function = node.func
@@ -44,7 +48,9 @@ def test_what_a_container_has_is_asked_in_one_module() -> None:
     assert not elsewhere(HOST, "sage_fast.util.container")
 
 
-@pytest.mark.parametrize("text", ["os.fsync(3)", "path.chmod(1)", "part.replace(path)", "shutil.rmtree(a, True)"])
+@pytest.mark.parametrize(
+    "text", ["os.fsync(3)", "path.chmod(1)", "part.replace(path)", "shutil.rmtree(a, True)"]
+)
 def test_such_a_call_is_seen(text: str) -> None:
     assert called(ast.parse(text, mode="eval").body) in FILES
 

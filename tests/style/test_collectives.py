@@ -1,8 +1,8 @@
 """Every collective has a reason why all ranks make it equally often, whatever each of them holds.
 
-A rank that makes one collective more than another waits for it until `timeout_minutes`. The table below lists every
-function that makes one; a new one belongs there, with its reason, and tests/test_idle_ranks.py tries what a rank may
-lack.
+A rank that makes one collective more than another waits for it until `timeout_minutes`. The table
+below lists every function that makes one; a new one belongs there, with its reason, and
+tests/test_idle_ranks.py tries what a rank may lack.
 """
 
 import ast
@@ -46,14 +46,16 @@ REASONS = {
     "eval/evaluation.py score_videos": ALWAYS,
     "eval/evaluation.py video_chunks": PADDED,
     "loading.py load_setup": SETTINGS,
-    "models/attention/sequence.py SequenceParallel.whole": PADDED,  # ranks of a group have the same samples
+    # ranks of a group have the same samples
+    "models/attention/sequence.py SequenceParallel.whole": PADDED,
     "models/attention/sequence.py _Exchange.forward": PADDED,
     "models/load.py choose_attention": SETTINGS,
     "models/policy.py UnshardedStates.pad_to_largest": PADDED,
     "parallel/fit.py choose_checkpointing": ALWAYS,
     "parallel/fsdp.py FsdpEngine._gradient_norm": ALWAYS,
     "parallel/fsdp.py FsdpEngine._prepare": ALWAYS,
-    "parallel/fsdp.py FsdpEngine._reduce_gradients": PADDED,  # so that the same weights have gradients on all ranks
+    # so that the same weights have gradients on all ranks
+    "parallel/fsdp.py FsdpEngine._reduce_gradients": PADDED,
     "parallel/fsdp.py ShardedStates.padding": PADDED,
     "parallel/fsdp.py ShardedStates.whole": LAYOUT,
     "parallel/fsdp.py _meshes": AGREED,
@@ -112,10 +114,14 @@ def called(node: ast.AST) -> str:
 
 def own_collectives() -> set[str]:
     """Functions of util/ranks.py that make a collective, themselves or through another one."""
-    functions = [node for node in ast.parse(RANKS.read_text()).body if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node for node in ast.parse(RANKS.read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
     found: set[str] = set()
     while True:
-        calls = {function.name: {called(node) for node in ast.walk(function)} for function in functions}
+        calls = {
+            function.name: {called(node) for node in ast.walk(function)} for function in functions
+        }
         larger = {name for name, names in calls.items() if names & (OF_TORCH | found)}
         if larger == found:
             return found
@@ -148,7 +154,8 @@ def test_every_collective_has_a_reason() -> None:
 
 
 def test_dummy_forwards_are_made_in_one_place() -> None:
-    """A loop that pads by itself would need work of the rank's own to repeat, which it may not have."""
+    """A loop that pads by itself would need work of the rank's own to repeat, which it may not
+    have."""
     callers = [
         file.name
         for file in PACKAGE.rglob("*.py")

@@ -1,4 +1,5 @@
-"""Text files and pipes have an encoding of their own: the default is that of the locale, which may lack letters."""
+"""Text files and pipes have an encoding of their own: the default is that of the locale, which may
+lack letters."""
 
 import ast
 from collections.abc import Iterator
@@ -9,11 +10,19 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = ("sage_fast", "benchmarks", "studies", "scripts", "examples")
 METHODS = {"read_text", "write_text"}
-"""Methods of a path that always do so; `util.files.read_text` is a function, and knows its encoding."""
+"""Methods of a path that always do so; `util.files.read_text` is a function, and knows its
+encoding."""
 TEXT = {"FileHandler", "TextIOWrapper", "getoutput", "getstatusoutput", "savetxt", "loadtxt"}
 """Calls that always read or write text."""
-OPENS = {"open": 1, "fdopen": 1, "NamedTemporaryFile": 0, "TemporaryFile": 0, "SpooledTemporaryFile": 1}
-"""Calls that do so by their mode -> the position of the mode; a method has no file argument before it."""
+OPENS = {
+    "open": 1,
+    "fdopen": 1,
+    "NamedTemporaryFile": 0,
+    "TemporaryFile": 0,
+    "SpooledTemporaryFile": 1,
+}
+"""Calls that do so by their mode -> the position of the mode; a method has no file argument before
+it."""
 BINARY_BY_DEFAULT = {"NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile"}
 NOT_FILES = {"os", "Image", "tarfile", "zipfile"}
 """Modules whose `open` knows no encoding."""
@@ -25,14 +34,20 @@ def text_calls(source: str) -> Iterator[tuple[int, str]]:
         if not isinstance(call, ast.Call) or any(word.arg == "encoding" for word in call.keywords):
             continue
         is_method = isinstance(call.func, ast.Attribute)
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        name = (
+            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        )
         owner = getattr(call.func.value, "id", "") if isinstance(call.func, ast.Attribute) else ""
         given = {word.arg: ast.unparse(word.value) for word in call.keywords}
         pipes = {key for key in ("text", "universal_newlines") if given.get(key) == "True"}
         if name in OPENS and not (name == "open" and owner in NOT_FILES):
-            place = OPENS[name] - (is_method and name == "open" and owner not in ("io", "codecs", "gzip"))
+            place = OPENS[name] - (
+                is_method and name == "open" and owner not in ("io", "codecs", "gzip")
+            )
             default = "'w+b'" if name in BINARY_BY_DEFAULT else "'r'"
-            mode = given.get("mode") or (ast.unparse(call.args[place]) if len(call.args) > place else default)
+            mode = given.get("mode") or (
+                ast.unparse(call.args[place]) if len(call.args) > place else default
+            )
             is_text = "b" not in mode and not (owner == "gzip" and "t" not in mode)
         else:
             is_text = name in TEXT or (is_method and name in METHODS) or bool(pipes)

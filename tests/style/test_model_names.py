@@ -14,14 +14,16 @@ ITS_OWN = ("models/hunyuan15/", "testbed/")
 KNOWN = re.compile(r"hunyuan|sage_fast\.testbed\.(tiny_model|text_encoder)", re.IGNORECASE)
 NEEDED = {
     "cli.py": ["Align HunyuanVideo 1.5 with reward models by SAGE-GRPO."],
-    "models/registry.py": ["HunyuanVideo15Transformer3DModel", "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
+    "models/registry.py": ["HunyuanVideo15Transformer3DModel",
+        "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
                            "sage_fast.testbed.tiny_model:Testbed"],
 }  # fmt: skip
 """File -> names of the model that it needs: what users read first, the families that ship."""
 
 
 def names(source: str) -> Iterator[str]:
-    """Every name in code: identifiers, arguments, keywords, modules with what is imported, strings; no docstrings."""
+    """Every name in code: identifiers, arguments, keywords, modules with what is imported, strings;
+    no docstrings."""
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -32,7 +34,12 @@ def names(source: str) -> Iterator[str]:
                 yield from (alias.name for alias in node.names)
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.alias(asname=str(name)):
                 yield name
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.arg(arg=name)
+                | ast.keyword(arg=str(name))
+            ):
                 yield name
             case ast.Constant(value=str(text)) if id(node) not in docstrings:
                 yield text
@@ -43,7 +50,9 @@ def models_named(source: str) -> list[str]:
 
 
 def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model() -> None:
-    configs = re.compile("|".join(path.stem for path in (REPOSITORY / "configs").glob("*hunyuan*.yaml")))
+    configs = re.compile(
+        "|".join(path.stem for path in (REPOSITORY / "configs").glob("*hunyuan*.yaml"))
+    )
     found = {
         str(file.relative_to(PACKAGE)): models_named(file.read_text())
         for file in PACKAGE.rglob("*.py")
@@ -72,4 +81,6 @@ def test_model_name_outside_its_package_is_detected(source: str) -> None:
 
 
 def test_a_docstring_may_name_a_model_as_an_example() -> None:
-    assert not models_named('"""As for HunyuanVideo 1.5."""\nMOST = 8192\n"""54 blocks of HunyuanVideo 1.5."""')
+    assert not models_named(
+        '"""As for HunyuanVideo 1.5."""\nMOST = 8192\n"""54 blocks of HunyuanVideo 1.5."""'
+    )

@@ -51,17 +51,27 @@ ALLOWED = {
 
 def row_names(own: str = "") -> set[str]:
     """Names of all rows, except for those in the file `own`."""
-    return {name for file, tables in TABLES.items() if file != own for table in tables for name in table}
+    return {
+        name for file, tables in TABLES.items() if file != own for table in tables for name in table
+    }
 
 
 def comparisons(source: str, rows: set[str]) -> Iterator[str]:
-    """Expressions that compare something with the name of a row, spelled out or kept in a variable."""
+    """Expressions that compare something with the name of a row, spelled out or kept in a
+    variable."""
     tree = ast.parse(source)
-    fields = {id(statement) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for statement in node.body}
+    fields = {
+        id(statement)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+    }
     kept = {
         target.id: node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and id(node) not in fields
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and node.value is not None
+        and id(node) not in fields
         for target in getattr(node, "targets", [getattr(node, "target", None)])
         if isinstance(target, ast.Name)
     }
@@ -77,10 +87,16 @@ def comparisons(source: str, rows: set[str]) -> Iterator[str]:
             case ast.Compare(left=left, comparators=others):
                 named = any(text in rows for side in (left, *others) for text in texts(side))
             case ast.match_case(pattern=pattern):
-                values = (part.value for part in ast.walk(pattern) if isinstance(part, ast.MatchValue))
+                values = (
+                    part.value for part in ast.walk(pattern) if isinstance(part, ast.MatchValue)
+                )
                 named = any(text in rows for value in values for text in texts(value))
-            case ast.Call(func=ast.Attribute(attr="startswith" | "endswith" as how), args=[given, *_]):
-                named = any(text and getattr(row, how)(text) for text in texts(given) for row in rows)
+            case ast.Call(
+                func=ast.Attribute(attr="startswith" | "endswith" as how), args=[given, *_]
+            ):
+                named = any(
+                    text and getattr(row, how)(text) for text in texts(given) for row in rows
+                )
             case _:
                 continue
         if named:
@@ -124,7 +140,8 @@ def test_a_comparison_with_the_name_of_a_row_is_found(source: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["row = ATTENTION['sdpa']", "settings(kl__strategy='dual')", "if KL_STRATEGIES[name].velocity: ...",
+    ["row = ATTENTION['sdpa']", "settings(kl__strategy='dual')",
+     "if KL_STRATEGIES[name].velocity: ...",
      "if kl.velocity_term == 'closed_form': ...", "if std['sage'] < std['flow']: ..."],
 )  # fmt: skip
 def test_a_row_may_be_looked_up_and_asked(source: str) -> None:

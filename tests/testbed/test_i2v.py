@@ -47,7 +47,9 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [{"image": str(folder / f"{i}.png")} for i in range(len(PROMPTS))]
 
 
-def test_the_truth_scores_high_and_the_autoencoder_is_not_the_ceiling(metadata: list[dict[str, str]]) -> None:
+def test_the_truth_scores_high_and_the_autoencoder_is_not_the_ceiling(
+    metadata: list[dict[str, str]],
+) -> None:
     vae, videos = load_vae(), truth()
     with torch.no_grad():
         decoded = vae.decode(vae.encode(2 * videos.transpose(1, 2) - 1).latent_dist.mode()).sample
@@ -60,7 +62,10 @@ def other_shape(videos: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     shapes = [SHAPES[SHAPES.index(scene.shape) - 1] for scene in scenes]
     return torch.stack(
-        [render(dataclasses.replace(scene, shape=shape), generator) for scene, shape in zip(scenes, shapes)]
+        [
+            render(dataclasses.replace(scene, shape=shape), generator)
+            for scene, shape in zip(scenes, shapes)
+        ]
     )
 
 
@@ -82,7 +87,8 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, float]]] = {
     "noise": (torch.rand_like, {"color": 0.2, "shape": 0.2, "place": 0.2, "motion": 0.2}),
     "nothing": (torch.zeros_like, {"color": 0.2, "shape": 0.2, "place": 0.2, "motion": 0.2}),
 }
-"""What is wrong with a video -> the function that makes it of the truth, and the most that each part then scores."""
+"""What is wrong with a video -> the function that makes it of the truth, and the most that each
+part then scores."""
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -93,9 +99,12 @@ def test_each_part_sees_what_is_wrong(name: str, metadata: list[dict[str, str]])
         assert float(scores[part].max()) < value, part
 
 
-def test_it_looks_at_the_image_for_the_object_and_at_the_prompt_for_the_motion(metadata: list[dict[str, str]]) -> None:
+def test_it_looks_at_the_image_for_the_object_and_at_the_prompt_for_the_motion(
+    metadata: list[dict[str, str]],
+) -> None:
     videos = truth()
-    others = REWARD(videos, PROMPTS, metadata[1:] + metadata[:1])  # each in another place, most of another look
+    # each in another place, most of another look
+    others = REWARD(videos, PROMPTS, metadata[1:] + metadata[:1])
     assert float(others["place"].max()) < 0.5
     assert max(float(others[part].mean()) for part in ("color", "shape")) < 0.85
     prompts = REWARD(videos, PROMPTS[1:] + PROMPTS[:1], metadata)
@@ -106,7 +115,9 @@ def test_it_looks_at_the_image_for_the_object_and_at_the_prompt_for_the_motion(m
 def test_a_video_that_is_not_a_number_has_no_score(metadata: list[dict[str, str]]) -> None:
     videos = truth()
     videos[0, 5, 0, 3, 4] = torch.nan
-    assert REWARD(videos, PROMPTS, metadata)["color"].isfinite().tolist() == [False] + [True] * (len(PROMPTS) - 1)
+    assert REWARD(videos, PROMPTS, metadata)["color"].isfinite().tolist() == [False] + [True] * (
+        len(PROMPTS) - 1
+    )
 
 
 def test_a_checkpoint_without_its_image_encoder_is_refused(tmp_path: Path) -> None:
@@ -125,7 +136,9 @@ def test_a_prompt_without_an_image_is_refused() -> None:
         REWARD(truth()[:1], PROMPTS[:1], [{}])
 
 
-def test_an_image_of_another_size_is_seen_as_by_the_model(metadata: list[dict[str, str]], tmp_path: Path) -> None:
+def test_an_image_of_another_size_is_seen_as_by_the_model(
+    metadata: list[dict[str, str]], tmp_path: Path
+) -> None:
     with Image.open(metadata[0]["image"]) as image:
         expected = REWARD(truth()[:1], PROMPTS[:1], metadata[:1])
         wide = Image.new("RGB", (80, 64), "white")  # what is beside the centre is cropped
@@ -142,13 +155,21 @@ def test_the_shipped_images_are_what_the_study_draws(name: str, tmp_path: Path) 
     records = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
     assert (FOLDER / f"{name}.jsonl").read_bytes() == (tmp_path / f"{name}.jsonl").read_bytes()
     for record in records:
-        with Image.open(FOLDER / record["image"]) as shipped, Image.open(tmp_path / record["image"]) as drawn:
+        with (
+            Image.open(FOLDER / record["image"]) as shipped,
+            Image.open(tmp_path / record["image"]) as drawn,
+        ):
             assert shipped.tobytes() == drawn.tobytes()
-    assert len({record["image"] for record in records}) == 2 * len({record["prompt"] for record in records})
+    assert len({record["image"] for record in records}) == 2 * len(
+        {record["prompt"] for record in records}
+    )
 
 
 def test_held_out_images_are_of_other_objects_than_the_training_images() -> None:
-    kinds = [{(s.shape, s.color, s.direction, s.speed) for s in map(parse, captions)} for captions in SETS.values()]
+    kinds = [
+        {(s.shape, s.color, s.direction, s.speed) for s in map(parse, captions)}
+        for captions in SETS.values()
+    ]
     assert not set.intersection(*kinds)
 
 
@@ -161,7 +182,9 @@ def test_the_shipped_base() -> None:
     assert spec.meta("vae").config == find_spec("testbed").meta("vae").config
 
 
-def test_an_image_of_another_size_is_cropped_to_the_video(metadata: list[dict[str, str]], tmp_path: Path) -> None:
+def test_an_image_of_another_size_is_cropped_to_the_video(
+    metadata: list[dict[str, str]], tmp_path: Path
+) -> None:
     image = read_image(metadata[0]["image"])
     wide = Image.new("RGB", (64, 32), "white")
     wide.paste(image, (16, 0))
@@ -185,13 +208,16 @@ def test_its_image_is_the_first_frame_of_its_clip(metadata: list[dict[str, str]]
     """To the rounding of the file to 8 bits: a policy need only copy it there."""
     vae, clip = load_vae(), truth()[:1]
     frame = load_image_encoder(BASE_I2V, vae, (32, 32))(read_image(metadata[0]["image"]))["frame"]
-    latents = vae.config.scaling_factor * vae.encode(2 * clip.transpose(1, 2) - 1).latent_dist.mode()[0]
+    latents = (
+        vae.config.scaling_factor * vae.encode(2 * clip.transpose(1, 2) - 1).latent_dist.mode()[0]
+    )
     torch.testing.assert_close(latents[:, :1], frame, atol=0.1, rtol=0)
     assert (latents[:, 1:2] - frame).abs().max() > 0.5
 
 
 def config(**changes: str) -> Config:
-    """Return the shipped configuration; `eval__seeds_per_prompt="1"` changes one of its settings."""
+    """Return the shipped configuration; `eval__seeds_per_prompt="1"` changes one of its
+    settings."""
     changed = {name.replace("__", "."): value for name, value in changes.items()}
     return load(FOLDER.parents[1] / "demo-i2v.yaml", changed)
 
@@ -209,7 +235,9 @@ def test_the_policy_sees_what_the_base_was_trained_on() -> None:
         torch.stack([getattr(setup.embeddings[prompt], name) for prompt in prompts])
         for name in ("text", "image", "frame")
     )
-    model = TestbedTransformer.from_pretrained(BASE_I2V / "transformer", torch_dtype=torch.float32).eval()
+    model = TestbedTransformer.from_pretrained(
+        BASE_I2V / "transformer", torch_dtype=torch.float32
+    ).eval()
     expected = velocity(model, x, sigmas[1].expand(len(prompts)), text, tokens, frame)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     other = velocity(model, x, sigmas[1].expand(len(prompts)), text, tokens, frame.roll(1, 0))
@@ -228,8 +256,22 @@ def test_the_base_often_loses_what_the_image_shows() -> None:
 
 @pytest.mark.soak
 def test_the_demo_raises_its_held_out_reward(tmp_path: Path) -> None:
-    assert main(["train", str(FOLDER.parents[1] / "demo-i2v.yaml"), "--output", str(tmp_path), "--seed", "0"]) == 0
-    before, after = (read_scores(tmp_path / "eval" / f"{name}.json") for name in ("before", "after"))
+    assert (
+        main(
+            [
+                "train",
+                str(FOLDER.parents[1] / "demo-i2v.yaml"),
+                "--output",
+                str(tmp_path),
+                "--seed",
+                "0",
+            ]
+        )
+        == 0
+    )
+    before, after = (
+        read_scores(tmp_path / "eval" / f"{name}.json") for name in ("before", "after")
+    )
     rows = {row.score: row for row in gains(before, after)}
     for part in ("reward", "color", "shape"):
         assert (rows[part].gain or 0) > (rows[part].gain_margin or 1), part

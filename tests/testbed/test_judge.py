@@ -1,4 +1,5 @@
-"""The held-out judge: it knows what it looks at, falls with every corruption, and is not fooled as the reward is."""
+"""The held-out judge: it knows what it looks at, falls with every corruption, and is not fooled as
+the reward is."""
 
 import itertools
 
@@ -10,8 +11,22 @@ from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import Judge, load_reward
 from sage_fast.testbed.judge import JUDGE as WEIGHTS
 from sage_fast.testbed.judge import TestbedJudge
-from sage_fast.testbed.rewards import TestbedReward, measure, motion_quality, text_alignment, visual_quality
-from sage_fast.testbed.world import ATTRIBUTES, BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse
+from sage_fast.testbed.rewards import (
+    TestbedReward,
+    measure,
+    motion_quality,
+    text_alignment,
+    visual_quality,
+)
+from sage_fast.testbed.world import (
+    ATTRIBUTES,
+    BACKGROUND,
+    FRAMES,
+    Scene,
+    all_scenes,
+    heldout_prompts,
+    parse,
+)
 from sage_fast.util.errors import RewardError, UserError
 from studies.testbed.corruptions import CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
 from studies.testbed.render import render
@@ -29,7 +44,10 @@ def rendered(seed: int) -> Tensor:
 
 def corrupted(kind: str, strength: float, scenes: list[Scene] = SCENES[::5]) -> Tensor:
     generator = torch.Generator().manual_seed(77)
-    clips = [draw(scene, kind if kind in SCENE_CORRUPTIONS else None, strength, generator) for scene in scenes]
+    clips = [
+        draw(scene, kind if kind in SCENE_CORRUPTIONS else None, strength, generator)
+        for scene in scenes
+    ]
     if kind in CORRUPTIONS and strength > 0:
         clips = [CORRUPTIONS[kind].apply(clip, strength, generator) for clip in clips]
     return torch.stack(clips).clamp(0, 1)
@@ -66,7 +84,10 @@ def test_it_tells_prompts_that_match_from_prompts_that_do_not() -> None:
     matched = JUDGE(videos, CAPTIONS)["alignment"]
     for attribute, words in ATTRIBUTES.items():
         other = [
-            Scene(**vars(s) | {attribute: words[(words.index(getattr(s, attribute)) + 1) % len(words)]}).caption
+            Scene(
+                **vars(s)
+                | {attribute: words[(words.index(getattr(s, attribute)) + 1) % len(words)]}
+            ).caption
             for s in SCENES
         ]
         assert float((matched - JUDGE(videos, other)["alignment"]).mean()) > 0.2, attribute
@@ -97,7 +118,8 @@ def test_naturalness_falls_with_the_strength_of_each_corruption(kind: str) -> No
             videos = torch.stack([heldout(video, strength) for video in videos])
         means.append(float(JUDGE(videos, CAPTIONS[::5])["naturalness"].mean()))
     assert all(low < high for high, low in itertools.pairwise(means)), means
-    assert means[-1] < means[0] - 0.15, means  # shapes that change on the way are the hardest to see
+    # shapes that change on the way are the hardest to see
+    assert means[-1] < means[0] - 0.15, means
 
 
 def reward_of(videos: Tensor, prompts: list[str]) -> Tensor:
@@ -107,11 +129,14 @@ def reward_of(videos: Tensor, prompts: list[str]) -> Tensor:
 
 
 def test_a_video_made_to_please_the_reward_does_not_please_the_judge() -> None:
-    """Gradient ascent on pixels, from noise: speckled shapes of the wrong colour that move the wrong way and change on
-    the way, which the reward likes better than what a trained policy makes."""
+    """Gradient ascent on pixels, from noise: speckled shapes of the wrong colour that move the
+    wrong way and change on the way, which the reward likes better than what a trained policy
+    makes."""
     prompts = heldout_prompts()[:3]
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(len(prompts), FRAMES, 3, 32, 32, generator=generator).sub_(2).requires_grad_()
+    logits = (
+        torch.randn(len(prompts), FRAMES, 3, 32, 32, generator=generator).sub_(2).requires_grad_()
+    )
     optimizer = torch.optim.Adam([logits], lr=0.1)
     for _ in range(100):
         optimizer.zero_grad()
@@ -146,7 +171,9 @@ def test_it_is_deterministic_and_sees_each_video_alone() -> None:
 
 def test_its_name_is_known_and_others_are_refused_by_the_name_of_the_setting() -> None:
     assert isinstance(load_reward(RewardConfig(name="testbed-judge")), TestbedJudge)
-    with pytest.raises(UserError, match=r"eval\.judge = 'testbed-juge': .*did you mean 'testbed-judge'"):
+    with pytest.raises(
+        UserError, match=r"eval\.judge = 'testbed-juge': .*did you mean 'testbed-judge'"
+    ):
         Judge("testbed-juge", RewardConfig())
 
 

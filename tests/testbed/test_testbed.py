@@ -67,7 +67,8 @@ def test_the_truth_scores_high(prompt: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attribute", "other"), [("color", "green"), ("shape", "square"), ("direction", "right"), ("speed", "slowly")]
+    ("attribute", "other"),
+    [("color", "green"), ("shape", "square"), ("direction", "right"), ("speed", "slowly")],
 )
 def test_ta_sees_each_attribute(attribute: str, other: str) -> None:
     wrong = truth(replace(SCENE, **{attribute: other}))
@@ -89,14 +90,17 @@ def test_vq_sees_blur_noise_and_a_second_shape() -> None:
     video = truth()
     best = score(video)["vq"]
     blurred = torch.nn.functional.avg_pool2d(video, 7, stride=1, padding=3)
-    noisy = (video + 0.3 * torch.randn(video.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
+    noisy = (
+        video + 0.3 * torch.randn(video.shape, generator=torch.Generator().manual_seed(0))
+    ).clamp(0, 1)
     two = torch.maximum(video, truth(replace(SCENE, color="green"), seed=4).flip(-2))
     for name, worse in {"blur": blurred, "noise": noisy, "two": two}.items():
         assert score(worse)["vq"] < best - 0.05, name
 
 
 def test_a_video_that_is_not_a_number_has_no_score() -> None:
-    """A diverged policy or the decoder may cause it: one NaN pixel is enough, and no other video suffers."""
+    """A diverged policy or the decoder may cause it: one NaN pixel is enough, and no other video
+    suffers."""
     sound = truth()
     spoiled, lost = sound.clone(), torch.full_like(sound, torch.nan)
     spoiled[0, 0, 3, 4] = torch.nan
@@ -126,14 +130,24 @@ def test_transformer_round_trip(tmp_path: Path) -> None:
     transformer = TestbedTransformer()
     transformer.save_pretrained(tmp_path)
     loaded = TestbedTransformer.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(transformer.state_dict().values(), loaded.state_dict().values()))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(transformer.state_dict().values(), loaded.state_dict().values())
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", WORLDS)
 def test_pretraining_is_deterministic(tmp_path: Path, name: str) -> None:
     steps = Steps(
-        vae_steps=2, decoder_steps=1, steps=2, vae_batch=2, batch=4, videos_per_prompt=1, judge_steps=2, judge_batch=4
+        vae_steps=2,
+        decoder_steps=1,
+        steps=2,
+        vae_batch=2,
+        batch=4,
+        videos_per_prompt=1,
+        judge_steps=2,
+        judge_batch=4,
     )
     world = dataclasses.replace(WORLDS[name], prompts=WORLDS[name].prompts[:20], steps=steps)
     for folder in ("a", "b"):
@@ -146,7 +160,8 @@ def test_pretraining_is_deterministic(tmp_path: Path, name: str) -> None:
 
 @torch.no_grad()
 def test_the_autoencoder_is_not_the_ceiling() -> None:
-    """Rendered clips score 2.87 and decoded ones at least 2.7, so that a policy's faults are its own."""
+    """Rendered clips score 2.87 and decoded ones at least 2.7, so that a policy's faults are its
+    own."""
     vae = load_vae()
     prompts = heldout_prompts()
     videos = torch.stack([truth(parse(prompt), seed) for seed, prompt in enumerate(prompts)])
@@ -158,13 +173,16 @@ def test_the_autoencoder_is_not_the_ceiling() -> None:
 
 
 def drawn_by_the_base(prompts: list[str]) -> Tensor:
-    setup = load_setup(resolve(load(Path(__file__).parents[2] / "configs" / "demo.yaml")), rewards=False)
+    setup = load_setup(
+        resolve(load(Path(__file__).parents[2] / "configs" / "demo.yaml")), rewards=False
+    )
     setup.embeddings = dict(embeddings(prompts))
     return torch.stack(generate(setup, prompts, sample_seeds(0, 0, 0, range(len(prompts)), "base")))
 
 
 def test_the_base_follows_prompts_but_not_perfectly() -> None:
-    """It does clearly better than chance (the prompts of other videos) and clearly worse than the rendered truth."""
+    """It does clearly better than chance (the prompts of other videos) and clearly worse than the
+    rendered truth."""
     prompts = heldout_prompts() * 2
     videos = drawn_by_the_base(prompts)
     matched = REWARD(videos, prompts)
@@ -178,7 +196,9 @@ def test_the_base_follows_prompts_but_not_perfectly() -> None:
 
 def test_the_base_draws_each_shape_sometimes() -> None:
     """A shape that no clip shows cannot be learned from rewards."""
-    prompts = 4 * [prompt for prompt in train_prompts() if "triangle" in prompt or "square" in prompt]
+    prompts = 4 * [
+        prompt for prompt in train_prompts() if "triangle" in prompt or "square" in prompt
+    ]
     read = reading(drawn_by_the_base(prompts), prompts)
     assert 0.05 < read["triangle"] < 0.2
     assert 0.05 < read["square"] < 0.3

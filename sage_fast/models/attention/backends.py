@@ -1,6 +1,7 @@
 """Attention backends.
 
-All are exact. There is no sparse, quantised or cached attention: the rollout policy must be the policy in training.
+All are exact. There is no sparse, quantised or cached attention: the rollout policy must be the
+policy in training.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels that `sdpa` may use on a GPU in half precision. Without this list, torch prefers cuDNN's kernel on Hopper.
-That is a separate backend here, and `auto` needs a different one to fall back to."""
+"""Kernels that `sdpa` may use on a GPU in half precision. Without this list, torch prefers cuDNN's
+kernel on Hopper. That is a separate backend here, and `auto` needs a different one to fall back
+to."""
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -39,17 +41,20 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Call cuDNN's operator on our layout, by its strides; diffusers' wrapper copies all four tensors.
+    """Call cuDNN's operator on our layout, by its strides; diffusers' wrapper copies all four
+    tensors.
 
-    The operator always computes the softmax statistics that a backward needs. SDPA leaves them out under `no_grad`,
-    where cuDNN then runs another plan, which may round differently.
+    The operator always computes the softmax statistics that a backward needs. SDPA leaves them out
+    under `no_grad`, where cuDNN then runs another plan, which may round differently.
     """
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0].transpose(1, 2)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[
+        0
+    ].transpose(1, 2)
 
 
-# The packages are called directly: diffusers' dispatcher has no backward for flash-attn 3, and reports a package that
-# is installed but fails to import as missing.
+# The packages are called directly: diffusers' dispatcher has no backward for flash-attn 3, and
+# reports a package that is installed but fails to import as missing.
 
 
 def _from_package(name: str) -> Attention:
@@ -64,8 +69,9 @@ def _from_package(name: str) -> Attention:
 
 
 CUDNN_CUDA = (12, 9)
-"""Oldest CUDA version for `cudnn`. Below it, cuDNN's attention reads out of bounds on strided operands, such as our
-values, and PyTorch disables it (pull request 171627). `_cudnn` calls it all the same."""
+"""Oldest CUDA version for `cudnn`. Below it, cuDNN's attention reads out of bounds on strided
+operands, such as our values, and PyTorch disables it (pull request 171627). `_cudnn` calls it all
+the same."""
 
 
 def _cudnn_lacks(device: torch.device) -> str:
@@ -73,8 +79,8 @@ def _cudnn_lacks(device: torch.device) -> str:
     if built_for < CUDNN_CUDA:
         newest = ".".join(map(str, CUDNN_CUDA))
         return (
-            f"needs a PyTorch for CUDA {newest} or newer, below which it can read out of bounds, and this is for "
-            f"{torch.version.cuda}"
+            f"needs a PyTorch for CUDA {newest} or newer, below which it can read out of bounds, "
+            f"and this is for {torch.version.cuda}"
         )
     return "" if torch.backends.cudnn.is_available() else _does_not_run(device)
 
@@ -93,14 +99,17 @@ class Backend:
 
     Attributes:
         attend: the kernel.
-        operators: substrings of its forward operators' names. Selective checkpointing keeps the outputs of these.
+        operators: substrings of its forward operators' names. Selective checkpointing keeps the
+            outputs of these.
         cuda: whether it needs a CUDA device.
         half: whether it needs a 16-bit dtype.
         package: module it imports.
         install: command or hint to install the package.
         lacks: (CUDA device) -> why it cannot run there; empty if it can.
-        is_reference: whether the others are compared with it, so that it needs no trial. One row is.
-        sums_dq_in_float32: whether its backward holds the gradient in the queries in float32, which the plan counts.
+        is_reference: whether the others are compared with it, so that it needs no trial. One row
+            is.
+        sums_dq_in_float32: whether its backward holds the gradient in the queries in float32, which
+            the plan counts.
     """
 
     attend: Attention
@@ -118,7 +127,9 @@ class Backend:
 
 
 ATTENTION = {
-    "sdpa": Backend(attend=sdpa, operators=("scaled_dot_product",), cuda=False, half=False, is_reference=True),
+    "sdpa": Backend(
+        attend=sdpa, operators=("scaled_dot_product",), cuda=False, half=False, is_reference=True
+    ),
     "cudnn": Backend(attend=_cudnn, operators=("scaled_dot_product",), lacks=_cudnn_lacks),
     "flash": Backend(
         attend=_from_package("flash_attn:flash_attn_func"),
@@ -155,20 +166,30 @@ ATTENTION = {
 
 
 def is_attention(operator: Any) -> bool:
-    """Whether an operator, or its name `namespace::operator`, is the forward of an attention kernel."""
-    name = operator if isinstance(operator, str) else operator.name()  # str() would say namespace.operator
+    """Whether an operator, or its name `namespace::operator`, is the forward of an attention
+    kernel."""
+    # str() would say namespace.operator
+    name = operator if isinstance(operator, str) else operator.name()
     forward = "backward" not in name and "bwd" not in name
-    return forward and any(part in name for backend in ATTENTION.values() for part in backend.operators)
+    return forward and any(
+        part in name for backend in ATTENTION.values() for part in backend.operators
+    )
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package is there. Nothing is imported: a broken one gets an error of its own when it is used."""
+    """Whether a package is there.
+
+    Nothing is imported: a broken one gets an error of its own when it is used.
+    """
     parent, _, child = package.partition(".")
     if (spec := importlib.util.find_spec(parent)) is None:
         return False
     if child:
-        return any((Path(folder) / child).is_dir() for folder in spec.submodule_search_locations or ())
-    return spec.origin is not None  # flash-attn-4 alone leaves a bare namespace `flash_attn`, with `cute` in it
+        return any(
+            (Path(folder) / child).is_dir() for folder in spec.submodule_search_locations or ()
+        )
+    # flash-attn-4 alone leaves a bare namespace `flash_attn`, with `cute` in it
+    return spec.origin is not None
 
 
 def _lack(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
@@ -181,7 +202,11 @@ def _lack(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
         return f"is not installed: {backend.install}"
     if why := backend.lacks(device):
         return why
-    return "needs model.dtype = bfloat16" if backend.half and dtype not in (torch.bfloat16, torch.float16) else ""
+    return (
+        "needs model.dtype = bfloat16"
+        if backend.half and dtype not in (torch.bfloat16, torch.float16)
+        else ""
+    )
 
 
 def usable(device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -1,16 +1,18 @@
-"""One sample on several GPUs (Ulysses, arXiv:2309.14509): each rank of a group holds a part of its tokens.
+"""One sample on several GPUs (Ulysses, arXiv:2309.14509): each rank of a group holds a part of its
+tokens.
 
-Everything in a block except attention works token by token, so a rank runs it on its part of the video tokens and its
-part of the text tokens. For attention, the ranks exchange tokens for heads: every rank attends over all tokens for its
-share of the heads, with the kernel chosen for the run, and the exchange is undone. The parts are equal, so a stream
-whose length the ranks do not divide is padded. Attention ignores token order, so the padding is cut out before the
-kernel and put back after it. This needs no mask, which faster kernels do not accept, and no rank has to process all the
+Everything in a block except attention works token by token, so a rank runs it on its part of the
+video tokens and its part of the text tokens. For attention, the ranks exchange tokens for heads:
+every rank attends over all tokens for its share of the heads, with the kernel chosen for the run,
+and the exchange is undone. The parts are equal, so a stream whose length the ranks do not divide is
+padded. Attention ignores token order, so the padding is cut out before the kernel and put back
+after it. This needs no mask, which faster kernels do not accept, and no rank has to process all the
 text on top of its part of the video.
 
-Latents, text and velocities are whole on every rank. Each rank of a group computes the loss of the same samples, and
-the backward sums the gradients of all ranks' losses with respect to its tokens. Over a group of P ranks, a weight's
-gradients add up to P times those of one process, and so do the losses. An engine that averages over all ranks therefore
-needs no knowledge of groups.
+Latents, text and velocities are whole on every rank. Each rank of a group computes the loss of the
+same samples, and the backward sums the gradients of all ranks' losses with respect to its tokens.
+Over a group of P ranks, a weight's gradients add up to P times those of one process, and so do the
+losses. An engine that averages over all ranks therefore needs no knowledge of groups.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class SequenceParallel:
         self._group = group
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Return this rank's tokens: `[B, N, ...]` -> `[B, ceil(N / size), ...]`, zero-padded after the last token."""
+        """Return this rank's tokens: `[B, N, ...]` -> `[B, ceil(N / size), ...]`, zero-padded after
+        the last token."""
         count = tokens.shape[1]
         share = -(-count // self.size)
         own = tokens[:, self.rank * share : (self.rank + 1) * share]
@@ -51,24 +54,30 @@ class SequenceParallel:
 
     def whole(self, part: Tensor, count: int) -> Tensor:
         """Join the parts of all ranks to `count` tokens; the backward sums the ranks' gradients."""
-        gathered = DTensor.from_local(part, self._mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
+        gathered = DTensor.from_local(part, self._mesh, [Shard(1)]).full_tensor(
+            grad_placements=[Partial()]
+        )
         return gathered[:, :count]
 
     def attention(self, kernel: Attention, video: int, text: int) -> Attention:
-        """Wrap `kernel` to attend over the tokens of all ranks, given this rank's queries, keys and values.
+        """Wrap `kernel` to attend over the tokens of all ranks, given this rank's queries, keys and
+        values.
 
         Args:
             kernel: attention over whole sequences.
             video, text: video and text tokens of a sample.
 
         Returns:
-            (queries, keys, values `[B, S, H, D]` of this rank's video and text tokens) -> `[B, S, H, D]`.
+            (queries, keys, values `[B, S, H, D]` of this rank's video and text tokens) -> `[B, S,
+            H, D]`.
         """
         runs = self._runs(video, text)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (_Exchange.apply(t, self._group, 2, 1) for t in (query, key, value))
-            return _Exchange.apply(_without_padding(query, key, value, kernel, runs), self._group, 1, 2)
+            return _Exchange.apply(
+                _without_padding(query, key, value, kernel, runs), self._group, 1, 2
+            )
 
         return attend
 
@@ -78,21 +87,28 @@ class SequenceParallel:
         return min(max(count - rank * share, 0), share)
 
     def _runs(self, video: int, text: int) -> list[int]:
-        """Return the lengths of the alternating runs of tokens and padding in the joined parts of all ranks."""
+        """Return the lengths of the alternating runs of tokens and padding in the joined parts of
+        all ranks."""
         lengths = []
         for rank in range(self.size):
             for count in (video, text):
                 real = self._share(count, rank)
                 lengths += [("token", real), ("padding", -(-count // self.size) - real)]
         present = [(kind, length) for kind, length in lengths if length]
-        return [sum(length for _, length in run) for _, run in itertools.groupby(present, key=lambda pair: pair[0])]
+        return [
+            sum(length for _, length in run)
+            for _, run in itertools.groupby(present, key=lambda pair: pair[0])
+        ]
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut a tensor along one dimension into a part for each rank, and join the parts from all ranks along another."""
+    """Cut a tensor along one dimension into a part for each rank, and join the parts from all ranks
+    along another."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, joined: int) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, joined: int
+    ) -> Tensor:
         ctx.group, ctx.cut, ctx.joined = group, cut, joined
         sent = torch.stack(tensor.chunk(dist.get_world_size(group), cut))
         received = torch.empty_like(sent)
@@ -104,7 +120,9 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.group, ctx.joined, ctx.cut), None, None, None
 
 
-def _without_padding(query: Tensor, key: Tensor, value: Tensor, kernel: Attention, runs: Sequence[int]) -> Tensor:
+def _without_padding(
+    query: Tensor, key: Tensor, value: Tensor, kernel: Attention, runs: Sequence[int]
+) -> Tensor:
     """Run `kernel` on `[B, S, H, D]` without the padding; outputs are zero where it was.
 
     Args:

@@ -15,8 +15,9 @@ from sage_fast.util.environment import synchronize
 from sage_fast.util.errors import in_one_line
 
 LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""Tolerance: relative error, in norm, of the output and of each gradient against SDPA in float32 on the same inputs.
-Rounding to the dtype alone gives a quarter of it; dropping the last tile of keys at 480p gives twice as much."""
+"""Tolerance: relative error, in norm, of the output and of each gradient against SDPA in float32 on
+the same inputs. Rounding to the dtype alone gives a quarter of it; dropping the last tile of keys
+at 480p gives twice as much."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class Trial:
     Attributes:
         milliseconds: time of a forward and a backward; NaN if it does not run or is wrong.
         error: largest relative error of output and gradients; NaN if it does not run.
-        agrees: whether its output under `no_grad`, as in a rollout, is that with gradients to the bit.
+        agrees: whether its output under `no_grad`, as in a rollout, is that with gradients to the
+            bit.
         problem: why it cannot be used; empty if it can.
     """
 
@@ -37,7 +39,10 @@ class Trial:
 
     def why_skipped(self, needs_agreement: bool) -> str:
         """Return why `auto` skips it; empty if it does not."""
-        differs = "its output under no_grad is not that with gradients to the bit: rollouts and training would disagree"
+        differs = (
+            "its output under no_grad is not that with gradients to the bit: rollouts and training "
+            "would disagree"
+        )
         return self.problem or differs * (needs_agreement and not self.agrees)
 
 
@@ -47,8 +52,11 @@ def fastest(trials: Mapping[str, Trial]) -> str:
     return min(times, key=times.__getitem__, default=REFERENCE)
 
 
-def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Trial]:
-    """Try every usable backend at `shape` (B, S, H, D), for correctness and then speed; return name -> trial.
+def measure_attention(
+    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+) -> dict[str, Trial]:
+    """Try every usable backend at `shape` (B, S, H, D), for correctness and then speed; return name
+    -> trial.
 
     Empty if only one backend is usable.
     """
@@ -61,9 +69,13 @@ def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dt
 def try_attention(
     attention: Attention, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> Trial:
-    """Check a backend against SDPA in float32, then time it. Failures are reported in `Trial.problem`, not raised."""
+    """Check a backend against SDPA in float32, then time it.
+
+    Failures are reported in `Trial.problem`, not raised.
+    """
     query, key = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    value = torch.randn(*shape[:2], 3, *shape[2:], device=device, dtype=dtype)[:, :, 2]  # strided, as in the blocks
+    # strided, as in the blocks
+    value = torch.randn(*shape[:2], 3, *shape[2:], device=device, dtype=dtype)[:, :, 2]
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     upstream = torch.randn(shape, device=device, dtype=dtype)
 
@@ -75,7 +87,9 @@ def try_attention(
     try:
         results = forward_and_backward()
         with torch.no_grad():
-            agrees = torch.equal(attention(query.detach(), key.detach(), value.detach()), results[0])
+            agrees = torch.equal(
+                attention(query.detach(), key.detach(), value.detach()), results[0]
+            )
         errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
         del results
         for _ in range(3):
@@ -84,24 +98,32 @@ def try_attention(
             forward_and_backward()
             synchronize(device)
             times.append(1e3 * (time.perf_counter() - start))
-    except Exception as error:  # whatever a broken package raises, from ImportError to a compiler's own
+    except (
+        Exception
+    ) as error:  # whatever a broken package raises, from ImportError to a compiler's own
         return Trial(problem=f"it does not run: {in_one_line(error)}")
     limit, largest = LARGEST_ERROR[dtype], max(errors.values())
     if wrong := [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]:
-        why = f"it is wrong: relative error against SDPA in float32 of {', '.join(wrong)}, expected at most {limit:.0e}"
+        why = (
+            f"it is wrong: relative error against SDPA in float32 of {', '.join(wrong)}, expected "
+            f"at most {limit:.0e}"
+        )
         return Trial(error=largest, problem=why)
     return Trial(milliseconds=statistics.median(times), error=largest, agrees=agrees)
 
 
 def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor) -> list[float]:
-    """Return the relative errors of `[out, dq, dk, dv]`: for each, the larger of the first and the last head's.
+    """Return the relative errors of `[out, dq, dk, dv]`: for each, the larger of the first and the
+    last head's.
 
-    Heads are independent. Two of them in float32 cover the whole sequence and both ends of the layout at a fraction of
-    the cost.
+    Heads are independent. Two of them in float32 cover the whole sequence and both ends of the
+    layout at a fraction of the cost.
     """
     largest = [0.0] * len(results)
     for batch, head in ((0, 0), (-1, -1)):
-        q, k, v, up = (t.detach()[batch, :, head].float()[None, :, None] for t in (*inputs, upstream))
+        q, k, v, up = (
+            t.detach()[batch, :, head].float()[None, :, None] for t in (*inputs, upstream)
+        )
         out = sdpa(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         expected = (out, *torch.autograd.grad(out, (q, k, v), up))
         for i, (result, reference) in enumerate(zip(results, expected)):

@@ -1,15 +1,15 @@
 """One block of HunyuanVideo 1.5 over its stock modules, with fused element-wise work and no mask.
 
-diffusers' block normalises, rotates and joins queries and keys in seven passes, computes AdaLN from the timestep, and
-builds a [B, 1, S, S] mask. Here:
+diffusers' block normalises, rotates and joins queries and keys in seven passes, computes AdaLN from
+the timestep, and builds a [B, 1, S, S] mask. Here:
 
 - AdaLN is precomputed;
 - `norm_rotate` is one pass, and so is a gated residual with the norm after it;
-- the projection of the video tokens leaves rows for the text tokens, so attention reads the values where they were
-  written.
+- the projection of the video tokens leaves rows for the text tokens, so attention reads the values
+  where they were written.
 
-The same operators run with and without autograd, so rollout and training round alike. benchmarks/passes.py counts the
-bytes they move.
+The same operators run with and without autograd, so rollout and training round alike.
+benchmarks/passes.py counts the bytes they move.
 """
 
 from __future__ import annotations
@@ -36,56 +36,82 @@ class TextToVideoBlock(nn.Module):
         self.attn: Any = block.attn
         self.video_qkv = FusedLinear(self.attn, "to_q", "to_k", "to_v")
         self.text_qkv = FusedLinear(self.attn, "add_q_proj", "add_k_proj", "add_v_proj")
-        self.video_out, self.text_out = FusedLinear(self.attn.to_out, "0"), FusedLinear(self.attn, "to_add_out")
+        self.video_out, self.text_out = (
+            FusedLinear(self.attn.to_out, "0"),
+            FusedLinear(self.attn, "to_add_out"),
+        )
         self.video_ff, self.text_ff = (
-            FeedForward(FusedLinear(ff.net[0], "proj"), FusedLinear(ff.net, "2")) for ff in (block.ff, block.ff_context)
+            FeedForward(FusedLinear(ff.net[0], "proj"), FusedLinear(ff.net, "2"))
+            for ff in (block.ff, block.ff_context)
         )
 
     def forward(
-        self, video: Tensor, text: Tensor, modulation: Tensor, rotary: Tensor, attention: Attention, is_last: bool
+        self,
+        video: Tensor,
+        text: Tensor,
+        modulation: Tensor,
+        rotary: Tensor,
+        attention: Attention,
+        is_last: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Run one block; return the video and text tokens.
 
         Args:
             video: `[B, N, d]` video tokens.
             text: `[B, L, d]` text tokens.
-            modulation: `[1 or B, 2, 6, d]`, for video and text: shift, scale and gate of attention, then of the
-                feed-forward.
+            modulation: `[1 or B, 2, 6, d]`, for video and text: shift, scale and gate of attention,
+                then of the feed-forward.
             rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
             attention: the attention kernel.
-            is_last: whether this is the last block. Nothing reads its text tokens, so it returns None for them.
+            is_last: whether this is the last block. Nothing reads its text tokens, so it returns
+                None for them.
         """
         batch, _, width = video.shape
         (shift, scale, gate, ff_shift, ff_scale, ff_gate), text_modulation = (
             stream.expand(batch, 6, width).unbind(1) for stream in modulation.unbind(1)
         )
-        text_shift, text_scale, text_gate, text_ff_shift, text_ff_scale, text_ff_gate = text_modulation
+        text_shift, text_scale, text_gate, text_ff_shift, text_ff_scale, text_ff_gate = (
+            text_modulation
+        )
 
-        video, video_in = residual_norm(video, scale, shift, pad=self.video_qkv.pad, pad_rows=text.shape[1])
+        video, video_in = residual_norm(
+            video, scale, shift, pad=self.video_qkv.pad, pad_rows=text.shape[1]
+        )
         text, text_in = residual_norm(text, text_scale, text_shift, pad=self.text_qkv.pad)
         video_out, text_out = self._attend(video_in, text_in, rotary, attention)
         video_out = self.video_out.unpadded(video_out)
-        video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=self.video_ff.up.pad)
+        video, normed = gated_norm(
+            video, video_out, gate, ff_scale, ff_shift, pad=self.video_ff.up.pad
+        )
         video = self.video_ff(normed, video, ff_gate)
         if is_last:
             return video, None
         text_out = self.text_out.unpadded(text_out)
-        text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=self.text_ff.up.pad)
+        text, normed = gated_norm(
+            text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=self.text_ff.up.pad
+        )
         return video, self.text_ff(normed, text, text_ff_gate)
 
     skips_its_end = forward
     """A recomputation (`is_recomputing`) leaves out what only the results of this function need."""
 
-    def _attend(self, video: Tensor, text: Tensor, rotary: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-        """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output projections.
+    def _attend(
+        self, video: Tensor, text: Tensor, rotary: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output
+        projections.
 
         `video` has L padding rows after its N tokens, for the text.
         """
         attn = self.attn
         joint, text_heads = (
-            qkv(x).unflatten(2, (3, attn.heads, -1)) for qkv, x in ((self.video_qkv, video), (self.text_qkv, text))
+            qkv(x).unflatten(2, (3, attn.heads, -1))
+            for qkv, x in ((self.video_qkv, video), (self.text_qkv, text))
         )
-        queries, keys = (attn.norm_q.weight, attn.norm_added_q.weight), (attn.norm_k.weight, attn.norm_added_k.weight)
+        queries, keys = (
+            (attn.norm_q.weight, attn.norm_added_q.weight),
+            (attn.norm_k.weight, attn.norm_added_k.weight),
+        )
         query, key, value = norm_rotate(joint, text_heads, *queries, *keys, rotary)
         out = attention(query, key, value).flatten(2)
         video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)

@@ -1,11 +1,12 @@
-"""Embeddings of prompts, and the inputs that forwards make of them: AdaLN of every block, tokens for the first one.
+"""Embeddings of prompts, and the inputs that forwards make of them: AdaLN of every block, tokens
+for the first one.
 
-The published pipeline pads every prompt to 1000 Qwen and 256 ByT5 tokens and masks the padding in every block. Here a
-prompt keeps only its valid tokens, and the prompts of a batch have one length, so nothing is padded or masked.
+The published pipeline pads every prompt to 1000 Qwen and 256 ByT5 tokens and masks the padding in
+every block. Here a prompt keeps only its valid tokens, and the prompts of a batch have one length,
+so nothing is padded or masked.
 
-A forward's inputs depend only on the timestep and the prompt, and a rollout knows its timesteps in advance, so
-`ConditionTable`
-(policy.py) computes them once per schedule.
+A forward's inputs depend only on the timestep and the prompt, and a rollout knows its timesteps in
+advance, so `ConditionTable` (policy.py) computes them once per schedule.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ class TextEmbedding(Condition):
 
     Attributes:
         text: `[L, text_embed_dim]` hidden states of the language model (Qwen2.5-VL).
-        glyphs: `[L2, text_embed_2_dim]` hidden states of ByT5 for quoted text; L2 = 0 without quotes.
-        image: `[N, image_embed_dim]` hidden states of SigLIP for the image that begins the video; None without one.
+        glyphs: `[L2, text_embed_2_dim]` hidden states of ByT5 for quoted text; L2 = 0 without
+            quotes.
+        image: `[N, image_embed_dim]` hidden states of SigLIP for the image that begins the video;
+            None without one.
         frame: `[C, 1, H, W]` latents of that image, in the policy's scale; None without one.
     """
 
@@ -51,8 +54,8 @@ class Inputs:
     """Inputs of one forward of B samples; a single row stands for B equal ones.
 
     Attributes:
-        modulation: `[1 or B, layers, 2, 6, d]`: per block, for video and text: shift, scale and gate of attention, then
-            of the feed-forward.
+        modulation: `[1 or B, layers, 2, 6, d]`: per block, for video and text: shift, scale and
+            gate of attention, then of the feed-forward.
         final: `[1 or B, 2, d]`, scale and shift of the last norm.
         context: `[1 or B, L, d]`, image, glyph and text tokens.
         frame: `[1 or B, C, 1, H, W]` latents of the image that begins the video; None without one.
@@ -83,7 +86,8 @@ class Images(NamedTuple):
 
 
 class BatchConditions(NamedTuple):
-    """Conditions of B samples at T steps: as `Inputs`, with a leading dimension T on all but the images.
+    """Conditions of B samples at T steps: as `Inputs`, with a leading dimension T on all but the
+    images.
 
     The context is without the images' tokens.
     """
@@ -95,11 +99,14 @@ class BatchConditions(NamedTuple):
     negative: BatchConditions | None = None
 
     def at(self, steps: Tensor) -> Inputs:
-        """Return the rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`, without synchronising."""
+        """Return the rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`, without
+        synchronising."""
         if len(steps) == 1:
             context = self.context.index_select(0, steps)[0]
         else:
-            sample = torch.arange(len(steps), device=steps.device) if self.context.shape[1] > 1 else 0
+            sample = (
+                torch.arange(len(steps), device=steps.device) if self.context.shape[1] > 1 else 0
+            )
             context = self.context[steps, sample]
         if self.images is not None:
             context = self.images.beside(context)

@@ -8,29 +8,38 @@ from typing import Any
 
 from sage_fast.models.lora.linear import padding_for
 
-# Activations that autograd keeps per token, in units of d plus the adapters' pad, for mlp ratio 4 and the default LoRA
-# targets; the same in float32 and bfloat16. tests/test_plan.py counts each: change them together with the block.
+# Activations that autograd keeps per token, in units of d plus the adapters' pad, for mlp ratio 4
+# and the default LoRA targets; the same in float32 and bfloat16. tests/test_plan.py counts each:
+# change them together with the block.
 KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 17, 18
-"""Kept per video token from a block's forward to its backward, in addition to the block's input and attention's output:
-the normed rows of both matmuls and the video stream after attention (3), q, k, v, and q and k after rotation (5),
-attention's output as a matmul's input (1), the feed-forward before and after GELU (8). Four of them are inputs of
-matmuls with padding for adapters: one for three adapters, three for one. If all weights are trained,
-attention's output is not copied, but the operands of both gates are kept (-1, +2). Text tokens keep less, and are few.
+"""Kept per video token from a block's forward to its backward, in addition to the block's input and
+attention's output: the normed rows of both matmuls and the video stream after attention (3), q, k,
+v, and q and k after rotation (5), attention's output as a matmul's input (1), the feed-forward
+before and after GELU (8). Four of them are inputs of matmuls with padding for adapters: one for
+three adapters, three for one. If all weights are trained, attention's output is not copied, but the
+operands of both gates are kept (-1, +2). Text tokens keep less, and are few.
 """
 GRADIENTS = 5
-"""Gradients alive per token at the peak of one block's backward: that of the stream (1), and that of the feed-forward's
-inner rows (4, plus padding for one adapter)."""
+"""Gradients alive per token at the peak of one block's backward: that of the stream (1), and that
+of the feed-forward's inner rows (4, plus padding for one adapter)."""
 
 KEPT_BY_STEP = 14
-"""Alive per token at the peak of a step without gradients, in a block's feed-forward: the block's input and its normed
-rows, attention's output and its projection, the video stream after it and the normed rows of that (6), the feed-forward
-before and after GELU (8)."""
+"""Alive per token at the peak of a step without gradients, in a block's feed-forward: the block's
+input and its normed rows, attention's output and its projection, the video stream after it and the
+normed rows of that (6), the feed-forward before and after GELU (8)."""
 
 
 def activation_bytes(
-    mode: str, config: Mapping[str, Any], tokens: int, value_bytes: int, rank: int, batch_size: int = 1, passes: int = 1
+    mode: str,
+    config: Mapping[str, Any],
+    tokens: int,
+    value_bytes: int,
+    rank: int,
+    batch_size: int = 1,
+    passes: int = 1,
 ) -> float:
-    """Return the peak bytes of a micro-batch's activations and their gradients, reached at the start of the backward.
+    """Return the peak bytes of a micro-batch's activations and their gradients, reached at the
+    start of the backward.
 
     Args:
         mode: one of `MODES`.
@@ -39,29 +48,40 @@ def activation_bytes(
         value_bytes: bytes of an activation value.
         rank: rank of the adapter; 0 if all weights are trained.
         batch_size: transitions per micro-batch.
-        passes: 2 with guidance; the activations of both passes are kept, and their backwards run one after the other.
+        passes: 2 with guidance; the activations of both passes are kept, and their backwards run
+            one after the other.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
     stream = value_bytes * d  # a block's input, or its output, which is recomputed too
     attention = attention_output_bytes(config, value_bytes)
     pad, padding_of_three = (padding_for(adapters * rank, value_bytes) for adapters in (1, 3))
-    inner = value_bytes * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + padding_of_three + 3 * pad)
+    inner = value_bytes * (
+        (KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + padding_of_three + 3 * pad
+    )
     kept, recomputed = {
         "none": (stream + attention + inner, 0),
         "attention": (stream + attention, inner + stream),
         "full": (stream, attention + inner + stream),
     }[mode]
     gradients = value_bytes * (GRADIENTS * d + pad)
-    return float(batch_size * tokens * (passes * config["num_layers"] * kept + recomputed + gradients))
+    return float(
+        batch_size * tokens * (passes * config["num_layers"] * kept + recomputed + gradients)
+    )
 
 
 def step_bytes(
-    config: Mapping[str, Any], tokens: int, value_bytes: int, *, rank: int, batch_size: int, casts: bool
+    config: Mapping[str, Any],
+    tokens: int,
+    value_bytes: int,
+    *,
+    rank: int,
+    batch_size: int,
+    casts: bool,
 ) -> float:
     """Return the peak bytes of a denoising step; arguments as in `activation_bytes`.
 
-    If it `casts` float32 weights, autocast keeps copies of the blocks' matrices in 16 bits, but for those of queries,
-    keys and values, which are joined for each use.
+    If it `casts` float32 weights, autocast keeps copies of the blocks' matrices in 16 bits, but for
+    those of queries, keys and values, which are joined for each use.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
     padding = sum(padding_for(adapters * rank, value_bytes) for adapters in (1, 1, 3))
@@ -81,8 +101,8 @@ def condition_bytes(
 ) -> tuple[float, float]:
     """Return the bytes of a rollout's conditions, without the prompt's text tokens, and of these.
 
-    The text tokens of the second pass, with guidance, count as the same for all prompts. Images all have one size, and
-    are the same at every step.
+    The text tokens of the second pass, with guidance, count as the same for all prompts. Images all
+    have one size, and are the same at every step.
 
     Args:
         frame: (H, W) of the latents of an image.
@@ -96,6 +116,7 @@ def condition_bytes(
 
 
 def attention_output_bytes(config: Mapping[str, Any], value_bytes: int) -> int:
-    """Return the bytes of attention's output per token and block: the values, and a float32 log-sum-exp per head."""
+    """Return the bytes of attention's output per token and block: the values, and a float32
+    log-sum-exp per head."""
     heads = config["num_attention_heads"]
     return heads * (config["attention_head_dim"] * value_bytes + 4)

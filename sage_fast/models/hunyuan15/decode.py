@@ -14,10 +14,11 @@ from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import UserError
 
 SHARE = 0.5
-"""Share of the memory free at the first decode; the rest is for the concurrent rollout and for training."""
+"""Share of the memory free at the first decode; the rest is for the concurrent rollout and for
+training."""
 ENOUGH = {"cpu": 16 * 2**20, "cuda": 8 * 2**30}
-"""Bytes beyond which larger portions should not be faster. CPU: what its caches hold. CUDA: not measured; an
-activation of the last stage then exceeds a gigabyte, which fills any GPU."""
+"""Bytes beyond which larger portions should not be faster. CPU: what its caches hold. CUDA: not
+measured; an activation of the last stage then exceeds a gigabyte, which fills any GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,14 @@ class DecodePlan:
 
 
 def choose(
-    vae: AutoencoderKLHunyuanVideo15, latents: tuple[int, int, int, int], itemsize: int, free: int, enough: int
+    vae: AutoencoderKLHunyuanVideo15,
+    latents: tuple[int, int, int, int],
+    itemsize: int,
+    free: int,
+    enough: int,
 ) -> DecodePlan:
-    """Choose the first plan that fits: several whole videos, one, or a few latent frames of one at a time.
+    """Choose the first plan that fits: several whole videos, one, or a few latent frames of one at
+    a time.
 
     Args:
         vae: the autoencoder.
@@ -67,9 +73,9 @@ def choose(
             samples = max(1, target // needed) if frames == total else 1
             return DecodePlan(samples=samples, frames=frames, bytes=samples * needed)
     raise UserError(
-        f"decoding latents of {total} x {height} x {width} frame by frame needs {needed / 2**20:,.0f} MiB, and "
-        f"{SHARE:.0%} of the free memory is {limit / 2**20:,.0f} MiB; choose smaller sampling.height, sampling.width "
-        "or sampling.num_frames"
+        f"decoding latents of {total} x {height} x {width} frame by frame needs "
+        f"{needed / 2**20:,.0f} MiB, and {SHARE:.0%} of the free memory is {limit / 2**20:,.0f} "
+        "MiB; choose smaller sampling.height, sampling.width or sampling.num_frames"
     )
 
 
@@ -78,8 +84,8 @@ class VideoDecoder(Decoder):
 
     Args:
         vae: the autoencoder, on its device; its weights are rearranged in memory.
-        channels_last: use the channels-last layout for weights and activations. `2026-11-25-h100-decode-480p.json` in
-            benchmarks/results has both, of one call each.
+        channels_last: use the channels-last layout for weights and activations.
+            `2026-11-25-h100-decode-480p.json` in benchmarks/results has both, of one call each.
     """
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, channels_last: bool = True) -> None:
@@ -91,7 +97,8 @@ class VideoDecoder(Decoder):
                 weight.data = weight.data.contiguous(memory_format=self.layout)
 
     def plan(self, latents: tuple[int, int, int, int]) -> DecodePlan:
-        """Return how latents (C, T, H, W) are decoded. Chosen once, so rounding stays the same throughout a run.
+        """Return how latents (C, T, H, W) are decoded. Chosen once, so rounding stays the same
+        throughout a run.
 
         Raises:
             UserError: no way of decoding fits in memory.
@@ -99,12 +106,15 @@ class VideoDecoder(Decoder):
         if latents not in self.plans:
             device = self.vae.device
             enough = ENOUGH.get(device.type, ENOUGH["cuda"])
-            self.plans[latents] = choose(self.vae, latents, self.vae.dtype.itemsize, free_bytes(device), enough)
+            self.plans[latents] = choose(
+                self.vae, latents, self.vae.dtype.itemsize, free_bytes(device), enough
+            )
         return self.plans[latents]
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
-        """Decode latents `[B, C, T, H, W]`, in the policy's scale, to videos `[B, F, 3, H', W']`, float32 in [0, 1].
+        """Decode latents `[B, C, T, H, W]`, in the policy's scale, to videos `[B, F, 3, H', W']`,
+        float32 in [0, 1].
 
         Raises:
             UserError: no way of decoding fits in memory.

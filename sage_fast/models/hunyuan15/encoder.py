@@ -1,4 +1,5 @@
-"""A checkpoint's encoders: load them without the rest, encode prompts and images, and fingerprint their files."""
+"""A checkpoint's encoders: load them without the rest, encode prompts and images, and fingerprint
+their files."""
 
 from __future__ import annotations
 
@@ -13,8 +14,15 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
-from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import (
+    extract_glyph_texts,
+    format_text_input,
+)
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.file_download import repo_folder_name
@@ -26,7 +34,13 @@ from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable, state
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.interface import Encoder
 from sage_fast.util.captions import Caption
-from sage_fast.util.encoders import check_finite, check_tokenizer, grey_picture, load_tokenizer, reading
+from sage_fast.util.encoders import (
+    check_finite,
+    check_tokenizer,
+    grey_picture,
+    load_tokenizer,
+    reading,
+)
 from sage_fast.util.errors import UserError, first_line, reason
 from sage_fast.util.images import read_image
 
@@ -43,15 +57,19 @@ FILES_AT_ONCE = 4
 GIT_DIGITS = 40
 """Length of the name of a blob that git hashes; the hub's large files have 64 digits."""
 ENCODING = 1
-"""Version of `_encode`, part of the fingerprint: raise it when equal files give other embeddings."""
+"""Version of `_encode`, part of the fingerprint: raise it when equal files give other embeddings.
+"""
 TRIAL = Caption('"word"')
 """What the text encoders are tried with; ByT5 reads what is in quotes."""
 
 BYTES_OF_A_TOKEN, MAX_TOKENS = 4, 1000
-"""Bytes of English per token of the published tokenizer, and the length at which the pipeline truncates a prompt."""
+"""Bytes of English per token of the published tokenizer, and the length at which the pipeline
+truncates a prompt."""
 
 
-def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None = None) -> Encoder:
+def load_encoder(
+    path: str, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None = None
+) -> Encoder:
     """Load a checkpoint's encoders and nothing else; dropping the returned function releases them.
 
     Each is tried once: the cost is that of one more prompt, and of one more image.
@@ -60,15 +78,18 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device, size: tupl
         path: the checkpoint.
         dtype: dtype of the encoders and their embeddings.
         device: device they run on; the embeddings are on the CPU.
-        size: (height, width) of the videos, to which images are resized and cropped; None for text-to-video.
+        size: (height, width) of the videos, to which images are resized and cropped; None for
+            text-to-video.
 
     Raises:
-        UserError: they are missing or incomplete, do not fit each other or the transformer, fail on a word or a grey
-            picture, or the tokenizer does not match the pipeline's crop.
+        UserError: they are missing or incomplete, do not fit each other or the transformer, fail on
+            a word or a grey picture, or the tokenizer does not match the pipeline's crop.
     """
     source = reachable(path)
     start = f"model.path = {path!r}: cannot read the encoders"
-    cls: Any = HunyuanVideo15Pipeline if size is None else diffusers.HunyuanVideo15ImageToVideoPipeline
+    cls: Any = (
+        HunyuanVideo15Pipeline if size is None else diffusers.HunyuanVideo15ImageToVideoPipeline
+    )
     parts: dict[str, Any] = {"transformer": None, "scheduler": None, "guider": None}
     with reading(start, "transformer"):
         widths: Any = AutoencoderKLHunyuanVideo15.load_config(source, subfolder="transformer")
@@ -111,9 +132,13 @@ def _class_names(index: Any, size: tuple[int, int] | None) -> dict[str, str]:
     for part in wanted:
         entry = index.get(part)
         if not isinstance(entry, list | tuple) or len(entry) != 2 or not isinstance(entry[1], str):
-            raise ValueError(f"{part} is {entry!r} in model_index.json; expected a package and a class")
+            raise ValueError(
+                f"{part} is {entry!r} in model_index.json; expected a package and a class"
+            )
         if not hasattr(transformers, entry[1]):
-            raise ValueError(f"{part} is a {entry[1]} in model_index.json, which transformers does not have")
+            raise ValueError(
+                f"{part} is a {entry[1]} in model_index.json, which transformers does not have"
+            )
         found[part] = entry[1]
     return found
 
@@ -122,8 +147,8 @@ def load_network(cls: Any, source: str, part: str, dtype: torch.dtype) -> Any:
     """Load an encoder of a checkpoint, strictly.
 
     Raises:
-        OSError: it lacks weights, which transformers would fill with random numbers, or holds some of another shape or
-            scaled ones.
+        OSError: it lacks weights, which transformers would fill with random numbers, or holds some
+            of another shape or scaled ones.
     """
     for file in Path(source, part).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -137,12 +162,15 @@ def load_network(cls: Any, source: str, part: str, dtype: torch.dtype) -> Any:
         raise OSError(f"{part} lacks {len(lacking)} weights, such as {lacking[0]}")
     if found["mismatched_keys"]:  # transformers has filled these with random numbers too
         key, stored, expected = min(found["mismatched_keys"])
-        raise OSError(f"{part}: {key} has shape {list(stored)}; its config.json asks for {list(expected)}")
+        raise OSError(
+            f"{part}: {key} has shape {list(stored)}; its config.json asks for {list(expected)}"
+        )
     return network.eval()
 
 
 def _load_vae(source: str, dtype: torch.dtype, *, encodes: bool) -> Any:
-    """Load the autoencoder without its decoder; unless it encodes, on the meta device, for its sizes alone."""
+    """Load the autoencoder without its decoder; unless it encodes, on the meta device, for its
+    sizes alone."""
     if encodes:
         vae, found = AutoencoderKLHunyuanVideo15.from_pretrained(
             source, subfolder="vae", dtype=dtype, output_loading_info=True
@@ -152,7 +180,9 @@ def _load_vae(source: str, dtype: torch.dtype, *, encodes: bool) -> Any:
         vae.decoder = None
         return vae.eval()
     with torch.device("meta"):
-        return AutoencoderKLHunyuanVideo15.from_config(AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae"))
+        return AutoencoderKLHunyuanVideo15.from_config(
+            AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae")
+        )
 
 
 def check_width(part: str, width: int, transformer: Mapping[str, Any]) -> None:
@@ -172,7 +202,8 @@ def _try_texts(pipeline: Any, start: str, device: torch.device, widths: Mapping[
     """Encode one word by each text encoder, as prompts are encoded.
 
     Raises:
-        UserError: one fails, or gives another width than the transformer expects, or values that are not finite.
+        UserError: one fails, or gives another width than the transformer expects, or values that
+            are not finite.
     """
     longest = pipeline.tokenizer_max_length + pipeline.prompt_template_encode_start_idx
     none = torch.zeros(1, 1, 1)
@@ -181,7 +212,9 @@ def _try_texts(pipeline: Any, start: str, device: torch.device, widths: Mapping[
     with reading(start, "text_encoder"):
         positions = pipeline.text_encoder.config.max_position_embeddings
         if positions < longest:
-            raise ValueError(f"has {positions} positions (max_position_embeddings); prompts have up to {longest}")
+            raise ValueError(
+                f"has {positions} positions (max_position_embeddings); prompts have up to {longest}"
+            )
         text, *_ = pipeline.encode_prompt(TRIAL.text, device=device, **skipped_2)
         check_width("text_encoder", text.shape[-1], widths)
         check_finite(text, "text_encoder", f"the word {TRIAL.text}")
@@ -192,7 +225,9 @@ def _try_texts(pipeline: Any, start: str, device: torch.device, widths: Mapping[
 
 
 @torch.no_grad()
-def try_images(pipeline: Any, start: str, size: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+def try_images(
+    pipeline: Any, start: str, size: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> None:
     """Encode one grey picture by the image encoder and the autoencoder, as images are encoded.
 
     Args:
@@ -200,7 +235,8 @@ def try_images(pipeline: Any, start: str, size: tuple[int, int], device: torch.d
         size, device, dtype: as for `encode_image`.
 
     Raises:
-        UserError: a part fails, or gives values that are not finite, or the parts do not fit each other.
+        UserError: a part fails, or gives values that are not finite, or the parts do not fit each
+            other.
     """
     picture = grey_picture(*size)
     with reading(start, "feature_extractor"):
@@ -219,10 +255,12 @@ def try_images(pipeline: Any, start: str, size: tuple[int, int], device: torch.d
 
 
 def encoder_version(path: str, parts: Sequence[str] = PARTS) -> str | None:
-    """Return a fingerprint of a checkpoint's encoders: every byte of their files, and the code that runs them.
+    """Return a fingerprint of a checkpoint's encoders: every byte of their files, and the code that
+    runs them.
 
-    It reads whole files, several at a time: a sample would miss a damaged file that was mended, and times and sizes are
-    kept by `rsync -t` and `cp -p`. The published encoders, 16 GB, take about 10 s from memory or a fast disk.
+    It reads whole files, several at a time: a sample would miss a damaged file that was mended, and
+    times and sizes are kept by `rsync -t` and `cp -p`. The published encoders, 16 GB, take about 10
+    s from memory or a fast disk.
 
     None if a local checkpoint lacks one of the `parts`.
 
@@ -243,44 +281,58 @@ def encoder_version(path: str, parts: Sequence[str] = PARTS) -> str | None:
         known = {}
     else:
         try:
-            found = HfApi().model_info(source, files_metadata=True, timeout=HUB_SECONDS).siblings or []
+            found = (
+                HfApi().model_info(source, files_metadata=True, timeout=HUB_SECONDS).siblings or []
+            )
         except (HTTPError, OSError) as error:
-            raise UserError(f"model.path = {path!r}: the hub does not list its files: {first_line(error)}") from error
+            raise UserError(
+                f"model.path = {path!r}: the hub does not list its files: {first_line(error)}"
+            ) from error
         listed = [file for file in found if file.rfilename.split("/")[0] in parts]
-        known = {file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id) for file in listed}
+        known = {
+            file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id) for file in listed
+        }
         # What is in the cache is loaded from there, so that its own bytes count.
-        blobs = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "blobs")
+        blobs = Path(
+            constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "blobs"
+        )
         files = {name: blobs / blob for name, blob in known.items() if (blobs / blob).is_file()}
     try:
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
             contents = known | dict(zip(files, pool.map(_content, files.values()), strict=True))
     except OSError as error:
-        raise UserError(f"model.path = {path!r}: cannot read the encoders: {reason(error)}") from error
+        raise UserError(
+            f"model.path = {path!r}: cannot read the encoders: {reason(error)}"
+        ) from error
     code = (ENCODING, diffusers.__version__, transformers.__version__)
     return hashlib.sha256(repr((code, sorted(contents.items()))).encode()).hexdigest()[:32]
 
 
 def _blob(file: Path) -> Path:
-    """Return the file that a link of the hub's cache leads to, whose name tells how the hub hashes it."""
+    """Return the file that a link of the hub's cache leads to, whose name tells how the hub hashes
+    it."""
     if file.is_symlink() and file.readlink().parent.name == "blobs":
         return file.parent / file.readlink()
     return file
 
 
 def _content(file: Path) -> str:
-    """Return the hash of a whole file: its SHA-256, or for a small file of the hub's cache git's SHA-1, as the hub has
-    it.
+    """Return the hash of a whole file: its SHA-256, or for a small file of the hub's cache git's
+    SHA-1, as the hub has it.
     """
     is_git_blob = file.parent.name == "blobs" and len(file.name) == GIT_DIGITS
     with file.open("rb") as opened:
         if not is_git_blob:
             return hashlib.file_digest(opened, "sha256").hexdigest()
         content = opened.read()
-    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
+    return hashlib.sha1(
+        f"blob {len(content)}\0".encode() + content, usedforsecurity=False
+    ).hexdigest()
 
 
 def _check_tokens(pipeline: Any) -> None:
-    """Check that the pipeline's crop, which drops a fixed number of leading tokens, removes just the system message.
+    """Check that the pipeline's crop, which drops a fixed number of leading tokens, removes just
+    the system message.
 
     Raises:
         ValueError: this tokenizer or chat template puts the start of the prompt elsewhere.
@@ -292,17 +344,25 @@ def _check_tokens(pipeline: Any) -> None:
     start = next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), -1)
     crop = pipeline.prompt_template_encode_start_idx
     if start != crop:
-        harm = "words of the prompt would be lost" if start < crop else "the system message would be left in"
+        harm = (
+            "words of the prompt would be lost"
+            if start < crop
+            else "the system message would be left in"
+        )
         raise ValueError(
-            f"the tokenizer begins the prompt at token {start}, and the pipeline crops {crop}: {harm}; expected the "
-            "tokenizer of the published checkpoint"
+            f"the tokenizer begins the prompt at token {start}, and the pipeline crops {crop}: "
+            f"{harm}; expected the tokenizer of the published checkpoint"
         )
 
 
 @torch.no_grad()
-def _encode(pipeline: Any, caption: Caption, device: torch.device, size: tuple[int, int] | None) -> TextEmbedding:
+def _encode(
+    pipeline: Any, caption: Caption, device: torch.device, size: tuple[int, int] | None
+) -> TextEmbedding:
     """Encode a prompt, and with a size its image, as the pipeline of the checkpoint does."""
-    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(caption.text, device=device, batch_size=1)
+    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(
+        caption.text, device=device, batch_size=1
+    )
     own, quoted = text[0][text_mask[0].bool()].cpu(), glyphs[0][glyphs_mask[0].bool()].cpu()
     embedding = TextEmbedding(text=own, glyphs=quoted, notes=_cuts(pipeline, caption.text))
     if size is None:
@@ -319,16 +379,25 @@ def _cuts(pipeline: Any, text: str) -> tuple[str, ...]:
     )["input_ids"]
     quoted = pipeline.tokenizer_2(extract_glyph_texts(text) or "")["input_ids"]
     counts = {
-        "tokens": (len(tokens) - pipeline.prompt_template_encode_start_idx, pipeline.tokenizer_max_length),
+        "tokens": (
+            len(tokens) - pipeline.prompt_template_encode_start_idx,
+            pipeline.tokenizer_max_length,
+        ),
         "tokens in quotes": (len(quoted), pipeline.tokenizer_2_max_length),
     }
     start = f"prompt {text[:60]!r} has"
-    return tuple(f"{start} {n} {what}; {limit} are read" for what, (n, limit) in counts.items() if n > limit)
+    return tuple(
+        f"{start} {n} {what}; {limit} are read" for what, (n, limit) in counts.items() if n > limit
+    )
 
 
 @torch.no_grad()
 def encode_image(
-    pipeline: Any, image: Image.Image, size: tuple[int, int], device: torch.device, dtype: torch.dtype
+    pipeline: Any,
+    image: Image.Image,
+    size: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Return `image` and `frame` of a `TextEmbedding`, as the pipeline makes them."""
     image = pipeline.video_processor.resize(image, *size, resize_mode="crop")
@@ -339,11 +408,13 @@ def encode_image(
 
 
 def random_encoder(config: Any, frame: Sequence[int] | None = None) -> Encoder:
-    """Return an encoder whose random embeddings depend only on the caption; published shapes, no glyphs.
+    """Return an encoder whose random embeddings depend only on the caption; published shapes, no
+    glyphs.
 
     Args:
         config: the transformer's config.
-        frame: (C, 1, H, W) of the latents of an image, of which only the path counts; None for text-to-video.
+        frame: (C, 1, H, W) of the latents of an image, of which only the path counts; None for
+            text-to-video.
     """
 
     def encode(caption: Caption) -> TextEmbedding:

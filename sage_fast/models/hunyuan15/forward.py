@@ -1,10 +1,11 @@
 """The forward of HunyuanVideo 1.5, without the work that rollouts do not need.
 
-diffusers' own forward finds the valid text tokens by boolean indexing (12 B + 1 host synchronisations), masks padding
-even if nothing is padded, builds a [B, 1, S, S] mask in every block, and recomputes the rotary tables, AdaLN and the
-refined text every time. Here the prompts of a batch have one length, so it runs without a mask, any attention kernel
-can serve it, and nothing synchronises. The weights are those of the stock modules, which stay unchanged: their own
-forward still works, and LoRA and `state_dict` are unaffected.
+diffusers' own forward finds the valid text tokens by boolean indexing (12 B + 1 host
+synchronisations), masks padding even if nothing is padded, builds a [B, 1, S, S] mask in every
+block, and recomputes the rotary tables, AdaLN and the refined text every time. Here the prompts of
+a batch have one length, so it runs without a mask, any attention kernel can serve it, and nothing
+synchronises. The weights are those of the stock modules, which stay unchanged: their own forward
+still works, and LoRA and `state_dict` are unaffected.
 
 Only video tokens are rotated, so the order of the others does not matter.
 """
@@ -27,7 +28,8 @@ from sage_fast.models.lora.linear import FusedLinear
 from sage_fast.ops.norm_modulate import norm_modulate
 
 ADALN_UNITS = 6
-"""Modules that hold AdaLN's linear layers, a third of all weights: ZeRO-3 gathers one at a time, of 0.9 GB in bf16."""
+"""Modules that hold AdaLN's linear layers, a third of all weights: ZeRO-3 gathers one at a time, of
+0.9 GB in bf16."""
 
 
 class AdaLN(nn.Module):
@@ -55,12 +57,20 @@ class TextToVideoForward(nn.Module):
         self.transformer = transformer
         self.dtype = dtype
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
-        self.blocks = nn.ModuleList(TextToVideoBlock(block) for block in transformer.transformer_blocks)
-        norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm1_context)]
+        self.blocks = nn.ModuleList(
+            TextToVideoBlock(block) for block in transformer.transformer_blocks
+        )
+        norms = [
+            norm
+            for block in transformer.transformer_blocks
+            for norm in (block.norm1, block.norm1_context)
+        ]
         size = -(-len(norms) // ADALN_UNITS)
         self.adaln = nn.ModuleList(AdaLN(norms[i : i + size]) for i in range(0, len(norms), size))
         self.out = FusedLinear(transformer, "proj_out")
-        self.fused_linears = [module for module in self.modules() if isinstance(module, FusedLinear)]
+        self.fused_linears = [
+            module for module in self.modules() if isinstance(module, FusedLinear)
+        ]
 
     def refresh(self) -> None:
         """Pick up changed adapters. Call before a forward and before replaying a recorded one."""
@@ -68,7 +78,11 @@ class TextToVideoForward(nn.Module):
             projection.refresh(self.dtype)
 
     def forward(
-        self, x: Tensor, conditioning: Inputs, attention: Attention, sequence: SequenceParallel | None = None
+        self,
+        x: Tensor,
+        conditioning: Inputs,
+        attention: Attention,
+        sequence: SequenceParallel | None = None,
     ) -> Tensor:
         """Return the velocity, `[B, C, T, H, W]`.
 
@@ -87,7 +101,11 @@ class TextToVideoForward(nn.Module):
         tokens = hidden.shape[1]
         if sequence is not None:
             attention = sequence.attention(attention, tokens, context.shape[1])
-            hidden, context, rotary = sequence.part(hidden), sequence.part(context), sequence.part(rotary[None])[0]
+            hidden, context, rotary = (
+                sequence.part(hidden),
+                sequence.part(context),
+                sequence.part(rotary[None])[0],
+            )
         for layer, block in enumerate(self.blocks):
             modulation = conditioning.modulation[:, layer]
             is_last = layer == len(self.blocks) - 1
@@ -108,13 +126,18 @@ class TextToVideoForward(nn.Module):
 
     @property
     def has_mean_velocity(self) -> bool:
-        """Whether the network predicts the mean velocity of a step and takes the end of the step (MeanFlow)."""
+        """Whether the network predicts the mean velocity of a step and takes the end of the step
+        (MeanFlow)."""
         return self.transformer.time_embed.timestep_embedder_r is not None
 
-    def modulation(self, timestep: Tensor, dtype: torch.dtype, end: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]`; last norm: `[R, 2, d]`.
+    def modulation(
+        self, timestep: Tensor, dtype: torch.dtype, end: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]`; last
+        norm: `[R, 2, d]`.
 
-        A network with a mean velocity also takes `end`, the timestep at which the step ends, float32 `[R]`.
+        A network with a mean velocity also takes `end`, the timestep at which the step ends,
+        float32 `[R]`.
         """
         model, times = self.transformer, self.transformer.time_embed
         assert (end is not None) == self.has_mean_velocity
@@ -126,13 +149,19 @@ class TextToVideoForward(nn.Module):
         last = model.norm_out.linear(temb).view(len(timestep), 2, -1)
         return rows.view(len(timestep), len(model.transformer_blocks), 2, 6, -1), last
 
-    def context(self, timestep: Tensor, texts: Sequence[TextEmbedding], every: bool = False) -> Tensor:
-        """Return glyph and refined text tokens `[R, L2 + L, d]` of R prompts, which have one number of tokens.
+    def context(
+        self, timestep: Tensor, texts: Sequence[TextEmbedding], every: bool = False
+    ) -> Tensor:
+        """Return glyph and refined text tokens `[R, L2 + L, d]` of R prompts, which have one number
+        of tokens.
 
-        `every` runs the embedder of glyphs without glyphs too, so that all ranks have the same gradients.
+        `every` runs the embedder of glyphs without glyphs too, so that all ranks have the same
+        gradients.
         """
         if len({len(text.glyphs) for text in texts}) > 1:
-            return torch.cat([self.context(time, [text], every) for time, text in zip(timestep.split(1), texts)])
+            return torch.cat(
+                [self.context(time, [text], every) for time, text in zip(timestep.split(1), texts)]
+            )
         model = self.transformer
         kinds = model.cond_type_embed.weight
         refined = model.context_embedder(self._stacked(texts, "text"), timestep, None) + kinds[0]
@@ -146,7 +175,9 @@ class TextToVideoForward(nn.Module):
         if texts[0].image is None:
             return None
         model = self.transformer
-        tokens = model.image_embedder(self._stacked(texts, "image")) + model.cond_type_embed.weight[2]
+        tokens = (
+            model.image_embedder(self._stacked(texts, "image")) + model.cond_type_embed.weight[2]
+        )
         return Images(tokens.to(self.dtype), self._stacked(texts, "frame"))
 
     def _stacked(self, texts: Sequence[TextEmbedding], field: str) -> Tensor:
@@ -158,21 +189,33 @@ class TextToVideoForward(nn.Module):
     def conditioning_is_frozen(self) -> bool:
         """Whether training leaves AdaLN and the embedders of text and images as they are."""
         model = self.transformer
-        modules = [model.time_embed, model.context_embedder, model.context_embedder_2, model.cond_type_embed]
+        modules = [
+            model.time_embed,
+            model.context_embedder,
+            model.context_embedder_2,
+            model.cond_type_embed,
+        ]
         modules += [model.image_embedder]
-        modules += [norm for block in model.transformer_blocks for norm in (block.norm1, block.norm1_context)]
-        return not any(p.requires_grad for module in [*modules, model.norm_out] for p in module.parameters())
+        modules += [
+            norm
+            for block in model.transformer_blocks
+            for norm in (block.norm1, block.norm1_context)
+        ]
+        return not any(
+            p.requires_grad for module in [*modules, model.norm_out] for p in module.parameters()
+        )
 
     def _embed(self, x: Tensor, frame: Tensor | None) -> Tensor:
         """Return video tokens `[B, N, d]`.
 
-        The network has C + 1 further input channels. They are 0, but at the first frame if it is given: there they
-        hold `frame`, `[1 or B, C, 1, H, W]`, and a 1.
+        The network has C + 1 further input channels. They are 0, but at the first frame if it is
+        given: there they hold `frame`, `[1 or B, C, 1, H, W]`, and a 1.
         """
         proj, channels = self.transformer.x_embedder.proj, x.shape[1]
         if frame is not None:
             frame = F.pad(frame, (0, 0, 0, 0, 0, 0, 0, 1), value=1)
-        if type(proj) is nn.Conv3d and proj.kernel_size == (1, 1, 1):  # published patch: a matmul, no zeros needed
+        # published patch: a matmul, no zeros needed
+        if type(proj) is nn.Conv3d and proj.kernel_size == (1, 1, 1):
             weight = proj.weight.flatten(1)
             hidden = F.linear(x.flatten(2).transpose(1, 2), weight[:, :channels], proj.bias)
             if frame is not None:
@@ -185,7 +228,8 @@ class TextToVideoForward(nn.Module):
         return self.transformer.x_embedder(torch.cat([x, extra], dim=1))
 
     def _rotary_of(self, x: Tensor) -> Tensor:
-        """Return the rotary table of this latent size, float32 `[N, head_dim / 2, 2]`, computed once."""
+        """Return the rotary table of this latent size, float32 `[N, head_dim / 2, 2]`, computed
+        once."""
         key = (*x.shape[2:], x.device)
         if key not in self._rotary:
             cos, sin = self.transformer.rope(x)  # [N, head_dim], each value twice
@@ -194,6 +238,7 @@ class TextToVideoForward(nn.Module):
 
 
 def _embedded(sinusoid: Tensor, embedder: Any) -> Tensor:
-    """Embed a timestep, which stays fp32 up to its sinusoid: in bf16 it is off by up to 2 units of 1000."""
+    """Embed a timestep, which stays fp32 up to its sinusoid: in bf16 it is off by up to 2 units of
+    1000."""
     embedded: Tensor = embedder(sinusoid.to(next(embedder.parameters()).dtype))
     return embedded

@@ -1,6 +1,8 @@
-"""Names of HunyuanVideo 1.5's layers outside diffusers: in the checkpoint as Tencent published it, and in ComfyUI.
+"""Names of HunyuanVideo 1.5's layers outside diffusers: in the checkpoint as Tencent published it,
+and in ComfyUI.
 
-Tencent keeps the queries, keys and values of a block apart and fuses those of the text refiner. ComfyUI fuses both.
+Tencent keeps the queries, keys and values of a block apart and fuses those of the text refiner.
+ComfyUI fuses both.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from sage_fast.models.spec import ExportTarget
 from sage_fast.util.errors import UserError
 
 PREFIX = "diffusion_model."
-"""Stands in front of every layer's name: ComfyUI, diffusion-pipe, musubi-tuner and mmgp (Wan2GP) ask for it."""
+"""Stands in front of every layer's name: ComfyUI, diffusion-pipe, musubi-tuner and mmgp (Wan2GP)
+ask for it."""
 
 BLOCK = {
     "norm1.linear": "img_mod.linear",
@@ -34,7 +37,10 @@ REFINER_BLOCK = {
 }
 LISTS = {
     "transformer_blocks": ("double_blocks", BLOCK),
-    "context_embedder.token_refiner.refiner_blocks": ("txt_in.individual_token_refiner.blocks", REFINER_BLOCK),
+    "context_embedder.token_refiner.refiner_blocks": (
+        "txt_in.individual_token_refiner.blocks",
+        REFINER_BLOCK,
+    ),
 }
 REST = {
     "x_embedder.proj": "img_in.proj",

@@ -28,7 +28,11 @@ class HunyuanVideo15Policy(Policy):
     """
 
     def __init__(
-        self, transformer: HunyuanVideo15Transformer3DModel, *, dtype: torch.dtype, guidance_scale: float = 1.0
+        self,
+        transformer: HunyuanVideo15Transformer3DModel,
+        *,
+        dtype: torch.dtype,
+        guidance_scale: float = 1.0,
     ) -> None:
         super().__init__({"transformer": transformer}, dtype=dtype, guidance_scale=guidance_scale)
         self.transformer = transformer
@@ -67,7 +71,10 @@ class HunyuanVideo15Policy(Policy):
 
             def conditioning(texts: Sequence[TextEmbedding]) -> Inputs:
                 every = self.uses_all_weights and torch.is_grad_enabled()
-                context, images = self.forward.context(1000 * sigma, texts, every), self.forward.images(texts)
+                context, images = (
+                    self.forward.context(1000 * sigma, texts, every),
+                    self.forward.images(texts),
+                )
                 frame = None if images is None else images.frame
                 context = (context if images is None else images.beside(context)).to(self.dtype)
                 return Inputs(modulation=modulation, final=final, context=context, frame=frame)
@@ -76,12 +83,17 @@ class HunyuanVideo15Policy(Policy):
                 conditioning(texts), negative=None if negatives is None else conditioning(negatives)
             )
 
-    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> ConditionTable:
+    def conditioning_table(
+        self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]
+    ) -> ConditionTable:
         return ConditionTable(self, sigmas, embeddings)
 
     def step_ends(self, starts: Tensor) -> Tensor | None:
-        """Return where each step of a schedule ends, if the network takes it: where the next one begins, at last 0."""
-        return torch.cat([starts[1:], starts.new_zeros(1)]) if self.forward.has_mean_velocity else None
+        """Return where each step of a schedule ends, if the network takes it: where the next one
+        begins, at last 0."""
+        return (
+            torch.cat([starts[1:], starts.new_zeros(1)]) if self.forward.has_mean_velocity else None
+        )
 
 
 class ConditionTable:
@@ -100,30 +112,47 @@ class ConditionTable:
     """
 
     @torch.no_grad()
-    def __init__(self, policy: HunyuanVideo15Policy, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> None:
+    def __init__(
+        self, policy: HunyuanVideo15Policy, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]
+    ) -> None:
         self.policy, self.embeddings = policy, embeddings
         self.sigmas = sigmas.to(policy.device, torch.float32)
         times = 1000 * self.sigmas
         with policy._autocast():
-            self.modulation, self.final = policy.forward.modulation(times, policy.dtype, policy.step_ends(times))
+            self.modulation, self.final = policy.forward.modulation(
+                times, policy.dtype, policy.step_ends(times)
+            )
         self._contexts: dict[Key, Tensor] = {}  # glyph and text tokens `[T, L, d]`
         self._images: dict[Key, Images] = {}
 
     def of(self, keys: Sequence[Key]) -> BatchConditions:
         """Return the conditions of a batch, whose prompts have one number of tokens."""
         negatives = [self.embeddings[key].negative for key in keys]
-        return self._batch(keys)._replace(negative=self._batch(negatives) if self.policy.uses_guidance else None)
+        return self._batch(keys)._replace(
+            negative=self._batch(negatives) if self.policy.uses_guidance else None
+        )
 
     def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
-        """Return rows of the table; if the weights behind it are trained, recompute them with gradients."""
-        return self.of(keys).at(steps) if self.policy.forward.conditioning_is_frozen else self.trained(keys, steps)
+        """Return rows of the table; if the weights behind it are trained, recompute them with
+        gradients."""
+        return (
+            self.of(keys).at(steps)
+            if self.policy.forward.conditioning_is_frozen
+            else self.trained(keys, steps)
+        )
 
     def trained(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
         """Compute the conditions at `steps` with gradients."""
         texts = [self.embeddings[key] for key in keys]
-        negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else None
+        negatives = (
+            [self.embeddings[text.negative] for text in texts]
+            if self.policy.uses_guidance
+            else None
+        )
         sigma, ends = self.sigmas[steps].expand(len(keys)), self.policy.step_ends(self.sigmas)
-        return self.policy.condition(sigma, texts, negatives, None if ends is None else ends[steps].expand(len(keys)))
+        return self.policy.condition(
+            sigma, texts, negatives, None if ends is None else ends[steps].expand(len(keys))
+        )
 
     def _batch(self, keys: Sequence[Key]) -> BatchConditions:
         self._fill(keys)
@@ -145,18 +174,26 @@ class ConditionTable:
         for group in missing.values():
             texts = [self.embeddings[key].to(policy.device, policy.dtype) for key in group]
             with policy._autocast():
-                contexts = policy.forward.context(times.repeat_interleave(len(texts)), texts * len(times))
+                contexts = policy.forward.context(
+                    times.repeat_interleave(len(texts)), texts * len(times)
+                )
                 images = policy.forward.images(texts)
-            self._contexts |= zip(group, contexts.to(policy.dtype).unflatten(0, (len(times), -1)).unbind(1))
+            self._contexts |= zip(
+                group, contexts.to(policy.dtype).unflatten(0, (len(times), -1)).unbind(1)
+            )
             if images is not None:
-                self._images |= zip(group, map(Images, images.tokens.split(1), images.frame.split(1)))
+                self._images |= zip(
+                    group, map(Images, images.tokens.split(1), images.frame.split(1))
+                )
 
 
 def freeze_dead_ends(transformer: Any, *, takes_images: bool = False) -> None:
-    """Freeze layers that the task never reads, so that no optimizer or reducer waits for their gradients.
+    """Freeze layers that the task never reads, so that no optimizer or reducer waits for their
+    gradients.
 
-    Nothing reads the last block's text stream, so its queries and all that follows are idle; its keys and values are
-    not. In text-to-video, without image tokens, the image projection is idle too.
+    Nothing reads the last block's text stream, so its queries and all that follows are idle; its
+    keys and values are not. In text-to-video, without image tokens, the image projection is idle
+    too.
     """
     last = transformer.transformer_blocks[-1]
     idle = [last.attn.add_q_proj, last.attn.norm_added_q, last.attn.to_add_out, last.ff_context]

@@ -1,4 +1,5 @@
-"""HunyuanVideo 1.5 described by its configuration alone: sizes, and the FLOPs and bytes of a sample.
+"""HunyuanVideo 1.5 described by its configuration alone: sizes, and the FLOPs and bytes of a
+sample.
 
 tests/test_plan.py checks the formulas against PyTorch's own counts. A multiply-add is two FLOPs.
 """
@@ -43,18 +44,21 @@ TransformerConfig = Mapping[str, Any]
 """The transformer's config."""
 
 FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
-"""Random model -> number of its blocks, which have the published width: all weights of these train on one GPU."""
+"""Random model -> number of its blocks, which have the published width: all weights of these train
+on one GPU."""
 PIPELINES = {"HunyuanVideo15Pipeline": "t2v", "HunyuanVideo15ImageToVideoPipeline": "i2v"}
 """Class in a checkpoint's model_index.json -> its task."""
 SAMPLED_AS: dict[str, tuple[Any, str]] = {
     "scheduler": (FlowMatchEulerDiscreteScheduler, "shift"),
     "guider": (ClassifierFreeGuidance, "guidance_scale"),
 }
-"""Part of a checkpoint -> the class that a run samples as, at its default settings, and the field that is a setting."""
+"""Part of a checkpoint -> the class that a run samples as, at its default settings, and the field
+that is a setting."""
 DYNAMIC = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type")
 """Fields of the scheduler that act with `use_dynamic_shifting` alone."""
 DISTILLED, STEP_DISTILLED = "_distilled", "_step_distilled"
-"""Ends of the names of published checkpoints: distilled from guidance, and also to few steps by MeanFlow."""
+"""Ends of the names of published checkpoints: distilled from guidance, and also to few steps by
+MeanFlow."""
 
 
 class HunyuanVideo15(Spec):
@@ -70,9 +74,14 @@ class HunyuanVideo15(Spec):
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
     image_tokens: ClassVar[int] = encoder.IMAGE_TOKENS
-    randoms: ClassVar[tuple[str, ...]] = ("random:hunyuanvideo15-480p", *FEW_BLOCKS, "random:hunyuanvideo15-480p-i2v")
+    randoms: ClassVar[tuple[str, ...]] = (
+        "random:hunyuanvideo15-480p",
+        *FEW_BLOCKS,
+        "random:hunyuanvideo15-480p-i2v",
+    )
     lora_targets = (
-        r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
+        r"transformer_blocks\.\d+\."
+        r"(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
     )
     lora_layouts: ClassVar = {"original": original, "comfyui": comfyui}
     set_guidance = "pipe.guider.guidance_scale = {:g}"
@@ -95,12 +104,16 @@ class HunyuanVideo15(Spec):
     def takes_images(self) -> bool:
         """Whether its pipeline is the one for images.
 
-        Without one of `PIPELINES`, its `task_type` is. diffusers' converter gives "i2v" to 480p text-to-video too.
+        Without one of `PIPELINES`, its `task_type` is. diffusers' converter gives "i2v" to 480p
+        text-to-video too.
         """
         pipeline = None
         if self.configs:
-            with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):  # the last: no mapping
-                pipeline = stated_config(HunyuanVideo15Pipeline, reachable(self.path)).get("_class_name")
+            # the last: no mapping
+            with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
+                pipeline = stated_config(HunyuanVideo15Pipeline, reachable(self.path)).get(
+                    "_class_name"
+                )
         return PIPELINES.get(str(pipeline), self.transformer_config.task_type) == "i2v"
 
     @property
@@ -127,7 +140,9 @@ class HunyuanVideo15(Spec):
 
     def meta(self, part: str) -> Any:
         if part == "transformer" and not self.configs.get(part):  # otherwise as published
-            settings: dict[str, Any] = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
+            settings: dict[str, Any] = (
+                {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
+            )
             settings |= {"use_meanflow": True} if self.path.endswith(STEP_DISTILLED) else {}
             task = "i2v" if "i2v" in self.path else "t2v"  # published checkpoints are named by it
             with torch.device("meta"):
@@ -140,17 +155,32 @@ class HunyuanVideo15(Spec):
         Raises:
             UserError: the checkpoint would load but be sampled wrongly.
         """
-        has, task = f"model.path = {self.path!r}: its transformer has", self.transformer_config.task_type
+        has, task = (
+            f"model.path = {self.path!r}: its transformer has",
+            self.transformer_config.task_type,
+        )
         if task not in ("t2v", "i2v"):
-            raise UserError(f"{has} task_type = {task!r}; expected 't2v' or 'i2v', as in {self.published}")
-        axes, width = self.transformer_config.rope_axes_dim, self.transformer_config.attention_head_dim
-        if len(axes) != 3 or not all(isinstance(n, int) and n % 2 == 0 for n in axes) or sum(axes) != width:
-            raise UserError(f"{has} rope_axes_dim = {axes}; expected 3 even numbers with the sum {width}")
+            raise UserError(
+                f"{has} task_type = {task!r}; expected 't2v' or 'i2v', as in {self.published}"
+            )
+        axes, width = (
+            self.transformer_config.rope_axes_dim,
+            self.transformer_config.attention_head_dim,
+        )
+        if (
+            len(axes) != 3
+            or not all(isinstance(n, int) and n % 2 == 0 for n in axes)
+            or sum(axes) != width
+        ):
+            raise UserError(
+                f"{has} rope_axes_dim = {axes}; expected 3 even numbers with the sum {width}"
+            )
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
         """Return where the settings sample differently from the checkpoint's own pipeline.
 
-        These are notes, not errors: the difference may be intended. A run without guidance takes half the forwards.
+        These are notes, not errors: the difference may be intended. A run without guidance takes
+        half the forwards.
         """
         notes: list[str] = []
         for part, (cls, setting) in SAMPLED_AS.items():
@@ -161,21 +191,39 @@ class HunyuanVideo15(Spec):
                 return [f"{lacks}: sampling.shift and sampling.guidance_scale are not compared"]
             if name != cls.__name__:
                 own = ", ".join(f"{key} {value}" for key, value in stated.items() if setting in key)
-                notes.append(f"the checkpoint's {part} is {name} ({own}), and a run samples as by {cls.__name__}")
+                notes.append(
+                    f"the checkpoint's {part} is {name} ({own}), and a run samples as by "
+                    f"{cls.__name__}"
+                )
                 continue
-            usual = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
+            usual = {
+                key: parameter.default
+                for key, parameter in inspect.signature(cls).parameters.items()
+            }
             value, published = getattr(sampling, setting), stated.pop(setting, usual[setting])
             if published != value:
                 has = f"{'shift ' * (part == 'scheduler')}{_number(published)}"
-                off = " (off: a model distilled from guidance)" * (part == "guider" and published == 1)
-                notes.append(f"sampling.{setting} = {value:g}, and the checkpoint's {part} has {has}{off}")
+                off = " (off: a model distilled from guidance)" * (
+                    part == "guider" and published == 1
+                )
+                notes.append(
+                    f"sampling.{setting} = {value:g}, and the checkpoint's {part} has {has}{off}"
+                )
             idle = () if stated.get("use_dynamic_shifting") else DYNAMIC
-            odd = [key for key, value in usual.items() if key not in idle and stated.get(key, value) != value]
-            notes += [f"the checkpoint's {part} has {key} {_number(stated[key])}, and a run does not" for key in odd]
+            odd = [
+                key
+                for key, value in usual.items()
+                if key not in idle and stated.get(key, value) != value
+            ]
+            notes += [
+                f"the checkpoint's {part} has {key} {_number(stated[key])}, and a run does not"
+                for key in odd
+            ]
         return notes
 
     def _stated(self, part: str) -> tuple[str, dict[str, Any]]:
-        """Return the class of the scheduler or the guider, and its configuration; a guider that is off has scale 1.
+        """Return the class of the scheduler or the guider, and its configuration; a guider that is
+        off has scale 1.
 
         Raises:
             OSError: the checkpoint has none, or it states nothing.
@@ -198,7 +246,8 @@ class HunyuanVideo15(Spec):
 
     def size_arguments(self, sampling: SamplingConfig) -> str:
         given = super().size_arguments(sampling)
-        return f"num_frames={sampling.num_frames}" if self.takes_images else given  # the image has the shape
+        # the image has the shape
+        return f"num_frames={sampling.num_frames}" if self.takes_images else given
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int]:
         joint = self.tokens(self.latent_shape(sampling)) + self.prompt_tokens
@@ -211,14 +260,26 @@ class HunyuanVideo15(Spec):
         lengths = tokens, self.text_tokens, self.prompt_tokens - self.text_tokens
         rank = model.lora_rank if model.trains_adapter else 0
         own = -(-sum(lengths) // model.sequence_parallel)
-        float32_dq = 4 * config.train.batch_size * own * self.heads * transformer["attention_head_dim"]
+        float32_dq = (
+            4 * config.train.batch_size * own * self.heads * transformer["attention_head_dim"]
+        )
         float32_dq *= model.attention in ATTENTION and ATTENTION[model.attention].sums_dq_in_float32
         batch, width = sampling.batch_size, model.element_bytes
         together = {"rank": rank, "batch_size": config.train.batch_size, "passes": sampling.passes}
-        activations = {mode: activation_bytes(mode, transformer, own, width, **together) + float32_dq for mode in MODES}
-        casts = not model.trains_adapter and width < ENGINES[config.train.engine].stored_bytes(width)
+        activations = {
+            mode: activation_bytes(mode, transformer, own, width, **together) + float32_dq
+            for mode in MODES
+        }
+        casts = not model.trains_adapter and width < ENGINES[config.train.engine].stored_bytes(
+            width
+        )
         shared, context = condition_bytes(
-            transformer, *lengths[1:], width, steps=sampling.steps, passes=sampling.passes, frame=latents[2:]
+            transformer,
+            *lengths[1:],
+            width,
+            steps=sampling.steps,
+            passes=sampling.passes,
+            frame=latents[2:],
         )
         return Cost(
             forward=forward_flops(transformer, *lengths),
@@ -227,7 +288,10 @@ class HunyuanVideo15(Spec):
             decode=decode_flops(self.vae.decoder, latents),
             decoder_weights=sum(p.numel() for p in self.vae.parameters()),
             activations=activations,
-            step=shared + step_bytes(transformer, sum(lengths), width, rank=rank, batch_size=batch, casts=casts),
+            step=shared
+            + step_bytes(
+                transformer, sum(lengths), width, rank=rank, batch_size=batch, casts=casts
+            ),
             context=context,
         )
 
@@ -237,16 +301,24 @@ class HunyuanVideo15(Spec):
     def is_gate(self, name: str) -> bool:
         return ".linear." in name and "norm1" in name
 
-    def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> HunyuanVideo15Policy:
-        return HunyuanVideo15Policy(networks["transformer"], dtype=dtype, guidance_scale=guidance_scale)
+    def policy(
+        self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float
+    ) -> HunyuanVideo15Policy:
+        return HunyuanVideo15Policy(
+            networks["transformer"], dtype=dtype, guidance_scale=guidance_scale
+        )
 
     def decoder(self, vae: Any) -> VideoDecoder:
         return VideoDecoder(vae)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig) -> Encoder:
+    def load_encoder(
+        self, dtype: torch.dtype, device: torch.device, sampling: SamplingConfig
+    ) -> Encoder:
         if is_random(self.path):
             channels, _, *space = self.latent_shape(sampling)
-            return encoder.random_encoder(self.transformer_config, (channels, 1, *space) if self.takes_images else None)
+            return encoder.random_encoder(
+                self.transformer_config, (channels, 1, *space) if self.takes_images else None
+            )
         size = (sampling.height, sampling.width) if self.takes_images else None
         return encoder.load_encoder(self.path, dtype, device, size)
 
@@ -256,17 +328,25 @@ class HunyuanVideo15(Spec):
 
 
 def _number(value: object) -> str:
-    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else repr(value)
+    )
 
 
-def forward_flops(config: TransformerConfig, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
+def forward_flops(
+    config: TransformerConfig, tokens: int, text_tokens: int, image_tokens: int = 0
+) -> float:
     """Return the FLOPs of one forward of one sample, with d = heads x head_dim:
 
-        layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner  +  image
+        layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner
+        +  image
 
-    with mlp ratio r = 4 (so 24 d^2), N video and L text and image tokens, and one more token's worth for the modulation
-    of both streams. The refiner has the same two terms over the text tokens; image tokens go through two layers. Not
-    counted: time and text embedders, normalisation, element-wise work.
+    with mlp ratio r = 4 (so 24 d^2), N video and L text and image tokens, and one more token's
+    worth for the modulation of both streams. The refiner has the same two terms over the text
+    tokens; image tokens go through two layers. Not counted: time and text embedders, normalisation,
+    element-wise work.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
     linear = (8 + 4 * config["mlp_ratio"]) * d**2
@@ -276,19 +356,25 @@ def forward_flops(config: TransformerConfig, tokens: int, text_tokens: int, imag
     patch = config["patch_size_t"] * config["patch_size"] ** 2
     embed = 2 * tokens * d * patch * (config["in_channels"] + config["out_channels"])
     project = 2 * text_tokens * d * config["text_embed_dim"]
-    image = 2 * image_tokens * (seen := config["image_embed_dim"]) * (seen + d) if image_tokens else 0
+    image = (
+        2 * image_tokens * (seen := config["image_embed_dim"]) * (seen + d) if image_tokens else 0
+    )
     return float(blocks + refiner + embed + project + image)
 
 
-def attention_flops(config: TransformerConfig, tokens: int, text_tokens: int, image_tokens: int = 0) -> float:
-    """Return the part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d per layer."""
+def attention_flops(
+    config: TransformerConfig, tokens: int, text_tokens: int, image_tokens: int = 0
+) -> float:
+    """Return the part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d per
+    layer."""
     d = config["num_attention_heads"] * config["attention_head_dim"]
     blocks = config["num_layers"] * (tokens + text_tokens + image_tokens) ** 2
     return float(4 * d * (blocks + config["num_refiner_layers"] * text_tokens**2))
 
 
 def block_end_flops(config: TransformerConfig, tokens: int) -> float:
-    """Return the part of `forward_flops` that is the second layer of the video tokens' feed-forwards: 2 r d^2 a token.
+    """Return the part of `forward_flops` that is the second layer of the video tokens'
+    feed-forwards: 2 r d^2 a token.
 
     The text's has no adapter by default, so that its recomputation is not skipped.
     """
@@ -299,7 +385,8 @@ def block_end_flops(config: TransformerConfig, tokens: int) -> float:
 @functools.lru_cache(maxsize=16)
 @torch.no_grad()
 def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
-    """Count the FLOPs of decoding one video, of latents (C, T, H, W), by a decoder on the meta device."""
+    """Count the FLOPs of decoding one video, of latents (C, T, H, W), by a decoder on the meta
+    device."""
     with FlopCounterMode(display=False) as counter:
         for _ in decode_frames(decoder, torch.empty(1, *latents, device="meta"), latents[1]):
             pass

@@ -2,12 +2,14 @@
 
 The weights are those of the stock modules, and the values agree up to rounding. The differences:
 
-- Norm and SiLU are one operator, `norm_silu`, which writes straight into the padded input of the next convolution.
-  There is no copy for padding, no float32 copy for the norm, and at most three activations of a stage are alive at a
-  time.
-- Attention runs frame by frame over the frames so far: no [S, S] mask, half the products, any batch size.
-- Everything after the attention is causal in time, so it can run on a few latent frames at a time if each convolution
-  keeps its last two input frames. The values do not change; memory falls by the same factor.
+- Norm and SiLU are one operator, `norm_silu`, which writes straight into the padded input of the
+  next convolution. There is no copy for padding, no float32 copy for the norm, and at most three
+  activations of a stage are alive at a time.
+- Attention runs frame by frame over the frames so far: no [S, S] mask, half the products, any batch
+size.
+- Everything after the attention is causal in time, so it can run on a few latent frames at a time
+  if each convolution keeps its last two input frames. The values do not change; memory falls by the
+  same factor.
 """
 
 from __future__ import annotations
@@ -27,17 +29,18 @@ History = dict[nn.Module, Tensor]
 
 
 def decode_frames(decoder: Any, latents: Tensor, frames: int) -> Iterator[Tensor]:
-    """Decode `latents` and yield the video piece by piece along time. Not differentiable: call it under `no_grad`.
+    """Decode `latents` and yield the video piece by piece along time. Not differentiable: call it
+    under `no_grad`.
 
     Args:
         decoder: a `HunyuanVideo15Decoder3D`.
-        latents: `[B, C, T, H, W]` in the decoder's dtype, divided by the scaling factor; their memory layout is kept
-            throughout.
+        latents: `[B, C, T, H, W]` in the decoder's dtype, divided by the scaling factor; their
+            memory layout is kept throughout.
         frames: latent frames per piece.
 
     Yields:
-        `[B, 3, F, H', W']` in the same dtype, in [-1, 1] or slightly outside. F is four times the piece's latent
-        frames, three less in the first piece.
+        `[B, 3, F, H', W']` in the same dtype, in [-1, 1] or slightly outside. F is four times the
+        piece's latent frames, three less in the first piece.
     """
     x = _conv(decoder.conv_in, _padded(latents))
     x += latents.repeat_interleave(decoder.repeat, dim=1)
@@ -58,12 +61,13 @@ def decode_frames(decoder: Any, latents: Tensor, frames: int) -> Iterator[Tensor
 
 
 def peak_bytes(decoder: Any, latents: tuple[int, ...], frames: int, itemsize: int) -> int:
-    """Return the peak bytes of `decode_frames`, without weights and the convolutions' own workspace.
+    """Return the peak bytes of `decode_frames`, without weights and the convolutions' own
+    workspace.
 
-    Let A be the bytes of an activation and P those of a padded one. The peak is the largest of 7 A in the attention,
-    2 A + P in a residual block (3 A + P if its shortcut is a convolution) and, from A to A', A + A' + max(P, A') in
-    upsampling. After the attention, its output is held as well, and with several pieces two padded frames per
-    convolution.
+    Let A be the bytes of an activation and P those of a padded one. The peak is the largest of 7 A
+    in the attention, 2 A + P in a residual block (3 A + P if its shortcut is a convolution) and,
+    from A to A', A + A' + max(P, A') in upsampling. After the attention, its output is held as
+    well, and with several pieces two padded frames per convolution.
 
     Args:
         latents: (B, C, T, H, W).
@@ -89,12 +93,17 @@ def peak_bytes(decoder: Any, latents: tuple[int, ...], frames: int, itemsize: in
             convs = (resnet.conv1.conv, resnet.conv2.conv)
             history += sum(size(conv.in_channels, 2, 2) for conv in convs)
             c = max(convs[0].in_channels, convs[0].out_channels)
-            peak = max(peak, residual(c, t) + (size(c, t) if resnet.conv_shortcut is not None else 0))
+            peak = max(
+                peak, residual(c, t) + (size(c, t) if resnet.conv_shortcut is not None else 0)
+            )
         for upsampler in block.upsamplers or ():
             conv = upsampler.conv.conv
             history += size(conv.in_channels, 2, 2)
             packed = size(conv.out_channels, t)
-            peak = max(peak, size(conv.in_channels, t) + packed + max(size(conv.in_channels, t + 2, 2), packed))
+            peak = max(
+                peak,
+                size(conv.in_channels, t) + packed + max(size(conv.in_channels, t + 2, 2), packed),
+            )
             if upsampler.add_temporal_upsample:
                 t = 2 * t - (not pieces)
             h, w = 2 * h, 2 * w
@@ -110,7 +119,8 @@ def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _padded(x: Tensor, norm: Any = None) -> Tensor:
-    """Return `x`, or SiLU(norm(x)), inside a border `[B, C, T + 2, H + 2, W + 2]` that `_conv` fills."""
+    """Return `x`, or SiLU(norm(x)), inside a border `[B, C, T + 2, H + 2, W + 2]` that `_conv`
+    fills."""
     batch, channels, t, h, w = x.shape
     padded = _empty(x, (batch, channels, t + 2, h + 2, w + 2))
     inside = padded[:, :, 2:, 1:-1, 1:-1]
@@ -122,13 +132,16 @@ def _padded(x: Tensor, norm: Any = None) -> Tensor:
 
 
 def _conv(conv: Any, padded: Tensor, history: History | None = None) -> Tensor:
-    """Fill the border by replication (its first two frames from `history`, if there) and convolve."""
+    """Fill the border by replication (its first two frames from `history`, if there) and
+    convolve."""
     rows = padded[:, :, 2:, :, 1:-1]
     rows[:, :, :, 0] = rows[:, :, :, 1]
     rows[:, :, :, -1] = rows[:, :, :, -2]
     padded[:, :, 2:, :, 0] = padded[:, :, 2:, :, 1]
     padded[:, :, 2:, :, -1] = padded[:, :, 2:, :, -2]
-    padded[:, :, :2] = padded[:, :, 2:3] if history is None or conv not in history else history[conv]
+    padded[:, :, :2] = (
+        padded[:, :, 2:3] if history is None or conv not in history else history[conv]
+    )
     if history is not None:
         history[conv] = padded[:, :, -2:].clone()
     return conv.conv(padded)
@@ -160,7 +173,8 @@ def _attend(block: Any, x: Tensor) -> Tensor:
 
 
 def _upsample(block: Any, x: Tensor, history: History | None, *, first: bool) -> Tensor:
-    """Double the height and width and, if the block says so, all frames but the first of the video."""
+    """Double the height and width and, if the block says so, all frames but the first of the
+    video."""
     packed = _conv(block.conv, _padded(x), history)
     batch, _, frames, height, width = x.shape
     times = 2 if block.add_temporal_upsample else 1
@@ -175,15 +189,23 @@ def _upsample(block: Any, x: Tensor, history: History | None, *, first: bool) ->
 
 
 def _unpack(packed: Tensor, x: Tensor, out: Tensor, times: int) -> None:
-    """Set out[c, f times + i, 2 h + j, 2 w + k] = packed[(i, j, k, c), f, h, w] + x[(i, j, k, c / repeats), f, h, w].
+    """Set out[c, f times + i, 2 h + j, 2 w + k] = packed[(i, j, k, c), f, h, w] + x[(i, j, k, c /
+    repeats), f, h, w].
 
     If `times` is 1 but `packed` was made for 2, use the first half of its channels for each (j, k).
     """
     channels, shortcut = out.shape[1], x.shape[1] // (4 * times)
     repeats = channels // shortcut
-    packed = packed.unflatten(1, (times, 2, 2, -1))[:, :, :, :, :channels].unflatten(4, (shortcut, repeats))
+    packed = packed.unflatten(1, (times, 2, 2, -1))[:, :, :, :, :channels].unflatten(
+        4, (shortcut, repeats)
+    )
     x = x.unflatten(1, (times, 2, 2, shortcut, 1))
-    out = out.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, times)).unflatten(1, (shortcut, repeats))
+    out = (
+        out.unflatten(4, (-1, 2))
+        .unflatten(3, (-1, 2))
+        .unflatten(2, (-1, times))
+        .unflatten(1, (shortcut, repeats))
+    )
     torch.add(packed, x, out=out.permute(0, 4, 6, 8, 1, 2, 3, 5, 7))
 
 
@@ -192,4 +214,10 @@ def video_shape(decoder: Any, latents: tuple[int, ...]) -> tuple[int, int, int, 
     batch, _, frames, height, width = latents
     upsamplers = [upsampler for block in decoder.up_blocks for upsampler in block.upsamplers or ()]
     temporal = math.prod(2 for upsampler in upsamplers if upsampler.add_temporal_upsample)
-    return batch, (frames - 1) * temporal + 1, 3, height << len(upsamplers), width << len(upsamplers)
+    return (
+        batch,
+        (frames - 1) * temporal + 1,
+        3,
+        height << len(upsamplers),
+        width << len(upsamplers),
+    )

@@ -1,4 +1,5 @@
-"""LoRA adapters in diffusers format: create one, load one, write one, and explain what is wrong with a file."""
+"""LoRA adapters in diffusers format: create one, load one, write one, and explain what is wrong
+with a file."""
 
 from __future__ import annotations
 
@@ -22,14 +23,18 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
 def lora_files(networks: Iterable[str]) -> dict[str, str]:
-    """Return network -> file name of its adapter; the first one's is that which diffusers looks for."""
+    """Return network -> file name of its adapter; the first one's is that which diffusers looks
+    for."""
     first, *others = networks
     return {first: LORA_FILE, **{part: f"{part}_{LORA_FILE}" for part in others}}
 
 
 def write_adapter(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig) -> None:
     """Write a LoRA in diffusers format, with its configuration in the metadata."""
-    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    settings = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, sort_keys=True)}
     save_tensors(file, tensors, metadata)
 
@@ -38,22 +43,29 @@ def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) ->
     """Freeze the network and add a LoRA adapter in float32; its up-projections start at zero.
 
     Raises:
-        UserError: `targets` (a regular expression over whole module names) matches no layer, or a module that peft
-            cannot adapt.
+        UserError: `targets` (a regular expression over whole module names) matches no layer, or a
+            module that peft cannot adapt.
     """
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.default_generator.manual_seed(seed)
         try:
             for name, layer in network.named_modules():
-                if name and re.fullmatch(targets, name) and not isinstance(layer, nn.Linear | nn.Conv3d):
-                    raise ValueError(f"{name} is of type {type(layer).__name__}; expected linear layers")
+                if (
+                    name
+                    and re.fullmatch(targets, name)
+                    and not isinstance(layer, nn.Linear | nn.Conv3d)
+                ):
+                    raise ValueError(
+                        f"{name} is of type {type(layer).__name__}; expected linear layers"
+                    )
             _add(network, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets))
         except (ValueError, re.error) as error:
             raise UserError(f"model.lora_targets = {targets!r}: {error}") from error
 
 
 def load_lora(network: Any, path: Path, part: str, layouts: Iterable[Layout] = ()) -> None:
-    """Freeze the network and add the LoRA adapter at `path`, a file or a folder, in float32 and trainable.
+    """Freeze the network and add the LoRA adapter at `path`, a file or a folder, in float32 and
+    trainable.
 
     Args:
         part, layouts: as in `read_adapter`.
@@ -65,8 +77,14 @@ def load_lora(network: Any, path: Path, part: str, layouts: Iterable[Layout] = (
     file = next((path / name for name in names if (path / name).is_file()), None)
     if file is None:
         what = f"a folder without {LORA_FILE}" if path.is_dir() else why_no_file(path)
-        raise UserError(f"model.weights = {str(path)!r}: {what}; expected {LORA_FILE} or a folder that holds it")
-    layers = {n: m.weight.shape for n, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
+        raise UserError(
+            f"model.weights = {str(path)!r}: {what}; expected {LORA_FILE} or a folder that holds it"
+        )
+    layers = {
+        n: m.weight.shape
+        for n, m in network.named_modules()
+        if isinstance(m, nn.Linear | nn.Conv3d)
+    }
     try:
         tensors, config = read_adapter(file, part, layers, layouts)
     except Fault as fault:

@@ -2,14 +2,16 @@
 
     y = [x | x A^T] [W | s B]^T + bias          dx = [dy | dy s B] [W ; A]
 
-peft, like any implementation that adds s (x A^T) B^T onto W x, adds to a value that is already rounded. In bfloat16 a
-change below half a unit in the last place is lost, and a young adapter's changes are that small. Here the adapter joins
-the sum before rounding (`local_device` keeps cuBLAS from rounding parts of it) and costs no extra pass over x or y: the
-operator that produces x allocates `pad` columns for x A^T. Layers that read the same x (queries, keys, values) share
-one matmul.
+peft, like any implementation that adds s (x A^T) B^T onto W x, adds to a value that is already
+rounded. In bfloat16 a change below half a unit in the last place is lost, and a young adapter's
+changes are that small. Here the adapter joins the sum before rounding (`local_device` keeps cuBLAS
+from rounding parts of it) and costs no extra pass over x or y: the operator that produces x
+allocates `pad` columns for x A^T. Layers that read the same x (queries, keys, values) share one
+matmul.
 
-One buffer holds W, s B on its right and A below it. The layer's own `weight` is a view of it, so there is no second
-copy. `refresh` rewrites s B, and A in the activation dtype, when the adapter has changed.
+One buffer holds W, s B on its right and A below it. The layer's own `weight` is a view of it, so
+there is no second copy. `refresh` rewrites s B, and A in the activation dtype, when the adapter has
+changed.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from sage_fast.ops.gated_sum import gated_sum
 def padding_for(rank: int, bytes_per_value: int) -> int:
     """Return the padding columns for adapters with a total rank of `rank`.
 
-    In 16 bits, as on GPUs, round up to a multiple of 64 with zero columns, so that rows are whole cache lines: at a
-    width that is not a multiple of 16, as with rank 8, Triton's kernels lose their 16-byte accesses. In float32, use
-    the rank itself: zero columns would be a large part of the rows at the sizes that a laptop trains.
+    In 16 bits, as on GPUs, round up to a multiple of 64 with zero columns, so that rows are whole
+    cache lines: at a width that is not a multiple of 16, as with rank 8, Triton's kernels lose
+    their 16-byte accesses. In float32, use the rank itself: zero columns would be a large part of
+    the rows at the sizes that a laptop trains.
     """
     return -(-rank // 64) * 64 if bytes_per_value == 2 else rank
 
@@ -47,8 +50,9 @@ class _Adapter(NamedTuple):
 class FusedLinear(nn.Module):
     """Linear layers that read the same rows, run as one matmul.
 
-    The layers' own forwards run instead if an adapter is of another kind (DoRA, dropout, several at once), if a layer
-    with an adapter is trained itself, or if a layer with an adapter is sharded (ZeRO-3).
+    The layers' own forwards run instead if an adapter is of another kind (DoRA, dropout, several at
+    once), if a layer with an adapter is trained itself, or if a layer with an adapter is sharded
+    (ZeRO-3).
 
     Args:
         parent: module that holds the layers, also after an adapter has wrapped them.
@@ -63,7 +67,9 @@ class FusedLinear(nn.Module):
         self.parent, self.names = parent, names
         self.pad = 0
         self._adapters: list[_Adapter | None] = []
-        self._columns: list[tuple[int, int, float]] = []  # per adapter: first and last + 1 column of y, scale
+        self._columns: list[
+            tuple[int, int, float]
+        ] = []  # per adapter: first and last + 1 column of y, scale
         self._buffer = self._bias = torch.empty(0)
         self._seen: list[object] = []
 
@@ -76,11 +82,13 @@ class FusedLinear(nn.Module):
     def refresh(self, dtype: torch.dtype) -> None:
         """Rebuild the fused weight if an adapter changed. Call before a forward, never during one.
 
-        Changes are detected by autograd's version counters. Code that writes through `p.data` or a raw pointer must
-        increment them (`torch.autograd.graph.increment_version`), as the engine does after every update.
+        Changes are detected by autograd's version counters. Code that writes through `p.data` or a
+        raw pointer must increment them (`torch.autograd.graph.increment_version`), as the engine
+        does after every update.
 
         Args:
-            dtype: dtype of the activations. Layers stored in another dtype run their own forward, under autocast.
+            dtype: dtype of the activations. Layers stored in another dtype run their own forward,
+                under autocast.
         """
         layers = self.layers
         seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
@@ -91,7 +99,8 @@ class FusedLinear(nn.Module):
         alone = any(
             (adapter is None and base is not layer)
             or base.weight.dtype != dtype
-            or isinstance(base.weight, DTensor)  # a shard: there is no weight to join until its block runs
+            # a shard: there is no weight to join until its block runs
+            or isinstance(base.weight, DTensor)
             or any(p.requires_grad for p in base.parameters())
             for layer, base, adapter in zip(layers, bases, adapters)
         )
@@ -118,10 +127,13 @@ class FusedLinear(nn.Module):
         self._seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
 
     def _is_joined(self, bases: list[Any], adapters: list[_Adapter | None]) -> bool:
-        """Whether `_buffer` is laid out for these adapters and its left part is still the layers' weight."""
+        """Whether `_buffer` is laid out for these adapters and its left part is still the layers'
+        weight."""
         if [a and len(a.down) for a in adapters] != [a and len(a.down) for a in self._adapters]:
             return False
-        parts = self._buffer[: len(self._buffer) - self.pad].split([base.out_features for base in bases])
+        parts = self._buffer[: len(self._buffer) - self.pad].split(
+            [base.out_features for base in bases]
+        )
         return all(
             (part.data_ptr(), part.dtype) == (base.weight.data_ptr(), base.weight.dtype)
             for part, base in zip(parts, bases)
@@ -138,17 +150,22 @@ class FusedLinear(nn.Module):
             base.weight.data = part[:, :width]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., d_in + pad]` to the layers' outputs side by side, `[..., d_out]`; overwrites the padding in x."""
+        """Map `[..., d_in + pad]` to the layers' outputs side by side, `[..., d_out]`; overwrites
+        the padding in x."""
         return self._fused(x, has_product=False) if self.pad else self._plain(x)
 
     def _plain(self, x: Tensor) -> Tensor:
-        """Run layers that have no adapter, as one matmul if all of their weights can be read here."""
+        """Run layers that have no adapter, as one matmul if all of their weights can be read
+        here."""
         layers = self.layers
         if len(layers) == 1:
             return layers[0](x)
         if not all(_is_at_hand(layer) for layer in layers):
             return torch.cat([layer(x) for layer in layers], dim=-1)
-        weight, bias = (torch.cat([getattr(layer, key).to(x.dtype) for layer in layers]) for key in ("weight", "bias"))
+        weight, bias = (
+            torch.cat([getattr(layer, key).to(x.dtype) for layer in layers])
+            for key in ("weight", "bias")
+        )
         return F.linear(x, weight, bias)
 
     def unpadded(self, x: Tensor) -> Tensor:
@@ -163,20 +180,38 @@ class FusedLinear(nn.Module):
         return [factor for a in self._adapters if a is not None for factor in (a.down, a.up)]
 
     def _fused(self, x: Tensor, has_product: bool) -> Tensor:
-        return _FusedLoraLinear.apply(x, self._buffer, self._bias, self._columns, has_product, *self.factors)
+        return _FusedLoraLinear.apply(
+            x, self._buffer, self._bias, self._columns, has_product, *self.factors
+        )
 
 
 def _signature(layer: Any) -> tuple[object, ...]:
-    """Return a value that changes with the layer or its adapter. Keep it fast: it runs per layer and forward."""
+    """Return a value that changes with the layer or its adapter.
+
+    Keep it fast: it runs per layer and forward.
+    """
     modules = layer._modules
     base = modules.get("base_layer", layer)
     weight, bias = base._parameters["weight"], base._parameters["bias"]
-    own = (layer, weight.data_ptr(), weight.dtype, weight.requires_grad, None if bias is None else bias._version)
+    own = (
+        layer,
+        weight.data_ptr(),
+        weight.dtype,
+        weight.requires_grad,
+        None if bias is None else bias._version,
+    )
     if base is layer:
         return own
-    factors = (m._parameters["weight"] for name in ("lora_A", "lora_B") for m in modules[name].children())
+    factors = (
+        m._parameters["weight"] for name in ("lora_A", "lora_B") for m in modules[name].children()
+    )
     switches = (layer._disable_adapters, list(layer._active_adapter), list(layer.merged_adapters))
-    return (*own, *switches, list(layer.scaling.values()), [(f, f.data_ptr(), f._version) for f in factors])
+    return (
+        *own,
+        *switches,
+        list(layer.scaling.values()),
+        [(f, f.data_ptr(), f._version) for f in factors],
+    )
 
 
 def _base(layer: nn.Module) -> Any:
@@ -184,8 +219,14 @@ def _base(layer: nn.Module) -> Any:
 
 
 def _adapter(layer: nn.Module) -> _Adapter | None:
-    """Return the layer's one active adapter; None if merged, disabled, or with dropout, bias or a variant (DoRA)."""
-    if not isinstance(layer, LoraLinear) or layer.merged or layer.disable_adapters or len(layer.active_adapters) != 1:
+    """Return the layer's one active adapter; None if merged, disabled, or with dropout, bias or a
+    variant (DoRA)."""
+    if (
+        not isinstance(layer, LoraLinear)
+        or layer.merged
+        or layer.disable_adapters
+        or len(layer.active_adapters) != 1
+    ):
         return None
     name = layer.active_adapters[0]
     if (
@@ -214,10 +255,11 @@ def _write_product(x: Tensor, down: Tensor) -> None:
 def _input_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, needed: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients in rows x `[R, d + pad]` (None unless `needed`), and in A, float32 `[pad, d]`.
+    """Return the gradients in rows x `[R, d + pad]` (None unless `needed`), and in A, float32
+    `[pad, d]`.
 
-    dy [W | s B] holds dy s B, so that dy is read once; (dy s B) A is then added. Where dy is wider than x, this reads
-    less than one matmul after a pass for dy s B.
+    dy [W | s B] holds dy s B, so that dy is read once; (dy s B) A is then added. Where dy is wider
+    than x, this reads less than one matmul after a pass for dy s B.
     """
     width = down.shape[1]
     if needed:
@@ -241,7 +283,11 @@ class _FusedLoraLinear(torch.autograd.Function):
         `has_product` says whether x A^T stands in the padding already.
         """
         bias, columns, has_product, *factors = rest
-        ctx.pad, ctx.columns, ctx.ranks = len(buffer) - len(bias), columns, [len(a) for a in factors[::2]]
+        ctx.pad, ctx.columns, ctx.ranks = (
+            len(buffer) - len(bias),
+            columns,
+            [len(a) for a in factors[::2]],
+        )
         weight, down = _views(buffer, ctx.pad)
         if not has_product:
             _write_product(x, down)
@@ -251,13 +297,16 @@ class _FusedLoraLinear(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, buffer = ctx.saved_tensors  # read once: under checkpointing this triggers the recomputation
+        # read once: under checkpointing this triggers the recomputation
+        x, buffer = ctx.saved_tensors
         shape = x.shape
         grad, x = grad.flatten(0, -2), x.flatten(0, -2)
         dx, ddown = _input_gradients(grad, x, *_views(buffer, ctx.pad), ctx.needs_input_grad[0])
         factors: list[Tensor | None] = []
         column = ddown.shape[1]
-        for (first, last, scale), rank, needed in zip(ctx.columns, ctx.ranks, ctx.needs_input_grad[6::2]):
+        for (first, last, scale), rank, needed in zip(
+            ctx.columns, ctx.ranks, ctx.needs_input_grad[6::2]
+        ):
             rows = slice(column, column + rank)
             dup = scale * mm_in_float32(grad[:, first:last].t(), x[:, rows]) if needed else None
             factors += [ddown[rows.start - ddown.shape[1] :][:rank], dup]
@@ -281,26 +330,33 @@ class _Padded(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """Computes stream + gate down(gelu(up(x))), each as in `_FusedLoraLinear`; `adapter_rows` lies between them."""
+    """Computes stream + gate down(gelu(up(x))), each as in `_FusedLoraLinear`; `adapter_rows` lies
+    between them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor, gate: Tensor, *rest: Any) -> Tensor:
         up_buffer, up_bias, buffer, bias, ctx.up_scale, ctx.scale, trains, *factors = rest
         ctx.up_pad, ctx.pad = len(up_buffer) - len(up_bias), len(buffer) - len(bias)
         ctx.up_rank, ctx.rank = (len(a) for a in factors[::2])
-        (up_weight, up_down), (weight, down) = _views(up_buffer, ctx.up_pad), _views(buffer, ctx.pad)
+        (up_weight, up_down), (weight, down) = (
+            _views(up_buffer, ctx.up_pad),
+            _views(buffer, ctx.pad),
+        )
         _write_product(x, up_down)
         inner = F.linear(x, up_weight, up_bias)
         hidden = torch.ops.sage_fast.adapter_rows(inner, down, True)
         kept = [inner, hidden] if trains else []
-        del inner  # four times as wide as the stream: without gradients it does not outlive its reader
+        # four times as wide as the stream: without gradients it does not outlive its reader
+        del inner
         needs_y = ctx.needs_input_grad[2]
-        unread = is_recomputing()  # tensors are saved when this returns: checkpointing cannot stop it before
+        # tensors are saved when this returns: checkpointing cannot stop it before
+        unread = is_recomputing()
         y = None if unread and not needs_y else F.linear(hidden, weight, bias)
         del hidden
         ctx.save_for_backward(x, up_buffer, buffer, gate, *kept, *([y] if needs_y else []))
         if unread:
-            return buffer.detach()  # any tensor: selective checkpointing allows no new operator here but `detach`
+            # any tensor: selective checkpointing allows no new operator here but `detach`
+            return buffer.detach()
         total: Tensor = torch.ops.sage_fast.gated_sum(stream, y, gate)
         return total
 
@@ -309,14 +365,23 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, up_buffer, buffer, gate, inner, hidden, *kept = ctx.saved_tensors
         shape, (height, width) = x.shape, (size - ctx.pad for size in buffer.shape)
-        dgate = torch.ops.sage_fast.gated_sum_backward(grad, gate, kept[0])[1].to(gate.dtype) if kept else None
-        # dy is narrower than the hidden rows: dy s B is computed first, and [dy | dy s B] [W ; A] is one matmul.
-        rows = torch.ops.sage_fast.adapter_rows(grad, buffer[:height, width:].t(), False, gate).flatten(0, 1)
+        dgate = (
+            torch.ops.sage_fast.gated_sum_backward(grad, gate, kept[0])[1].to(gate.dtype)
+            if kept
+            else None
+        )
+        # dy is narrower than the hidden rows: dy s B is computed first, and [dy | dy s B] [W ; A]
+        # is one matmul.
+        rows = torch.ops.sage_fast.adapter_rows(
+            grad, buffer[:height, width:].t(), False, gate
+        ).flatten(0, 1)
         x, inner, hidden = (t.flatten(0, 1) for t in (x, inner, hidden))
         dup = ctx.scale * mm_in_float32(rows[:, :height].t(), hidden[:, width : width + ctx.rank])
         up_product = x[:, x.shape[1] - ctx.up_pad :][:, : ctx.up_rank]
         d_inner = rows @ buffer[:, :width]  # of hidden, until the operator overwrites it
-        ddown, up_dup = torch.ops.sage_fast.adapter_rows_backward(d_inner, rows[:, height:], inner, hidden, up_product)
+        ddown, up_dup = torch.ops.sage_fast.adapter_rows_backward(
+            d_inner, rows[:, height:], inner, hidden, up_product
+        )
         del rows  # as large as the gradient that follows
         up_views = _views(up_buffer, ctx.up_pad)
         dx, up_ddown = _input_gradients(d_inner, x, *up_views, ctx.needs_input_grad[0])
@@ -325,7 +390,8 @@ class _FeedForward(torch.autograd.Function):
 
 
 class _GeluBiasGrad(torch.autograd.Function):
-    """GELU (tanh) of x = rows W^T + bias; its backward, which holds dx, also sums it to the gradient of the bias."""
+    """GELU (tanh) of x = rows W^T + bias; its backward, which holds dx, also sums it to the
+    gradient of the bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -359,7 +425,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
         """Return stream + gate down(gelu(up(x))).
 
-        In a recomputation (`is_recomputing`) the result is another tensor, of another shape: nothing may read it.
+        In a recomputation (`is_recomputing`) the result is another tensor, of another shape:
+        nothing may read it.
 
         Args:
             x: `[B, S, d + up.pad]`; its padding is overwritten.
@@ -369,7 +436,8 @@ class FeedForward(nn.Module):
         up, down = self.up, self.down
         if up.pad and down.pad:
             return _FeedForward.apply(
-                x, stream, gate, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
+                x, stream, gate, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2],
+                down._columns[0][2],
                 torch.is_grad_enabled(), *up.factors, *down.factors,
             )  # fmt: skip
         (layer,) = up.layers

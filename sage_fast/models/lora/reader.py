@@ -1,8 +1,9 @@
-"""Read LoRA files of other programs: of diffusers, peft and kohya's scripts, and in the layouts that `export` writes.
+"""Read LoRA files of other programs: of diffusers, peft and kohya's scripts, and in the layouts
+that `export` writes.
 
-Only ranks, alphas and rank stabilisation act on the result. What tensors say, tensors decide: ranks, and alphas where
-they hold them; what a header or a configuration says of these only informs. A field that changes the result in another
-way is refused by name.
+Only ranks, alphas and rank stabilisation act on the result. What tensors say, tensors decide:
+ranks, and alphas where they hold them; what a header or a configuration says of these only informs.
+A field that changes the result in another way is refused by name.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ log = logging.getLogger(__name__)
 
 ACTING = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
 IDLE = {
-    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode",
+    "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "lora_dropout",
     "eva_config", "megatron_core", "megatron_config", "qalora_group_size", "ensure_weight_tying",
 }  # fmt: skip
 """Fields of peft's configuration that change nothing once the factors are there."""
@@ -44,8 +47,8 @@ HEADER = {
     **{field: field for field in vars(LoraConfig()) if field not in ("r", "rank_pattern")},
     **dict.fromkeys(("alpha", "network_alpha", "ss_network_alpha"), "lora_alpha"),
 }
-"""Plain entry of a file's header -> the field that it states. Ranks, of which kohya's scripts write only the most
-common one, are those of the tensors."""
+"""Plain entry of a file's header -> the field that it states. Ranks, of which kohya's scripts write
+only the most common one, are those of the tensors."""
 WORDS = {"None": None, "Dynamic": None, "True": True, "False": False}
 """Values of Python that kohya's scripts write into a header."""
 FACTOR = re.compile(
@@ -79,7 +82,8 @@ def open_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def read_adapter(
     file: Path, part: str, layers: Mapping[str, torch.Size], layouts: Iterable[Layout]
 ) -> tuple[dict[str, Tensor], LoraConfig]:
-    """Read a LoRA; return its float32 factors under diffusers' names, and a configuration of nothing else.
+    """Read a LoRA; return its float32 factors under diffusers' names, and a configuration of
+    nothing else.
 
     Args:
         part: name of the network, which a pipeline puts before each layer's.
@@ -87,21 +91,37 @@ def read_adapter(
         layouts: the other layouts of the checkpoint.
 
     Raises:
-        Fault: it is damaged, no LoRA, made for another model, or has a field that cannot be honoured.
+        Fault: it is damaged, no LoRA, made for another model, or has a field that cannot be
+            honoured.
     """
     tensors, header = open_adapter(file)
     groups, odd = _groups(tensors)
     if not any("A" in group for group in groups.values()):
         raise Fault(": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
     if odd:
-        raise Fault(f": holds {odd[0]!r}; expected nothing but `<layer>.lora_A.weight` and `<layer>.lora_B.weight`")
+        raise Fault(
+            f": holds {odd[0]!r}; expected nothing but `<layer>.lora_A.weight` and "
+            "`<layer>.lora_B.weight`"
+        )
     beside = file.with_name("adapter_config.json")
-    is_peft = file.stem == "adapter_model" or any(name.startswith("base_model.model.") for name in groups)
+    is_peft = file.stem == "adapter_model" or any(
+        name.startswith("base_model.model.") for name in groups
+    )
     has_alphas = all("alpha" in group for group in groups.values())
-    fields = _fields(header, beside if is_peft and beside.is_file() else None, part, alpha_acts=not has_alphas)
+    fields = _fields(
+        header, beside if is_peft and beside.is_file() else None, part, alpha_acts=not has_alphas
+    )
     if "lora_alpha" not in fields and not has_alphas:
-        log.info(wrapped(f"note: model.weights = {file}: states no alpha, so that the rank is taken for it"))
-    known, factors, alphas = _known(layers, layouts), dict[str, tuple[Tensor, Tensor]](), dict[str, float]()
+        log.info(
+            wrapped(
+                f"note: model.weights = {file}: states no alpha, so that the rank is taken for it"
+            )
+        )
+    known, factors, alphas = (
+        _known(layers, layouts),
+        dict[str, tuple[Tensor, Tensor]](),
+        dict[str, float](),
+    )
     file_ranks = {len(group["A"]) for group in groups.values() if "A" in group and group["A"].ndim}
     for name, group in groups.items():
         bare = re.sub(rf"^(?:{re.escape(part)}\.|{PREFIXES})*", "", name)
@@ -122,7 +142,9 @@ def read_adapter(
         use_rslora=bool(fields.get("use_rslora")),
         target_modules="|".join(map(re.escape, factors)),
     )
-    return {f"{layer}.lora_{x}.weight": t for layer, pair in factors.items() for x, t in zip("AB", pair)}, config
+    return {
+        f"{layer}.lora_{x}.weight": t for layer, pair in factors.items() for x, t in zip("AB", pair)
+    }, config
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
@@ -146,20 +168,28 @@ def _groups(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]]
     return groups, [key for key, match in matches.items() if match is None]
 
 
-def _fields(header: Mapping[str, str], beside: Path | None, part: str, *, alpha_acts: bool) -> dict[str, Any]:
+def _fields(
+    header: Mapping[str, str], beside: Path | None, part: str, *, alpha_acts: bool
+) -> dict[str, Any]:
     """Return what a file states of its LoRA, by peft's names.
 
-    Its configuration is in its header or in a file beside it; plain entries of the header count too.
+    Its configuration is in its header or in a file beside it; plain entries of the header count
+    too.
 
     Args:
-        alpha_acts: whether some layer has no alpha of its own, so that one stated twice is ambiguous.
+        alpha_acts: whether some layer has no alpha of its own, so that one stated twice is
+            ambiguous.
 
     Raises:
         Fault: it cannot be read, or a field cannot be honoured.
     """
 
     def of_part(entries: Mapping[str, Any]) -> dict[str, Any]:  # a pipeline names each part's
-        own = {key.removeprefix(f"{part}."): value for key, value in entries.items() if key.startswith(f"{part}.")}
+        own = {
+            key.removeprefix(f"{part}."): value
+            for key, value in entries.items()
+            if key.startswith(f"{part}.")
+        }
         return {key: value for key, value in (own or entries).items() if value is not None}
 
     try:
@@ -181,7 +211,9 @@ def _fields(header: Mapping[str, str], beside: Path | None, part: str, *, alpha_
     for key, value in fields.items():
         acts = value and key not in ACTING | IDLE and value != defaults.get(key)
         if acts and not (key == "init_lora_weights" and value in INITIALISATIONS):
-            raise Fault(f": its {key} is {value!r}, which changes the result and cannot be honoured here")
+            raise Fault(
+                f": its {key} is {value!r}, which changes the result and cannot be honoured here"
+            )
     return fields
 
 
@@ -192,11 +224,13 @@ def _plain(value: str) -> Any:
     return WORDS.get(value, value)
 
 
-def _known(layers: Iterable[str], layouts: Iterable[Layout]) -> dict[str, list[tuple[str, ExportTarget]]]:
+def _known(
+    layers: Iterable[str], layouts: Iterable[Layout]
+) -> dict[str, list[tuple[str, ExportTarget]]]:
     """Return the inverse of the tables by which `export` writes.
 
-    Its keys are a layer's name in any layout, without prefix and with `_` for `.`; its values are our layers, and where
-    they are in that layer.
+    Its keys are a layer's name in any layout, without prefix and with `_` for `.`; its values are
+    our layers, and where they are in that layer.
     """
     known: dict[str, list[tuple[str, ExportTarget]]] = {}
     for target_of in (*layouts, ExportTarget):
@@ -204,7 +238,9 @@ def _known(layers: Iterable[str], layouts: Iterable[Layout]) -> dict[str, list[t
         for layer in layers:
             with contextlib.suppress(UserError):  # a layer that only diffusers has
                 target = target_of(layer)
-                found[re.sub(rf"^(?:{PREFIXES})", "", target.layer).replace(".", "_")].append((layer, target))
+                found[re.sub(rf"^(?:{PREFIXES})", "", target.layer).replace(".", "_")].append(
+                    (layer, target)
+                )
         known |= found
     return known
 
@@ -220,7 +256,10 @@ def _factors(name: str, group: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             there = next(f"lora_{other}.weight" if other in "AB" else other for other in group)
             raise Fault(f": {name}.{there} is there and {name}.lora_{kind}.weight is missing")
         if group[kind].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise Fault(f": {name}.lora_{kind}.weight is {group[kind].dtype}; expected float32, bfloat16 or float16")
+            raise Fault(
+                f": {name}.lora_{kind}.weight is {group[kind].dtype}; expected float32, bfloat16 "
+                "or float16"
+            )
         if not group[kind].isfinite().all():
             raise Fault(f": {name}.lora_{kind}.weight is not finite")
     a, b = group["A"], group["B"]
@@ -231,12 +270,17 @@ def _factors(name: str, group: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _split(
-    name: str, a: Tensor, b: Tensor, targets: Sequence[tuple[str, ExportTarget]], layers: Mapping[str, torch.Size]
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    targets: Sequence[tuple[str, ExportTarget]],
+    layers: Mapping[str, torch.Size],
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each of our layers that a layer of a file stands for, with its own A and B.
 
-    Of the ranks of a layer that fuses several, each of these gets those that its rows of B use. Layers whose rows are 0
-    share the ranks that none uses: a factor that has not been trained keeps its layer.
+    Of the ranks of a layer that fuses several, each of these gets those that its rows of B use.
+    Layers whose rows are 0 share the ranks that none uses: a factor that has not been trained keeps
+    its layer.
 
     Raises:
         Fault: our model has no such layer, or one of another size.
@@ -250,7 +294,9 @@ def _split(
         for kind, factor, axis, width in (("A", a, 1, shape[1]), ("B", b, 0, shape[0] * fused)):
             kernel = shape[2:] if kind == "A" else torch.Size([1] * len(shape[2:]))
             if factor.shape[axis] != width or factor.shape[2:] != kernel:
-                raise Fault(f"{another}{kind}.weight has shape {list(factor.shape)}, expected width {width}")
+                raise Fault(
+                    f"{another}{kind}.weight has shape {list(factor.shape)}, expected width {width}"
+                )
         up = b.chunk(fused)[target.position]
         up = torch.cat(up.chunk(2)[::-1]) if target.swaps_halves else up
         used = _ranks(b.flatten(1).chunk(fused))[target.position]
@@ -259,7 +305,8 @@ def _split(
 
 
 def _ranks(parts: Sequence[Tensor]) -> Tensor:
-    """Return which ranks are whose, bool `[parts, ranks]`, of the rows of B of each part of a layer."""
+    """Return which ranks are whose, bool `[parts, ranks]`, of the rows of B of each part of a
+    layer."""
     used = torch.stack([part.any(0) for part in parts])
     idle, spare = (~used.any(1)).nonzero(), (~used.any(0)).nonzero()
     for i, part in enumerate(idle):
@@ -267,8 +314,11 @@ def _ranks(parts: Sequence[Tensor]) -> Tensor:
     return used if len(parts) > 1 else used.new_ones(used.shape)
 
 
-def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: int, file_ranks: set[int]) -> float:
-    """Return the alpha of a layer of this rank: of a tensor, or of the fields; the rank itself if none is stated.
+def _alpha(
+    layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: int, file_ranks: set[int]
+) -> float:
+    """Return the alpha of a layer of this rank: of a tensor, or of the fields; the rank itself if
+    none is stated.
 
     Args:
         stated: alpha as a tensor of the file, which decides alone; None if it holds none.
@@ -289,7 +339,8 @@ def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: i
             raise Fault(f": its {pattern} is no mapping of regular expressions: {error}") from error
         return values.get(key, fields.get(field)), key in values
 
-    # A configuration's alpha counts for its own rank: with another one, the scale alpha / rank would be a guess.
+    # A configuration's alpha counts for its own rank: with another one, the scale alpha / rank
+    # would be a guess.
     r, is_own = of_layer("r", "rank_pattern")
     if r not in (None, rank) and (is_own or r not in file_ranks):
         raise Fault(f": its r is {r!r}, and the factors of {layer} have rank {rank}")
@@ -298,6 +349,7 @@ def _alpha(layer: str, stated: Tensor | None, fields: Mapping[str, Any], rank: i
 
 
 def _checked_alpha(layer: str, alpha: Any) -> float:
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:  # beyond, sums overflow
+    # beyond, sums overflow
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
         raise Fault(f": the alpha of {layer} is {alpha!r}; expected a number above 0")
     return alpha

@@ -1,11 +1,14 @@
-"""CLIPScore and PickScore: how well frames match the prompt by CLIP models; mean over evenly spaced frames.
+"""CLIPScore and PickScore: how well frames match the prompt by CLIP models; mean over evenly spaced
+frames.
 
 Per frame, with cos the cosine of the embeddings of frame and prompt:
 
     clip_cosine    cos
-    clipscore      2.5 max(cos, 0), Hessel et al. 2021 (arXiv:2104.08718), Eq. 1, without their "A photo depicts"
-    pickscore      exp(logit_scale) cos / 26, Kirstain et al. 2023 (arXiv:2305.01569); the factor 1/26 is from flow_grpo
-                   (pickscore_scorer.py) and scales it to about 0 to 1, the range of the paper's Table 2
+    clipscore      2.5 max(cos, 0), Hessel et al. 2021 (arXiv:2104.08718), Eq. 1, without their
+                   "A photo depicts"
+    pickscore      exp(logit_scale) cos / 26, Kirstain et al. 2023 (arXiv:2305.01569); the factor
+                   1/26 is from flow_grpo (pickscore_scorer.py) and scales it to about 0 to 1, the
+                   range of the paper's Table 2
 """
 
 from __future__ import annotations
@@ -64,10 +67,13 @@ class CLIPScoreReward(FrameReward):
             )
         lacking = [*loaded["missing_keys"], *loaded["mismatched_keys"]]
         if lacking:  # transformers would initialise these at random
-            raise UserError(f"path = {path!r}: expected a CLIP model; missing or of another shape: {lacking}")
+            raise UserError(
+                f"path = {path!r}: expected a CLIP model; missing or of another shape: {lacking}"
+            )
         self.network.eval().requires_grad_(False)
         with reading(of_processor, "tokenizer"):
-            # Marks within a prompt are read as text: only the tokenizer itself begins and ends a text.
+            # Marks within a prompt are read as text: only the tokenizer itself begins and ends a
+            # text.
             self.tokenizer = load_tokenizer(AutoTokenizer, processor, split_special_tokens=True)
         with reading(of_processor, "image processor"):
             self.images = CLIPImageProcessorPil.from_pretrained(processor)
@@ -78,10 +84,12 @@ class CLIPScoreReward(FrameReward):
         """Encode two words and a grey picture on the CPU.
 
         Args:
-            of_path, of_processor: beginnings of the messages of errors, of the network and of the processor.
+            of_path, of_processor: beginnings of the messages of errors, of the network and of the
+                processor.
 
         Raises:
-            UserError: a part fails or gives values that are not finite, or the parts do not fit each other.
+            UserError: a part fails or gives values that are not finite, or the parts do not fit
+                each other.
         """
         grey = torch.full(TRIAL_SHAPE[1:], 0.5)[:1]
         with reading(of_processor, "tokenizer"):
@@ -106,14 +114,22 @@ class CLIPScoreReward(FrameReward):
         Raises:
             ValueError: it does not, or it does not know all tokens.
         """
-        check_tokenizer(self.tokenizer, "text_model", self.network.text_model.embeddings.token_embedding.num_embeddings)
+        check_tokenizer(
+            self.tokenizer,
+            "text_model",
+            self.network.text_model.embeddings.token_embedding.num_embeddings,
+        )
         vocabulary = self.tokenizer.get_vocab()
         begin, end = (vocabulary.get(mark) for mark in MARKS)
         ids = self._tokens(["a"])["input_ids"][0].tolist()
         if (ids[0], ids[-1]) != (begin, end):
-            raise ValueError(f"reads a word as {self.tokenizer.convert_ids_to_tokens(ids)}; expected it within {MARKS}")
+            raise ValueError(
+                f"reads a word as {self.tokenizer.convert_ids_to_tokens(ids)}; expected it within "
+                f"{MARKS}"
+            )
         stated = self.network.config.text_config.eos_token_id
-        # With the number 2, as OpenAI's files have it, the network ends a text at its highest token.
+        # With the number 2, as OpenAI's files have it, the network ends a text at its highest
+        # token.
         if stated != end and (stated != 2 or end != max(vocabulary.values())):
             raise ValueError(
                 f"ends a text with token {end}, of {len(vocabulary)}; the network looks for "
@@ -135,11 +151,15 @@ class CLIPScoreReward(FrameReward):
 
     def _texts(self, prompts: Sequence[str]) -> Tensor:
         """Return the embeddings of B prompts, `[B, width]`."""
-        # transformers 5 returns an object with the projected embedding in pooler_output; 4 returned the embedding.
-        return self.network.get_text_features(**self._tokens(prompts).to(self.network.device)).pooler_output
+        # transformers 5 returns an object with the projected embedding in pooler_output; 4 returned
+        # the embedding.
+        return self.network.get_text_features(
+            **self._tokens(prompts).to(self.network.device)
+        ).pooler_output
 
     def pixels(self, frames: Tensor) -> Tensor:
-        """Prepare float frames `[n, 3, H, W]` in [0, 1] as pictures of 8 bits; return float32 `[n, 3, S, S]`."""
+        """Prepare float frames `[n, 3, H, W]` in [0, 1] as pictures of 8 bits; return float32 `[n,
+        3, S, S]`."""
         pictures = levels(frames).byte().permute(0, 2, 3, 1).cpu().numpy()
         return self.images(list(pictures), return_tensors="pt")["pixel_values"].to(frames.device)
 
@@ -150,7 +170,9 @@ class CLIPScoreReward(FrameReward):
             if len(ids) > longest:
                 _note_cut(prompt, len(ids), longest)
         texts = self._texts(prompts)
-        images = self.network.get_image_features(torch.cat([self.pixels(frames) for frames in videos])).pooler_output
+        images = self.network.get_image_features(
+            torch.cat([self.pixels(frames) for frames in videos])
+        ).pooler_output
         each = F.normalize(images.float(), dim=-1).split([len(frames) for frames in videos])
         return [frames @ text for frames, text in zip(each, F.normalize(texts.float(), dim=-1))]
 
@@ -187,4 +209,8 @@ class PickScoreReward(CLIPScoreReward):
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return the part, float32 `[B]`."""
         scale = self.network.logit_scale.exp() / 26
-        return {"pickscore": torch.stack([scale * each.mean() for each in self.cosines(videos, prompts)])}
+        return {
+            "pickscore": torch.stack(
+                [scale * each.mean() for each in self.cosines(videos, prompts)]
+            )
+        }

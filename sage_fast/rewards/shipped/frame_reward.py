@@ -40,7 +40,9 @@ def resize(frames: Tensor, height: int, width: int) -> Tensor:
     """
     if frames.shape[-2:] == (height, width):
         return frames
-    resized = F.interpolate(frames, (height, width), mode="bicubic", antialias=True, align_corners=False)
+    resized = F.interpolate(
+        frames, (height, width), mode="bicubic", antialias=True, align_corners=False
+    )
     return resized.clamp(0, 255).round()
 
 
@@ -51,7 +53,8 @@ class FrameReward:
 
     Args:
         device: device of the network, such as "cuda:1".
-        num_frames: number of evenly spaced frames, including first and last; shorter videos use all.
+        num_frames: number of evenly spaced frames, including first and last; shorter videos use
+            all.
 
     Attributes:
         files: argument that names a folder or a hub id -> patterns of files in it, for `--dry-run`.
@@ -68,7 +71,8 @@ class FrameReward:
         self.device, self.num_frames = torch.device(device), num_frames
 
     def choose(self, total: int, fps: float | None = None) -> list[int]:
-        """Return the sorted indices of the frames to score, out of `total` at `fps` frames per second, if known."""
+        """Return the sorted indices of the frames to score, out of `total` at `fps` frames per
+        second, if known."""
         return evenly_spaced(total, self.num_frames)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -93,19 +97,26 @@ class FrameReward:
                 check_finite(values, f"the network of {part}", "a grey video")
 
     @torch.no_grad()
-    def score(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> dict[str, Tensor]:
+    def score(
+        self, videos: Tensor, prompts: Sequence[str], fps: float | None = None
+    ) -> dict[str, Tensor]:
         """Score videos; return each part, float32 `[B]`.
 
         Args:
-            videos: float `[B, F, 3, H, W]` in [0, 1]; NaN gives NaN. So does a network that fails on a finite video,
-                with a warning that names it and the prompt.
+            videos: float `[B, F, 3, H, W]` in [0, 1]; NaN gives NaN. So does a network that fails
+                on a finite video, with a warning that names it and the prompt.
             prompts: B prompts.
             fps: frames per second; None: not known.
 
         Raises:
             ValueError: the shape is wrong, there are too few frames, or a prompt cannot be scored.
         """
-        if videos.ndim != 5 or videos.shape[2] != 3 or not videos.is_floating_point() or len(videos) != len(prompts):
+        if (
+            videos.ndim != 5
+            or videos.shape[2] != 3
+            or not videos.is_floating_point()
+            or len(videos) != len(prompts)
+        ):
             found = f"{videos.dtype} {list(videos.shape)} and {len(prompts)} prompts"
             raise ValueError(f"expected float videos [B, F, 3, H, W] and B prompts, got {found}")
         chosen = videos[:, self.choose(videos.shape[1], fps)]
@@ -114,9 +125,14 @@ class FrameReward:
         for i in range(0, len(prompts), SCORED_AT_ONCE):
             batch = chosen[i : i + SCORED_AT_ONCE].to(self.device)
             batches.append(self.of_frames(list(batch), prompts[i : i + SCORED_AT_ONCE]))
-        parts = {part: torch.cat([scores[part] for scores in batches]).float() for part in batches[0]}
+        parts = {
+            part: torch.cat([scores[part] for scores in batches]).float() for part in batches[0]
+        }
         broken = ~chosen.flatten(1).isfinite().all(1)
-        parts = {part: values.masked_fill(broken.to(values.device), torch.nan) for part, values in parts.items()}
+        parts = {
+            part: values.masked_fill(broken.to(values.device), torch.nan)
+            for part, values in parts.items()
+        }
         for part, values in parts.items():
             for i in (~values.isfinite().cpu() & ~broken.cpu()).nonzero()[:, 0].tolist():
                 where = f"{type(self).__name__}: its network gives {values[i].item()} as {part}"
