@@ -1,0 +1,1 @@
+"""Callbacks: their interface, and those that a run always has."""
