@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import pkgutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -103,8 +102,10 @@ def check_here(config: Config, *, resume: bool) -> None:
     Raises:
         UserError: it cannot.
     """
+    from sage_fast.run.trackers import check_trackers
+
     check_engine(config.train)
-    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
+    check_trackers(config.tracking.trackers)
     claim.check_output(config, resume=resume)
     if not resume:
         check_weights(config.model.weights)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pkgutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,13 +47,14 @@ class MetricsWriter:
         iteration: int = 0,
         continued: Collection[str] = (),
     ) -> None:
+        from sage_fast.run.trackers import Trackers
+
         folder = RunFolder(run)
         path = folder.metrics_file
         kept = [row for row in folder.rows if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        trackers = pkgutil.resolve_name("sage_fast.run.trackers:Trackers")
         undone = len(kept) < len(folder.rows)
-        self._trackers: Any = trackers(
+        self._trackers = Trackers(
             tracking, settings, run.resolve(), run_id, iteration, continued, undone
         )
         self._file = path.open("ab", buffering=0)
