@@ -7,7 +7,6 @@ The tests run the calls on the pages: `scripts/gpu.sh wheels`, `scripts/gpu.sh -
 
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -473,13 +472,7 @@ def test_the_calls_of_the_page_fit() -> None:
     calls = re.findall(r"^scripts/gpu.sh --seconds 540 wheels runs/gpu (.+)$", page, re.M)
     assert all(sum(seconds[part] for part in call.split()) <= 540 for call in calls)
     assert [*{part: 0 for call in calls for part in call.split()}] == PARTS
-    assert f"# everything, {math.ceil(sum(seconds.values()) / 60)} minutes at most" in page
-    (several,) = re.findall(r"^LIMITS_OF_SEVERAL=\((.*)\)$", script, re.M)
     assert re.search(rf"^PARTS_OF_SEVERAL=\({' '.join(OF_SEVERAL)}\)$", script, re.M)
-    assert (
-        f"wheels runs/gpus   # everything, {math.ceil(sum(map(int, several.split())) / 60)} "
-        "minutes at most" in page
-    )
 
 
 @pytest.mark.parametrize(
