@@ -441,7 +441,7 @@ def _divisible(
     if s.rank % 16:  # rows of A end in padding columns
         uneven += ["rank", "rank_stride", "column_stride"]
 
-    found = {}
+    found: dict[tuple[int], list[list[str | int]]] = {}
     for i, (name, kind) in enumerate(signature.items()):
         even = name.endswith(tuple(endings)) and name not in uneven
         if even and (s.is_norm or kind != "constexpr"):

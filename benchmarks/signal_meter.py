@@ -208,7 +208,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
             f"--against {options.against}: expected another configuration than CONFIG, and "
             "--signal K"
         )
-    sources = [options.config] + [options.against] * (options.against is not None)
+    sources = [options.config]
+    if options.against is not None:
+        sources.append(options.against)
     # no update follows that rounding could spoil
     ungated = {**overrides, "train.parity_gate": "false"}
     configs = [load_source("profile", source, ungated) for source in sources]
@@ -253,7 +255,9 @@ def check(measured: Sequence[Resolved], count: int) -> None:
             "number of trained "
             "weights and the seed have to agree: " + " and ".join(sorted(trained))
         )
-    what = f"{count} iterations without an update" + " of each configuration" * (len(measured) > 1)
+    what = f"{count} iterations without an update"
+    if len(measured) > 1:
+        what += " of each configuration"
     price = (
         f"about {hours:.2g} GPU-hours at the rates measured on an H200, {format_bytes(size)} of "
         "gradients on the host"
