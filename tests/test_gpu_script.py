@@ -79,8 +79,8 @@ SHORT = [
     "ncu-step",
     "variables",
 ]
-"""Parts that `make test` rehearses. Others are run by other tests too, differ from these in a word,
-or start several processes: `make soak` rehearses all."""
+"""Parts that `make test-all` rehearses. Others are run by other tests too, differ from these in a
+word, or start several processes: `make soak` rehearses all."""
 REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else SHORT
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # Prints its arguments and runs the program that follows its options.
