@@ -432,8 +432,8 @@ class KLConfig(Section):
     anchor_interval: int = within(10, least=1)
     """Optimizer steps between refreshes of the moving anchor."""
     lambda_min: float = within(1e-7, least=0)
-    """Weight of the whole KL at the start, and its lower bound afterwards; at most kl.lambda_max.
-    """
+    """Weight of the whole KL at the start, and its lower bound afterwards; at most
+    kl.lambda_max."""
     lambda_max: float = within(1e-5, least=0)
     """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`. 0 turns
     the KL off. At the paper's 1e-5 the KL does nothing."""
