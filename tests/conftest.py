@@ -121,7 +121,9 @@ def pytest_runtest_makereport(
     report = yield
     if report.when == "call" and report.passed:
         for mark in item.iter_markers("fault"):
-            _TRIED[mark.args[0]] += [*mark.args, getattr(item.function, "times", 1)][2]
+            what, _, *stated = mark.args
+            times = stated[0] if stated else getattr(item.function, "times", 1)
+            _TRIED[what] += times
     return report
 
 

@@ -186,10 +186,9 @@ def _not_the_budget(raced: Mapping[str, Raced]) -> str:
     """Name the recipes whose runs are not as long as the budget pays."""
     counts = {name: _counts(found) for name, found in raced.items()}
     named = [f"{name} {count} ({paid})" for name, (count, paid) in counts.items() if count != paid]
-    return (
-        f"Iterations run, where the budget as counted now pays others: {', '.join(named)}. "
-        * bool(named)
-    )
+    if not named:
+        return ""
+    return f"Iterations run, where the budget as counted now pays others: {', '.join(named)}. "
 
 
 def _table(raced: Mapping[str, Raced], found: Mapping[str, Difference]) -> Sequence[Sequence[str]]:
