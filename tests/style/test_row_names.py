@@ -38,7 +38,6 @@ ALLOWED = {
     "'attention' in recomputed": "a part of a block's FLOPs",
     "op == 'mean'": "an operation over the ranks",
     "'attention' in row": "a column of a benchmark's rows",
-    "kl == 'fixed'": "the name of a study's variant",
     "name == DEFAULT": "the name of a study's variant",
     "name != DEFAULT": "the name of a study's variant",
     "label.startswith('sage')": "a study's own label of a curve",
