@@ -80,8 +80,10 @@ FULL = {
     # what stops a run, at every moment and on several ranks
     "test_fail_fast.py",
     "test_resume_losses.py",
+    "test_stop.py",
     "test_survive.py",
     "test_system_calls.py",
+    "test_time_limit.py",
     "test_two_nodes.py",
     # what takes minutes, or is another instance of what stands elsewhere
     "ops/test_compile.py",
