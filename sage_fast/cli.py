@@ -96,9 +96,7 @@ COMMANDS = {
     "bench": Command(
         "time operators, rollouts or iterations against stock code", module="benchmarks.command"
     ),
-    "profile": Command(
-        "time an iteration, or measure its signal", "CONFIG", "benchmarks.profile", ranks=True
-    ),
+    "profile": Command("time an iteration, or measure its signal", "CONFIG", ranks=True),
     "doctor": Command("check what is installed, whether it works and gives the right numbers"),
 }
 """Commands by name, in the order the help lists them."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
-from sage_fast.benchmarks.phases import PART_OF_PLAN
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,6 +33,7 @@ from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.tools.phases import PART_OF_PLAN
 from sage_fast.tools.plan import (
     MEASURED_FLOPS,
     Plan,

@@ -97,6 +97,17 @@ def heavy_imports(command: str) -> Iterator[None]:
         gc.enable()
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Print only errors within the block."""
+    before = _screen.level
+    _screen.setLevel(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        _screen.setLevel(before)
+
+
 def shows(level: int = logging.INFO) -> bool:
     """Whether messages of this level are printed."""
     return _screen in PACKAGE.handlers and level >= _screen.level

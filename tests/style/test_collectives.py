@@ -97,6 +97,7 @@ REASONS = {
     "run/train.py read_evaluation": ALWAYS,
     "run/train.py train": ALWAYS,
     "run/weights.py save_weights": LAYOUT,
+    "tools/phases.py profile_iteration": ALWAYS,
     "trainer.py Trainer.rollout": ALWAYS,
     "trainer.py Trainer.update": PADDED,
     "util/meters.py Metrics._over_ranks": ALWAYS,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sage_fast.benchmarks.timing import quiet
 from torch.autograd import DeviceType
 
 from sage_fast.algorithm.flops import flops
@@ -27,7 +26,7 @@ from sage_fast.ops import implementation
 from sage_fast.tools.harness import head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import progress
+from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes, synchronize
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
