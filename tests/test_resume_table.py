@@ -50,6 +50,7 @@ OTHERS: dict[str, Any] = KEPT_OTHERS | {
     "train.eps": 1e-7,
     "eval.judge": "testbed",
     "tracking.trackers": [],
+    "profile.iterations": [1],
     "kl.lambda_max": 0.5,
 }
 """Another value of settings for which `other` finds none."""

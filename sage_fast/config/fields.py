@@ -44,6 +44,7 @@ KINDS = {
     str: "text",
     types.NoneType: "null",
     list[str]: "a list of text, such as [one, two]",
+    list[int]: "a list of whole numbers, such as [2, 3]",
     list[dict[str, Any]]: "a list of mappings, such as [{name: one}, {name: two}]",
     dict[str, Any]: "a mapping of names to values, such as {name: 1}",
     dict[str, float]: "a mapping of names to numbers, such as {name: 1}",

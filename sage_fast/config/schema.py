@@ -573,6 +573,29 @@ class TrackingConfig(Section):
     `mlflow`, ..."""
     project: str = "sage-fast"
     """Project name of the run, in trackers that have projects."""
+    training_videos: int = within(4, least=0)
+    """Samples to show of every `tracking.training_videos_interval`-th iteration, with prompt,
+    rewards and advantage: the highest and the lowest advantage of its first groups. They are in
+    the run folder, on its page and in the trackers. A rank keeps the videos of its samples of
+    these groups in host memory until the rewards are known. 0: none."""
+    training_videos_interval: int = within(10, least=1)
+    """Iterations from one that is shown to the next."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ProfileConfig(Section):
+    """Profiles of iterations while a run trains, written to `profiles/` in the run folder."""
+
+    iterations: list[int] = dataclasses.field(default_factory=list)
+    """Iterations to profile, as the screen counts them, from 1. The first one of a process compiles
+    and warms up. Each rank writes a trace. A profiled iteration is slower."""
+    memory: bool = False
+    """Also record allocations: in the trace and, on a GPU, as a memory snapshot."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expected = "expected iterations as the screen counts them, from 1, such as [2, 3]"
+        self.require(all(number >= 1 for number in self.iterations), "iterations", expected)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -598,6 +621,13 @@ class Config(Section):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        last = max(self.profile.iterations, default=0)
+        expected = f"expected at most train.iterations = {self.train.iterations}"
+        self.profile.require(last <= self.train.iterations, "iterations", expected)
 
     @property
     def named_rewards(self) -> dict[str, RewardEntry]:

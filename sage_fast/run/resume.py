@@ -248,6 +248,9 @@ RULES = (
             "train.parity_gate",
             "eval.interval",
             "eval.num_videos",
+            "tracking.training_videos",
+            "tracking.training_videos_interval",
+            *_section("profile"),
         ),
     ),
 )
