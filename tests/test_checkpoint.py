@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.claim import locked, remove_partials
-from sage_fast.run.folder import SKIPPED, STATE, TRAINING, RunFolder, digest, iteration_of
 from sage_fast.run.shards import SavedParts
+from sage_fast.run_folder import SKIPPED, STATE, TRAINING, RunFolder, digest, iteration_of
 from sage_fast.trainer import Trainer
 from sage_fast.util import files
 from sage_fast.util.errors import UserError

@@ -19,7 +19,7 @@ from sage_fast.parallel.deepspeed_config import deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import TrainingState, save_checkpoint, save_training_state
-from sage_fast.run.folder import read_scores
+from sage_fast.run_folder import read_scores
 from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, UserError

@@ -19,8 +19,8 @@ import torch
 from sage_fast.cli import main
 from sage_fast.models.policy import Policy
 from sage_fast.run import fail_fast
-from sage_fast.run.folder import RunFolder
 from sage_fast.run.train import Run
+from sage_fast.run_folder import RunFolder
 from sage_fast.trainer import Trainer
 from tests.ranks import run_ranks, screens
 from tests.tiny import FEW_STEPS, arguments

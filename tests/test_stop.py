@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from sage_fast.callbacks import writer as writer_module
 from sage_fast.report.page import report_run
-from sage_fast.run import writer as writer_module
-from sage_fast.run.folder import STATE, RunFolder
 from sage_fast.run.messages import grace_warning
 from sage_fast.run.stop import Stop
+from sage_fast.run_folder import STATE, RunFolder
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import SIGNALS, NonFiniteError, Stopped
 from sage_fast.util.files import read_json, read_metrics

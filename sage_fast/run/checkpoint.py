@@ -31,7 +31,9 @@ from sage_fast.config.fields import is_finite
 from sage_fast.eval.scores import composite, mean_and_margin
 from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
-from sage_fast.run.folder import (
+from sage_fast.run.shards import Layout, SavedParts
+from sage_fast.run.weights import save_weights
+from sage_fast.run_folder import (
     MANIFEST,
     SKIPPED,
     STATE,
@@ -42,8 +44,6 @@ from sage_fast.run.folder import (
     files_of,
     iteration_of,
 )
-from sage_fast.run.shards import Layout, SavedParts
-from sage_fast.run.weights import save_weights
 from sage_fast.util.errors import RankError, UserError
 from sage_fast.util.files import (
     PARTIAL,

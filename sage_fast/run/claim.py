@@ -19,9 +19,9 @@ from typing import Any
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
-from sage_fast.run.folder import SKIPPED, RunFolder, iteration_of, iteration_of_weights
 from sage_fast.run.preflight import check_new
 from sage_fast.run.resume import check_kept
+from sage_fast.run_folder import SKIPPED, RunFolder, iteration_of, iteration_of_weights
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RunError, UserError, reason
 from sage_fast.util.files import (

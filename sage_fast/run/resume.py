@@ -18,7 +18,7 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.places import is_moved
 from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.errors import UserError
 
 Kind = Literal["kept", "held", "converted", "free"]

@@ -19,15 +19,16 @@ import torch
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_same_settings, check_trainable
+from sage_fast.callbacks.writer import MetricsWriter
 from sage_fast.config.loader import dump, leaves
 from sage_fast.config.rank_checks import check_engine
 from sage_fast.config.schema import Config
 from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
 from sage_fast.eval.gains import hacking_in_run
+from sage_fast.loading import Setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel.stored_rollouts import check_trajectories
-from sage_fast.rollout.setup import Setup
 from sage_fast.run import claim
 from sage_fast.run.checkpoint import (
     load_checkpoint,
@@ -35,10 +36,9 @@ from sage_fast.run.checkpoint import (
     save_checkpoint,
     save_final_weights,
 )
-from sage_fast.run.folder import RunFolder, check_weights, iteration_of
 from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of
 from sage_fast.run.stop import Stop
-from sage_fast.run.writer import MetricsWriter
+from sage_fast.run_folder import RunFolder, check_weights, iteration_of
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
@@ -104,7 +104,7 @@ def check_here(config: Config, *, resume: bool) -> None:
         UserError: it cannot.
     """
     check_engine(config.train)
-    pkgutil.resolve_name("sage_fast.run.trackers:check_trackers")(config.tracking.trackers)
+    pkgutil.resolve_name("sage_fast.callbacks.trackers:check_trackers")(config.tracking.trackers)
     claim.check_output(config, resume=resume)
     if not resume:
         check_weights(config.model.weights)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.scores import columns_of, mean_and_margin
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import wrapped
 from sage_fast.util.files import append_line, cut_off, json_value, sync_opened, write_atomic
 
@@ -52,7 +52,7 @@ class MetricsWriter:
         path = folder.metrics_file
         kept = [row for row in folder.rows if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        trackers = pkgutil.resolve_name("sage_fast.run.trackers:Trackers")
+        trackers = pkgutil.resolve_name("sage_fast.callbacks.trackers:Trackers")
         undone = len(kept) < len(folder.rows)
         self._trackers: Any = trackers(
             tracking, settings, run.resolve(), run_id, iteration, continued, undone
