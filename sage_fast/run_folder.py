@@ -188,8 +188,12 @@ class RunFolder:
         named = f"sage-fast {version}" if version else "another version of sage-fast"
         return f"{named}, commit {commit}" if commit else named
 
+    @property
+    def videos_folder(self) -> Path:
+        return self.path / "videos"
+
     def videos(self, evaluation: str) -> Path:
-        return self.path / "videos" / evaluation
+        return self.videos_folder / evaluation
 
     def log_file(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:03d}.log"

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]
 Sheet = Callable[[], Image]
-"""Returns the contact sheet of an evaluation, drawn by the first call."""
+"""Returns the contact sheet of some videos, drawn by the first call."""
 
 MAX_FAILURES = 3
 """Failed calls after which a tracker is dropped."""
@@ -103,11 +103,18 @@ class Tracker:
     def log(self, values: Values, step: int) -> None:
         self.tracker.log(values, step=step)
 
-    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
+    def show(
+        self, title: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
         """Send the video files if the tracker plays them, and a contact sheet of the videos if it
-        takes images."""
+        takes images.
+
+        Args:
+            title: prefix of their names in the tracker, `heldout` or `training`.
+            captions: one per file.
+        """
         if hasattr(self.tracker, "log_images"):
-            self.tracker.log_images({"heldout/videos": [sheet()]}, step=step)
+            self.tracker.log_images({f"{title}/videos": [sheet()]}, step=step)
 
     def finish(self) -> None:
         self.tracker.finish()
@@ -129,10 +136,11 @@ class TensorBoard(Tracker):
         text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
         self.tracker.log({"config": text}, step=self.iteration)
 
-    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
-        self.tracker.log_images(
-            {"heldout/videos": np.asarray(sheet())[None]}, step=step, dataformats="NHWC"
-        )
+    def show(
+        self, title: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
+        image = np.asarray(sheet())[None]
+        self.tracker.log_images({f"{title}/videos": image}, step=step, dataformats="NHWC")
 
 
 class Wandb(Tracker):
@@ -155,13 +163,15 @@ class Wandb(Tracker):
     def log(self, values: Values, step: int) -> None:
         self.tracker.log({**values, self.STEP: step})
 
-    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
+    def show(
+        self, title: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
         package = importlib.import_module("wandb")
-        media = {
-            f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
-            for number, (file, prompt) in enumerate(zip(files, prompts))
-        }
-        self.log(media | {"heldout/videos": package.Image(sheet())}, step)
+        media = {f"{title}/videos": package.Image(sheet())}
+        for number, (file, caption) in enumerate(zip(files, captions)):
+            video = package.Video(str(file), caption=caption, format="mp4")
+            media[f"{title}/video_{number:02d}"] = video
+        self.log(media, step)
 
 
 @functools.cache
@@ -343,8 +353,17 @@ class Trackers:
     def show(
         self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int
     ) -> None:
-        sheet = functools.cache(lambda: contact_sheet(videos, prompts[: len(videos)]))
-        self._each(lambda tracker: tracker.show(files, sheet, prompts, step), SECONDS)
+        """Show the videos of an evaluation; arguments as of `MetricsWriter.write_evaluation`."""
+        self.show_sheet(
+            "heldout", files, lambda: contact_sheet(videos, prompts[: len(videos)]), prompts, step
+        )
+
+    def show_sheet(
+        self, title: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
+        """Show videos under a title; `sheet` is drawn once, by the first tracker that takes it."""
+        drawn = functools.cache(sheet)
+        self._each(lambda tracker: tracker.show(title, files, drawn, captions, step), SECONDS)
 
     def finish(self) -> None:
         self._each(lambda tracker: tracker.finish(), SECONDS_AT_ENDS)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from sage_fast.callbacks.interface import Callback, Rollouts
 from sage_fast.eval.sheets import frame_strip, sheet_of
@@ -25,9 +26,9 @@ from sage_fast.eval.training_samples import (
     video_set,
 )
 from sage_fast.eval.video_folder import write_folder
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import reason
+from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import take_away
 from sage_fast.util.ranks import all_gather_object, rank
 from sage_fast.util.videos import numbered, save_video
@@ -65,7 +66,7 @@ class TrainingVideos(Callback):
         """Remove what was shown beyond the iteration that is resumed from: it is made again."""
         if not run.is_main:
             return
-        for iteration, folder in shown_iterations(RunFolder(run.folder).path / "videos").items():
+        for iteration, folder in shown_iterations(RunFolder(run.folder).videos_folder).items():
             if iteration > run.iteration:
                 take_away(folder)
 
@@ -129,11 +130,19 @@ class TrainingVideos(Callback):
             kept = shown_iterations(folder.parent)
             for old in list(kept.values())[:-MOST_KEPT]:
                 take_away(old)
-        except OSError as error:
+        except (OSError, UserError) as error:
             self._note(error)
             return
 
-    def _note(self, error: OSError) -> None:
+        if run.writer is not None:
+            run.writer.write_training_videos(
+                [files[number] for number in written],
+                lambda: sheet_of_samples(chosen, strips),
+                [caption(chosen[number]) for number in written],
+                iteration,
+            )
+
+    def _note(self, error: OSError | UserError) -> None:
         """Say why something that is only shown is lacking; later ones go to the log file alone."""
         level = logging.DEBUG if self._has_failed else logging.WARNING
         self._has_failed = True

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import pkgutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL.Image import Image
 from torch import Tensor
 
 from sage_fast.config.schema import TrackingConfig
@@ -90,6 +91,23 @@ class MetricsWriter:
         means = {f"heldout/{name}": mean_and_margin(prompts, values)[0] for name, values in columns}
         self._trackers.log(means, step)
         self._trackers.show(files, videos, prompts, step)
+
+    def write_training_videos(
+        self,
+        files: Sequence[Path],
+        sheet: Callable[[], Image],
+        captions: Sequence[str],
+        iteration: int,
+    ) -> None:
+        """Send videos of training samples to the trackers.
+
+        Args:
+            files: videos, for trackers that play them.
+            sheet: draws their contact sheet.
+            captions: one per file.
+            iteration: iteration they are of, from 1.
+        """
+        self._trackers.show_sheet("training", files, sheet, captions, iteration)
 
     def _append(self) -> None:
         """Append the rows that are not written yet, and first cut off what a failed try may have

@@ -137,6 +137,33 @@ def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[s
     return found
 
 
+def training_cards(videos: VideoSet, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the shown samples of a training iteration, a card for each group, as `cards` does.
+
+    Args:
+        videos: group by group, the highest advantage first.
+        notes: receives a line for each video that cannot be read.
+    """
+    found: list[dict[str, Any]] = []
+    for number, prompt in enumerate(videos.prompts):
+        begins_group = not found or found[-1]["prompt"] != prompt or len(found[-1]["cells"]) == 2
+        if begins_group:
+            found.append({"prompt": prompt, "why": "", "cells": []})
+        cell: dict[str, Any] = {
+            "label": "highest advantage" if begins_group else "lowest advantage",
+            "scores": {name: values[number] for name, values in videos.scores.items()},
+        }
+        found[-1]["cells"].append(cell)
+
+        file = videos.files[number]
+        try:
+            if file is not None:
+                cell["address"] = data_address(file)
+        except UserError as error:
+            notes.append(f"left out: {error}")
+    return found
+
+
 def scores_of(videos: VideoSet, key: Key) -> dict[str, float]:
     """Return the known scores of one video."""
     return {

@@ -17,16 +17,17 @@ from sage_fast.config.loader import leaves, read_yaml
 from sage_fast.eval.comparison import compare
 from sage_fast.eval.gains import Row, hacking_in_run, table
 from sage_fast.eval.scores import TOO_FEW, format_number
-from sage_fast.eval.video_folder import write_folder
+from sage_fast.eval.training_samples import shown_iterations
+from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
-from sage_fast.report.html import cards, render
+from sage_fast.report.html import cards, render, training_cards
 from sage_fast.run_folder import STEPS, RunFolder
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import json_value, write_atomic
+from sage_fast.util.files import VIDEOS, json_value, write_atomic
 from sage_fast.util.meters import JUDGE_PART, REWARD_PART
 
 log = logging.getLogger(__name__)
@@ -216,6 +217,7 @@ def write_report(folder: Path, running: bool = False) -> Path:
         charts=_charts(trained),
         steps=_steps(run.facts),
         videos=cards(sides, count if isinstance(count, int) and count > 0 else 6, left_out),
+        training=_training_samples(run, left_out),
         left_out=left_out,
         environment=_environment(run.facts),
         too_few=TOO_FEW,
@@ -249,6 +251,29 @@ def report_run(folder: Path, complete: bool, running: bool = False) -> None:
     page = write_report(folder, running)
     if complete:
         log.info(f"report: {page}")
+
+
+def _training_samples(run: RunFolder, notes: list[str]) -> dict[str, Any] | None:
+    """Return the newest iteration whose samples are shown, and their cards; None without any.
+
+    Args:
+        notes: receives a line for what is damaged and left out.
+    """
+    # A folder without its table is being written, or was left by a run that was killed there.
+    complete = {
+        iteration: folder
+        for iteration, folder in shown_iterations(run.videos_folder).items()
+        if (folder / VIDEOS).is_file()
+    }
+    if not complete:
+        return None
+    iteration, folder = list(complete.items())[-1]
+    try:
+        videos = read_folder("training", folder)
+    except UserError as error:
+        notes.append(f"left out, since it is damaged: {error}")
+        return None
+    return {"iteration": iteration, "cards": training_cards(videos, notes)}
 
 
 def _status(rows: Sequence[MetricsRow], planned: object, running: bool) -> str:
