@@ -14,7 +14,7 @@ from sage_fast.eval.video_folder import read_folder
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.html import cards, render
-from sage_fast.report.page import Trained, read_run
+from sage_fast.report.page import RunReport, read_run
 from sage_fast.util.errors import printable
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json
 from sage_fast.util.meters import REWARD_PART
@@ -61,7 +61,9 @@ ROWS = 6
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Trained], list[VideoSet], list[str]]:
+def read_sets(
+    sources: Mapping[str, Path],
+) -> tuple[dict[str, RunReport], list[VideoSet], list[str]]:
     """Read run folders and folders of videos.
 
     Args:
@@ -158,7 +160,7 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
     print(printable(str(path)))
 
 
-def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:
+def _differing(runs: Mapping[str, RunReport]) -> list[list[str]]:
     """Return a header and the settings that differ between runs, with a dash for a default; [] if
     none do.
 
@@ -177,7 +179,7 @@ def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:
     return found if len(found) > 1 else []
 
 
-def _charts(runs: Mapping[str, Trained]) -> list[str]:
+def _charts(runs: Mapping[str, RunReport]) -> list[str]:
     """Draw every score and metric, with a line for each run."""
     drawn = []
     scores = {name for run in runs.values() for name in run.points}

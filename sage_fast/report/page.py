@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
+class RunReport:
     """A run, finished or not.
 
     Attributes:
@@ -72,7 +72,7 @@ class Trained:
         return found
 
 
-def read_run(path: Path) -> Trained:
+def read_run(path: Path) -> RunReport:
     """Read a run folder.
 
     Raises:
@@ -85,7 +85,7 @@ def read_run(path: Path) -> Trained:
         raise UserError(
             f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing"
         )
-    return Trained(
+    return RunReport(
         folder=folder,
         settings=leaves(read_yaml(folder.config_file)),
         evaluations=folder.video_sets(),
@@ -327,24 +327,24 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _charts(run: Trained) -> list[str]:
+def _charts(run: RunReport) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
     rows, points = run.folder.rows, run.points
+    drawn: list[str | None] = []
+
     scores = ["reward", *sorted(part for part in points if part.startswith(JUDGE_PART))]
-    parts = {
-        key.removeprefix(REWARD_PART): key
-        for row in rows
-        for key in row
-        if key.startswith(REWARD_PART)
-    }
-    lines = {label: (rows, column(rows, key)) for label, key in parts.items()}
-    drawn = [
-        *(charts.held_out({name: points.get(name, {})}, f"Held-out {name}") for name in scores),
-        *(charts.metric(key, {key: rows}) for key in charts.METRICS),
-        charts.lines(
-            lines, name="parts", title="Parts of the reward", ylabel="mean over the batch"
-        ),
-        charts.ratio(rows),
-        charts.phases(rows),
-    ]
+    for name in scores:
+        drawn.append(charts.held_out({name: points.get(name, {})}, f"Held-out {name}"))
+    for key in charts.METRICS:
+        drawn.append(charts.metric(key, {key: rows}))
+
+    keys = {key: None for row in rows for key in row if key.startswith(REWARD_PART)}
+    parts = {key.removeprefix(REWARD_PART): (rows, column(rows, key)) for key in keys}
+    drawn.append(
+        charts.lines(parts, name="parts", title="Parts of the reward", ylabel="mean over the batch")
+    )
+
+    drawn.append(charts.ratio(rows))
+    drawn.append(charts.gradient_by_noise(rows, run.folder.facts.get("sigmas") or []))
+    drawn.append(charts.phases(rows))
     return [chart for chart in drawn if chart is not None]
