@@ -494,7 +494,7 @@ def test_an_interrupted_evaluation_is_done_again(
     from sage_fast.eval.evaluation import evaluate
 
     with monkeypatch.context() as patch:
-        patch.setattr("sage_fast.run.train.evaluate", interrupted)
+        patch.setattr("sage_fast.callbacks.evaluations.evaluate", interrupted)
         assert main(["train", str(PAPER), "--output", str(run), "--quiet", *EVALUATED]) == 130
     assert not (run / "eval" / f"{name}.json").exists()
     assert main(["train", str(run), "--resume", "--quiet"]) == 0

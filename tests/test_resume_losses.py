@@ -247,7 +247,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
 ) -> None:
     """It has rows and an evaluation, and no checkpoint is lost."""
 
-    def full(self: Run) -> None:
+    def full(self: Run, states: object = None) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "checkpoints")
 
     run = tmp_path / "run"

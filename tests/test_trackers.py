@@ -567,13 +567,16 @@ def test_unknown_and_missing_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
         check_trackers(["comet_ml"])
 
 
-def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_trackers_are_checked_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **options: object) -> Any:
         raise AssertionError("loaded")
 
+    monkeypatch.setattr(train_module, "load_setup", fail)
     with pytest.raises(UserError, match=r"tracking\.trackers"):
         train_module.train(
-            settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]), fail, fail
+            settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"])
         )
     assert not (tmp_path / "run").exists()
 

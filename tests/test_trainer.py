@@ -29,7 +29,7 @@ from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.train import describe
+from sage_fast.run.facts import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError

@@ -34,9 +34,10 @@ class Sent:
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], Any, list[str], int]] = []
 
-    def write_training_videos(
-        self, files: list[Path], sheet: Any, captions: list[str], iteration: int
+    def show_sheet(
+        self, group: str, files: list[Path], sheet: Any, captions: list[str], iteration: int
     ) -> None:
+        assert group == "training"
         self.calls.append(([file.name for file in files], sheet(), captions, iteration))
 
 

@@ -78,7 +78,10 @@ class Tracker:
         # would make accelerate look for others.
         with contextlib.nullcontext() if dist.is_initialized() else without_group():
             PartialState()
-        self.project, self.run, self.run_id, self.iteration = project, run, run_id, iteration
+        self.project = project
+        self.run = run
+        self.run_id = run_id
+        self.iteration = iteration
         self.tracker = self._make(LOGGER_TYPE_TO_CLASS[name])
         try:
             self.tracker.start()
@@ -90,7 +93,9 @@ class Tracker:
             raise RunError(f"tracker {name!r} does not start: {error}") from error
 
     def _make(self, kind: Any) -> Any:
-        return kind(self.project, *[self.run] * kind.requires_logging_directory)
+        if kind.requires_logging_directory:
+            return kind(self.project, self.run)
+        return kind(self.project)
 
     def _store(self, settings: Values) -> None:
         plain = (bool, int, float, str, type(None))  # what trackers accept
@@ -103,18 +108,16 @@ class Tracker:
     def log(self, values: Values, step: int) -> None:
         self.tracker.log(values, step=step)
 
+    def log_histograms(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        """Draw the finite values, float64 `[N]` each, if the tracker draws histograms."""
+
     def show(
-        self, title: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
     ) -> None:
         """Send the video files if the tracker plays them, and a contact sheet of the videos if it
-        takes images.
-
-        Args:
-            title: prefix of their names in the tracker, `heldout` or `training`.
-            captions: one per file.
-        """
+        takes images."""
         if hasattr(self.tracker, "log_images"):
-            self.tracker.log_images({f"{title}/videos": [sheet()]}, step=step)
+            self.tracker.log_images({f"{group}/videos": [sheet()]}, step=step)
 
     def finish(self) -> None:
         self.tracker.finish()
@@ -136,11 +139,17 @@ class TensorBoard(Tracker):
         text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
         self.tracker.log({"config": text}, step=self.iteration)
 
+    def log_histograms(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        for name, values in histograms.items():
+            if len(values):  # TensorBoard takes no empty one
+                self.tracker.writer.add_histogram(name, values, global_step=step)
+        self.tracker.writer.flush()
+
     def show(
-        self, title: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
     ) -> None:
-        image = np.asarray(sheet())[None]
-        self.tracker.log_images({f"{title}/videos": image}, step=step, dataformats="NHWC")
+        images = np.asarray(sheet())[None]
+        self.tracker.log_images({f"{group}/videos": images}, step=step, dataformats="NHWC")
 
 
 class Wandb(Tracker):
@@ -163,14 +172,19 @@ class Wandb(Tracker):
     def log(self, values: Values, step: int) -> None:
         self.tracker.log({**values, self.STEP: step})
 
+    def log_histograms(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        package = importlib.import_module("wandb")
+        drawn = {name: package.Histogram(values) for name, values in histograms.items()}
+        self.log(drawn, step)
+
     def show(
-        self, title: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
     ) -> None:
         package = importlib.import_module("wandb")
-        media = {f"{title}/videos": package.Image(sheet())}
+        media = {f"{group}/videos": package.Image(sheet())}
         for number, (file, caption) in enumerate(zip(files, captions)):
             video = package.Video(str(file), caption=caption, format="mp4")
-            media[f"{title}/video_{number:02d}"] = video
+            media[f"{group}/video_{number:02d}"] = video
         self.log(media, step)
 
 
@@ -350,20 +364,27 @@ class Trackers:
     def log(self, values: Values, step: int) -> None:
         self._each(lambda tracker: tracker.log(values, step), SECONDS)
 
+    def log_histograms(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        self._each(lambda tracker: tracker.log_histograms(histograms, step), SECONDS)
+
     def show(
-        self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int
+        self,
+        group: str,
+        files: Sequence[Path],
+        videos: Sequence[Tensor],
+        captions: Sequence[str],
+        step: int,
     ) -> None:
-        """Show the videos of an evaluation; arguments as of `MetricsWriter.write_evaluation`."""
         self.show_sheet(
-            "heldout", files, lambda: contact_sheet(videos, prompts[: len(videos)]), prompts, step
+            group, files, lambda: contact_sheet(videos, captions[: len(videos)]), captions, step
         )
 
     def show_sheet(
-        self, title: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
     ) -> None:
-        """Show videos under a title; `sheet` is drawn once, by the first tracker that takes it."""
+        """Show videos; the first tracker that takes their contact sheet draws it."""
         drawn = functools.cache(sheet)
-        self._each(lambda tracker: tracker.show(title, files, drawn, captions, step), SECONDS)
+        self._each(lambda tracker: tracker.show(group, files, drawn, captions, step), SECONDS)
 
     def finish(self) -> None:
         self._each(lambda tracker: tracker.finish(), SECONDS_AT_ENDS)

@@ -6,7 +6,6 @@ its page and the trackers show what the policy is pushed towards and what away f
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from sage_fast.callbacks.interface import Callback, Rollouts
+from sage_fast.callbacks.once import NotesOnce
 from sage_fast.eval.sheets import frame_strip, sheet_of
 from sage_fast.eval.training_samples import (
     Sample,
@@ -27,7 +27,6 @@ from sage_fast.eval.training_samples import (
 )
 from sage_fast.eval.video_folder import write_folder
 from sage_fast.run_folder import RunFolder
-from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import take_away
 from sage_fast.util.ranks import all_gather_object, rank
@@ -35,8 +34,6 @@ from sage_fast.util.videos import numbered, save_video
 
 if TYPE_CHECKING:
     from sage_fast.run.train import Run
-
-log = logging.getLogger(__name__)
 
 MOST_KEPT = 20
 """Iterations whose videos stay in the run folder: the latest."""
@@ -56,7 +53,7 @@ class TrainingVideos(Callback):
     def __init__(self, *, count: int, interval: int) -> None:
         self.count = count
         self.interval = interval
-        self._has_failed = False
+        self._notes = NotesOnce()
 
     def _shows(self, iteration: int) -> bool:
         """Whether an iteration, counted from 1, is shown."""
@@ -104,7 +101,7 @@ class TrainingVideos(Callback):
             folder.mkdir(parents=True, exist_ok=True)
             save_video(video, prompt, folder, number, fps)
         except OSError as error:  # a video is only shown
-            self._note(error)
+            self._notes.say("no training video", reason(error))
 
     def _show(
         self,
@@ -131,22 +128,17 @@ class TrainingVideos(Callback):
             for old in list(kept.values())[:-MOST_KEPT]:
                 take_away(old)
         except (OSError, UserError) as error:
-            self._note(error)
+            self._notes.say("no training video", reason(error))
             return
 
         if run.writer is not None:
-            run.writer.write_training_videos(
+            run.writer.show_sheet(
+                "training",
                 [files[number] for number in written],
                 lambda: sheet_of_samples(chosen, strips),
                 [caption(chosen[number]) for number in written],
                 iteration,
             )
-
-    def _note(self, error: OSError | UserError) -> None:
-        """Say why something that is only shown is lacking; later ones go to the log file alone."""
-        level = logging.DEBUG if self._has_failed else logging.WARNING
-        self._has_failed = True
-        log.log(level, wrapped(f"note: no training video {reason(error)}"))
 
 
 def samples_of(rollouts: Rollouts) -> list[Sample]:

@@ -82,15 +82,13 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         if not resume:
             check_new(config.output)
     with heavy_imports("train"):
-        from sage_fast.loading import load_setup
-        from sage_fast.report.page import report_run
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.train import train
 
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):
-        train(config, load_setup, report_run, resume=resume)
+        train(config, resume=resume)
 
 
 def _check_gpus(o: argparse.Namespace) -> None:

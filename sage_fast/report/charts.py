@@ -189,8 +189,10 @@ def _spreads(lines: Sequence[np.ndarray]) -> bool:
 def metric(key: str, runs: Mapping[str, Sequence[MetricsRow]]) -> str | None:
     """Draw one of `METRICS` or a part of the reward, of the runs in which it acts; `runs` are rows
     by label."""
-    part_of_reward = (key.removeprefix(REWARD_PART), "mean over the batch", {})
-    title, ylabel, options = METRICS.get(key, part_of_reward)
+    title, ylabel = key.removeprefix(REWARD_PART), "mean over the batch"
+    options: dict[str, bool] = {}
+    if key in METRICS:
+        title, ylabel, options = METRICS[key]
     data = {}
     for label, rows in runs.items():
         if is_on(rows, key):

@@ -388,6 +388,14 @@ def record_checkpoint(run: RunFolder, iteration: int) -> None:
         log.info(wrapped(f"note: the checkpoint is not named in run.json: {reason(error)}"))
 
 
+def record_stop(run: RunFolder, reason_given: str) -> None:
+    """Write into `run.json` why a callback has ended the run; a failure is a note."""
+    try:
+        write_json({**run.facts, "stopped": reason_given}, run.facts_file)
+    except (OSError, UserError) as error:
+        log.info(wrapped(f"note: the reason is not in run.json: {reason(error)}"))
+
+
 def remove_partials(folder: Path) -> None:
     """Remove the partial files of a killed run.
 

@@ -280,6 +280,9 @@ CHECKPOINT = {
     ),
     "anchor_step": "restored; 0 where the anchor is the start",
     "anchor_is_current": "restored",
+    "callbacks": (
+        "restored: the state of each callback by its name; a note where one has none, or is gone"
+    ),
     "prompts": "converted where `train.prompts_per_iteration` or the prompts differ",
     "rounding": (
         "restored: the KL that rounding makes; measured again where `sampling.steps` differ"

@@ -58,8 +58,8 @@ def operator_check(operator: str, device: torch.device, dtype: torch.dtype) -> C
         return Check(name, "wrong", found, advice)
     worst = 0.0
     for comparison in compared:
-        error, _, largest = comparison.errors()
-        worst = max(worst, error / max(largest, 1e-30))
+        difference, _, largest = comparison.errors()
+        worst = max(worst, difference / max(largest, 1e-30))
     names = dict.fromkeys(comparison.name.partition(".")[0] for comparison in compared)
     found = f"{', '.join(names)}: largest error {worst:.0e} of the largest value"
     return Check(name, "ok", found)
