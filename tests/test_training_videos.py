@@ -1,5 +1,6 @@
 """Samples of training iterations, as a run shows them: which, where, and for how long."""
 
+import dataclasses
 import logging
 import math
 from pathlib import Path
@@ -12,11 +13,16 @@ import torch
 
 from sage_fast.callbacks.interface import Rollouts
 from sage_fast.callbacks.training_videos import MOST_KEPT, TrainingVideos
+from sage_fast.cli import main
 from sage_fast.config.loader import dump
 from sage_fast.eval.training_samples import Sample, choose, shown_iterations
 from sage_fast.eval.video_folder import read_folder
 from sage_fast.report.page import write_report
 from sage_fast.util.files import write_json
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import rank, shutdown
+from tests.ranks import run_ranks, screens
+from tests.test_cli import PAPER, SMALL
 from tests.tiny import settings
 
 PROMPTS = ["a red circle"] * 3 + ["a blue square"] * 3
@@ -166,3 +172,57 @@ def test_a_damaged_table_is_left_out_of_the_page(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert "Training samples" not in page
     assert "left out, since it is damaged" in page
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+
+def test_a_run_shows_its_samples_and_profiles_an_iteration(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shown = ["--tracking.training_videos_interval", "2", "--tracking.training_videos", "2"]
+    profiled = ["--profile.iterations", "[2]"]
+    words = ["train", str(PAPER), "--output", str(run), "--quiet", *SMALL, *shown, *profiled]
+    assert main([*words, "--train.iterations", "3"]) == 0
+
+    assert list(shown_iterations(run / "videos")) == [2]
+    videos = read_folder("training", run / "videos" / "training-000002")
+    assert len(videos.files) == 2
+    high, low = videos.scores["advantage"]
+    assert high >= low
+    assert {"reward", "advantage", "vq", "mq", "ta"} <= set(videos.scores)
+    assert "Training samples of iteration 2" in (run / "report.html").read_text()
+    assert [file.name for file in run.glob("profiles/*/*")] == ["rank-000.json.gz"]
+    events = b"".join(file.read_bytes() for file in run.glob("tensorboard/events*"))
+    assert b"training/videos" in events
+
+
+def show_a_half(folder: Path) -> None:
+    """The callback on one of two ranks, which have the even and the odd samples."""
+    initialize()
+    whole = rollouts(0, [0.2, 0.9, 0.5, 0.4, 0.3, 0.1], list(range(6)))
+    own = list(range(rank(), 6, 2))
+    part = dataclasses.replace(
+        whole,
+        prompts=[whole.prompts[i] for i in own],
+        seeds=[whole.seeds[i] for i in own],
+        groups=[whole.groups[i] for i in own],
+        rewards=whole.rewards[own],
+        parts={name: values[own] for name, values in whole.parts.items()},
+        advantages=whole.advantages[own],
+        videos={place: whole.videos[i] for place, i in enumerate(own)},
+    )
+    run = run_in(folder)
+    run.is_main = rank() == 0
+    TrainingVideos(count=4, interval=1).on_rollout_end(run, part)
+    if run.is_main:
+        assert len(run.writer.calls[0][0]) == 4
+    else:
+        assert not run.writer.calls
+    shutdown()
+
+
+def test_two_ranks_show_the_samples_of_both(tmp_path: Path) -> None:
+    assert run_ranks(show_a_half, 2, tmp_path) == [0, 0], screens(tmp_path)
+    videos = read_folder("training", tmp_path / "videos" / "training-000001")
+    assert videos.seeds == [101, 100, 103, 105]
+    assert all(file is not None and file.is_file() for file in videos.files)
