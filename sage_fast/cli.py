@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from sage_fast import __version__
 from sage_fast.util.errors import (
-    HANGING,
+    HUNG_THREAD,
     RunError,
     Stopped,
     UserError,
@@ -101,7 +101,7 @@ COMMANDS = {
 }
 """Commands by name, in the order the help lists them."""
 
-ELSEWHERE = {
+COMMAND_HINTS = {
     "resume": "sage-fast train RUN --resume",
     "grid": "python -m studies.grid",
     "push": "export and hf upload",
@@ -165,7 +165,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise UserError(
-            f"no such command; {ELSEWHERE.get(arguments[0]) or nearest(arguments[0], COMMANDS)}"
+            f"no such command; {COMMAND_HINTS.get(arguments[0]) or nearest(arguments[0], COMMANDS)}"
         )
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # comes each second: the status is to be the command's
             signal.signal(signal.SIGXCPU, signal.SIG_IGN)
             threading.Thread(target=_end, args=(status,), daemon=True).start()
-        if status != 1 and any(thread.name == HANGING for thread in threading.enumerate()):
+        if status != 1 and any(thread.name == HUNG_THREAD for thread in threading.enumerate()):
             # the package that hangs may have an exit hook, as wandb has, which would hang too
             os._exit(status)
 

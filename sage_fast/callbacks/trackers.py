@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import HANGING, RunError, UserError, in_one_line, nearest
+from sage_fast.util.errors import HUNG_THREAD, RunError, UserError, in_one_line, nearest
 from sage_fast.util.files import WRITE_ERRORS
 from sage_fast.util.futures import fulfil
 from sage_fast.util.launchers import without_group
@@ -280,7 +280,7 @@ class _Thread:
         limit = TimeLimit(seconds or 0)
         while futures.wait([future], limit.next_look).not_done:
             if limit.is_over():
-                self._thread.name = HANGING
+                self._thread.name = HUNG_THREAD
                 break
         return future
 

@@ -42,12 +42,15 @@ def write_evaluation(
     found = compare(sets, watched)
     print(printable(found.text))
     if json is not None:
-        lines = [
-            {name: json_value(value) for name, value in dataclasses.asdict(row).items()}
-            for row in found.rows
-        ]
-        several = {"sources": {side.label: side.evaluation for side in sets}, "table": lines}
-        write_json(several if len(sets) > 1 else sets[0].evaluation, json)
+        if len(sets) > 1:
+            lines = []
+            for row in found.rows:
+                cells = dataclasses.asdict(row)
+                lines.append({name: json_value(value) for name, value in cells.items()})
+            sources = {side.label: side.evaluation for side in sets}
+            write_json({"sources": sources, "table": lines}, json)
+        else:
+            write_json(sets[0].evaluation, json)
     if folder is not None:
         write_atomic(folder / "evaluation.md", f"{found.text}\n")
         _write_page(folder / "evaluation.html", found, count)
@@ -87,10 +90,10 @@ def read_sets(
             continue
         newest = run.ends[-1].label
         sets.append(dataclasses.replace(run.ends[-1], label=label))
-        if newest != "after":
-            notes.append(
-                f"{label} is shown {'before training' if newest == 'before' else f'at {newest}'}."
-            )
+        if newest == "before":
+            notes.append(f"{label} is shown before training.")
+        elif newest != "after":
+            notes.append(f"{label} is shown at {newest}.")
     return runs, sets, notes
 
 
@@ -106,16 +109,17 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
     """
     runs, sets, notes = read_sets(sources)
     found = compare(sets)
-    own = {
-        (label, row.score): row
-        for label, run in runs.items()
-        if run.ends
-        for row in table(run.ends)
-        if row.pairs
-    }
-    found.warnings.extend(f"{label}: {run.hacking}" for label, run in runs.items() if run.hacking)
+    own = {}
+    for label, run in runs.items():
+        if run.hacking:
+            found.warnings.append(f"{label}: {run.hacking}")
+        for row in table(run.ends):
+            if row.pairs:
+                own[label, row.score] = row
+
     settings = _differing(runs)
-    if apart := [name for name, *_ in settings if name in SCORED_BY]:
+    apart = [name for name, *_ in settings if name in SCORED_BY]
+    if apart:
         notes.append(
             f"The runs are scored in different ways ({', '.join(apart)}): gains of one over "
             "another may mean nothing. sage-fast eval scores them alike."
@@ -129,9 +133,14 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     print(printable(found.text))
-    of_runs = {"own": own, "charts": _charts(runs), "settings": settings}
     _write_page(
-        folder / "comparison.html", found, ROWS * bool(in_common), " · ".join(sources), **of_runs
+        folder / "comparison.html",
+        found,
+        ROWS if in_common else 0,
+        " · ".join(sources),
+        own=own,
+        charts=_charts(runs),
+        settings=settings,
     )
 
 
@@ -143,18 +152,24 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
         of_runs: `own` ((label, score) -> a run's gain over its own evaluation before training),
             `charts` (SVG), and `settings` (rows of cells, of which the first is the header).
     """
-    rows, notes = found.rows, [*found.notes]
-    scores = dict.fromkeys(row.score for row in rows)
+    rows = found.rows
+    by_score: dict[str, list[Any]] = {}
+    for row in rows:
+        by_score.setdefault(row.score, []).append(row)
+    has_gains = any(row.gain is not None for row in rows)
+    notes = list(found.notes)
+    videos = cards(found.sets, count, notes)  # may add notes
+    no_runs: dict[str, Any] = {"own": {}, "charts": [], "settings": []}
     page = render(
         "gallery.html.j2",
         title=title or " · ".join(videos.label for videos in found.sets),
-        groups=[(score, [row for row in rows if row.score == score]) for score in scores],
-        gains=rows[0].label if any(row.gain is not None for row in rows) else None,
+        groups=list(by_score.items()),
+        gains=rows[0].label if has_gains else None,
         summary=summary(rows) if rows else "",
-        videos=cards(found.sets, count, notes),
+        videos=videos,
         notes=notes,
         warnings=found.warnings,
-        **({"own": {}, "charts": [], "settings": []} | of_runs),
+        **(no_runs | of_runs),
     )
     write_atomic(path, page)
     print(printable(str(path)))
@@ -167,16 +182,19 @@ def _differing(runs: Mapping[str, RunReport]) -> list[list[str]]:
     Files and code are compared by what they hold where all runs know it, and shown by it if their
     names are the same.
     """
-    found, contents = (
-        [["setting", *runs]],
-        [run.folder.facts.get("contents", {}) for run in runs.values()],
-    )
-    for name in sorted({name for run in runs.values() for name in run.settings} - {"output"}):
-        given = [str(run.settings.get(name, "\N{EN DASH}")) for run in runs.values()]
-        holds = [str(held.get(name, "")) for held in contents]
-        if len(set(holds if all(holds) else given)) > 1:
-            found.append([name, *(given if len(set(given)) > 1 else holds)])
-    return found if len(found) > 1 else []
+    found = []
+    contents = [run.folder.facts.get("contents", {}) for run in runs.values()]
+    names = {name for run in runs.values() for name in run.settings}
+    for name in sorted(names - {"output"}):
+        values = [str(run.settings.get(name, "\N{EN DASH}")) for run in runs.values()]
+        digests = [str(of_run.get(name, "")) for of_run in contents]
+        compared = digests if all(digests) else values
+        if len(set(compared)) > 1:
+            shown = values if len(set(values)) > 1 else digests
+            found.append([name, *shown])
+    if not found:
+        return []
+    return [["setting", *runs], *found]
 
 
 def _charts(runs: Mapping[str, RunReport]) -> list[str]:
@@ -187,16 +205,10 @@ def _charts(runs: Mapping[str, RunReport]) -> list[str]:
         shown = {label: run.points.get(score, {}) for label, run in runs.items()}
         drawn.append(charts.held_out(shown, f"Held-out {score}", least=1))
     rows = {label: run.folder.rows for label, run in runs.items() if run.folder.rows}
-    parts = sorted(
-        {
-            key
-            for each in rows.values()
-            for row in each
-            for key in row
-            if key.startswith(REWARD_PART)
-        }
-    )
-    drawn += [
-        charts.metric(key, rows) for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS])
-    ]
+    parts: set[str] = set()
+    for of_run in rows.values():
+        for row in of_run:
+            parts.update(key for key in row if key.startswith(REWARD_PART))
+    for key in dict.fromkeys(["reward/mean", *sorted(parts), *charts.METRICS]):
+        drawn.append(charts.metric(key, rows))
     return [chart for chart in drawn if chart is not None]

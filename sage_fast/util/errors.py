@@ -13,7 +13,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable
 
-HANGING = "hanging"
+HUNG_THREAD = "hanging"
 """Name of a thread whose call did not return in time.
 
 A command does not wait for it when the process ends.
