@@ -111,7 +111,8 @@ def collect(trainer: Trainer, count: int, warmup: int) -> tuple[list[Tensor], Te
     trainer.kl = FixedWeight(config.kl)
     trainer.anchor_is_current = False  # as after an update, so that its forwards are paid for
     gradients, costs = dict[int, Tensor | None](), dict[int, list[float]]()
-    for index in progress([0] * warmup + list(range(count)), "signal", warmup + count, "iteration"):
+    planned = [0 for _ in range(warmup)] + list(range(count))
+    for index in progress(planned, "signal", len(planned), "iteration"):
         engine.clear()
         with quiet():
             row: dict[str, Any] = trainer.iteration(index)
@@ -164,7 +165,8 @@ def estimate(gram: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
     parts = torch.stack(
         [_statistics(gram[:, kept][..., kept], costs[..., kept]) for kept in others]
     )
-    errors = ((count - 1) / count * (parts - parts.mean(0)).square().sum(0)).sqrt()
+    squares = (parts - parts.mean(0)).square().sum(0)
+    errors = ((count - 1) / count * squares).sqrt()
     return _statistics(gram, costs), errors
 
 
@@ -177,11 +179,9 @@ def _statistics(gram: Tensor, costs: Tensor) -> Tensor:
     noise = by_pair[..., same].mean(-1).diagonal() - signal
     ratio, (pflops, seconds) = signal / noise, costs.mean(-1)
     rows = torch.stack([signal, noise, ratio, ratio / pflops, ratio / seconds, pflops, seconds])
-    cosine = (
-        between[:1, 1] / signal.where(signal > 0, torch.nan).prod().sqrt()
-        if len(gram) > 1
-        else rows.new_empty(0)
-    )
+    if len(gram) == 1:
+        return rows.flatten()
+    cosine = between[:1, 1] / signal.where(signal > 0, torch.nan).prod().sqrt()
     return torch.cat([rows.flatten(), cosine])
 
 
@@ -215,7 +215,9 @@ def check(measured: Sequence[Resolved], count: int) -> None:
             "number of trained "
             "weights and the seed have to agree: " + " and ".join(sorted(trained))
         )
-    what = f"{count} iterations without an update" + " of each configuration" * (len(measured) > 1)
+    what = f"{count} iterations without an update"
+    if len(measured) > 1:
+        what += " of each configuration"
     price = (
         f"about {hours:.2g} GPU-hours at the rates measured on an H200, {format_bytes(size)} of "
         "gradients on the host"
@@ -288,11 +290,10 @@ def format_signal(result: Mapping[str, Any]) -> str:
     """Format the table for a terminal."""
 
     def cell(found: Mapping[str, float | None]) -> str:
-        value, error = (
-            "undefined" if x is None else format(x, form)
-            for x, form in zip(found.values(), (".3g", ".2g"))
-        )
-        return f"{value} ± {error}"
+        value, error = found["value"], found["error"]
+        shown = "undefined" if value is None else f"{value:.3g}"
+        margin = "undefined" if error is None else f"{error:.2g}"
+        return f"{shown} ± {margin}"
 
     columns = result["signal"]
     lines = [
