@@ -218,7 +218,10 @@ class Progress:
         *,
         pause: Callable[[], object] = lambda: None,
     ) -> None:
-        self.what, self.total, self.unit, self.pause = what, total, unit, pause
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.pause = pause
         self.done = 0
         self._bar: Any = None
         draws = IN_NOTEBOOK or sys.stderr.isatty()

@@ -87,9 +87,9 @@ class Metrics:
         row = {}
         for (name, op), reduced_values in sorted(merged.items()):
             result = operators[op](value for value, _ in reduced_values)
-            row[name] = (
-                result / sum(count for _, count in reduced_values) if op == "mean" else result
-            )
+            if op == "mean":
+                result /= sum(count for _, count in reduced_values)
+            row[name] = result
         return row
 
 

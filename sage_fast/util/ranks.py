@@ -162,7 +162,7 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
     objects."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
+    values: list[Any] = [None for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(values, value, group=group)
     return values
 
