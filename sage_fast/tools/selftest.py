@@ -54,8 +54,9 @@ def operator_check(operator: str, device: torch.device, dtype: torch.dtype) -> C
     except Exception as error:  # this check looks for kernels that cannot be compiled or launched
         found = f"it does not run: {in_one_line(error)}"
         return Check(name, "wrong", found, advice)
-    if found := wrong(compared):
-        return Check(name, "wrong", found, advice)
+    problem = wrong(compared)
+    if problem:
+        return Check(name, "wrong", problem, advice)
     worst = 0.0
     for comparison in compared:
         difference, _, largest = comparison.errors()

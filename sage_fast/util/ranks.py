@@ -271,5 +271,6 @@ def fail_together(collective: bool = False) -> Iterator[None]:
     for other, (_, why) in enumerate(outcomes):
         if why is not None:
             raise RankError(f"rank {other} failed: {why}")
-    if stopped := max(number for number, _ in outcomes):
+    stopped = max(number for number, _ in outcomes)  # of a signal; 0 without one
+    if stopped:
         raise Stopped(stopped)
