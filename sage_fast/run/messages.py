@@ -11,7 +11,7 @@ from tqdm import tqdm
 from sage_fast.algorithm.distilled import distillation_warnings
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.algorithm.transitions import SAMPLERS
+from sage_fast.algorithm.transitions import sampler_row
 from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig, TrainConfig
 from sage_fast.eval.scores import format_number
 from sage_fast.models.spec import Distillation
@@ -30,7 +30,7 @@ def method_of(objective: Objective, sampling: SamplingConfig) -> str:
     It is SAGE-GRPO if a log-corrected SDE is scored with the equalizer.
     """
     sampler, equalized, row = sampling.sampler, objective.equalizes, objective.surrogate
-    own = row.scores_rollout and SAMPLERS[sampler].log_corrected and equalized
+    own = row.scores_rollout and sampler_row(sampler).log_corrected and equalized
     noisy = sampler not in ODE_SAMPLERS
     words = [f"{sampler} SDE, eta {sampling.eta:g}" if noisy else f"{sampler.upper()} rollouts"]
     if noisy and sampling.sde_window:
