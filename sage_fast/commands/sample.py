@@ -7,8 +7,8 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from sage_fast.commands.sources import check_folder, load_source
 from sage_fast.data.prompts import Prompt, read_prompts
-from sage_fast.run.sources import check_folder, load_source
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
 from sage_fast.util.paths import TypedFile, TypedPath
