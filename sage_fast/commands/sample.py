@@ -17,6 +17,7 @@ from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.util.console import leave_logs
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
+from sage_fast.util.launchers import speaks
 from sage_fast.util.paths import TypedFile, TypedPath, as_path
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.prompts:
         prompts += read_prompts(options.prompts)
     files = _sample(options.config, overrides, prompts, options.folder)
-    print(printable("\n".join(map(str, files))))
+    if speaks():
+        print(printable("\n".join(map(str, files))))
 
 
 def sample(
@@ -113,12 +115,14 @@ def _sample(
     config = load_source("sample", source, overrides)
     from sage_fast.commands.sample_videos import generate, save_videos
     from sage_fast.loading import load_setup, resolve
+    from sage_fast.run.fail_fast import fail_fast
     from sage_fast.util.process_group import joined
+    from sage_fast.util.ranks import broadcast_object, rank
     from sage_fast.util.seeding import sample_seeds
     from sage_fast.util.videos import check_encoder
 
     check_encoder()
-    with joined(config.timeout_minutes):
+    with joined(config.timeout_minutes), fail_fast(config.timeout_minutes):
         setup = load_setup(resolve(config), prompts, rewards=False)
         for note in setup.model.notes:
             log.info(f"note: {note}")
@@ -130,7 +134,10 @@ def _sample(
         with writing(folder):
             setup.encode(folder / "embeddings")
             videos = generate(setup, keys, seeds)
-            return save_videos(videos, keys, folder, setup.model.spec.fps)
+            files: list[Path] = []
+            if rank() == 0:  # every rank has the same videos
+                files = save_videos(videos, keys, folder, setup.model.spec.fps)
+        return broadcast_object(files, 0)
 
 
 def _prompts_of_file(file: str | os.PathLike[str]) -> list[Prompt]:

@@ -58,7 +58,7 @@ def labelled_sources(
     """
     if isinstance(sources, Mapping):
         found = {str(label): as_typed(source) for label, source in sources.items()}
-    elif isinstance(sources, Config | str | os.PathLike) or hasattr(sources, "folder"):
+    elif isinstance(sources, str) or not isinstance(sources, Iterable):
         found = _labelled_one_by_one([sources])
     else:
         found = _labelled_one_by_one(sources)
