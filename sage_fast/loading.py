@@ -1,4 +1,4 @@
-"""Loading that all commands share: the prompts, rewards and model of their settings."""
+"""What sampling and training need, loaded as the settings say: prompts, rewards and the model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from sage_fast.algorithm.trainable import check_same_settings
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.reward_names import place_of_reward
 from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
+from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompt_checks import (
     check_captions,
     check_prompt_sets,
@@ -29,16 +31,26 @@ from sage_fast.data.prompts import (
     metadata_of,
     negatives_of,
 )
+from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards
+from sage_fast.rewards.interface import Scorer
+from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import step_graphs
-from sage_fast.rollout.setup import Setup
+from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.files import fingerprint
 from sage_fast.util.plugins import file_of
 from sage_fast.util.process_group import initialize
-from sage_fast.util.ranks import join_sequence_group, local_device, rank, world_size
+from sage_fast.util.ranks import (
+    check_agreement,
+    join_sequence_group,
+    local_device,
+    rank,
+    world_size,
+)
 
 
 def resolve(config: Config) -> Resolved:
@@ -55,8 +67,82 @@ def resolve(config: Config) -> Resolved:
     return Resolved(config)
 
 
+@dataclasses.dataclass(kw_only=True)
+class Setup:
+    """What sampling and training need, as `load_setup` returns it; `encode` fills `embeddings`.
+
+    Attributes:
+        judge: reward that evaluations alone use.
+        graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run
+            without.
+        prompts, eval_prompts: keys (`Prompt.key`).
+        captions: key -> what to encode, for these, the empty and the negative prompts.
+        negatives: key -> negative prompt, where it is not empty.
+        contents: setting -> what its files and code hold, with a digest; on rank 0.
+        eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
+    """
+
+    resolved: Resolved
+    model: Model
+    reward: Scorer
+    prompts: list[str]
+    eval_prompts: list[str]
+    judge: Scorer | None = None
+    graphs: StepGraphs | None = None
+    captions: dict[str, Caption] = dataclasses.field(default_factory=dict)
+    negatives: dict[str, str] = dataclasses.field(default_factory=dict)
+    contents: dict[str, str] = dataclasses.field(default_factory=dict)
+    eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
+    embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+    def encode(self, cache: Path | None = None) -> None:
+        """Embed all prompts, each on one rank; see `encode_cached`. Collective.
+
+        Args:
+            cache: the folder to use unless `data.embedding_cache` is set; None keeps nothing on
+                disk.
+        """
+        self._check_same_prompts()
+        configured = self.config.data.embedding_cache
+        folder = Path(configured) if configured else cache
+        spec, sampling = self.model.spec, self.config.sampling
+        found = encode_cached(
+            self.captions,
+            lambda: self.model.load_encoder(sampling),
+            folder,
+            cache_key(spec, self.config.model.dtype, folder, sampling),
+            spec.condition,
+        )
+        self.embeddings = {
+            key: dataclasses.replace(
+                made, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1])
+            )
+            for key, made in found.items()
+        }
+
+    def _check_same_prompts(self) -> None:
+        """Check that all ranks have read the same prompts: each node may have a copy of the file.
+
+        Collective.
+        """
+        negatives = sorted(self.negatives.items())
+        read = {
+            "data.prompts": (self.prompts, negatives),
+            "data.eval_prompts": (self.eval_prompts, negatives, self.eval_seeds),
+        }
+        digests = {name: fingerprint(repr(content).encode()) for name, content in read.items()}
+        check_agreement(digests, ": copy the prompt file to every node")
+
+
 def contents_of(
-    prompts: Mapping[str, Sequence[Prompt]], weights: str | None, rewards: Mapping[str, RewardEntry]
+    prompts: Mapping[str, Sequence[Prompt]],
+    weights: str | None,
+    rewards: Mapping[str, RewardEntry],
+    plugins: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return setting -> what its files and code hold, with a digest: a resume and `compare` tell
     what has changed.
@@ -65,6 +151,7 @@ def contents_of(
         prompts: setting -> its prompts.
         weights: `model.weights`.
         rewards: setting that holds the name of a reward -> the reward, which is loaded.
+        plugins: setting -> `package.module:name` of a choice of the user's own, such as a sampler.
     """
     found = {}
     for key, each in prompts.items():
@@ -80,6 +167,10 @@ def contents_of(
                 arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)
             ]
             found[key] = f"code ({fingerprint(b'', *sorted(_code(file) if file else ()), *named)})"
+    for key, place in (plugins or {}).items():
+        file = file_of(place, key)
+        code = sorted(_code(file)) if file is not None else []
+        found[key] = f"code ({fingerprint(b'', *code)})"
     return found
 
 
@@ -196,7 +287,7 @@ def load_setup(
     sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
     contents = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
-        contents = contents_of(sets, config.model.weights, config.named_rewards)
+        contents = contents_of(sets, config.model.weights, config.named_rewards, config.plugins)
         # else the networks are `model.weights`
         if config.model.trains_adapter or config.model.weights is None:
             contents["model.path"] = contents_of_networks(model.policy)

@@ -597,10 +597,7 @@ def test_counts_of_an_iteration() -> None:
     assert result.memory["trajectories (fp32 latents)"] == 4 * 1536 * 6 * 8
     assert result.memory["stored velocities"] == 4 * 1536 * 6 * 4
     # its KL needs those of the rollout too
-    config.objective.ratio, config.train.optimizer_steps = (
-        "centred",
-        2,
-    )
+    config = config.replace({"objective.ratio": "centred", "train.optimizer_steps": 2})
     result = plan(config, tiny_model(config).spec)
     assert result.memory["stored velocities"] == 2 * 4 * 1536 * 6 * 4
 

@@ -17,7 +17,7 @@ from sage_fast.config.loader import leaves, load
 from sage_fast.config.places import placed_plugin
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import heavy_imports, leave_logs
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import VIDEOS, check_new_folder, make_folder_of

@@ -399,6 +399,12 @@ def _checked(settings: Mapping[str, Any]) -> Config:
     return Config(**given[""], **inside)
 
 
+def replaced(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return a copy of `config` with some settings changed, as `Config.replace` does."""
+    present = leaves(dataclasses.asdict(config))
+    return build(_merged(present, leaves(settings)))
+
+
 def dump(config: Config) -> str:
     """Return the resolved tree as YAML."""
     return yaml.dump(
