@@ -8,10 +8,10 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 
+from sage_fast.commands.sources import resumed_settings
 from sage_fast.config.loader import load
 from sage_fast.config.rank_checks import check_choices, check_engine, check_plugins
 from sage_fast.run.preflight import check_named, check_new
-from sage_fast.run.sources import resumed_settings
 from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable

@@ -35,7 +35,7 @@ from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.stop import Stop
 from sage_fast.run_folder import RunFolder, check_weights, iteration_of
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import log_to, wrapped
+from sage_fast.util.console import leave_logs, log_to, wrapped
 from sage_fast.util.errors import RankError, Stopped
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import (
@@ -93,6 +93,7 @@ def train(config: Config, *, callbacks: Sequence[Callback] = (), resume: bool = 
                 run.writer.close()
         barrier()  # wait for rank 0 to write the page
         shutdown()
+    leave_logs()  # what the process does next is not the run's
     return run
 
 

@@ -40,6 +40,8 @@ PADDED = "ranks with fewer forwards make dummy ones"
 REASONS = {
     "algorithm/metrics.py Observer.row": ALWAYS,
     "algorithm/trainable.py check_same_settings": ALWAYS,
+    "commands/eval.py evaluate": ALWAYS,
+    "commands/sample.py _sample": ALWAYS,
     "data/embeddings.py cache_key": SETTINGS,
     "data/embeddings.py encode_cached": AGREED,  # the ranks gather which prompts each has
     "data/prompt_checks.py check_captions": ALWAYS,
