@@ -139,7 +139,10 @@ class Setup:
 
 
 def contents_of(
-    prompts: Mapping[str, Sequence[Prompt]], weights: str | None, rewards: Mapping[str, RewardEntry]
+    prompts: Mapping[str, Sequence[Prompt]],
+    weights: str | None,
+    rewards: Mapping[str, RewardEntry],
+    plugins: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return setting -> what its files and code hold, with a digest: a resume and `compare` tell
     what has changed.
@@ -148,6 +151,7 @@ def contents_of(
         prompts: setting -> its prompts.
         weights: `model.weights`.
         rewards: setting that holds the name of a reward -> the reward, which is loaded.
+        plugins: setting -> `package.module:name` of a choice of the user's own, such as a sampler.
     """
     found = {}
     for key, each in prompts.items():
@@ -163,6 +167,10 @@ def contents_of(
                 arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)
             ]
             found[key] = f"code ({fingerprint(b'', *sorted(_code(file) if file else ()), *named)})"
+    for key, place in (plugins or {}).items():
+        file = file_of(place, key)
+        code = sorted(_code(file)) if file is not None else []
+        found[key] = f"code ({fingerprint(b'', *code)})"
     return found
 
 
@@ -279,7 +287,7 @@ def load_setup(
     sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
     contents = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
-        contents = contents_of(sets, config.model.weights, config.named_rewards)
+        contents = contents_of(sets, config.model.weights, config.named_rewards, config.plugins)
         # else the networks are `model.weights`
         if config.model.trains_adapter or config.model.weights is None:
             contents["model.path"] = contents_of_networks(model.policy)

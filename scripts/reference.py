@@ -83,8 +83,11 @@ def commands_page() -> str:
 
 
 def _values(setting: Setting) -> str:
-    choices = ", ".join(f"`{choice}`" for choice in setting.choices)
-    return choices or kind(setting.type) + f", {setting.range}" * bool(setting.range)
+    if setting.choices:
+        choices = ", ".join(f"`{choice}`" for choice in setting.choices)
+        return f"{choices} or `package.module:name`" if setting.takes_plugin else choices
+    in_words = kind(setting.type)
+    return f"{in_words}, {setting.range}" if setting.range else in_words
 
 
 def _yaml(value: object) -> str:

@@ -331,7 +331,7 @@ def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]
     rounding."""
     config = settings(kl__velocity_term="closed_form", **overrides)
     assert not Objective(config).stores_velocities
-    config.train.optimizer_steps = 2
+    config = config.replace({"train.optimizer_steps": 2})
     assert Objective(config).stores_velocities
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
-from sage_fast.run.sources import check_folder, load_source
+from sage_fast.commands.sources import check_folder, load_source
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedFile, TypedPath
 

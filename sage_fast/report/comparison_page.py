@@ -4,7 +4,7 @@ of each run."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,25 @@ from sage_fast.util.meters import REWARD_PART
 
 
 def write_evaluation(
-    sets: Sequence[VideoSet],
-    watched: tuple[str, ...],
-    count: int,
-    *,
-    folder: Path | None,
-    json: Path | None,
+    found: Comparison, count: int, *, folder: Path | None, json: Path | None
 ) -> None:
-    """Print the table of an evaluation and write the requested files.
+    """Write the requested files of an evaluation.
 
     Args:
-        watched: prefixes of the scores that nothing trains on.
         count: rows of videos on the page.
         folder: where to write `evaluation.md` and `evaluation.html`.
         json: file for all scores.
-
-    Raises:
-        UserError: a set has no prompt in common with the first.
     """
-    found = compare(sets, watched)
-    print(printable(found.text))
     if json is not None:
-        if len(sets) > 1:
+        if len(found.sets) > 1:
             lines = []
             for row in found.rows:
                 cells = dataclasses.asdict(row)
                 lines.append({name: json_value(value) for name, value in cells.items()})
-            sources = {side.label: side.evaluation for side in sets}
+            sources = {side.label: side.evaluation for side in found.sets}
             write_json({"sources": sources, "table": lines}, json)
         else:
-            write_json(sets[0].evaluation, json)
+            write_json(found.sets[0].evaluation, json)
     if folder is not None:
         write_atomic(folder / "evaluation.md", f"{found.text}\n")
         _write_page(folder / "evaluation.html", found, count)
@@ -133,8 +122,9 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     print(printable(found.text))
+    page = folder / "comparison.html"
     _write_page(
-        folder / "comparison.html",
+        page,
         found,
         ROWS if in_common else 0,
         " · ".join(sources),
@@ -142,10 +132,11 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
         charts=_charts(runs),
         settings=settings,
     )
+    print(printable(str(page)))
 
 
 def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of_runs: Any) -> None:
-    """Write a self-contained page and print its path.
+    """Write a self-contained page.
 
     Args:
         count: number of rows of videos to show.
@@ -172,7 +163,6 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
         **(no_runs | of_runs),
     )
     write_atomic(path, page)
-    print(printable(str(path)))
 
 
 def _differing(runs: Mapping[str, RunReport]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sage_fast.algorithm.distilled import distillation_warnings
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.algorithm.transitions import SAMPLERS
+from sage_fast.algorithm.transitions import sampler_row
 from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig
 from sage_fast.models.spec import Distillation
 from sage_fast.run.pace import pace_warning
@@ -38,7 +38,7 @@ def method_of(objective: Objective, sampling: SamplingConfig) -> str:
     words.append(_kl_in_words(objective))
 
     title = surrogate.title
-    if surrogate.scores_rollout and equalized and SAMPLERS[sampler].log_corrected:
+    if surrogate.scores_rollout and equalized and sampler_row(sampler).log_corrected:
         title = f"SAGE-{title}"
     return f"{title}: {', '.join(words)}"
 

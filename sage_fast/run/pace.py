@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sage_fast.algorithm.kl_weight import FEEDBACKS
+from sage_fast.algorithm.kl_weight import feedback_row
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.parallel.ema import ema_decay
 
@@ -44,7 +44,7 @@ def _kl_warmup_steps(resolved: Resolved) -> str | None:
 
 def _history(resolved: Resolved) -> str | None:
     kl = resolved.objective.kl
-    if not resolved.objective.kl_acts or FEEDBACKS[kl.feedback].factors is None:
+    if not resolved.objective.kl_acts or feedback_row(kl.feedback).factors is None:
         return None
     if kl.history < _updates(resolved):
         return None

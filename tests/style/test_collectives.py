@@ -41,6 +41,8 @@ REASONS = {
     "algorithm/metrics.py Observer.row": ALWAYS,
     "algorithm/trainable.py check_same_settings": ALWAYS,
     "callbacks/training_videos.py TrainingVideos.on_rollout_end": SETTINGS,
+    "commands/eval.py evaluate": ALWAYS,
+    "commands/sample.py _sample": ALWAYS,
     "data/embeddings.py cache_key": SETTINGS,
     "data/embeddings.py encode_cached": AGREED,  # the ranks gather which prompts each has
     "data/prompt_checks.py check_captions": ALWAYS,
