@@ -172,37 +172,12 @@ def plan(
     check_heads(sharing, spec.heads)
     policy = _meta_policy(spec, tuple(vars(model).items()))
     resolved = Resolved(config)
-    strategy = resolved.objective.strategy
     cost = spec.cost(config)
     latent = spec.latent_shape(config.sampling)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    decoder = float(model.element_bytes * cost.decoder_weights)
-
-    # -- memory: what is there beside the training, and what training then has room for
-    other_bytes = {"autoencoder": decoder}
-    for name, size in rewards.items():
-        if size:
-            other_bytes[name] = size
-    room = training_room(
-        resolved, spec, policy, gpu_memory - sum(other_bytes.values()), ranks=ranks
+    checkpointing, memory = _memory(
+        resolved, spec, policy, ranks=ranks, gpu_memory=gpu_memory, chosen=chosen, rewards=rewards
     )
-    checkpointing, graphs = fit_training(resolved, policy, cost, room, chosen)
-    activations = checkpointing.mean(cost.activations)
-    graphs = cost.graphs_within(room - activations, graphs)
-    local_samples, stored = stored_rollouts(resolved, spec, ranks // sharing)
-    if not config.sampling.offload_trajectories:
-        other_bytes |= stored
-    if graphs:
-        other_bytes["CUDA graphs"] = graphs
-    engine = engine_memory(model, train, strategy, policy, ranks)
-    chooses = "auto chooses" if model.gradient_checkpointing == "auto" else "checkpointing"
-    memory = {
-        **engine.by_label(),
-        **other_bytes,
-        f"activations, {chooses} {checkpointing}": activations,
-    }
-
-    # -- work
     forwards, busiest_rollout = _forwards(resolved, ranks // sharing)
     work = flops(
         cost,
@@ -211,16 +186,9 @@ def plan(
         checkpointing=checkpointing,
         frozen_base=model.trains_adapter,
     )
+    local_samples, _ = stored_rollouts(resolved, spec, ranks // sharing)
     busiest = dict.fromkeys(work, local_samples / train.samples / sharing)
     busiest["rollout"] = busiest_rollout / sharing
-
-    # -- disk
-    checkpoint = checkpoint_bytes(model, train, strategy, policy)
-    kept = train.keep_checkpoints + 1  # with the one that is being written
-    checkpoints = f"checkpoints: {train.keep_checkpoints}, and one being written"
-    if train.keep_best:
-        kept += 1
-        checkpoints = f"checkpoints: {train.keep_checkpoints}, the best, and one being written"
     return Plan(
         parameters=base,
         trainable=sum(p.numel() for p in policy.parameters().values()),
@@ -240,14 +208,62 @@ def plan(
         memory=memory,
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         engine=train.engine,
-        loaded=float(model.element_bytes * base) + decoder,
-        checkpoint=checkpoint,
-        disk={
-            checkpoints: kept * checkpoint,
-            "weights: final": _exported_bytes(model, policy),
-        },
+        loaded=float(model.element_bytes * (base + cost.decoder_weights)),
+        checkpoint=checkpoint_bytes(model, train, resolved.objective.strategy, policy),
+        disk=_disk(config, resolved.objective.strategy, policy),
         gpu_memory=gpu_memory,
     )
+
+
+def _memory(
+    resolved: Resolved,
+    spec: Spec,
+    policy: Policy,
+    *,
+    ranks: int,
+    gpu_memory: float,
+    chosen: CheckpointPlan | None,
+    rewards: Mapping[str, float | None],
+) -> tuple[CheckpointPlan, dict[str, float]]:
+    """Return what a backward recomputes, and part -> bytes on each GPU while it trains; arguments
+    as of `plan`."""
+    config = resolved.config
+    model, sharing = config.model, config.model.sequence_parallel
+    cost = spec.cost(config)
+
+    # What is there beside the training, and what training then has room for.
+    others = {"autoencoder": float(model.element_bytes * cost.decoder_weights)}
+    for name, size in rewards.items():
+        if size:
+            others[name] = size
+    room = training_room(resolved, spec, policy, gpu_memory - sum(others.values()), ranks=ranks)
+    checkpointing, graphs = fit_training(resolved, policy, cost, room, chosen)
+    activations = checkpointing.mean(cost.activations)
+    graphs = cost.graphs_within(room - activations, graphs)
+
+    _, stored = stored_rollouts(resolved, spec, ranks // sharing)
+    if not config.sampling.offload_trajectories:
+        others |= stored
+    if graphs:
+        others["CUDA graphs"] = graphs
+    engine = engine_memory(model, config.train, resolved.objective.strategy, policy, ranks)
+    chooses = "auto chooses" if model.gradient_checkpointing == "auto" else "checkpointing"
+    of_activations = {f"activations, {chooses} {checkpointing}": activations}
+    return checkpointing, engine.by_label() | others | of_activations
+
+
+def _disk(config: Config, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
+    """Return part -> bytes of the run folder, at most."""
+    train = config.train
+    count = train.keep_checkpoints + 1  # with the one that is being written
+    label = f"checkpoints: {train.keep_checkpoints}, and one being written"
+    if train.keep_best:
+        count += 1
+        label = f"checkpoints: {train.keep_checkpoints}, the best, and one being written"
+    return {
+        label: count * checkpoint_bytes(config.model, train, strategy, policy),
+        "weights: final": _exported_bytes(config.model, policy),
+    }
 
 
 def _forwards(resolved: Resolved, ranks: int) -> tuple[dict[str, int], float]:
