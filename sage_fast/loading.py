@@ -1,4 +1,4 @@
-"""Loading that all commands share: the prompts, rewards and model of their settings."""
+"""What sampling and training need, loaded as the settings say: prompts, rewards and the model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sage_fast.algorithm.trainable import check_same_settings
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.reward_names import place_of_reward
 from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
+from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompt_checks import (
     check_captions,
     check_prompt_sets,
@@ -30,17 +31,27 @@ from sage_fast.data.prompts import (
     metadata_of,
     negatives_of,
 )
+from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards
+from sage_fast.rewards.interface import Scorer
 from sage_fast.rewards.objects import digest, name_rewards
+from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import step_graphs
-from sage_fast.rollout.setup import Setup
+from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.files import fingerprint
 from sage_fast.util.plugins import file_of
 from sage_fast.util.process_group import initialize
-from sage_fast.util.ranks import join_sequence_group, local_device, rank, world_size
+from sage_fast.util.ranks import (
+    check_agreement,
+    join_sequence_group,
+    local_device,
+    rank,
+    world_size,
+)
 
 
 def resolve(config: Config) -> Resolved:
@@ -74,6 +85,77 @@ def with_reward_objects(config: Config, reward_funcs: object) -> tuple[Config, d
         metadata_of(train_prompts),
         str(local_device()),
     )
+
+
+@dataclasses.dataclass(kw_only=True)
+class Setup:
+    """What sampling and training need, as `load_setup` returns it; `encode` fills `embeddings`.
+
+    Attributes:
+        judge: reward that evaluations alone use.
+        graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run
+            without.
+        prompts, eval_prompts: keys (`Prompt.key`).
+        captions: key -> what to encode, for these, the empty and the negative prompts.
+        negatives: key -> negative prompt, where it is not empty.
+        contents: setting -> what its files and code hold, with a digest; on rank 0.
+        eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
+    """
+
+    resolved: Resolved
+    model: Model
+    reward: Scorer
+    prompts: list[str]
+    eval_prompts: list[str]
+    judge: Scorer | None = None
+    graphs: StepGraphs | None = None
+    captions: dict[str, Caption] = dataclasses.field(default_factory=dict)
+    negatives: dict[str, str] = dataclasses.field(default_factory=dict)
+    contents: dict[str, str] = dataclasses.field(default_factory=dict)
+    eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
+    embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+    def encode(self, cache: Path | None = None) -> None:
+        """Embed all prompts, each on one rank; see `encode_cached`. Collective.
+
+        Args:
+            cache: the folder to use unless `data.embedding_cache` is set; None keeps nothing on
+                disk.
+        """
+        self._check_same_prompts()
+        configured = self.config.data.embedding_cache
+        folder = Path(configured) if configured else cache
+        spec, sampling = self.model.spec, self.config.sampling
+        found = encode_cached(
+            self.captions,
+            lambda: self.model.load_encoder(sampling),
+            folder,
+            cache_key(spec, self.config.model.dtype, folder, sampling),
+            spec.condition,
+        )
+        self.embeddings = {
+            key: dataclasses.replace(
+                made, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1])
+            )
+            for key, made in found.items()
+        }
+
+    def _check_same_prompts(self) -> None:
+        """Check that all ranks have read the same prompts: each node may have a copy of the file.
+
+        Collective.
+        """
+        negatives = sorted(self.negatives.items())
+        read = {
+            "data.prompts": (self.prompts, negatives),
+            "data.eval_prompts": (self.eval_prompts, negatives, self.eval_seeds),
+        }
+        digests = {name: fingerprint(repr(content).encode()) for name, content in read.items()}
+        check_agreement(digests, ": copy the prompt file to every node")
 
 
 def contents_of(
@@ -205,9 +287,7 @@ def load_setup(
             [prompt.key for prompt in group] for group in (train_prompts, eval_prompts)
         )
         metadata = metadata_of([*train_prompts, *eval_prompts])
-        reward, judge = load_rewards(
-            config, keys, eval_keys, metadata, spec.fps, reward_objects
-        )
+        reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps, reward_objects)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = resolved.objective.surrogate

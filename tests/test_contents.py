@@ -17,7 +17,7 @@ from sage_fast.loading import contents_of, contents_of_networks, load_setup, res
 from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
 from sage_fast.run.claim import run_facts
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_model, train
 

@@ -23,7 +23,7 @@ from sage_fast.algorithm.transitions import (
 from sage_fast.cli import main
 from sage_fast.config.loader import build, load
 from sage_fast.config.rank_checks import check_plugins
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_trainer, train
 

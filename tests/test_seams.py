@@ -15,7 +15,7 @@ from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec
 from sage_fast.models.registry import SHIPPED, family
 from sage_fast.models.spec import Spec
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import registered
 

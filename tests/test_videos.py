@@ -269,14 +269,15 @@ def test_the_dry_run_names_it(without_libx264: Path) -> None:
 
 
 def test_a_run_ends_before_anything_is_loaded_or_written(
-    without_libx264: Path, tmp_path: Path
+    without_libx264: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*about: object, **more: object) -> Any:
         raise AssertionError("the model was loaded")
 
+    monkeypatch.setattr(train, "load_setup", load)
     config = settings(output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=CANNOT):
-        train.train(config, load, lambda *about: None)
+        train.train(config)
     assert not (tmp_path / "run").exists()
 
 

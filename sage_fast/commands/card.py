@@ -18,7 +18,7 @@ from sage_fast.eval.comparison import compare
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import wrapped
 
 log = logging.getLogger(__name__)

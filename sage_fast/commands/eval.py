@@ -14,8 +14,8 @@ from sage_fast.config.loader import load
 from sage_fast.config.places import placed_plugin
 from sage_fast.config.schema import Config
 from sage_fast.eval.candidate import Candidate, notes_on
-from sage_fast.run.folder import RunFolder
 from sage_fast.run.sources import labelled, load_run
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, check_new_folder, make_folder_of

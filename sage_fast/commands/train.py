@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 
 from sage_fast.config.loader import load
 from sage_fast.config.rank_checks import check_choices, check_engine, check_plugins
-from sage_fast.run.folder import RunFolder
 from sage_fast.run.preflight import check_named, check_new
 from sage_fast.run.sources import resumed_settings
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
@@ -83,15 +83,13 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         if not resume:
             check_new(config.output)
     with heavy_imports("train"):
-        from sage_fast.loading import load_setup
-        from sage_fast.report.page import report_run
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.train import train
 
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):
-        train(config, load_setup, report_run, resume=resume)
+        train(config, resume=resume)
 
 
 def _check_gpus(o: argparse.Namespace) -> None:

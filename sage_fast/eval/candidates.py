@@ -23,11 +23,10 @@ from sage_fast.eval.evaluation import Chunk, Chunks, evaluate, rewards_of, score
 from sage_fast.eval.playback import read_clip
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
-from sage_fast.loading import load_setup, resolve
+from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.models.load import find_spec
 from sage_fast.rewards import Judge, load_rewards
 from sage_fast.rewards.interface import Scorer
-from sage_fast.rollout.setup import Setup
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, check_new_folder, writing
 from sage_fast.util.process_group import initialize

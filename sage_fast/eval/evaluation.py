@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.loading import Setup
 from sage_fast.models.interface import pass_lengths
 from sage_fast.rewards.interface import Pending, Scorer, join_scores
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import gather_checked
-from sage_fast.rollout.setup import Setup
 from sage_fast.util.captions import split_key
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError

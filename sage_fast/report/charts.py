@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from sage_fast.run.folder import LARGEST
+from sage_fast.run_folder import LARGEST
 from sage_fast.util.meters import REWARD_PART
 from sage_fast.util.profiling import PHASES, WAIT
 

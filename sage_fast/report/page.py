@@ -22,7 +22,7 @@ from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cards, render
-from sage_fast.run.folder import STEPS, RunFolder
+from sage_fast.run_folder import STEPS, RunFolder
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError

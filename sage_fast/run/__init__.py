@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 
 
 def read_metrics(folder: str | Path) -> Any:

@@ -19,9 +19,9 @@ from typing import Any
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import Config
-from sage_fast.run.folder import SKIPPED, RunFolder, iteration_of, iteration_of_weights
 from sage_fast.run.preflight import check_new
 from sage_fast.run.resume import check_kept
+from sage_fast.run_folder import SKIPPED, RunFolder, iteration_of, iteration_of_weights
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RunError, UserError, reason
 from sage_fast.util.files import (
@@ -386,6 +386,14 @@ def record_checkpoint(run: RunFolder, iteration: int) -> None:
         write_json({**run.facts, "checkpoint": iteration}, run.facts_file)
     except (OSError, UserError) as error:
         log.info(wrapped(f"note: the checkpoint is not named in run.json: {reason(error)}"))
+
+
+def record_stop(run: RunFolder, reason_given: str) -> None:
+    """Write into `run.json` why a callback has ended the run; a failure is a note."""
+    try:
+        write_json({**run.facts, "stopped": reason_given}, run.facts_file)
+    except (OSError, UserError) as error:
+        log.info(wrapped(f"note: the reason is not in run.json: {reason(error)}"))
 
 
 def remove_partials(folder: Path) -> None:

@@ -18,7 +18,7 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.places import is_moved
 from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.errors import UserError
 
 Kind = Literal["kept", "held", "converted", "free"]
@@ -277,6 +277,9 @@ CHECKPOINT = {
     ),
     "anchor_step": "restored; 0 where the anchor is the start",
     "anchor_is_current": "restored",
+    "callbacks": (
+        "restored: the state of each callback by its name; a note where one has none, or is gone"
+    ),
     "prompts": "converted where `train.prompts_per_iteration` or the prompts differ",
     "rounding": (
         "restored: the KL that rounding makes; measured again where `sampling.steps` differ"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sage_fast.config.loader import keys_of, load
 from sage_fast.config.schema import Config
-from sage_fast.run.folder import RunFolder, check_weights, fault_of_weights, iteration_of
+from sage_fast.run_folder import RunFolder, check_weights, fault_of_weights, iteration_of
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import expanded

@@ -38,9 +38,9 @@ from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import fit_training, training_room
 from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.rewards.load import check_prompts, dry_run_reward, reward_bytes
-from sage_fast.run.folder import RunFolder
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.train import check_here
+from sage_fast.run_folder import RunFolder
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes

@@ -74,7 +74,7 @@ REASONS = {
     "rollout/samples.py SampleRollouts.finished": PADDED,
     "rollout/scoring.py VideoScorer.finish": ALWAYS,
     "rollout/scoring.py gather_scores": ALWAYS,
-    "rollout/setup.py Setup._check_same_prompts": ALWAYS,
+    "loading.py Setup._check_same_prompts": ALWAYS,
     "run/checkpoint.py TrainingState.__init__": AGREED,
     "run/checkpoint.py _fault": AGREED,
     "run/checkpoint.py load_checkpoint": AGREED,
