@@ -18,6 +18,7 @@ from sage_fast.callbacks.built_in import built_in
 from sage_fast.callbacks.dispatch import CallbackError, Callbacks
 from sage_fast.callbacks.evaluations import Evaluations, check_pairs
 from sage_fast.callbacks.interface import Callback
+from sage_fast.callbacks.load import load_callbacks
 from sage_fast.callbacks.trackers import check_trackers
 from sage_fast.callbacks.writer import MetricsWriter
 from sage_fast.config.loader import dump, leaves
@@ -71,7 +72,8 @@ def train(config: Config, *, callbacks: Sequence[Callback] = (), resume: bool = 
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
     check_here(config, resume=resume)
     evaluations = Evaluations()
-    called = Callbacks(callbacks, built_in(evaluations))
+    users = [*load_callbacks(config), *callbacks]
+    called = Callbacks(users, built_in(evaluations))
 
     folder = Path(config.output)
     with Stop(config.train.grace_seconds) as signals, claim.locked(folder) as own_claim:
