@@ -38,6 +38,7 @@ from sage_fast.models.policy import Policy
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rewards.interface import Scorer
+from sage_fast.rewards.objects import digest, name_rewards
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.util.captions import Caption, prompt_key, split_key
@@ -65,6 +66,25 @@ def resolve(config: Config) -> Resolved:
     check_same_settings(config)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
     return Resolved(config)
+
+
+def with_reward_objects(config: Config, reward_funcs: object) -> tuple[Config, dict[str, Any]]:
+    """Put rewards that a program gave as objects into the settings, as `name_rewards` does.
+
+    Returns:
+        The settings, and setting that holds the name of a reward -> what to call, for `load_setup`.
+
+    Raises:
+        UserError: as `name_rewards`, or a prompt file cannot be read.
+    """
+    train_prompts, _ = configured_prompts(config.data)
+    return name_rewards(
+        config,
+        reward_funcs,
+        [prompt.key for prompt in train_prompts],
+        metadata_of(train_prompts),
+        str(local_device()),
+    )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -143,6 +163,7 @@ def contents_of(
     weights: str | None,
     rewards: Mapping[str, RewardEntry],
     plugins: Mapping[str, str] | None = None,
+    objects: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Return setting -> what its files and code hold, with a digest: a resume and `compare` tell
     what has changed.
@@ -152,6 +173,8 @@ def contents_of(
         weights: `model.weights`.
         rewards: setting that holds the name of a reward -> the reward, which is loaded.
         plugins: setting -> `package.module:name` of a choice of the user's own, such as a sampler.
+        objects: setting that holds the name of a reward -> the reward itself, as
+            `with_reward_objects` returns them.
     """
     found = {}
     for key, each in prompts.items():
@@ -161,7 +184,9 @@ def contents_of(
     if weights is not None:
         found["model.weights"] = f"weights ({fingerprint(b'', weights)})"
     for key, entry in rewards.items():
-        if not entry.is_address:
+        if entry.is_object:
+            found[key] = digest((objects or {}).get(key))
+        elif not entry.is_address:
             file = file_of(place_of_reward(entry.name, key), key)
             named = [
                 arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)
@@ -227,6 +252,7 @@ def load_setup(
     attention: AttentionBackend | None = None,
     *,
     rewards: bool = True,
+    reward_objects: Mapping[str, Any] | None = None,
 ) -> Setup:
     """Load prompts, rewards and the model, in this order: errors that are cheap to find come first.
 
@@ -237,6 +263,7 @@ def load_setup(
         prompts: replace the configured prompt files, for training and evaluation.
         attention: replaces `model.attention`.
         rewards: False for commands that only sample; `Setup.reward` is then empty.
+        reward_objects: as `with_reward_objects` returns them.
 
     Raises:
         UserError: something that the settings name is missing or does not fit.
@@ -260,7 +287,7 @@ def load_setup(
             [prompt.key for prompt in group] for group in (train_prompts, eval_prompts)
         )
         metadata = metadata_of([*train_prompts, *eval_prompts])
-        reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps)
+        reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps, reward_objects)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = resolved.objective.surrogate
@@ -287,7 +314,13 @@ def load_setup(
     sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
     contents = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
-        contents = contents_of(sets, config.model.weights, config.named_rewards, config.plugins)
+        contents = contents_of(
+            sets,
+            config.model.weights,
+            config.named_rewards,
+            config.plugins,
+            reward_objects,
+        )
         # else the networks are `model.weights`
         if config.model.trains_adapter or config.model.weights is None:
             contents["model.path"] = contents_of_networks(model.policy)

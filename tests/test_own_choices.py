@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from sage_fast.run_folder import RunFolder
 from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_trainer, train
 
+REPOSITORY = Path(__file__).parent.parent
 MODULE = '''
 import torch
 
@@ -118,6 +120,31 @@ def test_all_four_train_from_a_settings_file(folder: Path) -> None:
     found = tiny_trainer(settings(**chosen)).iteration(0)
     assert found["loss"] != tiny_trainer(settings()).iteration(0)["loss"]
     assert found["velocity_grad_norm"] is not None
+
+
+def test_the_page_trains_as_it_is_written(tmp_path: Path) -> None:
+    """docs/how-to/extend.md: its settings, and its Python as one module beside them."""
+    page = (REPOSITORY / "docs" / "how-to" / "extend.md").read_text()
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    python = [text for language, text in found if language == "python"]
+    (yaml,) = (text for language, text in found if language == "yaml")
+    (tmp_path / "my_choices.py").write_text("\n".join(python))
+    (tmp_path / "config.yaml").write_text(yaml)
+
+    written = load(tmp_path / "config.yaml")
+    given = dict(written.plugins) | {"kl.lambda_max": 0.1}
+    config = settings(**{name.replace(".", "__"): value for name, value in given.items()})
+    assert sorted(written.plugins) == [
+        "kl.feedback",
+        "kl.strategy",
+        "objective.surrogate",
+        "sampling.sampler",
+    ]
+    trainer = tiny_trainer(config)
+    row = trainer.iteration(0)
+    assert row["loss"] == row["loss"]  # not NaN
+    assert trainer.objective.surrogate.title == "CISPO"
+    assert trainer.kl.row.factors == (1.1, 0.9)
 
 
 def test_a_sampler_of_ones_own_equals_its_formula(folder: Path) -> None:

@@ -214,10 +214,12 @@ def train(
     report: Callable[[Path, bool, bool], object] = lambda *about: None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
+    reward_funcs: object = None,
 ) -> Path:
     """Train as `sage-fast train` does, by default without a page; return the run folder."""
     with mock.patch("sage_fast.callbacks.page.report_run", report):
-        return run.train(config, callbacks=callbacks, resume=resume).folder
+        done = run.train(config, callbacks=callbacks, reward_funcs=reward_funcs, resume=resume)
+    return done.folder
 
 
 def paper_trainer(folder: Path, **overrides: Any) -> Trainer:

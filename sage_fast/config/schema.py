@@ -51,6 +51,9 @@ MOST_SAMPLES, MOST_PIXELS = 2**20, 2**34
 """
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
+OBJECT = "object:"
+"""Prefix of `reward.name` for a reward that a program gave as an object, which no name can import.
+"""
 MODEL_NAMES = ("testbed", "testbed-i2v")
 """Checkpoints that come with the package, by what `model.path` calls them."""
 PROMPT_SETS = ("testbed:train", "testbed:heldout")
@@ -256,6 +259,11 @@ class RewardEntry(Section):
     def is_address(self) -> bool:
         """Whether the name is the address of a server of rewards."""
         return self.name.startswith(("http://", "https://"))
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the reward is an object of the program that trained, which no name can import."""
+        return self.name.startswith(OBJECT)
 
     @property
     def needed(self) -> set[str]:

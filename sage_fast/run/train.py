@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from sage_fast.callbacks.writer import MetricsWriter
 from sage_fast.config.loader import dump, leaves
 from sage_fast.config.rank_checks import check_engine
 from sage_fast.config.schema import Config
-from sage_fast.loading import Setup, load_setup
+from sage_fast.loading import load_setup, with_reward_objects
 from sage_fast.models.policy import State
 from sage_fast.parallel.stored_rollouts import check_trajectories
 from sage_fast.run import claim, read_metrics
@@ -51,12 +51,20 @@ from sage_fast.util.videos import check_encoder
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, *, callbacks: Sequence[Callback] = (), resume: bool = False) -> Run:
+def train(
+    config: Config,
+    *,
+    callbacks: Sequence[Callback] = (),
+    reward_funcs: object = None,
+    resume: bool = False,
+) -> Run:
     """Train as the settings say, and write a run folder. Collective.
 
     Args:
         config: the settings; the run is in the folder `output`.
         callbacks: called after those of the setting `callbacks`, and before the run's own.
+        reward_funcs: replace the rewards of the settings: a function (videos, prompts) -> `[B]`, or
+            part -> `[B]`; an object or class with such a method `score`; or a list of them.
         resume: continue the run in the folder, from its newest checkpoint.
 
     Returns:
@@ -67,6 +75,9 @@ def train(config: Config, *, callbacks: Sequence[Callback] = (), resume: bool = 
         Stopped: after a signal. Like most errors it leaves a checkpoint for `resume`.
     """
     initialize(config.timeout_minutes)
+    reward_objects: dict[str, Any] = {}
+    if reward_funcs is not None:
+        config, reward_objects = with_reward_objects(config, reward_funcs)
     check_same_settings(config, resume=resume)
     resolved = check_trainable(config)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
@@ -77,7 +88,9 @@ def train(config: Config, *, callbacks: Sequence[Callback] = (), resume: bool = 
 
     folder = Path(config.output)
     with Stop(config.train.grace_seconds) as signals, claim.locked(folder) as own_claim:
-        run = Run(resolved, signals, own_claim, called, resume=resume)
+        run = Run(
+            resolved, signals, own_claim, called, resume=resume, reward_objects=reward_objects
+        )
         try:
             run.iterate()
             run.claim.check()
@@ -120,6 +133,7 @@ class Run:
         own_claim: to the output folder, which is locked.
         callbacks: what is called besides the algorithm.
         resume: continue the run in the folder.
+        reward_objects: as for `load_setup`.
 
     Attributes:
         config: the settings.
@@ -144,6 +158,7 @@ class Run:
         callbacks: Callbacks,
         *,
         resume: bool,
+        reward_objects: Mapping[str, Any],
     ) -> None:
         self.config = resolved.config
         self.folder = Path(self.config.output)
@@ -160,7 +175,10 @@ class Run:
 
         check_encoder()
         run = RunFolder(self.folder)
-        self.setup = self._load(resolved, run, resume=resume)
+        attention = self.config.model.attention
+        if resume and attention == "auto":  # a new measurement could change the bits
+            attention = run.facts.get("attention", attention)
+        self.setup = load_setup(resolved, attention=attention, reward_objects=reward_objects)
         trajectories = check_trajectories(resolved, self.setup.model)
         lacks_before = resume and not check_pairs(self.setup, self.folder)
 
@@ -345,12 +363,6 @@ class Run:
         )
 
     # -- the start ---------------------------------------------------------------------------------
-
-    def _load(self, resolved: Resolved, run: RunFolder, *, resume: bool) -> Setup:
-        attention = resolved.config.model.attention
-        if resume and attention == "auto":  # a new measurement could change the bits
-            attention = run.facts.get("attention", attention)
-        return load_setup(resolved, attention=attention)
 
     def _resume(self) -> None:
         """Restore the newest intact checkpoint, if there is one, and put the new settings into the
