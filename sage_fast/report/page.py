@@ -151,6 +151,28 @@ def checks(
         dropped = float(np.nansum(column(rows, "reward/dropped")))
         yield Check("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
     judged = [row for row in gains if row.gain_margin is not None]
+    yield from _checks_of_evaluations(judged, hacking)
+    start, end = early("reward/mean"), late("reward/mean")
+    if long_enough and judged and start is not None and end is not None:
+        training = format_number(end - start, 3, sign=True)
+        heldout = format_number(judged[0].gain or 0, 3, sign=True)
+        text = f"training {training} from first to last quarter, held-out {heldout}"
+        yield Check(
+            "Training reward against held-out reward",
+            text,
+            end > start and judged[0].direction == "down",
+        )
+    if rows:
+        gaps = 0
+        for row in rows:
+            if any(json_value(value) is None for value in row.values()):
+                gaps += 1
+        yield Check("Iterations with a value that is not finite", str(gaps), gaps > 0)
+
+
+def _checks_of_evaluations(judged: Sequence[Row], hacking: str | None) -> Iterator[Check]:
+    """Yield the checks that evaluations alone decide; arguments as of `checks`, gains with an
+    interval."""
     parts = [row for row in judged[1:] if not row.score.startswith(JUDGE_PART)]
     if len(parts) > 1:
         risen = [row.score for row in parts if row.direction == "up"]
@@ -169,22 +191,6 @@ def checks(
         yield Check(
             "Held-out reward against the judge", hacking or f"judge: {change}", hacking is not None
         )
-    start, end = early("reward/mean"), late("reward/mean")
-    if long_enough and judged and start is not None and end is not None:
-        training = format_number(end - start, 3, sign=True)
-        heldout = format_number(judged[0].gain or 0, 3, sign=True)
-        text = f"training {training} from first to last quarter, held-out {heldout}"
-        yield Check(
-            "Training reward against held-out reward",
-            text,
-            end > start and judged[0].direction == "down",
-        )
-    if rows:
-        gaps = 0
-        for row in rows:
-            if any(json_value(value) is None for value in row.values()):
-                gaps += 1
-        yield Check("Iterations with a value that is not finite", str(gaps), gaps > 0)
 
 
 def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:

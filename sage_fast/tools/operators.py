@@ -237,23 +237,7 @@ def inputs(
         return layout(values.to(dtype_of(of)))
 
     if operator.startswith("transition"):
-        x, v, v_uncond, v_anchor = (random(*shape, of=i) for i in range(4))
-        if coefs is None:
-            table = transition_table(sigma_schedule(10, 5.0), "flow", 0.7).window(0, 9)
-            coefs = table.coefficients()
-        coefs = layout(coefs.to(device))
-        step = torch.tensor(STEP, device=device)
-        if optional:
-            # ten take all rows
-            step = layout(torch.arange(6, 6 + 3 * shape[0], 3, device=device) % 10)
-        lowest, highest = -(2**63), 2**63 - 1
-        seed = layout(torch.randint(lowest, highest, shape[:1], device=device))
-        guidance = (v_uncond, 6.0) if optional else (None, None)
-        if operator == "transition_step":
-            return [x, v, *guidance, coefs, step, seed]
-        x_next = layout(registered("transition_step")(x, v, *guidance, coefs, step, seed)[0])
-        v_old, beta = (random(*shape, of=4), 0.3) if optional else (None, None)
-        return [x, x_next, v, *guidance, v_anchor, v_old, coefs, step, beta]
+        return _transition_inputs(operator, shape, random, layout, coefs, optional=optional)
     if operator == "norm_rotate":
         batch, tokens, texts, heads, width = shape
         angles = 6.3 * torch.rand(tokens, width // 2, device=device)
@@ -264,20 +248,59 @@ def inputs(
         return [joint, text, *weights, rotary, 1e-6]
     if operator == "norm_silu":
         x = random(*shape).permute(0, 4, 1, 2, 3)
-        return [
-            x,
-            random(shape[4], of=1)[:, None, None, None],
-            shape[4] ** 0.5,
-            torch.empty_like(x),
-        ]
+        weight = random(shape[4], of=1)[:, None, None, None]
+        return [x, weight, shape[4] ** 0.5, torch.empty_like(x)]
+
     batch, _, width = shape
     if operator == "adapter_rows":
         return [random(*shape), random(min(width, 64), width), True]
     # chunks, as the model has them
-    rows = torch.randn(batch, 6, width, device=device).to(dtype_of(1)).unbind(1)
-    if operator == "gated_sum":
-        return [random(*shape), random(*shape), layout(rows[0])]
-    modulation = [layout(row) for row in rows]
-    if operator == "norm_modulate":
-        return [random(*shape), *modulation[:2], 1e-6]
-    return [random(*shape), random(*shape), *modulation[:3], 1e-6]
+    chunks = torch.randn(batch, 6, width, device=device).to(dtype_of(1)).unbind(1)
+    sequences, modulations, more = TOKEN_INPUTS[operator]
+    inputs = [random(*shape) for _ in range(sequences)]
+    return [*inputs, *(layout(chunk) for chunk in chunks[:modulations]), *more]
+
+
+TOKEN_INPUTS: dict[str, tuple[int, int, tuple[float, ...]]] = {
+    "gated_sum": (2, 1, ()),
+    "norm_modulate": (1, 2, (1e-6,)),
+    "gated_norm": (2, 3, (1e-6,)),
+}
+"""Operator on tokens -> number of its sequences, number of its rows of modulation, and its last
+argument, the epsilon of the norm."""
+
+
+def _transition_inputs(
+    operator: str,
+    shape: Sequence[int],
+    random: Callable[..., Tensor],
+    layout: Layout,
+    coefs: Tensor | None,
+    *,
+    optional: bool,
+) -> list[Any]:
+    """Make the arguments of a transition; those that are not named are as for `inputs`.
+
+    Args:
+        random: makes a tensor of a size, in the dtype of this number.
+    """
+    x, v, v_uncond, v_anchor = (random(*shape, of=i) for i in range(4))
+    device, count = x.device, len(x)
+    if coefs is None:
+        table = transition_table(sigma_schedule(10, 5.0), "flow", 0.7).window(0, 9)
+        coefs = table.coefficients()
+    coefs = layout(coefs.to(device))
+    step = torch.tensor(STEP, device=device)
+    if optional:
+        # ten take all rows
+        step = layout(torch.arange(6, 6 + 3 * count, 3, device=device) % 10)
+    lowest, highest = -(2**63), 2**63 - 1
+    seed = layout(torch.randint(lowest, highest, (count,), device=device))
+    guidance = (v_uncond, 6.0) if optional else (None, None)
+    if operator == "transition_step":
+        return [x, v, *guidance, coefs, step, seed]
+    x_next = layout(registered("transition_step")(x, v, *guidance, coefs, step, seed)[0])
+    v_old, beta = None, None
+    if optional:
+        v_old, beta = random(*shape, of=4), 0.3
+    return [x, x_next, v, *guidance, v_anchor, v_old, coefs, step, beta]
