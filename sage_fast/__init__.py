@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sage_fast.callbacks.interface import Callback as Callback
     from sage_fast.callbacks.interface import Histogram as Histogram
     from sage_fast.callbacks.interface import Rollouts as Rollouts
+    from sage_fast.callbacks.profiler import Profiler as Profiler
     from sage_fast.commands.eval import evaluate as evaluate
     from sage_fast.commands.sample import sample as sample
     from sage_fast.config.loader import build as build
@@ -76,6 +77,7 @@ _MODULES = {
     "Callback": "sage_fast.callbacks.interface",
     "Rollouts": "sage_fast.callbacks.interface",
     "Histogram": "sage_fast.callbacks.interface",
+    "Profiler": "sage_fast.callbacks.profiler",
     "Trainer": "sage_fast.trainer",
     # the algorithm and its operators
     "sigma_schedule": "sage_fast.algorithm.transitions",

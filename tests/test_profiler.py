@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.callbacks.profiler import Profiler
+from sage_fast import Profiler
 from sage_fast.config.loader import build
 from sage_fast.util import profiling
 from sage_fast.util.errors import UserError
