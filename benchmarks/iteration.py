@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from sage_fast.benchmarks.stock import STOCK, StockDecoder, StockPolicy
-from sage_fast.benchmarks.timing import Save, quiet, save_nothing
+from sage_fast.benchmarks.timing import Save, save_nothing
 
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup, resolve
@@ -24,7 +24,7 @@ from sage_fast.parallel.muon import Muon
 from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.tools.harness import head_line
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import progress
+from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment
 
 log = logging.getLogger(__name__)

@@ -4,13 +4,10 @@ by row."""
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-
-from sage_fast.util import console
 
 Save = Callable[[Mapping[str, Any]], object]
 """Called with the result of a benchmark after every row, since the next row may hang."""
@@ -44,14 +41,3 @@ def fresh_compilation() -> Iterator[None]:
     torch.compiler.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Print only errors within the block."""
-    before = console._screen.level
-    console._screen.setLevel(max(before, logging.ERROR))
-    try:
-        yield
-    finally:
-        console._screen.setLevel(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ from sage_fast.algorithm.advantages import (
     group_advantages,
     small_groups,
 )
-from sage_fast.algorithm.iteration_plan import IterationPlan, Transition, plan_iteration
+from sage_fast.algorithm.iteration_plan import (
+    IterationPlan,
+    Sample,
+    Transition,
+    plan_iteration,
+)
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import Observer
 from sage_fast.algorithm.objective import (
@@ -55,6 +60,35 @@ from sage_fast.util.seeding import derive_seed
 log = logging.getLogger(__name__)
 
 
+class TrainerHooks:
+    """What a trainer calls while it works. Each method does nothing; a run overrides them.
+
+    All but `pause` are called on all ranks at the same point.
+    """
+
+    def pause(self) -> None:
+        """Called between the steps of a rollout, on each rank alone; may raise `Stopped`."""
+
+    def videos_wanted(self, samples: Sequence[Sample]) -> Collection[int]:
+        """Return the indices of this rank's samples whose videos `after_rollout` needs."""
+        return ()
+
+    def after_rollout(self, iteration: int, batch: Batch, scores: Scores) -> None:
+        """Called once the samples are scored and `batch` holds their advantages.
+
+        Args:
+            batch: this rank's samples, with the videos that are wanted.
+            scores: of all ranks.
+        """
+
+    def before_update(self, number: int) -> None:
+        """Called before the optimizer step with this index in the iteration; may raise `Stopped`,
+        then on all ranks."""
+
+    def after_update(self, number: int) -> None:
+        """Called after an optimizer step."""
+
+
 class Trainer:
     """Owns the policy, its anchor and the optimizer; `iteration` is the algorithm.
 
@@ -66,10 +100,7 @@ class Trainer:
         embeddings: key -> condition, for every training prompt, including the negative and the
             empty one.
         graphs: CUDA graphs to replay rollout steps from.
-        pause: called between the steps of a rollout, on each rank independently; may raise
-            `Stopped`.
-        before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on
-            all of them.
+        hooks: what to call while training.
 
     Attributes:
         config: the settings.
@@ -97,30 +128,37 @@ class Trainer:
         embeddings: Mapping[Any, Condition],
         *,
         graphs: StepGraphs | None = None,
-        pause: Callable[[], object] = lambda: None,
-        before_update: Callable[[], object] = lambda: None,
+        hooks: TrainerHooks | None = None,
     ) -> None:
-        config, objective = resolved.config, resolved.objective
-        self.resolved, self.config, self.objective = resolved, config, objective
+        config = resolved.config
+        objective = resolved.objective
+        self.resolved = resolved
+        self.config = config
+        self.objective = objective
         self.model = model
         self.policy = model.policy
         self.reward = reward
         self.prompts = prompts
         self.prompt_order = PromptOrder(prompts, config.train.prompts_per_iteration)
         self.embeddings = embeddings
+        self.hooks = TrainerHooks() if hooks is None else hooks
         self.device = self.policy.device
-        # A rollout policy follows the weights at one pace; an average for export alone has to
-        # forget the start.
+
+        # EMA warm-up is for exported averages only; a rollout policy needs a constant decay.
         self.engine = make_engine(
             self.policy, config.train, ema_warms_up=not config.sampling.averaged_weights
         )
         self.replay = Replay(self.policy, objective, config.sampling.batch_size, embeddings)
+        self.graphs = graphs
+
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if objective.strategy.anchor is not None else None
         self.anchor_is_current = True
         self.anchor_step = 0
+
         self.latent_shape = model.spec.latent_shape(config.sampling)
-        reduction, scored = config.objective.log_prob, resolved.scored(resolved.table)
+        reduction = config.objective.log_prob
+        scored = resolved.scored(resolved.table)
         self.constants = StepConstants(
             equalizer=scored.equalizer(reduction).to(self.device, torch.float32),
             bias=scored.log_ratio_bias(reduction).to(self.device, torch.float32),
@@ -128,12 +166,11 @@ class Trainer:
         )
         self.rounding = self.constants.row.m * torch.finfo(self.policy.dtype).eps ** 2
         self._rounding_is_measured = False
-        self.pause, self.before_update = pause, before_update
+
         self.forwards: dict[str, int] = {}
         self.mid_iteration = False
         self._noted_small_groups = False
         self._first_step = 0  # optimizer step at which this process started; not 0 after a resume
-        self.graphs = graphs
         self.observer = Observer(self.device)
 
     # -- one iteration -----------------------------------------------------------------------------
@@ -152,18 +189,25 @@ class Trainer:
         plan = self.plan(index)
         batch, scores = self.rollout(plan)
         batch.advantages, kept = self.advantages(batch, scores)
+        self.hooks.after_rollout(index, batch, scores)
+
         updates, anchored = plan.updates(kept), plan.anchored(kept)
         batch.anchor_velocities = self.anchor_velocities(batch, batch.own(anchored))
 
         self.forwards = plan.forwards(kept)
-        own = sum(len(batch.own(update)) for update in updates)
-        with self.observer.watch("train"), Progress("train", own, "transition") as bar:
+        local = sum(len(batch.own(update)) for update in updates)
+        with self.observer.watch("train"), Progress("train", local, "transition") as bar:
             for number, update in enumerate(updates):
                 planned = index * self.config.train.optimizer_steps + number
                 self.engine.learning_rate = learning_rate(
                     self.config.train, self.engine.steps, planned
                 )
+                # an update without transitions, the same on all ranks, makes no optimizer step
+                if update:
+                    self.hooks.before_update(number)
                 self.update(batch, update, bar)
+                if update:
+                    self.hooks.after_update(number)
         self.refresh_anchor()
         state = {
             "iteration": index,
@@ -196,8 +240,15 @@ class Trainer:
         """Generate and score the samples; return this rank's, with what training needs, and all
         scores."""
         watch, collective = self.observer.watch, self.policy.collective_forwards
+        local_samples = [plan.samples[number] for number in plan.shares[data_rank()]]
+        rows = {sample: row for row, sample in enumerate(local_samples)}
         scorer = VideoScorer(
-            self.model.decoder, self.reward, watch, collective=collective, fps=self.model.spec.fps
+            self.model.decoder,
+            self.reward,
+            watch,
+            collective=collective,
+            fps=self.model.spec.fps,
+            wanted=self.hooks.videos_wanted(local_samples),
         )
         averaged = self.config.sampling.averaged_weights
         with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
@@ -207,15 +258,18 @@ class Trainer:
                     rollouts = SampleRollouts(
                         self.policy, plan, batch, self.replay.lengths, self.graphs, watch
                     )
-                with Progress("rollout", rollouts.steps, pause=self.pause) as bar:
+                with Progress("rollout", rollouts.steps, pause=self.hooks.pause) as bar:
                     for finished, latents in rollouts.finished(bar):
+                        samples = list(finished)
                         # The seed follows from the samples, not from the rank: a resume draws the
                         # same numbers.
-                        drawn = derive_seed(next(iter(finished)).seed, "reward")
-                        scorer.submit(latents, [sample.prompt for sample in finished], drawn)
-                own = scorer.finish()
+                        drawn = derive_seed(samples[0].seed, "reward")
+                        prompts = [sample.prompt for sample in samples]
+                        scorer.submit(latents, prompts, drawn, rows=[rows[s] for s in samples])
+                local = scorer.finish()
+            batch.videos = scorer.videos
             with watch.waiting():
-                scores = gather_checked(self.reward, batch.numbers, own)
+                scores = gather_checked(self.reward, batch.numbers, local)
             if self.config.objective.direction == "endpoint":
                 turn_to_endpoints(batch, plan)
             if self.objective.scores_noised:
@@ -322,7 +376,6 @@ class Trainer:
     def update(self, batch: Batch, update: Sequence[Transition], bar: Progress) -> None:
         """Make one optimizer step on the transitions `update` of all ranks' samples, accumulated
         over micro-batches."""
-        self.before_update()
         if not update:
             self.observer.metrics.count("update/skipped", 1)
             return

@@ -26,12 +26,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sage_fast.loading import load_setup, resolve
+from sage_fast.commands.sources import load_run
+from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.report.charts import BLUE, GREEN, GREY
-from sage_fast.report.page import Trained, read_run, write_report
-from sage_fast.rollout.setup import Setup
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.sources import load_run
+from sage_fast.report.page import RunReport, read_run, write_report
+from sage_fast.run_folder import RunFolder
 from sage_fast.testbed.rewards import measure
 from sage_fast.util.videos import evenly_spaced, pixels
 from studies.drawn import picture
@@ -122,7 +121,7 @@ def draw_parts(axes: Any, rows: dict[str, Clips]) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def draw_course(axes: Any, trained: Trained, rows: dict[str, Clips], most: float) -> None:
+def draw_course(axes: Any, trained: RunReport, rows: dict[str, Clips], most: float) -> None:
     """Draw the reward by iteration with its intervals, and that of the correct clips."""
     points = trained.points["reward"]
     x = sorted(points)

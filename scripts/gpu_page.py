@@ -11,8 +11,9 @@ from pathlib import Path
 
 from sage_fast.benchmarks.limits import format_limits
 from sage_fast.benchmarks.operators import format_result
-from sage_fast.benchmarks.phases import format_profile
 from sage_fast.benchmarks.rollout import format_rollout
+
+from sage_fast.tools.phases import format_profile
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "results" / "gpu.md"

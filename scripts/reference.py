@@ -86,9 +86,10 @@ def commands_page() -> str:
 
 def _values(setting: Setting) -> str:
     if setting.choices:
-        return ", ".join(f"`{choice}`" for choice in setting.choices)
-    name = kind(setting.type)
-    return f"{name}, {setting.range}" if setting.range else name
+        choices = ", ".join(f"`{choice}`" for choice in setting.choices)
+        return f"{choices} or `package.module:name`" if setting.takes_plugin else choices
+    in_words = kind(setting.type)
+    return f"{in_words}, {setting.range}" if setting.range else in_words
 
 
 def _yaml(value: object) -> str:

@@ -16,11 +16,11 @@ import numpy as np
 from scipy import special
 
 from sage_fast.cli import guarded
+from sage_fast.commands.sources import labelled
 from sage_fast.eval.scores import MIN_PROMPTS, UPPER, clustered_variance, t_quantile
 from sage_fast.eval.videoset import Key, VideoSet
 from sage_fast.report.comparison_page import read_sets
 from sage_fast.report.html import data_address, render
-from sage_fast.run.sources import labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_atomic, write_json
 from sage_fast.util.paths import TypedFile, expand_options

@@ -190,11 +190,9 @@ def _run_cell(config: Config) -> None:
     finished."""
     if is_finished(config):
         return
-    from sage_fast.loading import load_setup
-    from sage_fast.report.page import report_run
     from sage_fast.run.train import train
 
-    train(config, load_setup, report_run, resume=(Path(config.output) / "config.yaml").is_file())
+    train(config, resume=(Path(config.output) / "config.yaml").is_file())
 
 
 def _run_all(

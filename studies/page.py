@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.benchmarks.timing import quiet
-
 from sage_fast.report.html import render
+from sage_fast.util.console import quiet
 from sage_fast.util.files import write_atomic
 from studies.drawn import inline_picture, picture
 from studies.finding import KINDS, Claim, Finding, Material, corrected

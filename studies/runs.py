@@ -16,14 +16,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sage_fast.benchmarks.timing import quiet
-
 from sage_fast.cli import guarded
 from sage_fast.config.loader import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
 from sage_fast.models.spec import Spec
 from sage_fast.ops import implementation
-from sage_fast.util.console import log_to_screen, shows
+from sage_fast.util.console import log_to_screen, quiet, shows
 from sage_fast.util.container import available_cpus
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json

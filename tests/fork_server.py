@@ -96,8 +96,8 @@ def serve() -> None:
     gc.disable()  # imports are a fifth faster without the collector
     import torch
 
+    import sage_fast.callbacks.trackers
     import sage_fast.report.page
-    import sage_fast.run.trackers
     import sage_fast.run.train
     import sage_fast.testbed.rewards
     import tests.tiny  # noqa: F401  imports the testbed's model, which a command imports late

@@ -13,7 +13,7 @@ from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.schema import TrainConfig
 from sage_fast.parallel.ema import ema_decay
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.trainer import Trainer
+from sage_fast.trainer import Trainer, TrainerHooks
 from sage_fast.util.errors import UserError
 from tests.tiny import perturb, settings, tiny_trainer
 
@@ -55,7 +55,12 @@ def test_the_present_weights_are_what_is_trained() -> None:
     trainer = moved(kl__anchor_interval=100)
     present, was = trainer.policy.snapshot(), dict(trainer.engine.ema or {})
     seen = []
-    trainer.before_update = lambda: seen.append(trainer.policy.snapshot())
+
+    class Hooks(TrainerHooks):
+        def before_update(self, number: int) -> None:
+            seen.append(trainer.policy.snapshot())
+
+    trainer.hooks = Hooks()
     was = {name: tensor.clone() for name, tensor in was.items()}
     trainer.iteration(0)
     assert all(torch.equal(seen[0][name], tensor) for name, tensor in present.items())

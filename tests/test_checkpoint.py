@@ -21,11 +21,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from sage_fast.callbacks.checkpoints import prune_checkpoints
 from sage_fast.run import train as train_module
-from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.claim import locked, remove_partials
-from sage_fast.run.folder import SKIPPED, STATE, TRAINING, RunFolder, digest, iteration_of
 from sage_fast.run.shards import SavedParts
+from sage_fast.run_folder import SKIPPED, STATE, TRAINING, RunFolder, digest, iteration_of
 from sage_fast.trainer import Trainer
 from sage_fast.util import files
 from sage_fast.util.errors import UserError
@@ -639,12 +640,15 @@ def test_a_file_system_without_locks(
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_second_run_is_refused_before_anything_is_loaded(resume: bool, tmp_path: Path) -> None:
+def test_a_second_run_is_refused_before_anything_is_loaded(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = settings(output=str(tmp_path / "run"))
 
     def load(*args: object, **options: object) -> Any:
         raise AssertionError("loaded")
 
+    monkeypatch.setattr(train_module, "load_setup", load)
     with locked(tmp_path / "run") as own_claim:
         if resume:
             from sage_fast.config.loader import dump
@@ -655,7 +659,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(resume: bool, tmp_pat
             UserError,
             match=rf"another run is using it \(process {os.getpid()} on .*nothing was changed",
         ):
-            train_module.train(config, load, print, resume=resume)
+            train_module.train(config, resume=resume)
     with pytest.raises(AssertionError, match="loaded"):  # the lock has been given back
-        train_module.train(config, load, print, resume=resume)
+        train_module.train(config, resume=resume)
     assert (tmp_path / "run").exists() == resume, "a run that did not begin leaves no folder"

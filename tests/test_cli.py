@@ -20,7 +20,7 @@ from sage_fast.config.loader import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.checkpoint import write_manifest
 from sage_fast.run.claim import Claim, claim_output
-from sage_fast.run.folder import MANIFEST, RunFolder
+from sage_fast.run_folder import MANIFEST, RunFolder
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason

@@ -1,7 +1,9 @@
 """Settings: files, overrides, and the message for every kind of mistake."""
 
+import copy
 import dataclasses
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +318,10 @@ def test_no_feedback_is_called_none(off: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("kl: {feedback: none}\n")
     assert load(file).kl.feedback == "none"
-    message = r"kl.feedback = ('off'|False): expected one of none, paper; did you mean 'none'\?"
+    message = (
+        r"kl.feedback = ('off'|False): expected one of none, paper, or package.module:name; did "
+        r"you mean 'none'\?"
+    )
     with pytest.raises(UserError, match=message):
         load(file, {"kl.feedback": off})
     file.write_text(f"kl: {{feedback: {off}}}\n")
@@ -667,3 +672,35 @@ def test_several_rewards_replace_the_one_of_the_layer_below_and_it_them(tmp_path
         load(several, {"reward.weights": "{mq: 1}"})
     with pytest.raises(UserError, match=r"^reward.name = .*reward.several takes its place"):
         load(one, {"reward.name": "testbed-judge", "reward.several": text})
+
+
+def test_checked_settings_are_frozen() -> None:
+    config = build({"train.iterations": 7, "reward.weights": {"vq": 1.0}})
+    with pytest.raises(
+        UserError,
+        match=r'^train.iterations = 5: .*frozen.*config.replace\({"train.iterations": 5}\) returns',
+    ):
+        config.train.iterations = 5
+    with pytest.raises(UserError, match=r"^seed = 1: .*frozen"):
+        config.seed = 1
+    with pytest.raises(UserError, match=r"^kl.target = \.\.\.: .*frozen"):
+        del config.kl.target
+    assert config.train.iterations == 7
+
+
+def test_replace_returns_a_checked_copy() -> None:
+    config = build({"train.iterations": 7, "reward.weights": {"vq": 1.0}})
+    changed = config.replace({"train.iterations": 5, "reward.weights.mq": 2.0, "kl": {"target": 1}})
+    assert (changed.train.iterations, config.train.iterations) == (5, 7)
+    assert changed.reward.weights == {"mq": 2.0}
+    assert changed.kl.target == 1.0
+    assert config.replace({}) == config
+    assert pickle.loads(pickle.dumps(changed)) == copy.deepcopy(changed) == changed
+
+    several = config.replace({"reward.several": [{"name": "testbed", "weights": {"vq": 1}}]})
+    assert several.reward.weights == build({}).reward.weights
+    assert several.replace({"reward.name": "testbed-judge"}).reward.several == []
+    with pytest.raises(UserError, match=r"unknown setting 'train.iteration'.*train.iterations"):
+        config.replace({"train.iteration": 5})
+    with pytest.raises(UserError, match=r"kl.lambda_min = 1.0: expected at most kl.lambda_max"):
+        config.replace({"kl.lambda_min": 1})

@@ -10,9 +10,9 @@ import termios
 from pathlib import Path
 
 import pytest
-from sage_fast.benchmarks.timing import quiet
 
 from sage_fast.util import console
+from sage_fast.util.console import quiet
 from sage_fast.util.errors import printable
 
 SLOW = (
@@ -152,7 +152,7 @@ LOGGED = """
 import logging, os, sys
 from pathlib import Path
 from typing import Any
-from sage_fast.benchmarks.timing import quiet
+from sage_fast.util.console import quiet
 from sage_fast.util import console
 console.log_to(Path(sys.argv[1]))
 log = logging.getLogger("sage_fast.run")

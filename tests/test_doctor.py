@@ -139,6 +139,32 @@ def test_the_table_comes_whatever_breaks(
     assert names["attention sdpa"].verdict == "ok"
 
 
+def test_a_graph_is_recorded_replayed_and_compared() -> None:
+    def sound(run: Any) -> Any:
+        output = run()[0].clone()
+        return (lambda: output.copy_(run()[0])), (output,), 0
+
+    def stale(run: Any) -> Any:
+        return (lambda: None), (run()[0].clone(),), 0
+
+    def off(run: Any) -> Any:
+        output = run()[0].clone()
+        return (lambda: output.copy_(1.001 * run()[0])), (output,), 0
+
+    name = "CUDA graphs"
+    assert selftest.check_replay(name, sound, CPU).verdict == "ok"
+    wrong = selftest.check_replay(name, stale, CPU)
+    assert (wrong.verdict, wrong.found) == ("wrong", "a replay changes nothing")
+    assert selftest.check_replay(name, off, CPU).found.startswith("a replay is off by ")
+    assert list(selftest.cuda_graphs(CPU)) == [Check(name, "missing", "no GPU")]
+
+
+@pytest.mark.gpu
+def test_a_gpu_records_and_replays_a_graph() -> None:
+    (check,) = selftest.cuda_graphs(torch.device("cuda", 0))
+    assert check.verdict == "ok", check.found
+
+
 def test_the_file_has_every_row_before_the_next_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from sage_fast.parallel.deepspeed_config import deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import TrainingState, save_checkpoint, save_training_state
-from sage_fast.run.folder import read_scores
+from sage_fast.run_folder import read_scores
 from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, UserError
@@ -302,12 +302,13 @@ def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("sage_fast.config.rank_checks.importlib.util.find_spec", lambda name: None)
     config = settings(train__engine="zero2", output=str(tmp_path / "run"))
+    monkeypatch.setattr(
+        train_module, "load_setup", lambda *args, **kwargs: pytest.fail("the model was loaded")
+    )
     with pytest.raises(
         UserError, match=r"'zero2' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"
     ):
-        train_module.train(
-            config, lambda *args, **kwargs: pytest.fail("the model was loaded"), print
-        )
+        train_module.train(config)
 
 
 def test_gradients_are_reduced_beside_the_backward_where_they_are_sharded() -> None:

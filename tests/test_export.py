@@ -28,8 +28,8 @@ from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.lora.convert import converted, read_lora
 from sage_fast.models.model import Model
 from sage_fast.run.checkpoint import write_manifest
-from sage_fast.run.folder import MANIFEST, STATE, TRAINING, RunFolder
 from sage_fast.run.weights import save_weights
+from sage_fast.run_folder import MANIFEST, STATE, TRAINING, RunFolder
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.util.errors import UserError

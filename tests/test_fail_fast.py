@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 import torch
 
+from sage_fast.callbacks.evaluations import Evaluations
 from sage_fast.cli import main
 from sage_fast.models.policy import Policy
 from sage_fast.run import fail_fast
-from sage_fast.run.folder import RunFolder
-from sage_fast.run.train import Run
+from sage_fast.run_folder import RunFolder
 from sage_fast.trainer import Trainer
 from tests.ranks import run_ranks, screens
 from tests.tiny import FEW_STEPS, arguments
@@ -45,7 +45,7 @@ def out_of_memory(*_: Any, **__: Any) -> None:
 def failing(owner: Any, name: str, phase: str) -> Any:
     """Make the second call of `owner.name` within the method `phase` of the trainer or the run
     fail."""
-    place: Any = Run if phase == "evaluate" else Trainer
+    place: Any = Evaluations if phase == "evaluate" else Trainer
     method, around, calls = getattr(owner, name), getattr(place, phase), list[int]()
 
     def counted(*args: Any, **options: Any) -> Any:

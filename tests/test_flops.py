@@ -14,8 +14,8 @@ from sage_fast.cli import main
 from sage_fast.config.loader import dump
 from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.models.spec import Cost
-from sage_fast.run import train
-from sage_fast.run.train import throughput
+from sage_fast.run import facts
+from sage_fast.run.facts import throughput
 from sage_fast.tools.plan import plan
 from sage_fast.util.environment import peak_flops
 from sage_fast.util.files import read_metrics
@@ -125,9 +125,9 @@ def test_throughput_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tiny_trainer(settings(kl__strategy="none"))
     trainer.iteration(0)
     row = {"time/total": 2.0}
-    monkeypatch.setattr(train, "world_size", lambda: 4)
+    monkeypatch.setattr(facts, "world_size", lambda: 4)
     assert throughput(trainer, row) == {"throughput/samples_per_gpu_hour": 6 * 3600 / (2.0 * 4)}
-    monkeypatch.setattr(train, "peak_flops", lambda device, dtype: 1e9)
+    monkeypatch.setattr(facts, "peak_flops", lambda device, dtype: 1e9)
     cost = trainer.model.spec.cost(trainer.config)
     # a frozen base: 2 forwards of the linear layers, 3 of attention
     training = cost.forward * 2 + cost.attention

@@ -11,10 +11,10 @@ from sage_fast.algorithm.resolved import Resolved
 from sage_fast.commands.sample_videos import generate
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import Setup
 from sage_fast.ops import transition_score
 from sage_fast.ops.guidance import guided
 from sage_fast.rollout.replay import Replay
-from sage_fast.rollout.setup import Setup
 from sage_fast.run.messages import config_warnings, guidance_warning
 from sage_fast.trainer import Trainer
 from tests.tiny import perturb, settings, tiny_trainer

@@ -37,7 +37,7 @@ from sage_fast.models.load import find_spec
 from sage_fast.report.html import image_address
 from sage_fast.rewards import CompositeReward
 from sage_fast.rewards.server import RewardServer
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics

@@ -304,6 +304,21 @@ def test_a_configuration_says_on_what_evidence(name: str) -> None:
     assert evidence == f"# Evidence: {EVIDENCE_OF.get(name, 'never run')}"
 
 
+def test_init_lists_what_it_can_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines[:-1] if not line.startswith(" ")] == sorted(SHIPPED)
+    place = lines.index("paper-480p")
+    assert lines[place + 1 : place + 3] == [
+        "  SAGE-GRPO as the paper states it, else our defaults",
+        "  Evidence: never run",
+    ]
+    for wrong in (["--list", str(tmp_path / "new")], []):
+        assert main(["init", *wrong]) == 2
+        assert "expected" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_init_of_an_unknown_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,12 +180,13 @@ def test_a_missing_library_is_named_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("sage_fast.config.rank_checks.importlib.util.find_spec", lambda name: None)
     config = settings(train__engine="zero1", output=str(tmp_path / "run"))
+    monkeypatch.setattr(
+        train_module, "load_setup", lambda *args, **kwargs: pytest.fail("the model was loaded")
+    )
     with pytest.raises(
         UserError, match=r"'zero1' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'"
     ):
-        train_module.train(
-            config, lambda *args, **kwargs: pytest.fail("the model was loaded"), print
-        )
+        train_module.train(config)
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_the_autoencoder_is_the_testbeds() -> None:
 
 def test_a_run_of_the_race_trains_in_this_world() -> None:
     config = config_of(Cell("nft_half", 1e-3, 0.0, SECOND), seed=0, quick=True)
-    config.eval.num_prompts = 12
+    config = config.replace({"eval.num_prompts": 12})
     assert isinstance(find_spec(config.model.path), Pairs)
     setup = load_setup(resolve(config))
     setup.encode()

@@ -25,8 +25,8 @@ from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.run import shards as parts
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint, save_training_state
-from sage_fast.run.folder import RunFolder, iteration_of
 from sage_fast.run.shards import Layout, SavedParts
+from sage_fast.run_folder import RunFolder, iteration_of
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
 from sage_fast.util.errors import RankError, UserError

@@ -15,7 +15,12 @@ from typing import Any
 import nvtx
 import pytest
 import torch
-from sage_fast.benchmarks.phases import (
+from torch.autograd import DeviceType
+
+from sage_fast.cli import main
+from sage_fast.config.loader import load
+from sage_fast.models.load import find_spec
+from sage_fast.tools.phases import (
     KERNELS,
     _window,
     format_profile,
@@ -23,11 +28,6 @@ from sage_fast.benchmarks.phases import (
     matmul_ceiling,
     phase_table,
 )
-from torch.autograd import DeviceType
-
-from sage_fast.cli import main
-from sage_fast.config.loader import load
-from sage_fast.models.load import find_spec
 from sage_fast.tools.plan import plan
 from sage_fast.util import profiling
 from sage_fast.util.meters import Stopwatch

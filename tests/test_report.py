@@ -125,7 +125,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     tags = Outline(page).tags
     names = [tag for tag, _ in tags]
     assert names.count("video") == 4
-    assert names.count("svg") == 14
+    assert names.count("svg") == 15
     loading = ("src", "href", "xlink:href", "data", "action", "poster", "srcset")
     addresses = [value for _, attrs in tags for key, value in attrs.items() if key in loading]
     assert addresses
@@ -322,7 +322,7 @@ def test_no_text_of_a_chart_is_cut(run, monkeypatch):
     write_report(run)
     runs = {f"a run with a long name {i}": {0: (1.0, 0.1), 5: (1.5, 0.1)} for i in range(6)}
     charts.held_out(runs, least=1)
-    assert len(figures) == 16
+    assert len(figures) == 17
     for figure in figures:
         figure.draw_without_rendering()
         (axes,) = figure.axes
@@ -353,7 +353,7 @@ def test_gaps_nulls_and_missing_keys_do_not_break_it(run):
         r.pop("time/total", None)
     write_rows(run, rows)
     page = write_report(run).read_text()
-    assert page.count("<svg") == 12
+    assert page.count("<svg") == 13
     assert "KL weight" not in page
     assert not re.search(r"[ML] ?nan", page)
 
@@ -520,6 +520,24 @@ def test_a_chart_without_data_is_none():
     assert charts.ratio([{"iteration": 0}]) is None
     assert charts.phases([{"iteration": 0}]) is None
     assert charts.held_out({"x": {0: (1.0, 0.1), 10: (1.1, 0.1)}}) is None
+
+
+@pytest.mark.charts
+def test_gradient_by_noise_level_first_and_last_quarter():
+    rows = [row(i, velocity_grad_norm=[4.0 - 0.5 * (i // 4), None, 1.0]) for i in range(8)]
+    rows.append(row(8, velocity_grad_norm=[9.0, 9.0]))  # before a resume changed the steps
+    rows = [rows[-1], *rows[:-1]]
+    chart = charts.gradient_by_noise(rows, [1.0, 0.9, 0.5, 0.0])
+    assert chart.startswith("<svg")
+    assert "Gradient by noise level" in chart
+    assert chart != charts.gradient_by_noise(rows, [1.0, 0.8, 0.4, 0.0])
+
+    mean = charts._mean_over_rows(np.array([[4.0, math.nan, 1.0], [2.0, math.nan, math.nan]]))
+    np.testing.assert_allclose(mean, [3.0, math.nan, 1.0])
+    assert charts.gradient_by_noise(rows, [1.0]) is None
+    assert charts.gradient_by_noise([row(0, velocity_grad_norm=None)], [1.0, 0.5]) is None
+    assert charts.gradient_by_noise([row(0, velocity_grad_norm=[None, None])], [1.0, 0.5]) is None
+    assert charts.gradient_by_noise([], [1.0, 0.5]) is None
 
 
 def test_held_out_chart_without_standard_errors():

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from sage_fast.cli import main
+from sage_fast.commands.sources import resumed_settings
 from sage_fast.config.fields import settings_of
 from sage_fast.config.loader import build, dump, load
 from sage_fast.config.schema import Config
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.run.folder import STATE, RunFolder, digest
 from sage_fast.run.resume import check_kept, rule_of
-from sage_fast.run.sources import resumed_settings
+from sage_fast.run_folder import STATE, RunFolder, digest
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
 from tests.test_cli import PAPER, SMALL
@@ -497,7 +497,7 @@ def test_an_interrupted_evaluation_is_done_again(
     from sage_fast.eval.evaluation import evaluate
 
     with monkeypatch.context() as patch:
-        patch.setattr("sage_fast.run.train.evaluate", interrupted)
+        patch.setattr("sage_fast.callbacks.evaluations.evaluate", interrupted)
         assert main(["train", str(PAPER), "--output", str(run), "--quiet", *EVALUATED]) == 130
     assert not (run / "eval" / f"{name}.json").exists()
     assert main(["train", str(run), "--resume", "--quiet"]) == 0

@@ -12,8 +12,8 @@ import pytest
 
 from sage_fast.cli import main
 from sage_fast.run.claim import check_checkpoints, record_checkpoint
-from sage_fast.run.folder import MANIFEST, RunFolder, check_weights, digest, iteration_of
 from sage_fast.run.train import Run
+from sage_fast.run_folder import MANIFEST, RunFolder, check_weights, digest, iteration_of
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
 from sage_fast.util.presence import check_readable, entries, holds_file, holds_folder
@@ -247,7 +247,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
 ) -> None:
     """It has rows and an evaluation, and no checkpoint is lost."""
 
-    def full(self: Run) -> None:
+    def full(self: Run, states: object = None) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "checkpoints")
 
     run = tmp_path / "run"
@@ -382,7 +382,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_undone(
             raise OSError(number, os.strerror(number))
         return digest(file)
 
-    monkeypatch.setattr("sage_fast.run.folder.digest", unread)
+    monkeypatch.setattr("sage_fast.run_folder.digest", unread)
     assert main(["train", str(run), "--resume"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert (
@@ -417,7 +417,7 @@ def test_settings_until_an_iteration_are_those_it_was_reached_with(run: Path) ->
 
 def reseal(checkpoint: Path, iteration: int) -> None:
     """Make a copy of a checkpoint one of another iteration."""
-    from sage_fast.run.folder import STATE, digest
+    from sage_fast.run_folder import STATE, digest
 
     state = read_json(checkpoint / STATE)
     write_json(state | {"iteration": iteration}, checkpoint / STATE)

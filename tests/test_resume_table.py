@@ -20,8 +20,8 @@ from sage_fast.data.prompt_order import PromptOrder
 from sage_fast.parallel.optimizers import learning_rate
 from sage_fast.run.checkpoint import OPTIMIZER, load_checkpoint, save_checkpoint
 from sage_fast.run.claim import check_output
-from sage_fast.run.folder import STATE, TRAINING, RunFolder
 from sage_fast.run.resume import CHECKPOINT, KINDS, RULES, rule_of
+from sage_fast.run_folder import STATE, TRAINING, RunFolder
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
@@ -50,6 +50,7 @@ OTHERS: dict[str, Any] = KEPT_OTHERS | {
     "train.eps": 1e-7,
     "eval.judge": "testbed",
     "tracking.trackers": [],
+    "profile.iterations": [1],
     "kl.lambda_max": 0.5,
 }
 """Another value of settings for which `other` finds none."""

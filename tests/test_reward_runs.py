@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from sage_fast.callbacks.checkpoints import prune_checkpoints
 from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards.http import HttpReward
-from sage_fast.run.checkpoint import prune_checkpoints
-from sage_fast.run.folder import RunFolder, iteration_of
+from sage_fast.run_folder import RunFolder, iteration_of
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json

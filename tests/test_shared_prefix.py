@@ -309,7 +309,7 @@ def test_the_plan_prices_the_rank_with_the_most() -> None:
     spec = tiny_spec(tiny_model(config).policy)
     two = plan(config, spec, ranks=2)
     assert two.busiest["rollout"] > two.busiest["training"] == 0.5
-    config.sampling.shared_initial_noise = False
+    config = config.replace({"sampling.shared_initial_noise": False})
     assert plan(config, spec, ranks=2).busiest["rollout"] == 0.5
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from sage_fast.benchmarks.signal_meter import ROWS, collect, estimate, format_signal, products
 from torch import Tensor
 
 from sage_fast.algorithm.advantages import group_advantages
 from sage_fast.cli import main
+from sage_fast.tools.signal_meter import ROWS, collect, estimate, format_signal, products
 from tests.ranks import command_on_ranks
 from tests.test_cli import PAPER, SMALL
 from tests.tiny import settings, tiny_trainer
@@ -121,7 +121,7 @@ def test_no_signal_has_no_cosine_and_an_error_on_the_safe_side() -> None:
 
 
 def test_products_are_those_of_whole_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sage_fast.benchmarks.signal_meter.CHUNK", 7)
+    monkeypatch.setattr("sage_fast.tools.signal_meter.CHUNK", 7)
     rows = torch.randn(4, 30)
     torch.testing.assert_close(
         products(list(rows)), rows.double() @ rows.double().T, rtol=1e-14, atol=1e-14
@@ -237,7 +237,7 @@ def test_messages(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr("sage_fast.benchmarks.signal_meter.load_trainer", None)  # nothing is loaded
+    monkeypatch.setattr("sage_fast.tools.signal_meter.load_trainer", None)  # nothing is loaded
     assert (
         main(["profile", str(PAPER), "--folder", str(tmp_path / "none"), *SMALL, *arguments]) == 2
     )
@@ -248,7 +248,7 @@ def test_messages(
 def test_the_price_comes_first(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("sage_fast.benchmarks.signal_meter.load_trainer", None)
+    monkeypatch.setattr("sage_fast.tools.signal_meter.load_trainer", None)
     arguments = ["--signal", "16", "--model.path", "random:hunyuanvideo15-480p"]
     with pytest.raises(TypeError):
         main(["profile", str(PAPER), "--folder", str(tmp_path / "large"), *arguments])

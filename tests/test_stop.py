@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from sage_fast.callbacks import writer as writer_module
+from sage_fast.callbacks.notes import grace_warning
 from sage_fast.report.page import report_run
-from sage_fast.run import writer as writer_module
-from sage_fast.run.folder import STATE, RunFolder
-from sage_fast.run.messages import grace_warning
 from sage_fast.run.stop import Stop
+from sage_fast.run_folder import STATE, RunFolder
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import SIGNALS, NonFiniteError, Stopped
 from sage_fast.util.files import read_json, read_metrics
@@ -547,7 +547,7 @@ def test_the_page_is_drawn_after_each_iteration_if_it_costs_little(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without any evaluation in between. A page that would take more of the run's time waits."""
-    monkeypatch.setattr("sage_fast.run.train.PAGE_SHARE", share)
+    monkeypatch.setattr("sage_fast.callbacks.page.PAGE_SHARE", share)
     pages: list[tuple[bool, list[str]]] = []
 
     def report(run: Path, complete: bool, running: bool) -> None:

@@ -26,8 +26,8 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from sage_fast.models.lora.adapter import LORA_FILE
-from sage_fast.run.folder import STATE, RunFolder, iteration_of
 from sage_fast.run.stop import DEBOUNCE
+from sage_fast.run_folder import STATE, RunFolder, iteration_of
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.files import read_json, read_metrics
 from tests.fork_server import Fault, ForkServer

@@ -21,7 +21,7 @@ import pytest
 from torch import Tensor
 
 from sage_fast.config.loader import read_yaml
-from sage_fast.run.folder import RunFolder, digest
+from sage_fast.run_folder import RunFolder, digest
 from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util import files
 from tests.fork_server import ForkServer

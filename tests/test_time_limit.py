@@ -44,7 +44,7 @@ import asyncio, pathlib, sys, time
 import torch
 from sage_fast.rewards.http import _limited
 from sage_fast.rewards.worker import Worker
-from sage_fast.run.trackers import _Thread
+from sage_fast.callbacks.trackers import _Thread
 
 def slow(*_):
     print("begun", flush=True)

@@ -25,6 +25,10 @@ from accelerate.state import PartialState
 from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sage_fast.callbacks import trackers
+from sage_fast.callbacks import writer as module
+from sage_fast.callbacks.trackers import check_trackers
+from sage_fast.callbacks.writer import MetricsWriter
 from sage_fast.cli import main
 from sage_fast.commands.sample_videos import save_videos
 from sage_fast.config.loader import build, leaves
@@ -32,11 +36,7 @@ from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.report.page import report_run
 from sage_fast.rewards.composite import load_rewards
-from sage_fast.run import trackers
 from sage_fast.run import train as train_module
-from sage_fast.run import writer as module
-from sage_fast.run.trackers import check_trackers
-from sage_fast.run.writer import MetricsWriter
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_metrics
 from sage_fast.util.launchers import GROUP
@@ -567,13 +567,16 @@ def test_unknown_and_missing_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
         check_trackers(["comet_ml"])
 
 
-def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_trackers_are_checked_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **options: object) -> Any:
         raise AssertionError("loaded")
 
+    monkeypatch.setattr(train_module, "load_setup", fail)
     with pytest.raises(UserError, match=r"tracking\.trackers"):
         train_module.train(
-            settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]), fail, fail
+            settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"])
         )
     assert not (tmp_path / "run").exists()
 

@@ -22,14 +22,14 @@ from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.commands.sample_videos import generate
 from sage_fast.config.schema import RewardConfig
 from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import Setup
 from sage_fast.ops import transition_score
 from sage_fast.rewards import CompositeReward, Scores, join_scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import CudaRecorder
-from sage_fast.rollout.setup import Setup
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.train import describe
+from sage_fast.run.facts import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError
@@ -331,7 +331,7 @@ def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]
     rounding."""
     config = settings(kl__velocity_term="closed_form", **overrides)
     assert not Objective(config).stores_velocities
-    config.train.optimizer_steps = 2
+    config = config.replace({"train.optimizer_steps": 2})
     assert Objective(config).stores_velocities
 
 

@@ -98,7 +98,7 @@ def test_the_same_video_gives_the_same_bytes(tmp_path):
     [
         (torch.rand(3, 5, 32, 32), r"expected shape \[F, 3, H, W\].*\[3, 5, 32, 32\]"),
         (torch.rand(0, 3, 32, 32), "without empty sides"),
-        (torch.zeros(5, 3, 32, 32, dtype=torch.uint8), "floating point"),
+        (torch.zeros(5, 3, 32, 32, dtype=torch.int16), "floating point"),
         (torch.full((5, 3, 32, 32), float("nan")), "not finite"),
     ],
 )
@@ -269,14 +269,15 @@ def test_the_dry_run_names_it(without_libx264: Path) -> None:
 
 
 def test_a_run_ends_before_anything_is_loaded_or_written(
-    without_libx264: Path, tmp_path: Path
+    without_libx264: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*about: object, **more: object) -> Any:
         raise AssertionError("the model was loaded")
 
+    monkeypatch.setattr(train, "load_setup", load)
     config = settings(output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=CANNOT):
-        train.train(config, load, lambda *about: None)
+        train.train(config)
     assert not (tmp_path / "run").exists()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_plan import IterationPlan, plan_iteration
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
+from sage_fast.callbacks.interface import Callback
 from sage_fast.config.loader import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
 from sage_fast.loading import load_setup, resolve
@@ -207,10 +209,17 @@ def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:
 
 
 def train(
-    config: Config, *, report: run.Report = lambda *about: None, resume: bool = False
+    config: Config,
+    *,
+    report: Callable[[Path, bool, bool], object] = lambda *about: None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    reward_funcs: object = None,
 ) -> Path:
-    """Train as `sage-fast train` does, by default without a page."""
-    return run.train(config, load_setup, report, resume=resume)
+    """Train as `sage-fast train` does, by default without a page; return the run folder."""
+    with mock.patch("sage_fast.callbacks.page.report_run", report):
+        done = run.train(config, callbacks=callbacks, reward_funcs=reward_funcs, resume=resume)
+    return done.folder
 
 
 def paper_trainer(folder: Path, **overrides: Any) -> Trainer:

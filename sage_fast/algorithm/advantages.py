@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.rows import of_table
 from sage_fast.config.schema import AdvantageStd
 
 ROUNDING = 8
@@ -15,6 +16,8 @@ ROUNDING = 8
 equal."""
 EPS = 1e-6
 """Epsilon of Eq. 10."""
+STD_OVER_BATCH = {"group": False, "batch": True}
+"""Choice of `objective.advantage_std` -> whether one deviation serves all groups."""
 SMALL_STD = 100 * EPS
 """Standard deviation of rewards below which `EPS` takes a percent or more of the advantages."""
 
@@ -43,20 +46,28 @@ def group_advantages(
     Returns:
         Advantages, float64 `[P, G]`, and bool `[P]`, True for groups whose valid rewards are equal
         up to rounding (or fewer than two).
+
+    Raises:
+        UserError: `std` is no choice of `objective.advantage_std`.
     """
+    over_batch = of_table(STD_OVER_BATCH, std, "objective.advantage_std")
     rounding = _rounding_of(dtype or rewards.dtype)
     rewards = rewards.double()  # rewards of a group may differ by a small part of their size
     count = valid.sum(1, keepdim=True)
     filled = torch.where(valid, rewards, 0.0)
-    equal = (count[:, 0] < 2) | (_spread(rewards, valid) <= rounding * filled.abs().amax(1))
+    largest = filled.abs().amax(1)
+    differs_by_rounding = _spread(rewards, valid) <= rounding * largest
+    equal = (count[:, 0] < 2) | differs_by_rounding
+
     mean = filled.sum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(valid & ~equal[:, None], rewards - mean, 0.0)
-    squares, size = centred.square().sum(1, keepdim=True), count
-    if std == "batch":
-        squares, size = squares.sum(), count[~equal].sum()
-    advantages = torch.where(
-        equal[:, None], 0.0, centred / ((squares / size.clamp(min=1)).sqrt() + eps)
-    )
+    squares = centred.square().sum(1, keepdim=True)
+    size = count
+    if over_batch:
+        squares = squares.sum()
+        size = count[~equal].sum()
+    deviation = (squares / size.clamp(min=1)).sqrt()
+    advantages = torch.where(equal[:, None], 0.0, centred / (deviation + eps))
     return advantages.clamp(-clamp, clamp), equal
 
 
@@ -73,7 +84,9 @@ def small_groups(rewards: Tensor, valid: Tensor, equal: Tensor) -> int:
     count = valid.sum(1).clamp(min=1)
     mean = values.sum(1) / count
     squares = torch.where(valid, values - mean[:, None], 0.0).square().sum(1)
-    return int(((squares / count).sqrt() < SMALL_STD).logical_and(~equal).sum())
+    deviation = (squares / count).sqrt()
+    is_small = (deviation < SMALL_STD) & ~equal
+    return int(is_small.sum())
 
 
 def _rounding_of(dtype: torch.dtype) -> float:
@@ -83,9 +96,9 @@ def _rounding_of(dtype: torch.dtype) -> float:
 
 def _spread(values: Tensor, valid: Tensor) -> Tensor:
     """Return largest - smallest valid value of each group, `[P]`; -inf without one."""
-    return torch.where(valid, values, -torch.inf).amax(1) - torch.where(
-        valid, values, torch.inf
-    ).amin(1)
+    largest = torch.where(valid, values, -torch.inf).amax(1)
+    smallest = torch.where(valid, values, torch.inf).amin(1)
+    return largest - smallest
 
 
 def balanced_rewards(
@@ -105,15 +118,19 @@ def balanced_rewards(
     total = torch.zeros(valid.shape, dtype=torch.float64)
     rounding = total[:, 0]
     for name, flat in parts.items():
-        if weight := weights.get(name, 0.0):
-            own = flat.view_as(valid)
-            values = own.double()
-            # Without an eps, which would keep parts from cancelling.
-            normalised, equal = group_advantages(own, valid, clamp=math.inf, eps=0.0)
-            total = total + weight * normalised
-            scale = _spread(normalised, valid) / _spread(values, valid)
-            largest = torch.where(valid, values, 0.0).abs().amax(1)
-            rounding = rounding + torch.where(
-                equal, 0.0, _rounding_of(own.dtype) * abs(weight) * scale * largest
-            )
-    return torch.where((_spread(total, valid) <= rounding)[:, None], 0.0, total)
+        weight = weights.get(name, 0.0)
+        if weight == 0:
+            continue
+        part = flat.view_as(valid)
+        values = part.double()
+        # Without an eps, which would keep parts from cancelling.
+        normalised, equal = group_advantages(part, valid, clamp=math.inf, eps=0.0)
+        total = total + weight * normalised
+
+        # what rounding of the part's values becomes after they are normalised and weighted
+        scale = _spread(normalised, valid) / _spread(values, valid)
+        largest = torch.where(valid, values, 0.0).abs().amax(1)
+        of_part = _rounding_of(part.dtype) * abs(weight) * scale * largest
+        rounding = rounding + torch.where(equal, 0.0, of_part)
+    cancels = _spread(total, valid) <= rounding
+    return torch.where(cancels[:, None], 0.0, total)

@@ -20,10 +20,9 @@ def check_distilled(distillation: Distillation | None, objective: Objective) -> 
     Raises:
         UserError: it does, with a surrogate for the velocity at one noise level.
     """
+    predicts_mean = distillation is not None and distillation.mean_velocity
     objective.settings.require(
-        distillation is None
-        or not distillation.mean_velocity
-        or objective.surrogate.scores_rollout,
+        objective.surrogate.scores_rollout or not predicts_mean,
         "surrogate",
         "fits the velocity at one noise level, and model.path is a step-distilled model, whose "
         "velocity is the mean over a step: its videos would blur; the nearest choice is 'clip'",
@@ -32,8 +31,10 @@ def check_distilled(distillation: Distillation | None, objective: Objective) -> 
 
 def distillation_warnings(distillation: Distillation, resolved: Resolved) -> list[str]:
     """Return what in the settings is likely to spoil the videos of a distilled checkpoint."""
-    made, warnings = " or ".join(map(str, distillation.steps)), []
-    sampling, eval_steps = resolved.config.sampling, resolved.config.eval.steps
+    warnings = []
+    sampling = resolved.config.sampling
+    eval_steps = resolved.config.eval.steps
+    made = " or ".join(map(str, distillation.steps))
     for key, steps in (("sampling.steps", sampling.steps), ("eval.steps", eval_steps)):
         if steps not in distillation.steps:
             warnings.append(f"{key} = {steps}: the checkpoint is distilled for {made} steps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sage_fast.algorithm.rows import of_table
 from sage_fast.models.checkpointing import MODES, RECOMPUTED, CheckpointPlan
 from sage_fast.models.spec import Cost
 
@@ -27,16 +28,25 @@ def flops(
     """
 
     def of_transition(mode: str | None) -> float:
-        about = cost.forward, cost.attention, cost.block_ends
-        return training_flops(*about, checkpointing=mode, frozen_base=frozen_base)
+        return training_flops(
+            cost.forward,
+            cost.attention,
+            cost.block_ends,
+            checkpointing=mode,
+            frozen_base=frozen_base,
+        )
 
-    by_mode = {mode: of_transition(mode) for mode in MODES}
-    transition = of_transition(None) if checkpointing is None else checkpointing.mean(by_mode)
-    parts = {
-        part: count * (transition if part == "training" else cost.forward)
-        for part, count in counts.items()
-    }
-    return parts | {"decode": videos * cost.decode}
+    if checkpointing is None:
+        transition = of_transition(None)
+    else:
+        transition = checkpointing.mean({mode: of_transition(mode) for mode in MODES})
+
+    parts = {}
+    for part, count in counts.items():
+        each = transition if part == "training" else cost.forward
+        parts[part] = count * each
+    parts["decode"] = videos * cost.decode
+    return parts
 
 
 def training_flops(
@@ -61,10 +71,20 @@ def training_flops(
     frozen (LoRA), one for that in its weight. Attention's backward takes five products to the
     forward's two, since fused kernels recompute the scores. The adapter's own products are not
     counted: about r / d of the linear part.
+
+    Raises:
+        UserError: `checkpointing` is no mode.
     """
+    recomputed: tuple[str, ...] = ()
+    if checkpointing is not None:
+        recomputed = of_table(RECOMPUTED, checkpointing, "checkpointing")
+
     linear = forward - attention
-    recomputed = RECOMPUTED[checkpointing] if checkpointing else ()
-    backward = 2.0 if checkpointing is None else 2.5
-    again = linear - block_ends * frozen_base if "linear" in recomputed else 0.0
     linear_passes = 2 if frozen_base else 3
-    return linear * linear_passes + again + attention * (1 + ("attention" in recomputed) + backward)
+    again = 0.0
+    if "linear" in recomputed:
+        again = linear - block_ends if frozen_base else linear
+
+    attention_passes = 2 if "attention" in recomputed else 1
+    attention_backward = 2.0 if checkpointing is None else 2.5
+    return linear * linear_passes + again + attention * (attention_passes + attention_backward)

@@ -23,7 +23,8 @@ class Observer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.watch, self.metrics = Stopwatch(device), Metrics()
+        self.watch = Stopwatch(device)
+        self.metrics = Metrics()
 
     def record_rewards(
         self, scores: Scores, advantages: Tensor, valid: Tensor, equal: Tensor
@@ -46,16 +47,23 @@ class Observer:
             raise NonFiniteError(
                 "every reward of this iteration failed; nothing can be learned from it"
             )
-        spread = torch.stack([r[v].std(correction=0) for r, v in zip(rewards, valid) if v.any()])
-        self.metrics.set("reward/mean", float(counted.mean()))
-        self.metrics.set("reward/std", float(spread.mean()))
-        self.metrics.set("reward/zero_std_groups", float(equal.float().mean()))
-        self.metrics.set("reward/dropped", int((~valid).sum()))
-        self.metrics.set("reward/dropped_groups", int((valid.sum(1) < 2).sum()))
-        self.metrics.set("reward/retried", scores.retried)
-        self.metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
+        deviations = []
+        for of_group, valid_of_group in zip(rewards, valid):
+            if valid_of_group.any():
+                deviations.append(of_group[valid_of_group].std(correction=0))
+        too_few = valid.sum(1) < 2  # no advantage
+
+        record = self.metrics.set
+        record("reward/mean", float(counted.mean()))
+        record("reward/std", float(torch.stack(deviations).mean()))
+        record("reward/zero_std_groups", float(equal.float().mean()))
+        record("reward/dropped", int((~valid).sum()))
+        record("reward/dropped_groups", int(too_few.sum()))
+        record("reward/retried", scores.retried)
+        record("advantage/abs_mean", float(advantages[valid].abs().mean()))
         for part, values in scores.parts.items():
-            self.metrics.set(REWARD_PART + part, float(values[values.isfinite()].mean()))
+            finite = values[values.isfinite()]
+            record(REWARD_PART + part, float(finite.mean()))
 
     def record_losses(self, loss: Loss, policy_norm: Tensor, steps: Sequence[int]) -> None:
         """Record the loss, the KLs and the ratio of a micro-batch.

@@ -10,13 +10,15 @@ docs/explanation/objective.md has the equations.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.rows import called, find_row, of_table
 from sage_fast.config.engines import RENOISES
 from sage_fast.config.schema import Config, ObjectiveConfig
 from sage_fast.ops import Row
@@ -43,10 +45,9 @@ class Scored:
 
 def _clipped_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Clipped surrogate: min(ratio A, clip(ratio) A)."""
-    ratio, clip_range = torch.exp(scored.log_ratio), objective.clip_range
-    return torch.minimum(
-        ratio * scored.advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * scored.advantage
-    )
+    ratio = torch.exp(scored.log_ratio)
+    clipped = ratio.clamp(1 - objective.clip_range, 1 + objective.clip_range)
+    return torch.minimum(ratio * scored.advantage, clipped * scored.advantage)
 
 
 def clipped_by_range(scored: Scored, objective: ObjectiveConfig) -> Tensor:
@@ -64,15 +65,16 @@ def clipped_by_range(scored: Scored, objective: ObjectiveConfig) -> Tensor:
 def _masked_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Ratio x A without a gradient where the KL masks it (Flow-DPPO, arXiv 2606.11025)."""
     ratio = torch.exp(scored.log_ratio)
-    return (
-        torch.where(_beyond_kl_limit(scored, objective), ratio.detach(), ratio) * scored.advantage
-    )
+    masked = _beyond_kl_limit(scored, objective)
+    return torch.where(masked, ratio.detach(), ratio) * scored.advantage
 
 
 def _beyond_kl_limit(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Return where the KL is above its limit and the update would raise it: A and the log-ratio
     have one sign."""
-    return (scored.kl_old > objective.kl_limit) & (scored.advantage * scored.log_ratio > 0)
+    too_far = scored.kl_old > objective.kl_limit
+    moves_away = scored.advantage * scored.log_ratio > 0
+    return too_far & moves_away
 
 
 def _plain_log_prob(scored: Scored, objective: ObjectiveConfig) -> Tensor:
@@ -93,14 +95,26 @@ def _nft(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """
     assert scored.noised is not None
     scores, row = scored.noised
-    present, rollout = ((value - row.k) / row.w for value in (scores.log_prob, scores.log_prob_old))
-    moved, (plus, minus) = row.b.square() * scores.kl_old / row.m, scores.errors
-    beta, clamp = objective.nft_beta, objective.advantage_clamp
+    present = (scores.log_prob - row.k) / row.w
+    rollout = (scores.log_prob_old - row.k) / row.w
+    moved = row.b.square() * scores.kl_old / row.m
+
+    # error of v+- = v_old +- beta (v - v_old): the part that both share, and the part that differs
+    beta = objective.nft_beta
     even = rollout + beta**2 * moved
     odd = beta * (present - rollout - moved)
+    error_plus, error_minus = scores.errors
+    plus = (even + odd) / error_plus.clamp(min=1e-5)
+    minus = (even - odd) / error_minus.clamp(min=1e-5)
+
+    # an advantage within its clamp as the share of the positive branch, from 0 to 1
+    clamp = objective.advantage_clamp
     share = 0.5 + 0.5 * scored.advantage / clamp
-    plus, minus = (even + odd) / plus.clamp(min=1e-5), (even - odd) / minus.clamp(min=1e-5)
     return -clamp / beta * (share * plus + (1 - share) * minus)
+
+
+def _never_clipped(scored: Scored, objective: ObjectiveConfig) -> Tensor:
+    return torch.zeros_like(scored.log_ratio)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,9 +140,7 @@ class SurrogateRow:
 
     title: str
     value: Callable[[Scored, ObjectiveConfig], Tensor]
-    clipped: Callable[[Scored, ObjectiveConfig], Tensor] = lambda scored, _: torch.zeros_like(
-        scored.log_ratio
-    )
+    clipped: Callable[[Scored, ObjectiveConfig], Tensor] = _never_clipped
     uses_ratio: bool = False
     uses_kl: bool = False
     uses_errors: bool = False
@@ -137,18 +149,91 @@ class SurrogateRow:
 
 
 SURROGATES = {
-    "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, clipped=clipped_by_range,
-        uses_ratio=True),
-    "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio,
-        clipped=_beyond_kl_limit, uses_kl=True),
+    "clip": SurrogateRow(
+        title="GRPO", value=_clipped_ratio, clipped=clipped_by_range, uses_ratio=True
+    ),
+    "kl_mask": SurrogateRow(
+        title="GRPO with a KL mask", value=_masked_ratio, clipped=_beyond_kl_limit, uses_kl=True
+    ),
     "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
     "nft": SurrogateRow(
-        title="DiffusionNFT variant", value=_nft, centred=True, uses_errors=True,
-        scores_rollout=not RENOISES["nft"]
+        title="DiffusionNFT variant",
+        value=_nft,
+        centred=True,
+        uses_errors=True,
+        scores_rollout=not RENOISES["nft"],
     ),
-    "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob,
-        scores_rollout=not RENOISES["awm"]),
-}  # fmt: skip
+    "awm": SurrogateRow(
+        title="Advantage-weighted matching",
+        value=_plain_log_prob,
+        scores_rollout=not RENOISES["awm"],
+    ),
+}
+
+
+def surrogate_row(settings: ObjectiveConfig) -> SurrogateRow:
+    """Return the surrogate of `objective.surrogate`.
+
+    Raises:
+        UserError: there is no such surrogate, or the user's own is not one.
+    """
+    return find_row(
+        settings.surrogate,
+        "objective.surrogate",
+        SURROGATES,
+        functools.partial(_as_surrogate, settings),
+    )
+
+
+def _as_surrogate(settings: ObjectiveConfig, found: Any) -> SurrogateRow:
+    """Return a user's surrogate, tried on a made-up micro-batch.
+
+    Raises:
+        ValueError: it is no `SurrogateRow`, or its functions fail or return something else than a
+            value `[B]` with a gradient and a mask `[B]`.
+    """
+    if not isinstance(found, SurrogateRow):
+        raise ValueError(
+            f"expected a sage_fast.algorithm.objective.SurrogateRow; got {found!r:.80}"
+        )
+    if found.uses_errors and found.scores_rollout:
+        raise ValueError("uses_errors is for noised samples only: expected scores_rollout=False")
+
+    scored = _made_up_scored()
+    shape = list(scored.advantage.shape)
+    value = called(found.value, scored, settings)
+    if not isinstance(value, Tensor) or list(value.shape) != shape:
+        raise ValueError(f"value: expected a tensor {shape}; it returned {value!r:.80}")
+    if not value.requires_grad:
+        raise ValueError("value: has no gradient in log_ratio, so nothing would be trained")
+    mask = called(found.clipped, scored, settings)
+    if not isinstance(mask, Tensor) or list(mask.shape) != shape:
+        raise ValueError(f"clipped: expected a mask {shape}; it returned {mask!r:.80}")
+    return found
+
+
+def _made_up_scored() -> Scored:
+    """Return what a surrogate sees of three noised samples."""
+    log_prob = torch.tensor([-1.0, -1.1, -0.9], requires_grad=True)
+    log_prob_old = torch.tensor([-1.0, -1.0, -1.0])
+    kl_old = torch.tensor([0.0, 0.01, 0.02])
+    advantage = torch.tensor([1.0, -1.0, 0.5])
+    ones = torch.ones(3)
+    coefficients = Row(a=ones, b=-0.5 * ones, c=0.5 * ones, w=-2.0 * ones, k=0.0 * ones, m=ones)
+    scores = TransitionScores(
+        log_prob=log_prob,
+        log_prob_old=log_prob_old,
+        kl_anchor=kl_old,
+        kl_old=kl_old,
+        advantage=advantage,
+        errors=(ones, ones),
+    )
+    return Scored(
+        log_ratio=log_prob - log_prob_old,
+        kl_old=kl_old,
+        advantage=advantage,
+        noised=(scores, coefficients),
+    )
 
 
 RATIOS = {"plain": (False, False), "centred": (True, False), "normalised": (True, True)}
@@ -198,6 +283,25 @@ KL_STRATEGIES = {
 }
 
 
+def kl_strategy(name: str) -> KLStrategy:
+    """Return the strategy of `kl.strategy`.
+
+    Raises:
+        UserError: there is no such strategy, or the user's own is not one.
+    """
+    return find_row(name, "kl.strategy", KL_STRATEGIES, _as_strategy)
+
+
+def _as_strategy(found: Any) -> KLStrategy:
+    if not isinstance(found, KLStrategy):
+        raise ValueError(f"expected a sage_fast.algorithm.objective.KLStrategy; got {found!r:.80}")
+    if found.anchor not in (None, "start", "moving"):
+        raise ValueError(f"anchor = {found.anchor!r}: expected None, 'start' or 'moving'")
+    if not isinstance(found.velocity, bool):
+        raise ValueError(f"velocity = {found.velocity!r}: expected True or False")
+    return found
+
+
 class Objective:
     """The loss of a run: its settings, their rows, and what follows from them.
 
@@ -222,27 +326,40 @@ class Objective:
     """
 
     def __init__(self, config: Config) -> None:
-        settings, kl, averaged = config.objective, config.kl, config.sampling.averaged_weights
-        surrogate, strategy = SURROGATES[settings.surrogate], KL_STRATEGIES[kl.strategy]
-        centred, normalised = RATIOS[settings.ratio]
-        weight = (strategy.anchor is not None) * kl.beta_pos + strategy.velocity * kl.beta_vel
-        self.settings, self.kl = settings, kl
-        self.surrogate, self.strategy = surrogate, strategy
-        self.kl_acts = kl.lambda_max > 0 and weight > 0
-        self.closed_form = kl.velocity_term == "closed_form"
+        settings = config.objective
+        kl = config.kl
+        surrogate = surrogate_row(settings)
+        strategy = kl_strategy(kl.strategy)
+        centred, normalised = of_table(RATIOS, settings.ratio, "objective.ratio")
+        self.settings = settings
+        self.kl = kl
+        self.surrogate = surrogate
+        self.strategy = strategy
+
+        # -- the policy term
         self.equalizes = settings.equalizer and not surrogate.uses_errors
         self.centres_ratio = surrogate.centred or (surrogate.uses_ratio and centred)
         self.normalises_ratio = surrogate.uses_ratio and normalised
+
+        # -- the KL terms
+        penalises_position = strategy.anchor is not None and kl.beta_pos > 0
+        penalises_velocity = strategy.velocity and kl.beta_vel > 0
+        self.kl_acts = kl.lambda_max > 0 and (penalises_position or penalises_velocity)
+        self.closed_form = kl.velocity_term == "closed_form"
+
+        # -- what the rollout stores for them
+        averaged = config.sampling.averaged_weights
         self.off_policy = config.train.optimizer_steps > 1 or averaged
-        needs_kl = (
-            self.centres_ratio or surrogate.uses_kl or (strategy.velocity and self.closed_form)
-        )
-        self.stores_velocities = stores = self.off_policy and needs_kl
+        velocity_in_closed_form = strategy.velocity and self.closed_form
+        needs_kl = self.centres_ratio or surrogate.uses_kl or velocity_in_closed_form
+        self.stores_velocities = self.off_policy and needs_kl
         self.reuses_velocities = not averaged and (
-            surrogate.scores_rollout or stores or not self.off_policy
+            surrogate.scores_rollout or self.stores_velocities or not self.off_policy
         )
-        self.scores_noised = stores and not surrogate.scores_rollout
-        follows_rollout = strategy.velocity and self.closed_form and stores
+        self.scores_noised = self.stores_velocities and not surrogate.scores_rollout
+
+        # At the weights of the rollout the KL to it is 0, and so is its gradient.
+        follows_rollout = velocity_in_closed_form and self.stores_velocities
         self.kl_pulls = self.kl_acts and (strategy.anchor is not None or follows_rollout)
 
 
@@ -305,24 +422,34 @@ def sage_loss(
             off.
         kl_weight: lambda_KL.
     """
-    surrogate, strategy, kl = objective.surrogate, objective.strategy, objective.kl
-    kl_old, log_ratio = scores.kl_old, scores.log_prob - scores.log_prob_old
+    surrogate = objective.surrogate
+    strategy = objective.strategy
+    kl = objective.kl
+    kl_old = scores.kl_old
+    log_ratio = scores.log_prob - scores.log_prob_old
     weight = steps.equalizer if objective.equalizes else torch.ones_like(steps.equalizer)
     if objective.centres_ratio:
         # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is
         # quadratic in v - v_old.
         log_ratio = log_ratio + steps.bias * kl_old
         if objective.normalises_ratio:
-            log_ratio, weight = steps.equalizer * log_ratio, weight / steps.equalizer
-    noised = scores, steps.row
-    scored = Scored(log_ratio=log_ratio, kl_old=kl_old, advantage=scores.advantage, noised=noised)
+            log_ratio = steps.equalizer * log_ratio
+            weight = weight / steps.equalizer
+    scored = Scored(
+        log_ratio=log_ratio,
+        kl_old=kl_old,
+        advantage=scores.advantage,
+        noised=(scores, steps.row),
+    )
     policy = -weight * surrogate.value(scored, objective.settings)
+
     velocity = kl_old if objective.closed_form else scores.log_prob_old - scores.log_prob
     regularizer = torch.zeros_like(policy)
     if strategy.anchor is not None:
         regularizer = regularizer + kl.beta_pos * scores.kl_anchor
     if strategy.velocity:
         regularizer = regularizer + kl.beta_vel * velocity
+
     return Loss(
         total=policy + kl_weight * regularizer,
         policy=policy,
@@ -383,19 +510,24 @@ def gradient_norms(
         numel: D, elements of a sample.
         rounding: KL that rounding makes between velocities of equal weights, `[B]`.
     """
-    log_prob, kl_old, kl = scores.log_prob, scores.kl_old, objective.kl
-    slopes = torch.autograd.grad(
+    log_prob = scores.log_prob
+    kl_old = scores.kl_old
+    kl = objective.kl
+
+    # -- the policy term: slopes in log_prob and KL_old, then the chain rule above
+    slope_log_prob, slope_kl = torch.autograd.grad(
         loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True
     )
-    of_log_prob, of_kl = (
-        torch.zeros_like(log_prob) if slope is None else slope for slope in slopes
-    )
-    residual, before = (
-        (value.detach() - row.k) / row.w for value in (log_prob, scores.log_prob_old)
-    )
+    if slope_log_prob is None:
+        slope_log_prob = torch.zeros_like(log_prob)
+    if slope_kl is None:
+        slope_kl = torch.zeros_like(log_prob)
+    residual = (log_prob.detach() - row.k) / row.w
+    residual_old = (scores.log_prob_old.detach() - row.k) / row.w
     kl_distance = kl_old.detach() / row.m
-    cross_term = (before - residual - row.b.square() * kl_distance) / (2 * row.b)
-    grad_logp, grad_kl = of_log_prob * row.w * row.b, of_kl * row.m
+    cross_term = (residual_old - residual - row.b.square() * kl_distance) / (2 * row.b)
+    grad_logp = slope_log_prob * row.w * row.b
+    grad_kl = slope_kl * row.m
     square = (
         grad_logp.square() * residual
         - 2 * grad_logp * grad_kl * cross_term
@@ -403,7 +535,9 @@ def gradient_norms(
     )
     policy = 2 * (square.clamp(min=0) / numel).sqrt()
 
-    anchor = velocity = torch.zeros_like(policy)
+    # -- the KL terms
+    anchor = torch.zeros_like(policy)
+    velocity = torch.zeros_like(policy)
     if objective.strategy.anchor is not None:
         anchor = 4 * kl.beta_pos**2 * row.m * (loss.kl_anchor - rounding) / numel
     if objective.strategy.velocity and objective.closed_form:

@@ -53,32 +53,37 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             ranks than samples.
     """
     check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
-    resolved, s, train = Resolved(config), config.sampling, config.train
+    resolved = Resolved(config)
+    sampling = config.sampling
+    train = config.train
     trainable = min(len(resolved.trained_steps(table)) for table in resolved.windows)
-    rows = sampler_in_words(s)
     if trainable == 0:
-        raise no_gradient(s)
-    noiseless = (
-        f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is "
-        "false"
-    )
-    s.require(
-        bool(resolved.table.stochastic_steps) or not s.shared_initial_noise,
+        raise no_gradient(sampling)
+
+    sampler = sampler_in_words(sampling)
+    is_stochastic = bool(resolved.table.stochastic_steps)
+    sampling.require(
+        is_stochastic or not sampling.shared_initial_noise,
         "shared_initial_noise",
-        noiseless,
+        f"{sampler} adds no noise, and all samples of a group would be equal; the nearest choice "
+        "is false",
     )
-    together = s.shared_initial_noise and resolved.objective.surrogate.scores_rollout
-    needs = (
+
+    scores_rollout = resolved.objective.surrogate.scores_rollout
+    has_endpoints = sampling.shared_initial_noise and scores_rollout
+    config.objective.require(
+        has_endpoints or config.objective.direction == "noise",
+        "direction",
         "expected sampling.shared_initial_noise and a surrogate that scores rollouts; the nearest "
-        "choice is noise"
+        "choice is noise",
     )
-    config.objective.require(together or config.objective.direction == "noise", "direction", needs)
-    share = f" and train.timestep_fraction = {train.timestep_fraction:g}" * (
-        train.timestep_fraction < 1
-    )
+
     if trainable < train.optimizer_steps:
+        share = ""
+        if train.timestep_fraction < 1:
+            share = f" and train.timestep_fraction = {train.timestep_fraction:g}"
         raise UserError(
-            f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} "
+            f"train.optimizer_steps = {train.optimizer_steps}: {sampler}{share} gives {trainable} "
             f"trained transition(s) a sample; the nearest valid value is {trainable}"
         )
     _check_kl(resolved.objective)
@@ -92,18 +97,24 @@ def _check_kl(objective: Objective) -> None:
     Raises:
         UserError: the KL is always 0 or needs log-probs of the rollout where there are none.
     """
-    kl, strategy = objective.kl, objective.strategy
+    kl = objective.kl
+    strategy = objective.strategy
+    needs_log_probs = strategy.velocity and not objective.closed_form
     kl.require(
-        objective.surrogate.scores_rollout or not strategy.velocity or objective.closed_form,
+        objective.surrogate.scores_rollout or not needs_log_probs,
         "velocity_term",
         f"objective.surrogate = {objective.settings.surrogate} scores no step of the rollout; the "
         "nearest choice is closed_form, or kl.strategy = moving",
     )
+    # In the first update the policy is the rollout's: a KL to it is 0, and so is one to an anchor
+    # that was just refreshed.
     refreshed = strategy.moves and kl.anchor_interval == 1
-    at_anchor = strategy.anchor is None or kl.beta_pos == 0 or refreshed
-    at_rollout = not strategy.velocity or kl.beta_vel == 0 or objective.closed_form
-    if objective.kl_acts and at_anchor and at_rollout and not objective.off_policy:
-        where = f"kl.strategy = {kl.strategy!r}" + " at kl.anchor_interval = 1" * refreshed
+    no_position = strategy.anchor is None or kl.beta_pos == 0 or refreshed
+    no_velocity = not strategy.velocity or kl.beta_vel == 0 or objective.closed_form
+    if objective.kl_acts and no_position and no_velocity and not objective.off_policy:
+        where = f"kl.strategy = {kl.strategy!r}"
+        if refreshed:
+            where += " at kl.anchor_interval = 1"
         raise UserError(
             f"train.optimizer_steps = 1: the KL of {where} is 0 in the first update of an "
             "iteration; expected at least 2, or kl.strategy = 'none'"

@@ -21,11 +21,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.rows import called, find_row, of_table
 from sage_fast.config.fields import require
+from sage_fast.util.errors import UserError
 
 SAGE_CLAMP = 3e-3
 """Floor of 1 - sigma in the sage variance (paper, Appendix A.2, regime c)."""
@@ -49,13 +52,19 @@ def sigma_schedule(steps: int, shift: float) -> Tensor:
 
 
 def _sde(s: Tensor, n: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return 1 - variance / (2 * s), -(s - n) - variance * (1 - s) / (2 * s), variance.sqrt()
+    """Return a, b, c of a step that integrates `variance` S of an SDE to first order."""
+    a = 1 - variance / (2 * s)
+    b = -(s - n) - variance * (1 - s) / (2 * s)
+    return a, b, variance.sqrt()
 
 
 def _coefficient_preserving(
     s: Tensor, n: Tensor, kept: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (1 - n) + kept, -(1 - n) * s + kept * (1 - s), c
+    """Return a, b, c of a step that keeps (1-n) x0_hat and `kept` of the noise z_hat."""
+    a = (1 - n) + kept
+    b = -(1 - n) * s + kept * (1 - s)
+    return a, b, c
 
 
 def _ode(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,14 +80,18 @@ def _dance(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
 def _flow(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
     """Flow-GRPO (arXiv 2505.05470): eta sqrt(s/(1-s)), first order; at s = 1 the denominator uses
     sigma_1."""
-    return _sde(s, n, eta**2 * (s - n) * s / (1 - torch.where(s == 1, n, s)))
+    below_one = torch.where(s == 1, n, s)
+    return _sde(s, n, eta**2 * (s - n) * s / (1 - below_one))
 
 
 def _sage(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
     """SAGE-GRPO (Eq. 5): the integral of eta^2 s/(1-s), with 1 - sigma clamped and the result at
     least 0."""
-    log_ratio = torch.log((1 - n).clamp(min=SAGE_CLAMP) / (1 - s).clamp(min=SAGE_CLAMP))
-    return _sde(s, n, (eta**2 * (log_ratio - (s - n))).clamp(min=0))
+    data_after = (1 - n).clamp(min=SAGE_CLAMP)
+    data_before = (1 - s).clamp(min=SAGE_CLAMP)
+    log_ratio = torch.log(data_after / data_before)
+    variance = eta**2 * (log_ratio - (s - n))
+    return _sde(s, n, variance.clamp(min=0))
 
 
 def _cps(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,17 +109,15 @@ def _frozen(s: Tensor, n: Tensor, eta: float, exponent: Tensor) -> tuple[Tensor,
     """
     if eta == 0:  # 0 * inf below would be nan
         return _ode(s, n, eta)
-    return _coefficient_preserving(
-        s,
-        n,
-        n * torch.exp(0.5 * eta**2 * exponent),
-        n * torch.sqrt(-torch.expm1(eta**2 * exponent)),
-    )
+    kept = n * torch.exp(0.5 * eta**2 * exponent)
+    c = n * torch.sqrt(-torch.expm1(eta**2 * exponent))
+    return _coefficient_preserving(s, n, kept, c)
 
 
 def _precise(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
     """Precise (arXiv 2605.23522): the SDE of flow and sage in closed form."""
-    return _frozen(s, n, eta, torch.log(n * (1 - s) / (s * (1 - n))))
+    log_rho = torch.log(n * (1 - s) / (s * (1 - n)))
+    return _frozen(s, n, eta, log_rho)
 
 
 def _dance_precise(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,11 +126,16 @@ def _dance_precise(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Te
 
 
 def _sage_notes(c: Tensor) -> tuple[str, ...]:
-    last = (
+    if c[-1] == 0:
+        return ()
+    return (
         f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `precise` "
-        "leaves none"
+        "leaves none",
     )
-    return (last,) if c[-1] > 0 else ()
+
+
+def _no_notes(c: Tensor) -> tuple[str, ...]:
+    return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +152,7 @@ class SamplerRow:
 
     step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
     largest_eta: float = math.inf
-    notes: Callable[[Tensor], tuple[str, ...]] = lambda c: ()
+    notes: Callable[[Tensor], tuple[str, ...]] = _no_notes
     log_corrected: bool = False
 
 
@@ -151,9 +167,79 @@ SAMPLERS = {
 }
 
 
+def sampler_row(sampler: str | SamplerRow | Callable[..., Any]) -> SamplerRow:
+    """Return a sampler.
+
+    Args:
+        sampler: name in `SAMPLERS`; `package.module:name` of a function (s, n, eta) -> a, b, c or
+            of a `SamplerRow`; or one of these objects itself.
+
+    Raises:
+        UserError: there is no such sampler.
+    """
+    if isinstance(sampler, str):
+        return find_row(sampler, "sampling.sampler", SAMPLERS, _as_sampler)
+    return _as_sampler(sampler)
+
+
+def _as_sampler(found: Any) -> SamplerRow:
+    """Return the row of a user's sampler.
+
+    Raises:
+        ValueError: it is none, or does not return finite a, b, c of a step.
+    """
+    if isinstance(found, type) or not (isinstance(found, SamplerRow) or callable(found)):
+        raise ValueError(
+            f"expected a function of (s, n, eta) that returns a, b, c, or a SamplerRow; got "
+            f"{found!r:.80}"
+        )
+    row = found if isinstance(found, SamplerRow) else SamplerRow(step=found)
+
+    # A schedule from sigma = 1 to 0, where formulas divide by 0 or take the logarithm of it.
+    sigmas = sigma_schedule(4, 5.0)
+    eta = min(0.5, row.largest_eta)
+    _step_of(row, sigmas[:-1], sigmas[1:], eta)
+    return row
+
+
+def _step_of(row: SamplerRow, s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a, b, c of a sampler, checked.
+
+    Raises:
+        ValueError: the sampler fails, or returns something else than finite float64 `[T]` with c at
+            least 0.
+    """
+    shape = list(s.shape)
+    returned = called(row.step, s, n, eta)
+    if not isinstance(returned, tuple | list) or len(returned) != 3:
+        raise ValueError(f"expected three tensors a, b, c; it returned {returned!r:.80}")
+    for name, value in zip("abc", returned):
+        if not isinstance(value, Tensor) or list(value.shape) != shape:
+            raise ValueError(f"expected {name} as a tensor {shape}; it returned {value!r:.80}")
+        if value.dtype != torch.float64:
+            raise ValueError(f"expected {name} in float64, as s and n are; got {value.dtype}")
+        if not value.isfinite().all():
+            raise ValueError(
+                f"{name} is not finite at eta {eta:g}: {value.tolist()} for s = {s.tolist()}"
+            )
+    a, b, c = returned
+    if (c < 0).any():
+        raise ValueError(f"c is a standard deviation, so at least 0; it returned {c.tolist()}")
+    return a, b, c
+
+
 REDUCTIONS = {"mean": True, "unscaled": False}
 """Reduction of the log-prob over the elements of a sample -> whether it is the Gaussian log-prob, a
 mean per element; otherwise it is -mean((x_next - mean)^2)."""
+
+
+def _is_log_prob(reduction: str) -> bool:
+    """Whether a reduction gives the Gaussian log-prob.
+
+    Raises:
+        UserError: there is no such reduction.
+    """
+    return of_table(REDUCTIONS, reduction, "objective.log_prob")
 
 
 # tensors have no equality that is a bool
@@ -208,17 +294,20 @@ class TransitionTable:
         y, and a step multiplies y by a + b/s and adds c noise. The last entry stays on the final
         sample.
         """
-        variance, excess = 1.0, []
-        for s, n, a, b, c in zip(
-            *(x.tolist() for x in (self.sigmas[:-1], self.sigmas[1:], self.a, self.b, self.c))
-        ):
+        variance = 1.0
+        excess = []
+        sigmas = self.sigmas.tolist()
+        steps = zip(sigmas[:-1], sigmas[1:], self.a.tolist(), self.b.tolist(), self.c.tolist())
+        for s, n, a, b, c in steps:
             variance = (a + b / s) ** 2 * variance + c**2
             excess.append(max(variance - n**2, 0.0) ** 0.5)
         return torch.tensor(excess, dtype=torch.float64)
 
     def _log_prob_weight(self, reduction: str) -> Tensor:
         """Return the factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
-        weight = -1 / (2 * self.c.square()) if REDUCTIONS[reduction] else -torch.ones_like(self.c)
+        weight = -torch.ones_like(self.c)
+        if _is_log_prob(reduction):
+            weight = -1 / (2 * self.c.square())
         return torch.where(self.c > 0, weight, 0.0)
 
     def coefficients(self, reduction: str = "mean") -> Tensor:
@@ -233,10 +322,12 @@ class TransitionTable:
             + k and KL = m mean((v - v_anchor)^2) (Eq. 11 with 2 x variance). Logarithms and
             quotients are computed here in float64. w = k = m = 0 where c = 0.
         """
-        w, noisy = self._log_prob_weight(reduction), self.c > 0
-        k = torch.where(
-            noisy & REDUCTIONS[reduction], -(self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0
-        )
+        noisy = self.c > 0
+        w = self._log_prob_weight(reduction)
+        if _is_log_prob(reduction):
+            k = torch.where(noisy, -(self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
+        else:
+            k = torch.zeros_like(self.c)
         m = torch.where(noisy, self.b.square() / (2 * self.c.square()), 0.0)
         return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
 
@@ -255,7 +346,7 @@ class TransitionTable:
         `unscaled` is not a log-prob: there E[log-ratio] = -mean((mu - mu_old)^2), which is -2 c^2
         times the KL.
         """
-        return torch.ones_like(self.c) if REDUCTIONS[reduction] else 2 * self.c.square()
+        return torch.ones_like(self.c) if _is_log_prob(reduction) else 2 * self.c.square()
 
     def equalizer(self, reduction: str = "mean") -> Tensor:
         """Return S_t = median(N) / (N_t + 1e-8) over the stochastic steps (Eq. 9), float64 `[T]`; 0
@@ -267,30 +358,34 @@ class TransitionTable:
         return torch.where(noisy, scale[noisy].quantile(0.5) / (scale + 1e-8), 0.0)
 
 
-def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTable:
+def transition_table(
+    sigmas: Tensor, sampler: str | SamplerRow | Callable[..., Any], eta: float
+) -> TransitionTable:
     """Compute the transition scalars of a sampler on a schedule.
 
     Args:
         sigmas: float64 `[T+1]`, strictly decreasing, in [0, 1].
-        sampler: name in `SAMPLERS`.
+        sampler: name in `SAMPLERS`, or a sampler of your own, as for `sampler_row`.
         eta: noise level, from 0 (the ODE, for every sampler) to the sampler's `largest_eta`.
 
     Raises:
-        UserError: eta is outside the sampler's range.
+        UserError: there is no such sampler, or eta is outside its range.
         ValueError: the schedule is not strictly decreasing within [0, 1].
     """
-    row = SAMPLERS[sampler]
-    expected = f"{sampler} is defined up to {row.largest_eta:g}; the nearest is {row.largest_eta:g}"
+    row = sampler_row(sampler)
+    name = sampler if isinstance(sampler, str) else "the sampler"
+    expected = f"{name} is defined up to {row.largest_eta:g}; the nearest is {row.largest_eta:g}"
     require(eta <= row.largest_eta, "sampling.eta", eta, expected)
     sigmas = sigmas.detach().to("cpu", torch.float64)
-    s, n = sigmas[:-1], sigmas[1:]
-    if (
-        sigmas.ndim != 1
-        or len(s) < 1
-        or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1)
-    ):
+    s = sigmas[:-1]
+    n = sigmas[1:]
+    is_row = sigmas.ndim == 1 and len(s) >= 1
+    if not is_row or not (s > n).all() or sigmas[-1] < 0 or sigmas[0] > 1:
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
-    a, b, c = row.step(s, n, float(eta))
+    try:
+        a, b, c = _step_of(row, s, n, float(eta))
+    except ValueError as error:
+        raise UserError(f"sampling.sampler = {name!r}: {error}") from error
     return TransitionTable(sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(c))
 
 

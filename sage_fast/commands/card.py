@@ -18,7 +18,7 @@ from sage_fast.eval.comparison import compare
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import wrapped
 
 log = logging.getLogger(__name__)
@@ -41,36 +41,48 @@ def model_card(
         base: hub id of the base model.
         files: names of the files beside the card.
     """
-    lora, task = (
-        config.model.trains_adapter,
-        "image-to-video" if spec.takes_images else "text-to-video",
-    )
-    name, link = spec.license or (None, None)
+    is_lora = config.model.trains_adapter
+    relation = None
+    if base:
+        relation = "adapter" if is_lora else "finetune"
+    task = "image-to-video" if spec.takes_images else "text-to-video"
+    tags = [task, "sage-fast"]
+    if is_lora:
+        tags.append("lora")
+    license_name, license_link = spec.license or (None, None)
     data = ModelCardData(
         base_model=base,
-        base_model_relation=("adapter" if lora else "finetune") if base else None,
+        base_model_relation=relation,
         library_name="diffusers",
-        license="other" if name else None,
-        license_name=name,
-        license_link=link,
+        license="other" if license_name else None,
+        license_name=license_name,
+        license_link=license_link,
         pipeline_tag=task,
-        tags=[task, "sage-fast", *(["lora"] if lora else [])],
+        tags=tags,
     )
-    shown: dict[str, Any] = {
-        "run": run.path.resolve().name,
-        "version": __version__,
-        "spec": spec,
-        "base": base,
-    }
-    shown |= {"config": config, "iteration": iteration, "evaluation": _evaluation(run, iteration)}
-    shown |= {"settings": _settings(dataclasses.asdict(config), base), "lora_file": LORA_FILE}
-    names = [entry.name for entry in config.reward.entries]
-    # without folders of this machine
-    shown["rewards"] = [name if "://" in name else Path(name).name for name in names]
-    shown["files"] = sorted(
-        file for file in files if file.endswith(".safetensors") and "/" not in file
+
+    rewards = []
+    for entry in config.reward.entries:
+        is_address = "://" in entry.name
+        # without folders of this machine
+        rewards.append(entry.name if is_address else Path(entry.name).name)
+    weights = [file for file in files if file.endswith(".safetensors") and "/" not in file]
+    card = ModelCard.from_template(
+        data,
+        str(Path(__file__).parent / "card.md.j2"),
+        run=run.path.resolve().name,
+        version=__version__,
+        spec=spec,
+        base=base,
+        config=config,
+        iteration=iteration,
+        evaluation=_evaluation(run, iteration),
+        settings=_settings(dataclasses.asdict(config), base),
+        lora_file=LORA_FILE,
+        rewards=rewards,
+        files=sorted(weights),
     )
-    return str(ModelCard.from_template(data, str(Path(__file__).parent / "card.md.j2"), **shown))
+    return str(card)
 
 
 def _evaluation(run: RunFolder, iteration: int) -> str:
@@ -80,7 +92,8 @@ def _evaluation(run: RunFolder, iteration: int) -> str:
     sets = run.video_sets()
     if not sets.keys() >= {"before", "after"}:
         return "There are no evaluations from before and after training."
-    if (last := sets["after"].iteration) != iteration:
+    last = sets["after"].iteration
+    if last != iteration:
         return (
             f"The weights of iteration {iteration} were not evaluated: eval/after.json is of "
             f"iteration {last}."
@@ -97,11 +110,9 @@ def _settings(settings: dict[str, Any], base: str | None) -> str:
             return {key: shown(kept) for key, kept in value.items()}
         if isinstance(value, list):
             return [shown(kept) for kept in value]
-        return (
-            Path(value).name or value
-            if isinstance(value, str) and value.startswith(("/", "~"))
-            else value
-        )
+        if isinstance(value, str) and value.startswith(("/", "~")):
+            return Path(value).name or value
+        return value
 
     path = split_path(settings["model"]["path"])[1]
     settings["model"] |= {"path": base or Path(path).name or path}

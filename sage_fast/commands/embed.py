@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sage_fast.commands.sources import load_run
 from sage_fast.data.prompts import captions_of, read_prompts
-from sage_fast.run.sources import load_run
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedPath
@@ -45,11 +45,12 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         raise UserError(
             "data.embedding_cache = None: expected the folder that runs share, such as embeddings"
         )
-    sources = (
-        [options.prompts] if options.prompts else [config.data.prompts, config.data.eval_prompts]
-    )
+    sources = [config.data.prompts, config.data.eval_prompts]
+    if options.prompts:
+        sources = [options.prompts]
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
-    captions, cache = captions_of(prompts), Path(config.data.embedding_cache)
+    captions = captions_of(prompts)
+    cache = Path(config.data.embedding_cache)
     with heavy_imports("embed"):
         import torch
 
@@ -68,8 +69,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         load = functools.partial(
             spec.load_encoder, getattr(torch, dtype), local_device(), config.sampling
         )
-        encode_cached(
-            captions, load, cache, cache_key(spec, dtype, cache, config.sampling), spec.condition
-        )
+        key = cache_key(spec, dtype, cache, config.sampling)
+        encode_cached(captions, load, cache, key, spec.condition)
     shutdown()
     log.info(f"{cache}: {len(captions)} texts")

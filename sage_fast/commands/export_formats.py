@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 
 from sage_fast.commands.card import model_card
+from sage_fast.commands.sources import run_and_weights
 from sage_fast.config.fields import is_hub_id
 from sage_fast.models.load import find_spec
 from sage_fast.models.lora.adapter import LORA_FILE, lora_files, write_adapter
 from sage_fast.models.lora.convert import converted, read_lora
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
-from sage_fast.run.sources import run_and_weights
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import atomic_path, check_new_folder, copy_folder, save_tensors
 
@@ -40,11 +40,11 @@ def export(source: Path, folder: Path, base: str | None = None) -> list[Path]:
             hub id.
     """
     check_new_folder(folder, "folder")
-    place = folder.resolve()
-    if place == Path.cwd():
+    target = folder.resolve()
+    if target == Path.cwd():
         raise UserError(f"{str(folder)!r}: the current folder; expected another one")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(place) as partial:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(target) as partial:
         _write(source.resolve(), partial, base)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -96,8 +96,9 @@ def _write_lora(
     adapter.save_pretrained(own)
     named = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
     save_tensors(own / "adapter_model.safetensors", named, {"format": "pt"})
-    for layout, place in spec.lora_layouts.items():
-        metadata = {"format": "pt"} | ({"base_model": base} if base else {})
-        save_tensors(
-            own / f"{name}-{layout}.safetensors", converted(tensors, adapter, place), metadata
-        )
+    metadata = {"format": "pt"}
+    if base:
+        metadata["base_model"] = base
+    for layout, target_of in spec.lora_layouts.items():
+        tensors_of_layout = converted(tensors, adapter, target_of)
+        save_tensors(own / f"{name}-{layout}.safetensors", tensors_of_layout, metadata)

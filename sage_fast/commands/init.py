@@ -40,8 +40,9 @@ OWN_REWARD = {
 Other configurations keep their own reward.
 """
 
-PROMPTS = {True: "a red circle moves left quickly", False: "a red fox trots through fresh snow"}
-"""Whether a configuration is for the testbed -> a prompt to sample."""
+TESTBED_PROMPT = "a red circle moves left quickly"
+PROMPT = "a red fox trots through fresh snow"
+"""Prompts to sample: of the testbed's words, and for any other model."""
 
 
 def add_arguments(add: Callable[..., object]) -> None:
@@ -49,13 +50,43 @@ def add_arguments(add: Callable[..., object]) -> None:
         "folder",
         type=TypedFile,
         metavar="FOLDER",
+        nargs="?",
         help="new folder, or one without files of those names",
     )
     add("--config", metavar="NAME", default="demo", help="a shipped configuration (default: demo)")
+    add(
+        "--list",
+        action="store_true",
+        help="show the shipped configurations, what each trains and on what evidence",
+    )
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    if options.list:
+        if options.folder is not None:
+            raise UserError(f"--list writes nothing: expected it without {str(options.folder)!r}")
+        print(printable(list_configurations()))
+        return
+    if options.folder is None:
+        raise UserError("expected FOLDER, a new one such as my-run, or --list")
     print(printable(init(options.folder, options.config)))
+
+
+def configurations() -> list[str]:
+    """Return the names of the shipped configurations."""
+    return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
+
+
+def list_configurations() -> str:
+    """Return the shipped configurations as text: of each its name and the first two lines, which
+    say what it trains and on what evidence."""
+    lines = []
+    for name in configurations():
+        head = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[:2]
+        lines.append(name)
+        lines += [f"  {line.removeprefix('# ')}" for line in head]
+    lines.append("sage-fast init FOLDER --config NAME copies one")
+    return "\n".join(lines)
 
 
 def init(folder: Path, name: str) -> str:
@@ -75,46 +106,68 @@ def init(folder: Path, name: str) -> str:
     Raises:
         UserError: there is no such configuration, or one of the files exists; nothing is written.
     """
-    if name not in (names := sorted(file.stem for file in _FOLDER.glob("*.yaml"))):
-        raise UserError(f"--config {name!r}: {nearest(name, names)}")
+    names = configurations()
+    if name not in names:
+        raise UserError(f"--config {name!r}: {nearest(name, names)}; --list shows them")
     config = load(_FOLDER / f"{name}.yaml")
+
     suffix = Path(config.data.prompts).suffix or ".txt"
-    files, images, captions = dict[str, str](), dict[str, bytes](), set[str]()
+    prompt_files: dict[str, str] = {}
+    images: dict[str, bytes] = {}
+    captions: set[str] = set()
     for file, given in (("prompts", config.data.prompts), ("heldout", config.data.eval_prompts)):
         prompts = read_prompts(given)
-        lines = "".join(f"{prompt.text}\n" for prompt in prompts)
-        files[file + suffix] = lines if given in SETS else Path(given).read_text(encoding="utf-8")
-        images |= {
-            prompt.image: Path(prompt.caption.image).read_bytes()
-            for prompt in prompts
-            if prompt.image
-        }
-        captions |= {prompt.text for prompt in prompts}
-    on_testbed = captions <= {prompt.text for name in SETS for prompt in read_prompts(name)}
+        if given in SETS:
+            prompt_files[file + suffix] = "".join(f"{prompt.text}\n" for prompt in prompts)
+        else:
+            prompt_files[file + suffix] = Path(given).read_text(encoding="utf-8")
+        for prompt in prompts:
+            captions.add(prompt.text)
+            if prompt.image:
+                images[prompt.image] = Path(prompt.caption.image).read_bytes()
+
+    # The testbed's model understands only the words of its own prompts.
+    testbed_captions = {prompt.text for name in SETS for prompt in read_prompts(name)}
+    on_testbed = captions <= testbed_captions
+
     own = {setting: value.replace(".txt", suffix) for setting, value in OWN.items()}
-    settings = _own_settings(_FOLDER / f"{name}.yaml", own | (OWN_REWARD if on_testbed else {}))
-    extra = ["my_rewards.py", "slurm.sbatch"][: 2 - on_testbed]
-    texts = {
-        "config.yaml": settings,
-        **{name: (_FOLDER / name).read_text(encoding="utf-8") for name in extra},
-        **files,
-    }
+    extra = ["my_rewards.py"]
+    if on_testbed:
+        own |= OWN_REWARD
+    else:
+        extra.append("slurm.sbatch")
+    texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", own)}
+    for file in extra:
+        texts[file] = (_FOLDER / file).read_text(encoding="utf-8")
+    texts |= prompt_files
+
+    _write_new(folder, texts, images)
+    wrote = ", ".join(texts)
+    if images:
+        wrote += f" and {len(images)} images"
+    commands = _next_commands(folder, f"heldout{suffix}", on_testbed=on_testbed)
+    return f"{folder}: wrote {wrote}\n{commands}"
+
+
+def _write_new(folder: Path, texts: Mapping[str, str], images: Mapping[str, bytes]) -> None:
+    """Write files into a folder that holds none of them.
+
+    Raises:
+        UserError: the folder is a file, or one of the files exists; nothing is written.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(
             f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}"
         )
-    if found := [file for file in (*texts, *images) if (folder / file).exists()]:
+    contents: dict[str, str | bytes] = {**texts, **images}
+    found = [file for file in contents if (folder / file).exists()]
+    if found:
         raise UserError(
             f"{str(folder)!r} already holds {', '.join(found)}; expected another folder"
         )
-    for file, content in (texts | images).items():
+    for file, content in contents.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / file, content)
-    wrote = f"{', '.join(texts)}{f' and {len(images)} images' if images else ''}"
-    return (
-        f"{folder}: wrote "
-        f"{wrote}\n{_next_commands(folder, f'heldout{suffix}', on_testbed=on_testbed)}"
-    )
 
 
 def _own_settings(file: Path, own: Mapping[str, str]) -> str:
@@ -127,21 +180,16 @@ def _own_settings(file: Path, own: Mapping[str, str]) -> str:
 
 
 def _next_commands(folder: Path, heldout: str, *, on_testbed: bool) -> str:
-    launch, more = (
-        ("sage-fast", "")
-        if on_testbed
-        else ("torchrun --nproc-per-node 8 -m sage_fast", " --gpus 8")
-    )
-    prompt = (
-        f"--prompts {heldout}"
-        if heldout.endswith(".jsonl")
-        else f'--prompt "{PROMPTS[on_testbed]}"'
-    )
+    if on_testbed:
+        launch, more, prompt = "sage-fast", "", TESTBED_PROMPT
+    else:
+        launch, more, prompt = "torchrun --nproc-per-node 8 -m sage_fast", " --gpus 8", PROMPT
+    prompts = f"--prompts {heldout}" if heldout.endswith(".jsonl") else f'--prompt "{prompt}"'
     commands = [
         f"cd {shlex.quote(str(folder))}",
         f"sage-fast train config.yaml --dry-run{more}  # sizes, memory, time",
         f"{launch} train config.yaml  # or --resume",
-        f"sage-fast sample runs/first {prompt}",
+        f"sage-fast sample runs/first {prompts}",
         f"sage-fast eval runs/first  # scores on {heldout}",
     ]
     return "\n  ".join(["next:", *commands])

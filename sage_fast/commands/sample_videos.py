@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sage_fast.eval.evaluation import video_chunks
 from sage_fast.eval.sheets import contact_sheet
-from sage_fast.rollout.setup import Setup
+from sage_fast.loading import Setup
 from sage_fast.util.files import atomic_path
 from sage_fast.util.videos import numbered, save_video
 

@@ -11,7 +11,7 @@ from typing import get_origin
 
 import yaml
 
-from sage_fast.config.fields import meanings, own_settings, sections, settings_of
+from sage_fast.config.fields import Setting, meanings, own_settings, sections, settings_of
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 
@@ -59,11 +59,18 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 f"--{setting.name}",
                 choices=setting.choices or (("true", "false") if setting.type is bool else None),
-                metavar="TEXT"
-                if setting.is_text
-                else METAVARS.get(get_origin(setting.type) or setting.type),
+                metavar=_metavar(setting),
                 help=text.replace("%", "%%"),
             )
+
+
+def _metavar(setting: Setting) -> str | None:
+    """Return what stands for the value in the help; None for the choices themselves."""
+    if setting.choices:
+        return None
+    if setting.is_text:
+        return "TEXT"
+    return METAVARS.get(get_origin(setting.type) or setting.type)
 
 
 def _yaml(value: object) -> str:

@@ -26,7 +26,10 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.errors import OWN_PLACE, UserError, nearest
+
+PLACE_FORM = re.compile(r"(?:.*/)?\w[\w.]*:\w[\w.]*")
+"""Form of `package.module:name`, with or without the folder of the module."""
 
 BOUNDS = {
     "least": ("at least", operator.ge),
@@ -44,7 +47,9 @@ KINDS = {
     str: "text",
     types.NoneType: "null",
     list[str]: "a list of text, such as [one, two]",
+    list[int]: "a list of whole numbers, such as [2, 3]",
     list[dict[str, Any]]: "a list of mappings, such as [{name: one}, {name: two}]",
+    list[Any]: "a list, such as [my_module:Name]",
     dict[str, Any]: "a mapping of names to values, such as {name: 1}",
     dict[str, float]: "a mapping of names to numbers, such as {name: 1}",
 }
@@ -75,16 +80,44 @@ def require(condition: bool, name: str, value: object, expected: str) -> None:
 
 
 class Section:
-    """Base class of the dataclasses that hold settings.
+    """Base class of the dataclasses that hold settings. They are checked once, and then frozen.
 
     Raises:
         UserError: names the setting, its value, what was expected and the nearest valid choice.
     """
 
+    # In a slot, so that `vars` of a section holds its settings alone.
+    __slots__ = ("_is_checked",)
+
     def __post_init__(self) -> None:
         section: type = type(self)
         for setting in own_settings(section):
-            setattr(self, setting.field, setting.checked(getattr(self, setting.field)))
+            value = getattr(self, setting.field)
+            setattr(self, setting.field, setting.checked(value))
+        object.__setattr__(self, "_is_checked", True)
+
+    def __setattr__(self, field: str, value: object) -> None:
+        """Set a field while the section is made; afterwards it would change what was checked.
+
+        `dataclasses(frozen=True)` would refuse without saying what to do.
+
+        Raises:
+            UserError: the section is checked already.
+        """
+        if getattr(self, "_is_checked", False):
+            raise self._frozen(field, repr(value))
+        object.__setattr__(self, field, value)
+
+    def __delattr__(self, field: str) -> None:
+        raise self._frozen(field, "...")
+
+    def _frozen(self, field: str, value: str) -> UserError:
+        """Return the error of an assignment to a checked section."""
+        name = f"{section_name(type(self))}.{field}".removeprefix(".")
+        return UserError(
+            f"{name} = {value}: checked settings are frozen, since a change would go unchecked; "
+            f'config.replace({{"{name}": {value}}}) returns a changed copy'
+        )
 
     def require(self, condition: bool, field: str, expected: str) -> None:
         """Check a condition on a field, beyond its type and bounds."""
@@ -117,12 +150,18 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Valid values of a choice; empty for every other type."""
-        return get_args(self.type) if get_origin(self.type) is Literal else ()
+        """Shipped values of a choice; empty for every other type."""
+        return _choices(self.type)
+
+    @property
+    def takes_plugin(self) -> bool:
+        """Whether it is a choice that may also be `package.module:name` of the user's."""
+        return bool(self.choices) and str in _members(self.type)
 
     @property
     def is_text(self) -> bool:
-        return str in (self.type, *_members(self.type))
+        """Whether any text is valid, as typed."""
+        return not self.choices and str in (self.type, *_members(self.type))
 
     @property
     def range(self) -> str:
@@ -174,10 +213,19 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
 
 
+def _choices(hint: Any) -> tuple[str, ...]:
+    """Return the values of a `Literal`, alone or beside other types; empty without one."""
+    for member in (hint, *_members(hint)):
+        if get_origin(member) is Literal:
+            return get_args(member)
+    return ()
+
+
 def kind(hint: Any) -> str:
     """Describe a type in words."""
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
+    if choices := _choices(hint):
+        own = OWN_PLACE if str in _members(hint) else ""
+        return f"one of {', '.join(choices)}{own}"
     return " or ".join(KINDS[member] for member in _members(hint) or (hint,))
 
 
@@ -191,11 +239,8 @@ def _convert(hint: Any, value: Any) -> Any:
     origin, inside = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
-    if origin is Literal:
-        if value in inside:
-            return value
-        off = value is False or value == "off"  # YAML reads off as False
-        raise ValueError(nearest("none" if off else str(value), inside))
+    if _choices(hint):
+        return _chosen(hint, value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _convert(inside[1], item) for key, item in value.items()}
     if origin is list and isinstance(value, list):
@@ -217,6 +262,24 @@ def _convert(hint: Any, value: Any) -> Any:
     if value == "":
         raise ValueError("expected text that is not empty")
     return value
+
+
+def _chosen(hint: Any, value: Any) -> Any:
+    """Return a choice, or `package.module:name` where the type allows text beside its choices.
+
+    Raises:
+        ValueError: says what was expected.
+    """
+    choices = _choices(hint)
+    takes_plugin = str in _members(hint)
+    # `in` compares with ==, which some values do not answer with a bool
+    if isinstance(value, str) and value in choices:
+        return value
+    if takes_plugin and isinstance(value, str) and PLACE_FORM.fullmatch(value):
+        return value
+    off = value is False or value == "off"  # YAML reads off as False
+    also = OWN_PLACE if takes_plugin else ""
+    raise ValueError(nearest("none" if off else str(value), choices, also))
 
 
 def is_finite(value: float) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from sage_fast.config.engines import ENGINES, RENOISES
 from sage_fast.config.schema import ODE_SAMPLERS, ObjectiveConfig, SamplingConfig, TrainConfig
 from sage_fast.util.errors import UserError
+from sage_fast.util.plugins import check_place
 
 
 def check_choices(
@@ -42,6 +43,19 @@ def check_choices(
         f"the reward has one part with a weight, {weighted[0]}, so nothing to balance; the nearest "
         "choice is false",
     )
+
+
+def check_plugins(plugins: Mapping[str, str]) -> None:
+    """Check that the modules of the user's own choices are there, without importing them.
+
+    Args:
+        plugins: setting -> `package.module:name`, as `Config.plugins`.
+
+    Raises:
+        UserError: one is not.
+    """
+    for key, place in plugins.items():
+        check_place(place, f"{key} = {place!r}")
 
 
 def no_gradient(sampling: SamplingConfig) -> UserError:

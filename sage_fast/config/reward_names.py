@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sage_fast.config.schema import OBJECT
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import registered
 
@@ -31,8 +32,15 @@ def place_of_reward(name: str, setting: str) -> str:
         setting: setting that holds the name, for messages.
 
     Raises:
-        UserError: no reward has this short name.
+        UserError: no reward has this short name, or it is an object of another program.
     """
+    if name.startswith(OBJECT):
+        known = name.removeprefix(OBJECT)
+        raise UserError(
+            f"{setting}: the program that trained gave this reward as an object; expected "
+            f"package.module:name of it, such as my_rewards:{known}, or reward_funcs={known} in "
+            "Python"
+        )
     if ":" in name:
         return name
     offered = registered(GROUP, SHIPPED)

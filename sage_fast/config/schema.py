@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from sage_fast.config.engines import ADAPTERS, BYTES
-from sage_fast.config.fields import NAMES, Section, is_finite, names, within
+from sage_fast.config.fields import (
+    NAMES,
+    PLACE_FORM,
+    Section,
+    is_finite,
+    names,
+    settings_of,
+    within,
+)
 from sage_fast.config.secrets import bare_address
 from sage_fast.util.errors import UserError, nearest
 
@@ -43,6 +51,9 @@ MOST_SAMPLES, MOST_PIXELS = 2**20, 2**34
 """
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
+OBJECT = "object:"
+"""Prefix of `reward.name` for a reward that a program gave as an object, which no name can import.
+"""
 MODEL_NAMES = ("testbed", "testbed-i2v")
 """Checkpoints that come with the package, by what `model.path` calls them."""
 PROMPT_SETS = ("testbed:train", "testbed:heldout")
@@ -125,9 +136,10 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     """How rollouts are sampled."""
 
-    sampler: Sampler = "sage"
+    sampler: Sampler | str = names("plugin", "sage")
     """Rule of a denoising step (docs/explanation/samplers.md). `ode` adds no noise and can
-    only be trained with a surrogate that re-noises the final samples, such as nft."""
+    only be trained with a surrogate that re-noises the final samples, such as nft. Or
+    `package.module:name` of your own (docs/how-to/extend.md)."""
     eta: float = within(0.5, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
@@ -249,6 +261,11 @@ class RewardEntry(Section):
         return self.name.startswith(("http://", "https://"))
 
     @property
+    def is_object(self) -> bool:
+        """Whether the reward is an object of the program that trained, which no name can import."""
+        return self.name.startswith(OBJECT)
+
+    @property
     def needed(self) -> set[str]:
         """Parts with a nonzero weight, by the reward's own names."""
         return {part for part, weight in self.weights.items() if weight != 0}
@@ -365,11 +382,12 @@ def _is_plain(value: object) -> bool:
 class ObjectiveConfig(Section):
     """The policy term of the loss."""
 
-    surrogate: Surrogate = "clip"
+    surrogate: Surrogate | str = names("plugin", "clip")
     """`clip`: clipped ratio. `kl_mask`: the ratio, masked by the KL to the rollout policy instead
     of clipped. `log_prob`: the plain log-prob of Eq. 43, without a ratio. The others re-noise the
     final samples and so train with any sampler, including `ode`. `nft`: DiffusionNFT, with the
-    weighting of its published code. `awm`: advantage-weighted matching."""
+    weighting of its published code. `awm`: advantage-weighted matching. Or `package.module:name`
+    of your own (docs/how-to/extend.md)."""
     nft_beta: float = within(1.0, above=0)
     """Beta of `nft`.
 
@@ -380,10 +398,10 @@ class ObjectiveConfig(Section):
     above this. Per element with objective.log_prob = mean. Takes effect from the second update of
     an iteration on, with sampling.averaged_weights from the first."""
     direction: Direction = "noise"
-    """What a step that a group enters from the same latents is scored against, which is the first
-    of its window. `noise`: the latents that it led to. `endpoint`: as far away, in the direction in
-    which the final sample differs from the mean of its group's. Not the exact policy gradient; far
-    less noise. Needs sampling.shared_initial_noise."""
+    """Target of the log-prob at the first stochastic step of a group with shared noise. `noise`:
+    the sampled next latents. `endpoint`: a point at the same distance from the mean, towards the
+    sample's final latents minus the group's average. It is not the exact policy gradient, and has
+    far less noise. Needs sampling.shared_initial_noise."""
     ratio: Ratio = "plain"
     """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy
     is added to the log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times
@@ -417,10 +435,10 @@ class KLConfig(Section):
     """The KL penalty, which keeps the policy near its starting weights, near its recent self, or
     both."""
 
-    strategy: KLStrategyName = "dual"
+    strategy: KLStrategyName | str = names("plugin", "dual")
     """Terms of the KL. `fixed`: anchor = weights at the start of the run, `model.weights` included.
     `moving`: an anchor that is refreshed. `stepwise`: the rollout policy. `dual`: moving and
-    stepwise."""
+    stepwise. Or `package.module:name` of your own (docs/how-to/extend.md)."""
     velocity_term: VelocityTerm = "closed_form"
     """Form of the KL to the rollout policy. `rollout`: logp_old - logp (Eq. 15). `closed_form`: the
     same KL without sampling noise; with one update per iteration it is exactly 0 and costs
@@ -432,7 +450,7 @@ class KLConfig(Section):
     anchor_interval: int = within(10, least=1)
     """Optimizer steps between refreshes of the moving anchor."""
     lambda_min: float = within(1e-7, least=0)
-    """Weight of the whole KL at the start, and its lower bound afterwards; at most
+    """Weight of the whole KL at the start, and its lower bound afterwards. At most
     kl.lambda_max."""
     lambda_max: float = within(1e-5, least=0)
     """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`. 0 turns
@@ -440,9 +458,10 @@ class KLConfig(Section):
     warmup_steps: int = within(100, least=0)
     """K of Eq. 41: optimizer steps over which lambda rises linearly from kl.lambda_min to
     kl.lambda_max."""
-    feedback: Feedback = "none"
+    feedback: Feedback | str = names("plugin", "none")
     """How lambda changes after the warm-up. `none`: stay at kl.lambda_max. `paper`: Eq. 42 as
-    printed, between kl.lambda_min and kl.lambda_max."""
+    printed, between kl.lambda_min and kl.lambda_max. Or `package.module:name` of your own
+    (docs/how-to/extend.md)."""
     target: float = within(1e-4, above=0)
     """Target KL of `paper`, per element."""
     history: int = within(10, least=1)
@@ -573,6 +592,77 @@ class TrackingConfig(Section):
     `mlflow`, ..."""
     project: str = "sage-fast"
     """Project name of the run, in trackers that have projects."""
+    training_videos: int = within(4, least=0)
+    """Samples to show of every `tracking.training_videos_interval`-th iteration, with prompt,
+    rewards and advantage: the highest and the lowest advantage of its first groups. They are in
+    the run folder, on its page and in the trackers. A rank keeps the videos of its samples of
+    these groups in host memory until the rewards are known. 0: none."""
+    training_videos_interval: int = within(10, least=1)
+    """Iterations from one that is shown to the next."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ProfileConfig(Section):
+    """Profiles of iterations while a run trains, written to `profiles/` in the run folder."""
+
+    iterations: list[int] = dataclasses.field(default_factory=list)
+    """Iterations to profile, as the screen counts them, from 1. The first one of a process compiles
+    and warms up. Each rank writes a trace. A profiled iteration is slower."""
+    memory: bool = False
+    """Also record allocations: in the trace and, on a GPU, as a memory snapshot."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expected = "expected iterations as the screen counts them, from 1, such as [2, 3]"
+        self.require(all(number >= 1 for number in self.iterations), "iterations", expected)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallbackEntry:
+    """A callback of the user's.
+
+    Attributes:
+        name: `package.module:name` of a class, or of an object.
+        args: keyword arguments of the class.
+    """
+
+    name: str
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _callback(value: Any, place: int) -> CallbackEntry:
+    """Return the callback that an entry of `callbacks` names.
+
+    Raises:
+        UserError: the entry has another form.
+    """
+    key = f"callbacks[{place}]"
+    if isinstance(value, str):
+        entry = CallbackEntry(name=value)
+    elif isinstance(value, Mapping):
+        known = [field.name for field in dataclasses.fields(CallbackEntry)]
+        for name in value:
+            if name not in known:
+                raise UserError(f"{key}: unknown key {name!r}; {nearest(str(name), known)}")
+        if "name" not in value:
+            raise UserError(f"{key}: 'name' is missing, such as my_callbacks:MyCallback")
+        entry = CallbackEntry(**value)
+    else:
+        raise UserError(
+            f"{key} = {value!r}: expected 'package.module:name', such as my_callbacks:MyCallback, "
+            "or {name: my_callbacks:MyCallback, args: {...}}"
+        )
+    if not isinstance(entry.name, str) or not PLACE_FORM.fullmatch(entry.name):
+        raise UserError(
+            f"{key} = {entry.name!r}: expected 'package.module:name', such as "
+            "my_callbacks:MyCallback"
+        )
+    if not isinstance(entry.args, Mapping) or not all(isinstance(name, str) for name in entry.args):
+        raise UserError(
+            f"{key}.args = {entry.args!r}: expected a mapping of names to values, such as "
+            "{least: 0.5}"
+        )
+    return entry
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -589,6 +679,10 @@ class Config(Section):
     timeout_minutes: float = within(60.0, above=0)
     """Longest time a rank waits for the others, for example while one of them downloads, scores or
     evaluates. Then the run ends."""
+    callbacks: list[Any] = dataclasses.field(default_factory=list, metadata={NAMES: "callbacks"})
+    """Callbacks of your own (docs/how-to/callbacks.md), in the order in which they are called: each
+    `package.module:name`, or with arguments `{name: package.module:name, args: {...}}`. A module
+    beside the settings file is found first."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
@@ -598,6 +692,49 @@ class Config(Section):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        last = max(self.profile.iterations, default=0)
+        expected = f"expected at most train.iterations = {self.train.iterations}"
+        self.profile.require(last <= self.train.iterations, "iterations", expected)
+        for place, value in enumerate(self.callbacks):
+            _callback(value, place)
+
+    def replace(self, settings: Mapping[str, Any]) -> Config:
+        """Return a copy with some settings changed and the whole checked again.
+
+        Args:
+            settings: dotted key -> value, such as `{"train.iterations": 5}`, or nested mappings. A
+                mapping such as `reward.weights` is replaced whole; the keys `reward.name` and
+                `reward.several` replace each other.
+
+        Raises:
+            UserError: an unknown key or an invalid value.
+        """
+        from sage_fast.config.loader import replaced  # which imports this module
+
+        return replaced(self, settings)
+
+    @property
+    def plugins(self) -> dict[str, str]:
+        """Setting -> `package.module:name`, of the choices and callbacks that are the user's
+        own."""
+        found = {key: entry.name for key, entry in self.keyed_callbacks.items()}
+        for name, setting in settings_of(Config).items():
+            if setting.takes_plugin:
+                section, _, field = name.partition(".")
+                value = getattr(getattr(self, section), field)
+                if value not in setting.choices:
+                    found[name] = value
+        return found
+
+    @property
+    def keyed_callbacks(self) -> dict[str, CallbackEntry]:
+        """Setting -> the callback that it names."""
+        entries = [_callback(value, place) for place, value in enumerate(self.callbacks)]
+        return {f"callbacks[{place}]": entry for place, entry in enumerate(entries)}
 
     @property
     def named_rewards(self) -> dict[str, RewardEntry]:

@@ -32,21 +32,20 @@ def notes_on(
     replace."""
     lines = []
     for candidate in candidates:
-        if (own := candidate.config) is None:
+        own = candidate.config
+        if own is None:
             continue
         if candidate.iteration:
             lines.append(f"weights of iteration {candidate.iteration}: {own.model.weights}")
         # what ODE samples depend on, with the guidance scale
-        sizes = ("shift", "num_frames", "height", "width")
-        both = [
-            (f"sampling.{name}", *(getattr(s, name) for s in (own.sampling, sampling)))
-            for name in sizes
-        ]
-        both.append(("eval.guidance_scale", own.eval_guidance_scale, guidance_scale))
-        lines += [
-            f"note: {candidate.label} has {name} = {mine}, but is sampled with {used}, like the "
-            "first"
-            for name, mine, used in both
-            if mine != used
-        ]
+        pairs: dict[str, tuple[object, object]] = {}
+        for name in ("shift", "num_frames", "height", "width"):
+            pairs[f"sampling.{name}"] = (getattr(own.sampling, name), getattr(sampling, name))
+        pairs["eval.guidance_scale"] = (own.eval_guidance_scale, guidance_scale)
+        for name, (mine, used) in pairs.items():
+            if mine != used:
+                lines.append(
+                    f"note: {candidate.label} has {name} = {mine}, but is sampled with {used}, "
+                    "like the first"
+                )
     return lines

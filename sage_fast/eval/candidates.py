@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -20,14 +19,13 @@ from sage_fast.data.prompt_checks import check_task
 from sage_fast.data.prompts import configured_prompts, metadata_of
 from sage_fast.eval.candidate import Candidate
 from sage_fast.eval.evaluation import Chunk, Chunks, evaluate, rewards_of, score_videos
-from sage_fast.eval.playback import read_clip
+from sage_fast.eval.playback import Clip, read_clip
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
-from sage_fast.loading import load_setup, resolve
+from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.models.load import find_spec
 from sage_fast.rewards import Judge, load_rewards
 from sage_fast.rewards.interface import Scorer
-from sage_fast.rollout.setup import Setup
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, check_new_folder, writing
 from sage_fast.util.process_group import initialize
@@ -76,15 +74,15 @@ def _folders(candidates: Sequence[Candidate], folder: Path | None) -> list[Path 
     """Return a video folder for each candidate, named after it."""
     names: list[str] = []
     for candidate in candidates:
-        name = (
-            re.sub(r"[^\w.-]+", "-", candidate.label)
-            .strip(".-")
-            .encode()[:80]
-            .decode(errors="ignore")
-            or "source"
-        )
-        names.append(name if name not in names else f"{name}-{len(names)}")
-    return [None if folder is None else folder / "videos" / name for name in names]
+        plain = re.sub(r"[^\w.-]+", "-", candidate.label).strip(".-")
+        # file systems limit bytes, not letters
+        name = plain.encode()[:80].decode(errors="ignore") or "source"
+        if name in names:
+            name = f"{name}-{len(names)}"
+        names.append(name)
+    if folder is None:
+        return [None for _ in names]
+    return [folder / "videos" / name for name in names]
 
 
 class _Evaluator:
@@ -103,9 +101,10 @@ class _Evaluator:
         for path in paths:
             check_task(heldout, find_spec(path, fetch=True))
         in_folders = [prompt for found in self.folders.values() for prompt in found.prompts]
-        self.prompts = (
-            {p.key for p in heldout[: config.eval.num_prompts]} if paths else {*in_folders}
-        )
+        if paths:
+            self.prompts = {prompt.key for prompt in heldout[: config.eval.num_prompts]}
+        else:
+            self.prompts = set(in_folders)
         if paths and self.folders:
             log.info(
                 "note: videos in folders are compressed, those of other sources are not, which "
@@ -113,17 +112,18 @@ class _Evaluator:
             )
         for found in self.folders.values():
             self._check_prompts(found)
-        images = {
-            key: {"image": path}
-            for found in self.folders.values()
-            for key, path in found.images.items()
-        }
-        metadata, device = images | metadata_of([*train, *heldout]), str(local_device())
+        metadata: dict[str, Mapping[str, object]] = {}
+        for found in self.folders.values():
+            for key, path in found.images.items():
+                metadata[key] = {"image": path}
+        metadata |= metadata_of([*train, *heldout])
+        device = str(local_device())
         known = [prompt.key for prompt in heldout] if paths else in_folders
         further: dict[str, Scorer] = {}
         for label, name in scorers.items():
-            further[f"{label}/"] = scorer = Judge(name, config.reward, device, "--scorer", metadata)
+            scorer = Judge(name, config.reward, device, "--scorer", metadata)
             scorer.check(config.sampling, known, device)
+            further[f"{label}/"] = scorer
         self.rewards = rewards_of(*load_rewards(config, known, known, metadata)) | further
 
     def _check_prompts(self, found: VideoSet) -> None:
@@ -143,7 +143,8 @@ class _Evaluator:
         """Evaluate one candidate; return its videos with their scores."""
         if candidate.config is None:
             return self._score_folder(self.folders[candidate.label])
-        self.setup = setup = self._load(candidate.config.model)
+        setup = self._load(candidate.config.model)
+        self.setup = setup
         log.info(f"evaluate {candidate.label}")
 
         def save(number: int, prompt: str, video: Tensor) -> None:
@@ -151,7 +152,8 @@ class _Evaluator:
                 save_video(video, prompt, home, number, setup.model.spec.fps)
 
         result, _ = evaluate(setup, iteration=candidate.iteration, save=save, rewards=self.rewards)
-        return from_evaluation(candidate.label, result, numbered(home) if home is not None else {})
+        files = {} if home is None else numbered(home)
+        return from_evaluation(candidate.label, result, files)
 
     def _load(self, model: ModelConfig) -> Setup:
         """Load a model, after the current one has been freed, and embed the prompts, unless they
@@ -160,11 +162,8 @@ class _Evaluator:
         if self.setup is not None:
             attention = cast(AttentionBackend, self.setup.model.attention)  # measured once
             last = self.setup.config.model
-            embeddings = (
-                self.setup.embeddings
-                if (last.path, last.dtype) == (model.path, model.dtype)
-                else None
-            )
+            if (last.path, last.dtype) == (model.path, model.dtype):
+                embeddings = self.setup.embeddings
             self.setup = None
             gc.collect()
             torch.cuda.empty_cache()
@@ -194,24 +193,36 @@ class _Evaluator:
         log.info(f"score {found.label}")
         seeds = found.seeds or [index for _, index in found.keys]
 
+        files = list(found.shown.values())
+
         def read(share: range) -> Chunks:
-            return _batches(
-                [*found.shown.values()][share.start : share.stop], self.config.sampling.batch_size
-            )
+            return _batches(files[share.start : share.stop], self.config.sampling.batch_size)
 
         result, _ = score_videos(self.rewards, found.prompts, seeds, read)
-        return dataclasses.replace(
-            found, scores=from_evaluation("", result, {}).scores, evaluation=result
-        )
+        scores = from_evaluation("", result, {}).scores
+        return dataclasses.replace(found, scores=scores, evaluation=result)
 
 
 def _batches(files: Sequence[Path], size: int) -> Chunks:
     """Yield videos of one shape and rate, at most `size` at a time, with their indices in
     `files`."""
-    clips = ((i, read_clip(file)) for i, file in enumerate(files))
-    for (_, fps), alike in itertools.groupby(
-        clips, key=lambda each: (each[1].frames.shape, each[1].fps)
-    ):
-        while batch := dict(itertools.islice(alike, size)):
-            videos = torch.stack([clip.frames for clip in batch.values()])
-            yield Chunk([*batch], videos.to(local_device()), fps)
+    indices: list[int] = []
+    batch: list[Clip] = []
+
+    def chunk() -> Chunk:
+        videos = torch.stack([clip.frames for clip in batch])
+        return Chunk(list(indices), videos.to(local_device()), batch[0].fps)
+
+    for index, file in enumerate(files):
+        clip = read_clip(file)
+        fits = not batch or (clip.frames.shape, clip.fps) == (batch[0].frames.shape, batch[0].fps)
+        if not fits:
+            yield chunk()
+            indices, batch = [], []
+        indices.append(index)
+        batch.append(clip)
+        if len(batch) == size:
+            yield chunk()
+            indices, batch = [], []
+    if batch:
+        yield chunk()

@@ -24,14 +24,16 @@ class Comparison(NamedTuple):
     notes: list[str]
     warnings: list[str]
 
+    def __str__(self) -> str:
+        return self.text
+
     @property
     def text(self) -> str:
         """The table, notes and warnings, as Markdown for a terminal of 80 columns."""
-        lines = [
-            textwrap.fill(line, 80, break_on_hyphens=False)
-            for line in (*self.notes, *self.warnings)
-        ]
-        return "\n".join([format_table(self.rows), *lines] if self.rows else lines)
+        lines = [format_table(self.rows)] if self.rows else []
+        for line in (*self.notes, *self.warnings):
+            lines.append(textwrap.fill(line, 80, break_on_hyphens=False))
+        return "\n".join(lines)
 
 
 def compare(sets: Sequence[VideoSet], watched: tuple[str, ...] = (JUDGE_PART,)) -> Comparison:
@@ -43,11 +45,13 @@ def compare(sets: Sequence[VideoSet], watched: tuple[str, ...] = (JUDGE_PART,)) 
     Raises:
         UserError: a set has no prompt in common with the first.
     """
-    notes = [note for other in sets[1:] for note in check_prompts(sets[0], other)]
-    found = {
-        other.label: hacking(sets[0], other, watched, pairs=len(sets) - 1) for other in sets[1:]
-    }
-    warnings = [f"{label}: {text}" for label, text in found.items() if text]
+    notes: list[str] = []
+    warnings: list[str] = []
+    for other in sets[1:]:
+        notes += check_prompts(sets[0], other)
+        found = hacking(sets[0], other, watched, pairs=len(sets) - 1)
+        if found:
+            warnings.append(f"{other.label}: {found}")
     return Comparison(sets, table(sets) if sets else [], notes, warnings)
 
 
@@ -57,7 +61,8 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
     Raises:
         UserError: they have no prompt in common.
     """
-    ours, theirs, names = set(first.keys), set(other.keys), f"{first.label} and {other.label}"
+    ours, theirs = set(first.keys), set(other.keys)
+    names = f"{first.label} and {other.label}"
     if not ours & theirs:
         raise UserError(
             f"{names} hold different prompts, such as {first.prompts[0]!r} and {other.prompts[0]!r}"
@@ -77,25 +82,25 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
 def format_table(rows: Sequence[Row]) -> str:
     """Format scores as aligned Markdown: a row per score and a column per set, then the same of the
     gains."""
-    labels, scores = (
-        list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("label", "score")
-    )
-    means = {(row.score, row.label): _with_margin(row.mean, row.margin) for row in rows}
-    gains = {
-        (r.score, r.label): _with_margin(r.gain, r.gain_margin, sign=True)
-        for r in rows
-        if r.gain is not None
-    }
+    labels = list(dict.fromkeys(row.label for row in rows))
+    scores = list(dict.fromkeys(row.score for row in rows))
+    means: dict[tuple[str, str], str] = {}
+    gains: dict[tuple[str, str], str] = {}
+    for row in rows:
+        means[row.score, row.label] = _with_margin(row.mean, row.margin)
+        if row.gain is not None:
+            gain = _with_margin(row.gain, row.gain_margin, sign=True)
+            gains[row.score, row.label] = gain
+
+    tables = [("mean", means, labels)]
+    if gains:
+        tables.append((f"gain over {labels[0]}", gains, labels[1:]))
     text = []
-    for title, cells, shown in (
-        ("mean", means, labels),
-        (f"gain over {labels[0]}", gains, labels[1:]),
-    ):
-        if cells:
-            body = [
-                [score, *(cells.get((score, label), "-") for label in shown)] for score in scores
-            ]
-            text += [*_grid([[title, *shown], *body]), ""]
+    for title, cells, shown in tables:
+        lines = [[title, *shown]]
+        for score in scores:
+            lines.append([score, *(cells.get((score, label), "-") for label in shown)])
+        text += [*_grid(lines), ""]
     return "\n".join([*text, summary(rows)])
 
 
@@ -105,30 +110,41 @@ def summary(rows: Sequence[Row]) -> str:
     videos, prompts = max(counts)
     fewer = "" if len(counts) < 2 else "up to "
     intervals = "± is a 95 % interval" if any(row.margin is not None for row in rows) else TOO_FEW
-    return (
-        f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} "
-        f"each; {intervals}"
-    )
+    counted_videos = "1 video" if videos == 1 else f"{videos} videos"
+    counted_prompts = "1 prompt" if prompts == 1 else f"{prompts} prompts"
+    return f"{fewer}{counted_videos} of {counted_prompts} each; {intervals}"
 
 
 def _with_margin(value: float, margin: float | None, *, sign: bool = False) -> str:
     if math.isnan(value):
         return "-"
-    return format_number(value, 4, sign=sign) + (
-        f" ± {format_number(margin, 4)}" if margin is not None else ""
-    )
+    number = format_number(value, 4, sign=sign)
+    if margin is None:
+        return number
+    return f"{number} ± {format_number(margin, 4)}"
 
 
 def _grid(lines: Sequence[Sequence[str]]) -> list[str]:
     """Lay out cells as an aligned Markdown table; the first line is the header."""
     cells = [[_escaped(cell) for cell in line] for line in lines]
-    first, *others = [max(map(len, column)) for column in zip(*cells)]
-    cells.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
-    return [
-        f"| {' | '.join([line[0].ljust(first), *map(str.rjust, line[1:], others)])} |"
-        for line in cells
-    ]
+    first, *others = [max(len(cell) for cell in column) for column in zip(*cells)]
+    rule = ["-" * first]
+    for width in others:
+        rule.append("-" * (width - 1) + ":")  # to the right
+    cells.insert(1, rule)
+
+    rows = []
+    for name, *numbers in cells:
+        padded = [name.ljust(first)]
+        for number, width in zip(numbers, others):
+            padded.append(number.rjust(width))
+        rows.append(f"| {' | '.join(padded)} |")
+    return rows
 
 
 def _escaped(text: str) -> str:
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "\\<")
+    """Return a text on one line, without what Markdown would obey."""
+    text = " ".join(text.split())
+    for character in ("\\", "|", "<"):
+        text = text.replace(character, f"\\{character}")
+    return text

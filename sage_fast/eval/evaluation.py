@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.loading import Setup
 from sage_fast.models.interface import pass_lengths
 from sage_fast.rewards.interface import Pending, Scorer, join_scores
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import gather_checked
-from sage_fast.rollout.setup import Setup
 from sage_fast.util.captions import split_key
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError
@@ -106,20 +106,20 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
     chosen = setup.eval_prompts[: config.eval.num_prompts]
 
     def seed_of(prompt: int, k: int) -> Tensor:
-        if (own := setup.eval_seeds.get(prompt)) is None:
+        own = setup.eval_seeds.get(prompt)
+        if own is None:
             return sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation")
-        return (
-            torch.tensor([own])
-            if k == 0
-            else sample_seeds(own, 0, 0, range(k, k + 1), "evaluation")
-        )
+        if k == 0:
+            return torch.tensor([own])
+        return sample_seeds(own, 0, 0, range(k, k + 1), "evaluation")
 
-    pairs = [
-        (prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))
-    ]
-    return [chosen[prompt] for prompt, _ in pairs], torch.cat(
-        [seed_of(prompt, k) for prompt, k in pairs]
-    )
+    prompts: list[str] = []
+    seeds: list[Tensor] = []
+    for k in range(config.eval.seeds_per_prompt):
+        for number, prompt in enumerate(chosen):
+            prompts.append(prompt)
+            seeds.append(seed_of(number, k))
+    return prompts, torch.cat(seeds)
 
 
 def negatives_for(setup: Setup, keys: Sequence[str]) -> dict[str, str]:
@@ -159,16 +159,19 @@ def evaluate(
         scores, videos = score_videos(
             rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=waits
         )
+    scores |= {"iteration": iteration, "negatives": negatives_for(setup, keys)}
     images = {key: setup.captions[key].image for key in keys if split_key(key)[1]}
-    about = {"iteration": iteration, "negatives": negatives_for(setup, keys)} | (
-        {"images": images} if images else {}
-    )
-    return scores | about, videos
+    if images:
+        scores["images"] = images
+    return scores, videos
 
 
 def rewards_of(reward: Scorer, judge: Scorer | None) -> dict[str, Scorer]:
     """Return prefix of the parts -> reward: the trained one, without a prefix, and the judge."""
-    return {"": reward} | ({} if judge is None else {JUDGE_PART: judge})
+    rewards = {"": reward}
+    if judge is not None:
+        rewards[JUDGE_PART] = judge
+    return rewards
 
 
 def score_videos(

@@ -57,7 +57,8 @@ def table(sets: Sequence[VideoSet]) -> list[Row]:
 
 
 def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
-    mean, margin, prompts = _mean(values := videos.by_key(name))
+    values = videos.by_key(name)
+    mean, margin, prompts = _mean(values)
     row = Row(
         score=name,
         label=videos.label,
@@ -68,14 +69,16 @@ def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
     )
     if videos is first or name not in first.scores:
         return row
-    gain, gain_margin, _ = _mean(gains := gains_of(name, first, videos))
+    gains = gains_of(name, first, videos)
+    gain, gain_margin, _ = _mean(gains)
     return dataclasses.replace(row, gain=gain, gain_margin=gain_margin, pairs=len(gains))
 
 
 def _mean(values: Mapping[Key, float]) -> tuple[float, float | None, int]:
     """Return the mean, its margin, and the number of prompts."""
     prompts = [prompt for prompt, _ in values]
-    return *mean_and_margin(prompts, list(values.values())), len(set(prompts))
+    mean, margin = mean_and_margin(prompts, list(values.values()))
+    return mean, margin, len(set(prompts))
 
 
 def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
@@ -131,13 +134,15 @@ def hacking_in_run(evaluations: Sequence[VideoSet]) -> str | None:
         return None
     first, *_, last = evaluations
     pairs = len(evaluations) - 1
-    if found := hacking(first, last, pairs=pairs):
-        return found
+    since_first = hacking(first, last, pairs=pairs)
+    if since_first:
+        return since_first
     for part in sorted(name for name in last.scores if name.startswith(JUDGE_PART)):
         best = max(
             evaluations[:-1],
             key=lambda videos: statistics.fmean(videos.by_key(part).values() or [-math.inf]),
         )
-        if found := hacking(best, last, pairs=pairs):
-            return f"since iteration {best.iteration}: {found}"
+        since_best = hacking(best, last, pairs=pairs)
+        if since_best:
+            return f"since iteration {best.iteration}: {since_best}"
     return None

@@ -209,11 +209,13 @@ def _read_log(path: Path, lines: list[str], told: _Told) -> None:
         UserError: the picture ends before the file should, or is HDR.
     """
     text = "\n".join(lines)
-    shown = [found for line in lines if (found := _SHOWN.search(line))]
+    matches = [_SHOWN.search(line) for line in lines]
+    shown = [match for match in matches if match is not None]
     mapped = re.search(r"Stream #0:\d+ -> #0:0 \((\w+)", text)
     told.codec = mapped[1] if mapped else ""
     told.format = shown[0]["format"] if shown else ""
-    if hdr := [name for name in _HDR if re.search(rf"\b{name}\b", text)]:
+    hdr = [name for name in _HDR if re.search(rf"\b{name}\b", text)]
+    if hdr:
         raise UserError(
             f"{path}: is HDR ({hdr[0]}); expected standard range, such as bt709: tone map it first"
         )
@@ -276,11 +278,12 @@ def _sound_ends(path: Path) -> float:
         *_source(path),
     ]
     command += ["-map", "0:a", "-c", "copy", "-f", "null", "-"]
-    said = subprocess.run(command, capture_output=True, process_group=0).stderr.decode(
-        errors="replace"
-    )
-    times = re.findall(r"time=(\d+):(\d+):([\d.]+)", said)
-    return max((3600 * int(h) + 60 * int(m) + float(s) for h, m, s in times), default=0.0)
+    done = subprocess.run(command, capture_output=True, process_group=0)
+    said = done.stderr.decode(errors="replace")
+    end = 0.0
+    for hours, minutes, seconds in re.findall(r"time=(\d+):(\d+):([\d.]+)", said):
+        end = max(end, 3600 * int(hours) + 60 * int(minutes) + float(seconds))
+    return end
 
 
 def _unreadable(path: Path, why: str) -> UserError:

@@ -39,14 +39,15 @@ def composite(scores: Mapping[str, Any], weights: Mapping[str, float]) -> Sequen
     part is missing."""
     if not weights or (scores["weights"] or weights) == weights:
         return scores["reward"]
-    parts = [(weight, scores["parts"].get(part)) for part, weight in weights.items() if weight != 0]
-    return [
-        sum(
-            weight * as_float(values[i]) if values is not None else math.nan
-            for weight, values in parts
-        )
-        for i in range(len(scores["reward"]))
-    ]
+    count = len(scores["reward"])
+    unknown = [math.nan for _ in range(count)]
+    totals = [0.0 for _ in range(count)]
+    for part, weight in weights.items():
+        if weight == 0:  # a part without a weight may be missing
+            continue
+        for i, value in enumerate(scores["parts"].get(part, unknown)):
+            totals[i] += weight * as_float(value)
+    return totals
 
 
 # -- means, errors, intervals ----------------------------------------------------------------------
@@ -64,7 +65,8 @@ def clustered_variance(values: Sequence[float] | np.ndarray, clusters: Sequence[
     for cluster, residual in zip(clusters, array - array.mean(), strict=True):
         sums[cluster] = sums.get(cluster, 0.0) + residual
     count = len(sums)
-    return float(count / (count - 1) * np.square(list(sums.values())).sum() / len(array) ** 2)
+    squares = np.square(list(sums.values())).sum()
+    return float(count / (count - 1) * squares / len(array) ** 2)
 
 
 def mean_and_margin(
@@ -75,20 +77,23 @@ def mean_and_margin(
     The half-width is that of Student's t; None with fewer than `MIN_PROMPTS`. `comparisons` widens
     it as `t_quantile` does.
     """
-    kept = [
-        (prompt, value)
-        for prompt, value in zip(prompts, map(as_float, values))
-        if math.isfinite(value)
-    ]
-    if not kept:
+    names: list[str] = []
+    finite: list[float] = []
+    for prompt, value in zip(prompts, values):
+        number = as_float(value)
+        if math.isfinite(number):
+            names.append(prompt)
+            finite.append(number)
+    if not finite:
         return math.nan, None
-    array, names = np.array([value for _, value in kept]), [prompt for prompt, _ in kept]
+
+    array = np.array(finite)
+    mean = float(array.mean())
     count = len(set(names))
     if count < MIN_PROMPTS:
-        return float(array.mean()), None
-    return float(array.mean()), t_quantile(count, comparisons) * math.sqrt(
-        clustered_variance(array, names)
-    )
+        return mean, None
+    error = math.sqrt(clustered_variance(array, names))
+    return mean, t_quantile(count, comparisons) * error
 
 
 def t_quantile(count: int, comparisons: int = 1) -> float:
@@ -105,4 +110,5 @@ def format_number(value: float, digits: int, *, sign: bool = False) -> str:
     """Format with `digits` decimals, or with two significant digits if the number would round to
     zero."""
     kind = ".2g" if 0 < abs(value) < 10**-digits else f".{digits}f"
-    return f"{value:{'+' * sign}{kind}}"
+    plus = "+" if sign else ""
+    return f"{value:{plus}{kind}}"

@@ -26,18 +26,24 @@ def contact_sheet(
     """Lay out one row per video: its caption, then evenly spaced frames from first to last.
 
     Args:
-        videos: float `[F, 3, H, W]` in [0, 1] each.
+        videos: `[F, 3, H, W]` each, float in [0, 1] or uint8.
         captions: one per video.
         num_frames: frames shown; fewer if a video is shorter.
     """
+    return sheet_of([frame_strip(video, num_frames) for video in videos], captions)
+
+
+def sheet_of(strips: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:
+    """Lay out one row per strip of frames, as `frame_strip` returns it: its caption, then the
+    strip."""
     import matplotlib  # takes as long to import as the rest of a run
 
     # It has Latin, Greek, Cyrillic and more, but no Chinese.
     font = ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", 14)
-    strips = [_strip(video, num_frames) for video in videos]
     left = MARGIN + CAPTION_WIDTH + COLUMN_GAP
+    width = left + max(strip.width for strip in strips) + MARGIN
     height = 2 * MARGIN + len(strips) * (HEIGHT + ROW_GAP) - ROW_GAP
-    sheet = Image.new("RGB", (left + max(strip.width for strip in strips) + MARGIN, height), PAPER)
+    sheet = Image.new("RGB", (width, height), PAPER)
     draw = ImageDraw.Draw(sheet)
     for i, (strip, caption) in enumerate(zip(strips, captions)):
         top = MARGIN + i * (HEIGHT + ROW_GAP)
@@ -47,16 +53,18 @@ def contact_sheet(
     return sheet
 
 
-def _strip(video: Tensor, count: int) -> Image.Image:
-    """Return evenly spaced frames side by side: enlarged by nearest neighbour, reduced by
-    averaging."""
+def frame_strip(video: Tensor, count: int = 6) -> Image.Image:
+    """Return evenly spaced frames side by side, `HEIGHT` pixels high: enlarged by nearest
+    neighbour, reduced by averaging."""
     frames = pixels(video)
     _, height, width, _ = frames.shape
     size = max(1, round(HEIGHT * width / height)), HEIGHT
     method = Image.Resampling.NEAREST if height <= HEIGHT else Image.Resampling.BOX
-    chosen = [
-        np.asarray(Image.fromarray(frames[i]).resize(size, method))
-        for i in evenly_spaced(len(frames), count)
-    ]
     gap = np.full((HEIGHT, FRAME_GAP, 3), PAPER, dtype=np.uint8)
-    return Image.fromarray(np.hstack([part for frame in chosen for part in (gap, frame)][1:]))
+
+    parts: list[np.ndarray] = []
+    for index in evenly_spaced(len(frames), count):
+        if parts:
+            parts.append(gap)
+        parts.append(np.asarray(Image.fromarray(frames[index]).resize(size, method)))
+    return Image.fromarray(np.hstack(parts))

@@ -17,6 +17,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sage_fast.data.prompt_habits import meant_key
 from sage_fast.eval.videoset import VideoSet
@@ -68,7 +69,8 @@ def read_folder(label: str, folder: Path) -> VideoSet:
                 f"{index}, video {line}: {name!r} with this prompt is video {first} already"
             )
         files.append(file)
-        if (image := values.get("image")) and split_key(prompt)[1]:
+        image = values.get("image")
+        if image and split_key(prompt)[1]:
             images[prompt] = os.path.realpath(folder / image)
     _note_others(index, files)
     by_column = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
@@ -110,7 +112,8 @@ def _read_table(index: Path) -> tuple[list[str], list[list[str]]]:
         )
     columns, *rows = rows
     for name in columns:
-        if (meant := meant_key(name, OWN, OTHERS_COLUMNS)) is not None and meant not in columns:
+        meant = meant_key(name, OWN, OTHERS_COLUMNS)
+        if meant is not None and meant not in columns:
             raise UserError(f"{index}: column {name!r}: did you mean {meant!r}?")
         if columns.count(name) > 1 and name:
             raise UserError(f"{index}: column {name!r} stands there twice; expected one")
@@ -193,30 +196,36 @@ def _seeds(texts: Sequence[str], index: Path) -> list[int] | None:
     return None
 
 
+def _relative(path: str, folder: Path) -> str:
+    return os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
+
+
 def write_folder(videos: VideoSet, folder: Path) -> None:
     """Write `videos.csv`; every video must have a file."""
+    columns = ["file", "prompt"]
+    if videos.images:
+        columns.append("image")
+    if videos.seeds:
+        columns.append("seed")
+    columns += videos.scores
+
+    # csv.QUOTE_MINIMAL would leave a carriage return bare
+    has_returns = "\r" in "".join(videos.prompts)
+    quoting: Any = csv.QUOTE_ALL if has_returns else csv.QUOTE_MINIMAL
     table = io.StringIO(newline="")
-    given = {"image": bool(videos.images), "seed": bool(videos.seeds)}
-    columns = ["file", "prompt", *(name for name, has in given.items() if has), *videos.scores]
-    # csv.QUOTE_MINIMAL, which is 0, would leave them bare; QUOTE_ALL is 1
-    returns = "\r" in "".join(videos.prompts)
-    writer = csv.DictWriter(
-        table, columns, extrasaction="ignore", lineterminator="\n", quoting=1 if returns else 0
-    )
+    writer = csv.DictWriter(table, columns, lineterminator="\n", quoting=quoting)
     writer.writeheader()
     for i, (file, prompt) in enumerate(zip(videos.files, videos.prompts, strict=True)):
         assert file is not None
-        path, seed = videos.images.get(prompt), videos.seeds and videos.seeds[i]
-        image = os.path.relpath(os.path.realpath(path), os.path.realpath(folder)) if path else ""
-        numbers = {
-            name: repr(values[i]) if math.isfinite(values[i]) else ""
-            for name, values in videos.scores.items()
-        }
-        about = {
-            "file": os.path.relpath(file, folder),
-            "prompt": prompt,
-            "image": image,
-            "seed": seed,
-        }
-        writer.writerow(numbers | about)
+        row: dict[str, object] = {}
+        for name, values in videos.scores.items():
+            row[name] = repr(values[i]) if math.isfinite(values[i]) else ""
+        row["file"] = os.path.relpath(file, folder)
+        row["prompt"] = prompt
+        if videos.images:
+            image = videos.images.get(prompt)
+            row["image"] = _relative(image, folder) if image else ""
+        if videos.seeds:
+            row["seed"] = videos.seeds[i]
+        writer.writerow(row)
     write_atomic(folder / VIDEOS, table.getvalue())

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from sage_fast.run.folder import LARGEST
+from sage_fast.run_folder import FLOAT32_MAX
 from sage_fast.util.meters import REWARD_PART
 from sage_fast.util.profiling import PHASES, WAIT
 
@@ -34,6 +34,10 @@ COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
 # Placeholders that `themed_svg` replaces with the colours of the page's style sheet.
 _TEXT, _LINE = "#010203", "#040506"
 
+LEGEND_CHARACTERS = 64
+"""Characters in a row of a legend, about."""
+LOG_FACTOR = 20
+"""Largest over smallest positive value from which a chart that may be logarithmic is."""
 STYLE: Any = matplotlib.rc_params_from_file(
     Path(__file__).parent / "chart.mplstyle", use_default_template=False
 )
@@ -70,9 +74,9 @@ def column(rows: Sequence[MetricsRow], key: str) -> np.ndarray:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    return float(value) if abs(value) <= FLOAT32_MAX else math.nan
 
 
 def is_on(rows: Sequence[MetricsRow], key: str) -> bool:
@@ -98,11 +102,9 @@ def themed_svg(figure: Figure, name: str, description: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
-    text = (
-        text.replace(_TEXT, "var(--ink)")
-        .replace(_LINE, "var(--rule)")
-        .replace("'DejaVu Sans', ", "")
-    )
+    text = text.replace(_TEXT, "var(--ink)")
+    text = text.replace(_LINE, "var(--rule)")
+    text = text.replace("'DejaVu Sans', ", "")
     for side in ("width", "height"):
         text = re.sub(rf'<svg ([^>]*?){side}="[^"]*" ', r"<svg \1", text, count=1)
     return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
@@ -123,9 +125,11 @@ def _chart(
         if axes.get_yscale() == "log":
             axes.yaxis.set_major_formatter(LogFormatter())
             axes.yaxis.set_minor_formatter(LogFormatter())
-        if len(labels := axes.get_legend_handles_labels()[1]) > 1:
-            # about 64 characters in a row
-            columns = max(1, min(len(labels), 4, 64 // (max(map(len, labels)) + 6)))
+        labels = axes.get_legend_handles_labels()[1]
+        if len(labels) > 1:
+            widest = max(len(label) for label in labels)
+            fitting = LEGEND_CHARACTERS // (widest + 6)  # a line's sample takes the rest
+            columns = max(1, min(len(labels), 4, fitting))
             figure.legend(
                 loc="outside lower left", ncols=columns, handlelength=1.2, columnspacing=1.4
             )
@@ -136,9 +140,9 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Running mean over `window` rows (no more than there are) that ignores NaN; a NaN input stays
     NaN."""
     present = ~np.isnan(values)
-    sums, counts = (
-        np.convolve(x, np.ones(window), "same") for x in (np.where(present, values, 0), present)
-    )
+    ones = np.ones(window)
+    sums = np.convolve(np.where(present, values, 0), ones, "same")
+    counts = np.convolve(present, ones, "same")
     return np.where(present, sums / np.maximum(counts, 1), np.nan)
 
 
@@ -152,28 +156,21 @@ def lines(
         name: unique on the page.
         title: heading.
         ylabel: axis label with the unit.
-        log: use a logarithmic axis if positive values differ by more than a factor of 20; others
+        log: use a logarithmic axis if positive values differ by more than `LOG_FACTOR`; others
             become gaps.
         smoothed: add the running mean (from 30 rows on).
     """
-    data = {
-        label: (rows, values)
-        for label, (rows, values) in data.items()
-        if not np.isnan(values).all()
-    }
+    data = {label: line for label, line in data.items() if not np.isnan(line[1]).all()}
     if not data:
         return None
-    positive = np.concatenate([values[values > 0] for _, values in data.values()])
-    log = log and len(positive) > 0 and positive.max() > 20 * positive.min()
+    is_log = log and _spreads([values for _, values in data.values()])
 
     def draw(axes: Axes) -> None:
-        if log:
+        if is_log:
             axes.set_yscale("log", nonpositive="mask")
         for color, (label, (rows, values)) in zip(COLORS * 3, data.items()):
-            x, window = (
-                column(rows, "iteration") + 1,
-                len(rows) // 15 if smoothed and len(rows) >= 30 else 1,
-            )
+            x = column(rows, "iteration") + 1
+            window = len(rows) // 15 if smoothed and len(rows) >= 30 else 1
             if window > 1:
                 axes.plot(x, values, color=color, alpha=0.3, linewidth=0.9)
             dots: dict[str, Any] = {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
@@ -183,13 +180,23 @@ def lines(
     return _chart(draw, name, title, ylabel)
 
 
+def _spreads(lines: Sequence[np.ndarray]) -> bool:
+    """Whether the positive values of all lines differ by more than `LOG_FACTOR`."""
+    positive = np.concatenate([values[values > 0] for values in lines])
+    return len(positive) > 0 and positive.max() > LOG_FACTOR * positive.min()
+
+
 def metric(key: str, runs: Mapping[str, Sequence[MetricsRow]]) -> str | None:
     """Draw one of `METRICS` or a part of the reward, of the runs in which it acts; `runs` are rows
     by label."""
-    title, ylabel, options = METRICS.get(
-        key, (key.removeprefix(REWARD_PART), "mean over the batch", {})
-    )
-    data = {label: (rows, column(rows, key)) for label, rows in runs.items() if is_on(rows, key)}
+    title, ylabel = key.removeprefix(REWARD_PART), "mean over the batch"
+    options: dict[str, bool] = {}
+    if key in METRICS:
+        title, ylabel, options = METRICS[key]
+    data = {}
+    for label, rows in runs.items():
+        if is_on(rows, key):
+            data[label] = (rows, column(rows, key))
     return lines(data, name=key, title=title, ylabel=ylabel, **options)
 
 
@@ -208,6 +215,58 @@ def phases(rows: Sequence[MetricsRow]) -> str | None:
     return lines(data, name="phases", title="Time by phase", ylabel="seconds per iteration")
 
 
+def gradient_by_noise(rows: Sequence[MetricsRow], sigmas: Sequence[float]) -> str | None:
+    """Draw the gradient of the policy term over the noise level at which it acts, in the first and
+    in the last quarter of a run.
+
+    The equalizer levels this gradient: a slope says which noise levels the policy learns at.
+
+    Args:
+        rows: iterations; those with another number of steps than the present are left out.
+        sigmas: noise level of each step, from 1 down; those beyond the last step are not used.
+    """
+    found = [row["velocity_grad_norm"] for row in rows if row.get("velocity_grad_norm")]
+    if not found or len(sigmas) < len(found[-1]):
+        return None
+    steps = len(found[-1])
+    norms = np.array(
+        [[_number(value) for value in norm] for norm in found if len(norm) == steps],
+        dtype=np.float64,
+    )
+    quarter = max(1, len(norms) // 4)
+    parts = {"first quarter": norms[:quarter], "last quarter": norms[-quarter:]}
+    if len(norms) < 4:
+        parts = {"mean": norms}
+
+    x = np.array(sigmas[:steps], dtype=np.float64)
+    means = {label: _mean_over_rows(part) for label, part in parts.items()}
+    if all(np.isnan(values).all() for values in means.values()):
+        return None
+    is_log = _spreads(list(means.values()))
+
+    def draw(axes: Axes) -> None:
+        if is_log:
+            axes.set_yscale("log", nonpositive="mask")
+        axes.invert_xaxis()  # as a rollout goes, from noise to video
+        for color, (label, values) in zip(COLORS, means.items()):
+            trained = ~np.isnan(values)
+            axes.plot(
+                x[trained], values[trained], color=color, marker="o", markersize=3, label=label
+            )
+
+    return _chart(
+        draw, "gradient-by-noise", "Gradient by noise level", "norm on the velocity", "sigma"
+    )
+
+
+def _mean_over_rows(values: np.ndarray) -> np.ndarray:
+    """Return the mean over rows that ignores NaN, `[columns]`; NaN for a column without a value."""
+    present = ~np.isnan(values)
+    counts = present.sum(0)
+    sums = np.where(present, values, 0).sum(0)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
 Points = Mapping[int, tuple[float, float]]
 """Iteration -> score and the half-width of its 95 % interval (NaN if unknown)."""
 
@@ -219,14 +278,14 @@ def held_out(
 
     Returns None if no line has `least` points.
     """
-    if max(map(len, points.values()), default=0) < least:
+    longest = max((len(line) for line in points.values()), default=0)
+    if longest < least:
         return None
     known = any(math.isfinite(margin) for line in points.values() for _, margin in line.values())
+    drawn = {label: line for label, line in points.items() if line}
 
     def draw(axes: Axes) -> None:
-        for color, (label, line) in zip(
-            COLORS * 3, ((label, line) for label, line in points.items() if line)
-        ):
+        for color, (label, line) in zip(COLORS * 3, drawn.items()):
             x = sorted(line)
             means, errors = zip(*(line[i] for i in x))
             axes.errorbar(

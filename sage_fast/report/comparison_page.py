@@ -4,7 +4,7 @@ of each run."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +14,32 @@ from sage_fast.eval.video_folder import read_folder
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.html import cards, render
-from sage_fast.report.page import Trained, read_run
+from sage_fast.report.page import RunReport, read_run
 from sage_fast.util.errors import printable
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json
 from sage_fast.util.meters import REWARD_PART
 
 
 def write_evaluation(
-    sets: Sequence[VideoSet],
-    watched: tuple[str, ...],
-    count: int,
-    *,
-    folder: Path | None,
-    json: Path | None,
+    found: Comparison, count: int, *, folder: Path | None, json: Path | None
 ) -> None:
-    """Print the table of an evaluation and write the requested files.
+    """Write the requested files of an evaluation.
 
     Args:
-        watched: prefixes of the scores that nothing trains on.
         count: rows of videos on the page.
         folder: where to write `evaluation.md` and `evaluation.html`.
         json: file for all scores.
-
-    Raises:
-        UserError: a set has no prompt in common with the first.
     """
-    found = compare(sets, watched)
-    print(printable(found.text))
     if json is not None:
-        lines = [
-            {name: json_value(value) for name, value in dataclasses.asdict(row).items()}
-            for row in found.rows
-        ]
-        several = {"sources": {side.label: side.evaluation for side in sets}, "table": lines}
-        write_json(several if len(sets) > 1 else sets[0].evaluation, json)
+        if len(found.sets) > 1:
+            lines = []
+            for row in found.rows:
+                cells = dataclasses.asdict(row)
+                lines.append({name: json_value(value) for name, value in cells.items()})
+            sources = {side.label: side.evaluation for side in found.sets}
+            write_json({"sources": sources, "table": lines}, json)
+        else:
+            write_json(found.sets[0].evaluation, json)
     if folder is not None:
         write_atomic(folder / "evaluation.md", f"{found.text}\n")
         _write_page(folder / "evaluation.html", found, count)
@@ -61,7 +53,9 @@ ROWS = 6
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Trained], list[VideoSet], list[str]]:
+def read_sets(
+    sources: Mapping[str, Path],
+) -> tuple[dict[str, RunReport], list[VideoSet], list[str]]:
     """Read run folders and folders of videos.
 
     Args:
@@ -85,10 +79,10 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Trained], list[Vid
             continue
         newest = run.ends[-1].label
         sets.append(dataclasses.replace(run.ends[-1], label=label))
-        if newest != "after":
-            notes.append(
-                f"{label} is shown {'before training' if newest == 'before' else f'at {newest}'}."
-            )
+        if newest == "before":
+            notes.append(f"{label} is shown before training.")
+        elif newest != "after":
+            notes.append(f"{label} is shown at {newest}.")
     return runs, sets, notes
 
 
@@ -104,16 +98,17 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
     """
     runs, sets, notes = read_sets(sources)
     found = compare(sets)
-    own = {
-        (label, row.score): row
-        for label, run in runs.items()
-        if run.ends
-        for row in table(run.ends)
-        if row.pairs
-    }
-    found.warnings.extend(f"{label}: {run.hacking}" for label, run in runs.items() if run.hacking)
+    own = {}
+    for label, run in runs.items():
+        if run.hacking:
+            found.warnings.append(f"{label}: {run.hacking}")
+        for row in table(run.ends):
+            if row.pairs:
+                own[label, row.score] = row
+
     settings = _differing(runs)
-    if apart := [name for name, *_ in settings if name in SCORED_BY]:
+    apart = [name for name, *_ in settings if name in SCORED_BY]
+    if apart:
         notes.append(
             f"The runs are scored in different ways ({', '.join(apart)}): gains of one over "
             "another may mean nothing. sage-fast eval scores them alike."
@@ -127,57 +122,72 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     print(printable(found.text))
-    of_runs = {"own": own, "charts": _charts(runs), "settings": settings}
+    page = folder / "comparison.html"
     _write_page(
-        folder / "comparison.html", found, ROWS * bool(in_common), " · ".join(sources), **of_runs
+        page,
+        found,
+        ROWS if in_common else 0,
+        " · ".join(sources),
+        own=own,
+        charts=_charts(runs),
+        settings=settings,
     )
+    print(printable(str(page)))
 
 
 def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of_runs: Any) -> None:
-    """Write a self-contained page and print its path.
+    """Write a self-contained page.
 
     Args:
         count: number of rows of videos to show.
         of_runs: `own` ((label, score) -> a run's gain over its own evaluation before training),
             `charts` (SVG), and `settings` (rows of cells, of which the first is the header).
     """
-    rows, notes = found.rows, [*found.notes]
-    scores = dict.fromkeys(row.score for row in rows)
+    rows = found.rows
+    by_score: dict[str, list[Any]] = {}
+    for row in rows:
+        by_score.setdefault(row.score, []).append(row)
+    has_gains = any(row.gain is not None for row in rows)
+    notes = list(found.notes)
+    videos = cards(found.sets, count, notes)  # may add notes
+    no_runs: dict[str, Any] = {"own": {}, "charts": [], "settings": []}
     page = render(
         "gallery.html.j2",
         title=title or " · ".join(videos.label for videos in found.sets),
-        groups=[(score, [row for row in rows if row.score == score]) for score in scores],
-        gains=rows[0].label if any(row.gain is not None for row in rows) else None,
+        groups=list(by_score.items()),
+        gains=rows[0].label if has_gains else None,
         summary=summary(rows) if rows else "",
-        videos=cards(found.sets, count, notes),
+        videos=videos,
         notes=notes,
         warnings=found.warnings,
-        **({"own": {}, "charts": [], "settings": []} | of_runs),
+        **(no_runs | of_runs),
     )
     write_atomic(path, page)
-    print(printable(str(path)))
 
 
-def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:
+def _differing(runs: Mapping[str, RunReport]) -> list[list[str]]:
     """Return a header and the settings that differ between runs, with a dash for a default; [] if
     none do.
 
     Files and code are compared by what they hold where all runs know it, and shown by it if their
     names are the same.
     """
-    found, contents = (
-        [["setting", *runs]],
-        [run.folder.facts.get("contents", {}) for run in runs.values()],
-    )
-    for name in sorted({name for run in runs.values() for name in run.settings} - {"output"}):
-        given = [str(run.settings.get(name, "\N{EN DASH}")) for run in runs.values()]
-        holds = [str(held.get(name, "")) for held in contents]
-        if len(set(holds if all(holds) else given)) > 1:
-            found.append([name, *(given if len(set(given)) > 1 else holds)])
-    return found if len(found) > 1 else []
+    found = []
+    contents = [run.folder.facts.get("contents", {}) for run in runs.values()]
+    names = {name for run in runs.values() for name in run.settings}
+    for name in sorted(names - {"output"}):
+        values = [str(run.settings.get(name, "\N{EN DASH}")) for run in runs.values()]
+        digests = [str(of_run.get(name, "")) for of_run in contents]
+        compared = digests if all(digests) else values
+        if len(set(compared)) > 1:
+            shown = values if len(set(values)) > 1 else digests
+            found.append([name, *shown])
+    if not found:
+        return []
+    return [["setting", *runs], *found]
 
 
-def _charts(runs: Mapping[str, Trained]) -> list[str]:
+def _charts(runs: Mapping[str, RunReport]) -> list[str]:
     """Draw every score and metric, with a line for each run."""
     drawn = []
     scores = {name for run in runs.values() for name in run.points}
@@ -185,16 +195,10 @@ def _charts(runs: Mapping[str, Trained]) -> list[str]:
         shown = {label: run.points.get(score, {}) for label, run in runs.items()}
         drawn.append(charts.held_out(shown, f"Held-out {score}", least=1))
     rows = {label: run.folder.rows for label, run in runs.items() if run.folder.rows}
-    parts = sorted(
-        {
-            key
-            for each in rows.values()
-            for row in each
-            for key in row
-            if key.startswith(REWARD_PART)
-        }
-    )
-    drawn += [
-        charts.metric(key, rows) for key in dict.fromkeys(["reward/mean", *parts, *charts.METRICS])
-    ]
+    parts: set[str] = set()
+    for of_run in rows.values():
+        for row in of_run:
+            parts.update(key for key in row if key.startswith(REWARD_PART))
+    for key in dict.fromkeys(["reward/mean", *sorted(parts), *charts.METRICS]):
+        drawn.append(charts.metric(key, rows))
     return [chart for chart in drawn if chart is not None]

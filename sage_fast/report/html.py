@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,8 @@ def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
     first, last = sets[0], sets[-1]
     kept = [set(videos.shown) for videos in sets]
     wanted = set.intersection(*kept) or set.union(*kept)
-    available = [
-        key for key in dict.fromkeys(key for videos in sets for key in videos.keys) if key in wanted
-    ]
+    all_keys = dict.fromkeys(key for videos in sets for key in videos.keys)
+    available = [key for key in all_keys if key in wanted]
     score = next((name for name in last.scores if name in first.scores), "")
     gains = gains_of(score, first, last) if len(sets) > 1 else first.by_key(score)
     ordered = sorted((key for key in available if key in gains), key=lambda key: -gains[key])
@@ -100,12 +99,12 @@ def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
     count = min(count, len(ordered))
     ends = (count + 1) // 3
     middle = (len(ordered) - count) // 2 + ends
-    shown = (
-        ordered[:ends]
-        + ordered[middle : middle + count - 2 * ends]
-        + ordered[len(ordered) - ends :]
-    )
-    return {key: f"{score} {gains[key]:+.2f}" if len(sets) > 1 else "" for key in shown}
+    best = ordered[:ends]
+    medians = ordered[middle : middle + count - 2 * ends]
+    worst = ordered[len(ordered) - ends :]
+    if len(sets) == 1:
+        return dict.fromkeys([*best, *medians, *worst], "")
+    return {key: f"{score} {gains[key]:+.2f}" for key in [*best, *medians, *worst]}
 
 
 def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[str, Any]]:
@@ -114,31 +113,72 @@ def cards(sets: Sequence[VideoSet], count: int, notes: list[str]) -> list[dict[s
 
     A video or an image that cannot be read has no address, and a line in `notes`.
     """
+    if not sets:
+        return []
+    images: dict[str, Path] = {}
+    for videos in reversed(sets):  # the first set's image counts
+        for prompt, path in videos.images.items():
+            images[prompt] = Path(path)
+
     found = []
-    images = {
-        prompt: Path(path) for videos in reversed(sets) for prompt, path in videos.images.items()
-    }
-    for key, why in choose(sets, count).items() if sets else ():
-        shown: list[Any] = (
-            [("image", {}, images[key[0]], image_address)] if key[0] in images else []
-        )
-        shown += [
-            (side.label, scores_of(side, key), side.shown.get(key), data_address) for side in sets
-        ]
+    for key, why in choose(sets, count).items():
+        prompt, _ = key
         cells: list[dict[str, Any]] = []
-        for label, scores, file, address_of in shown:
-            cells.append({"label": label, "scores": scores})
-            try:
-                if file is not None:
-                    cells[-1]["address"] = address_of(file)
-            except UserError as error:
-                notes.append(f"left out: {error}")
-        found.append({"prompt": key[0], "why": why, "cells": cells})
+        if prompt in images:
+            cells.append(_cell("image", {}, images[prompt], image_address, notes))
+        for side in sets:
+            scores, file = scores_of(side, key), side.shown.get(key)
+            cells.append(_cell(side.label, scores, file, data_address, notes))
+        found.append({"prompt": prompt, "why": why, "cells": cells})
+    return found
+
+
+def _cell(
+    label: str,
+    scores: dict[str, float],
+    file: Path | None,
+    address_of: Callable[[Path], str],
+    notes: list[str],
+) -> dict[str, Any]:
+    """Return a video or an image of a card; without an address if there is none to show.
+
+    Args:
+        address_of: makes the file a `data:` URL.
+        notes: receives a line if the file cannot be read.
+    """
+    cell: dict[str, Any] = {"label": label, "scores": scores}
+    if file is not None:
+        try:
+            cell["address"] = address_of(file)
+        except UserError as error:
+            notes.append(f"left out: {error}")
+    return cell
+
+
+def training_cards(videos: VideoSet, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the shown samples of a training iteration, a card for each group, as `cards` does.
+
+    Args:
+        videos: group by group, the highest advantage first.
+        notes: receives a line for each video that cannot be read.
+    """
+    found: list[dict[str, Any]] = []
+    for number, prompt in enumerate(videos.prompts):
+        begins_group = not found or found[-1]["prompt"] != prompt or len(found[-1]["cells"]) == 2
+        if begins_group:
+            found.append({"prompt": prompt, "why": "", "cells": []})
+        label = "highest advantage" if begins_group else "lowest advantage"
+        scores = {name: values[number] for name, values in videos.scores.items()}
+        cell = _cell(label, scores, videos.files[number], data_address, notes)
+        found[-1]["cells"].append(cell)
     return found
 
 
 def scores_of(videos: VideoSet, key: Key) -> dict[str, float]:
     """Return the known scores of one video."""
-    return {
-        name: value for name in videos.scores if (value := videos.by_key(name).get(key)) is not None
-    }
+    scores = {}
+    for name in videos.scores:
+        value = videos.by_key(name).get(key)
+        if value is not None:
+            scores[name] = value
+    return scores

@@ -17,16 +17,17 @@ from sage_fast.config.loader import leaves, read_yaml
 from sage_fast.eval.comparison import compare
 from sage_fast.eval.gains import Row, hacking_in_run, table
 from sage_fast.eval.scores import TOO_FEW, format_number
-from sage_fast.eval.video_folder import write_folder
+from sage_fast.eval.training_samples import shown_iterations
+from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
-from sage_fast.report.html import cards, render
-from sage_fast.run.folder import STEPS, RunFolder
+from sage_fast.report.html import cards, render, training_cards
+from sage_fast.run_folder import STEPS, RunFolder
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import json_value, write_atomic
+from sage_fast.util.files import VIDEOS, json_value, write_atomic
 from sage_fast.util.meters import JUDGE_PART, REWARD_PART
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
+class RunReport:
     """A run, finished or not.
 
     Attributes:
@@ -71,7 +72,7 @@ class Trained:
         return found
 
 
-def read_run(path: Path) -> Trained:
+def read_run(path: Path) -> RunReport:
     """Read a run folder.
 
     Raises:
@@ -84,7 +85,7 @@ def read_run(path: Path) -> Trained:
         raise UserError(
             f"{str(path)!r} holds a run that has not begun: run.json and metrics.jsonl are missing"
         )
-    return Trained(
+    return RunReport(
         folder=folder,
         settings=leaves(read_yaml(folder.config_file)),
         evaluations=folder.video_sets(),
@@ -117,13 +118,16 @@ def checks(
         hacking: `hacking_in_run` of the evaluations.
     """
     quarter = max(1, len(rows) // 4)
-    early, late = (
-        (lambda key: _mean(rows[:quarter], key)),
-        (lambda key: _mean(rows[-quarter:], key)),
-    )
     long_enough = len(rows) >= 8
 
-    if (share := late("reward/zero_std_groups")) is not None:
+    def early(key: str) -> float | None:
+        return _mean(rows[:quarter], key)
+
+    def late(key: str) -> float | None:
+        return _mean(rows[-quarter:], key)
+
+    share = late("reward/zero_std_groups")
+    if share is not None:
         text = f"{share:.0%} (warns above 25%): they teach nothing"
         yield Check("Groups whose rewards are all equal", text, share > 0.25)
     clipped = late("ratio/clip_fraction")
@@ -133,7 +137,8 @@ def checks(
             f"{clipped:.0%} (warns above 30%): a high share wastes updates",
             clipped > 0.3,
         )
-    if acting := late("kl/gradient_share"):
+    acting = late("kl/gradient_share")
+    if acting:
         text = f"{acting:.1g} (warns below 1e-3: it does nothing)"
         yield Check("The KL's share of the gradient", text, acting < 1e-3)
     first, last = early("reward/std"), late("reward/std")
@@ -146,11 +151,32 @@ def checks(
         dropped = float(np.nansum(column(rows, "reward/dropped")))
         yield Check("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
     judged = [row for row in gains if row.gain_margin is not None]
+    yield from _checks_of_evaluations(judged, hacking)
+    start, end = early("reward/mean"), late("reward/mean")
+    if long_enough and judged and start is not None and end is not None:
+        training = format_number(end - start, 3, sign=True)
+        heldout = format_number(judged[0].gain or 0, 3, sign=True)
+        text = f"training {training} from first to last quarter, held-out {heldout}"
+        yield Check(
+            "Training reward against held-out reward",
+            text,
+            end > start and judged[0].direction == "down",
+        )
+    if rows:
+        gaps = 0
+        for row in rows:
+            if any(json_value(value) is None for value in row.values()):
+                gaps += 1
+        yield Check("Iterations with a value that is not finite", str(gaps), gaps > 0)
+
+
+def _checks_of_evaluations(judged: Sequence[Row], hacking: str | None) -> Iterator[Check]:
+    """Yield the checks that evaluations alone decide; arguments as of `checks`, gains with an
+    interval."""
     parts = [row for row in judged[1:] if not row.score.startswith(JUDGE_PART)]
     if len(parts) > 1:
-        risen, fallen = (
-            [row.score for row in parts if row.direction == way] for way in ("up", "down")
-        )
+        risen = [row.score for row in parts if row.direction == "up"]
+        fallen = [row.score for row in parts if row.direction == "down"]
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
         yield Check("One part bought with another (held-out)", text, bool(risen and fallen))
     watched = {
@@ -165,23 +191,13 @@ def checks(
         yield Check(
             "Held-out reward against the judge", hacking or f"judge: {change}", hacking is not None
         )
-    start, end = early("reward/mean"), late("reward/mean")
-    if long_enough and judged and start is not None and end is not None:
-        rise, fall = (format_number(x, 3, sign=True) for x in (end - start, judged[0].gain or 0))
-        text = f"training {rise} from first to last quarter, held-out {fall}"
-        yield Check(
-            "Training reward against held-out reward",
-            text,
-            end > start and judged[0].direction == "down",
-        )
-    if rows:
-        gaps = sum(1 for row in rows if any(json_value(value) is None for value in row.values()))
-        yield Check("Iterations with a value that is not finite", str(gaps), gaps > 0)
 
 
 def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:
     values = column(rows, key)
-    return float(np.nanmean(values)) if not np.isnan(values).all() else None
+    if np.isnan(values).all():
+        return None
+    return float(np.nanmean(values))
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -197,25 +213,34 @@ def write_report(folder: Path, running: bool = False) -> Path:
     Raises:
         UserError: as `read_run`.
     """
-    trained = read_run(folder)
-    run, sides, count = trained.folder, trained.ends, trained.settings.get("eval.num_videos")
-    rows, left_out = table(sides) if len(sides) == 2 else [], [*run.evaluations[1]]
+    report = read_run(folder)
+    run, settings = report.folder, report.settings
+    sides = report.ends
+    scores = table(sides) if len(sides) == 2 else []
+    # the score before training, and then
+    pairs = [(before, last) for before, last in itertools.pairwise(scores) if last.gain is not None]
+    gains = [row for row in scores if row.gain is not None]
+
+    count = settings.get("eval.num_videos")
+    if not isinstance(count, int) or count < 1:
+        count = 6
+    left_out = list(run.evaluations[1])
+    videos = cards(sides, count, left_out)
+    training = _training_samples(run, left_out)
+
     page = render(
         "report.html.j2",
         name=folder.resolve().name,
         running=running,
-        status=_status(run.rows, trained.settings.get("train.iterations"), running),
+        status=_status(run.rows, settings.get("train.iterations"), running),
         method=run.facts.get("method"),
-        table=[
-            (before, after) for before, after in itertools.pairwise(rows) if after.gain is not None
-        ],
+        table=pairs,
         last=sides[-1].label if sides else "",
-        checks=list(
-            checks(run.rows, [row for row in rows if row.gain is not None], trained.hacking)
-        ),
-        charts=_charts(trained),
+        checks=list(checks(run.rows, gains, report.hacking)),
+        charts=_charts(report),
         steps=_steps(run.facts),
-        videos=cards(sides, count if isinstance(count, int) and count > 0 else 6, left_out),
+        videos=videos,
+        training=training,
         left_out=left_out,
         environment=_environment(run.facts),
         too_few=TOO_FEW,
@@ -242,7 +267,8 @@ def report_run(folder: Path, complete: bool, running: bool = False) -> None:
             log.warning(wrapped(f"note: {note}"))
         evaluations = run.video_sets()
         for name, videos in evaluations.items():  # so that other rewards can score the videos later
-            if kept := [i for i, file in enumerate(videos.files) if file is not None]:
+            kept = [i for i, file in enumerate(videos.files) if file is not None]
+            if kept:
                 write_folder(videos.only(kept), run.videos(name))
         if evaluations.keys() >= {"before", "after"}:
             log.info(compare([evaluations["before"], evaluations["after"]]).text)
@@ -251,75 +277,104 @@ def report_run(folder: Path, complete: bool, running: bool = False) -> None:
         log.info(f"report: {page}")
 
 
+def _training_samples(run: RunFolder, notes: list[str]) -> dict[str, Any] | None:
+    """Return the newest iteration whose samples are shown, and their cards; None without any.
+
+    Args:
+        notes: receives a line for what is damaged and left out.
+    """
+    # A folder without its table is being written, or was left by a run that was killed there.
+    complete = {
+        iteration: folder
+        for iteration, folder in shown_iterations(run.videos_folder).items()
+        if (folder / VIDEOS).is_file()
+    }
+    if not complete:
+        return None
+    iteration, folder = list(complete.items())[-1]
+    try:
+        videos = read_folder("training", folder)
+    except UserError as error:
+        notes.append(f"left out, since it is damaged: {error}")
+        return None
+    return {"iteration": iteration, "cards": training_cards(videos, notes)}
+
+
 def _status(rows: Sequence[MetricsRow], planned: object, running: bool) -> str:
     done = len(rows)
     if not done:
         return "No iteration has been completed yet."
     if isinstance(planned, int) and done < planned:
-        return (
-            f"{'Running' if running else 'Stopped early, or still running'}: {done} of {planned} "
-            "iterations."
-        )
+        state = "Running" if running else "Stopped early, or still running"
+        return f"{state}: {done} of {planned} iterations."
     seconds = float(np.nansum(column(rows, "time/total")))
-    return f"{done} iterations" + (f" in {seconds / 60:.3g} min of training." if seconds else ".")
+    if not seconds:
+        return f"{done} iterations."
+    return f"{done} iterations in {seconds / 60:.3g} min of training."
 
 
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:
     """Return (sigma, std of the noise, S_t if there is an equalizer) for each step, if the sampler
     adds noise."""
     sigmas, noise, equalizer = (facts.get(name) or [] for name in STEPS)
-    return list(zip(sigmas, noise, equalizer or [None] * len(noise))) if any(noise) else []
+    if not any(noise):
+        return []
+    weights = equalizer if equalizer else [None for _ in noise]
+    return list(zip(sigmas, noise, weights))
 
 
 def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (label, text, command) for each start of the run, then for its environment; lists are
     not shown."""
-    found = []
-    starts = [("started", facts), *(("resumed", start) for start in facts.get("resumed") or [])]
+    found: list[tuple[str, str, str]] = []
+
+    starts = [("started", facts)]
+    for start in facts.get("resumed") or []:
+        starts.append(("resumed", start))
     for label, start in starts:
-        after = f"after {start.get('iteration')} iterations" if label == "resumed" else None
-        commit = f"commit {start['commit']}" if start.get("commit") else None
-        text = ", ".join(part for part in (after, start.get("date"), commit) if part)
-        found += [(label, text, start.get("command", ""))] if text else []
+        parts = []
+        if label == "resumed":
+            parts.append(f"after {start.get('iteration')} iterations")
+        if start.get("date"):
+            parts.append(start["date"])
+        if start.get("commit"):
+            parts.append(f"commit {start['commit']}")
+        if parts:
+            found.append((label, ", ".join(parts), start.get("command", "")))
+
     versions = [name for name in ("sage_fast", "python", *PACKAGES) if name in facts]
+    shown_elsewhere = {"date", "commit", "command", "method", *versions}
     for key, value in facts.items():
-        if (
-            key in ("date", "commit", "command", "method", *versions)
-            or value is None
-            or isinstance(value, list | dict)
-        ):
+        if key in shown_elsewhere or value is None or isinstance(value, list | dict):
             continue
-        number = isinstance(value, int) and not isinstance(value, bool)
-        found.append((key.replace("_", " "), f"{value:,}" if number else str(value), ""))
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        text = f"{value:,}" if is_number else str(value)
+        found.append((key.replace("_", " "), text, ""))
+
     if versions:
-        found.append(
-            (
-                "versions",
-                ", ".join(f"{name.replace('_', '-')} {facts[name]}" for name in versions),
-                "",
-            )
-        )
+        named = [f"{name.replace('_', '-')} {facts[name]}" for name in versions]
+        found.append(("versions", ", ".join(named), ""))
     return found
 
 
-def _charts(run: Trained) -> list[str]:
+def _charts(run: RunReport) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
     rows, points = run.folder.rows, run.points
+    drawn: list[str | None] = []
+
     scores = ["reward", *sorted(part for part in points if part.startswith(JUDGE_PART))]
-    parts = {
-        key.removeprefix(REWARD_PART): key
-        for row in rows
-        for key in row
-        if key.startswith(REWARD_PART)
-    }
-    lines = {label: (rows, column(rows, key)) for label, key in parts.items()}
-    drawn = [
-        *(charts.held_out({name: points.get(name, {})}, f"Held-out {name}") for name in scores),
-        *(charts.metric(key, {key: rows}) for key in charts.METRICS),
-        charts.lines(
-            lines, name="parts", title="Parts of the reward", ylabel="mean over the batch"
-        ),
-        charts.ratio(rows),
-        charts.phases(rows),
-    ]
+    for name in scores:
+        drawn.append(charts.held_out({name: points.get(name, {})}, f"Held-out {name}"))
+    for key in charts.METRICS:
+        drawn.append(charts.metric(key, {key: rows}))
+
+    keys = {key: None for row in rows for key in row if key.startswith(REWARD_PART)}
+    parts = {key.removeprefix(REWARD_PART): (rows, column(rows, key)) for key in keys}
+    drawn.append(
+        charts.lines(parts, name="parts", title="Parts of the reward", ylabel="mean over the batch")
+    )
+
+    drawn.append(charts.ratio(rows))
+    drawn.append(charts.gradient_by_noise(rows, run.folder.facts.get("sigmas") or []))
+    drawn.append(charts.phases(rows))
     return [chart for chart in drawn if chart is not None]

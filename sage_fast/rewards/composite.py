@@ -22,6 +22,7 @@ from sage_fast.config.schema import Config, RewardConfig, RewardEntry, SamplingC
 from sage_fast.rewards.failure_policy import Outcome, RewardFailure, score_or_drop
 from sage_fast.rewards.in_process import InProcess
 from sage_fast.rewards.interface import (
+    RESERVED_NAMES,
     USUAL_FPS,
     Backend,
     Metadata,
@@ -39,8 +40,6 @@ from sage_fast.util.launchers import launched
 from sage_fast.util.meters import JUDGE_PART, name_in_name
 from sage_fast.util.ranks import local_device
 
-RESERVED_NAMES = ("reward", "overall", "file", "prompt", "image", "seed", "judge", "videos")
-"""Columns of tables, and names under `heldout/` in trackers, beside the parts of a reward."""
 MAX_DUMMY_PIXELS = 2**22
 """Largest number of pixels of a made-up video that has the run's own size."""
 
@@ -48,13 +47,14 @@ MAX_DUMMY_PIXELS = 2**22
 Jobs = queue.Queue[tuple[Future[Any], Callable[[Backend], Any]] | None]
 
 
-def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
+def connect(entry: RewardEntry, key: str, device: str, given: Any = None) -> list[Backend]:
     """Create a reward's backends: in this process, in worker processes, or as clients of its
     server.
 
     Args:
         key: setting that holds the name, for messages.
         device: device of this rank.
+        given: the reward itself, where the program has it; worker processes import their own.
 
     Raises:
         UserError: as `load_reward`; in a worker process, its first call fails instead.
@@ -66,7 +66,8 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
         numbers = range(rank * entry.workers, (rank + 1) * entry.workers)
         return [Worker(entry, key, device_of(entry, device, number)) for number in numbers]
     own = device_of(entry, device, rank)
-    return [InProcess(entry.name, load_reward(entry, key, own), own if entry.devices else None)]
+    reward = load_reward(entry, key, own, given)
+    return [InProcess(entry.name, reward, own if entry.devices else None)]
 
 
 class RewardCaller:
@@ -167,7 +168,8 @@ class CompositeReward:
             backend = InProcess(config.name, reward)
             reward = [RewardCaller(config, "reward.name", [backend], config, config.needed)]
         self.callers = list(reward)
-        self.config, self.metadata = config, metadata or {}
+        self.config = config
+        self.metadata = metadata or {}
         self.weights: Mapping[str, float] = config.part_weights
         self.parts: list[str] = []
         self.owners: dict[str, str] = {}
@@ -180,10 +182,13 @@ class CompositeReward:
         metadata: Mapping[str, Metadata] | None = None,
         *,
         least_workers: int = 0,
+        objects: Mapping[str, Any] | None = None,
     ) -> CompositeReward:
         """Create the rewards that the settings name.
 
         Args:
+            objects: setting that holds the name of a reward -> the reward itself, as
+                `rewards.objects.name_rewards` returns them.
             least_workers: least number of worker processes of each; a server has 1, so that a call
                 that hangs is ended.
 
@@ -193,9 +198,8 @@ class CompositeReward:
         callers = []
         for key, named in config.keyed_entries.items():
             entry = dataclasses.replace(named, workers=max(least_workers, named.workers))
-            callers.append(
-                RewardCaller(entry, key, connect(entry, key, device), config, entry.needed)
-            )
+            backends = connect(entry, key, device, (objects or {}).get(key))
+            callers.append(RewardCaller(entry, key, backends, config, entry.needed))
         return cls(callers, config, metadata)
 
     @property
@@ -458,18 +462,21 @@ def load_rewards(
     eval_prompts: Sequence[str],
     metadata: Mapping[str, Metadata],
     fps: float = USUAL_FPS,
+    objects: Mapping[str, Any] | None = None,
 ) -> tuple[CompositeReward, Judge | None]:
     """Load the reward and, if named, the judge; check each on one or two dummy videos of these
     prompts.
 
     Args:
         fps: frames per second of the run's videos.
+        objects: as of `CompositeReward.of`.
 
     Raises:
         UserError: one is missing or does not fit.
     """
     device = str(local_device())
-    reward, judge = CompositeReward.of(config.reward, device, metadata), None
+    reward = CompositeReward.of(config.reward, device, metadata, objects=objects)
+    judge = None
     reward.check(config.sampling, [*prompts, *eval_prompts], device, fps)
     _check_no_folders(reward)
     if config.eval.judge is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import logging
 import re
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from sage_fast.config.secrets import names_for_values
 from sage_fast.rewards.failure_policy import RewardFailure, failure
-from sage_fast.rewards.interface import Backend, Request
+from sage_fast.rewards.interface import RESERVED_NAMES, Backend, Request
 from sage_fast.rewards.load import score_of
 from sage_fast.util.console import wrapped
 from sage_fast.util.guard import NotPutBack, guarded, seed_random_numbers
@@ -138,7 +139,7 @@ def call(name: str, reward: Any, request: Request) -> dict[str, Tensor]:
         ):
             seed_random_numbers(request.seed)
             returned = score(request.videos, list(request.prompts), **known)
-        return checked(returned, len(request))
+        return checked(returned, len(request), own_name(reward))
 
 
 @contextlib.contextmanager
@@ -243,14 +244,31 @@ def _networks_in(value: Any, depth: int = 3) -> list[nn.Module]:
 # -- what a reward returned ------------------------------------------------------------------------
 
 
-def checked(returned: object, count: int) -> dict[str, Tensor]:
+def own_name(reward: object) -> str:
+    """Return the name of a reward's function or class, which its only part gets if it returns
+    numbers without a name.
+
+    It is `score` where that would be no name of a part, as of a lambda or a function `reward`.
+    """
+    code = reward.func if isinstance(reward, functools.partial) else reward
+    name = getattr(code, "__name__", type(code).__name__)
+    is_part = PART.fullmatch(name) is not None and name not in RESERVED_NAMES
+    return name if is_part else "score"
+
+
+def checked(returned: object, count: int, name: str | None = None) -> dict[str, Tensor]:
     """Check what a reward returned; return its parts, `[count]` on the CPU, sorted by name.
 
     A part is float64 if the reward's numbers are, as Python's own are, else float32.
 
+    Args:
+        name: name of the part if it returned numbers alone; None: they need a name.
+
     Raises:
         RewardFailure: it is not a mapping of names to `count` numbers each.
     """
+    if name is not None and isinstance(returned, Tensor | list | tuple | np.ndarray):
+        returned = {name: returned}
     if not isinstance(returned, Mapping):
         raise RewardFailure(
             f"returned {type(returned).__name__}; expected a mapping of parts to [{count}]"

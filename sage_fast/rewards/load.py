@@ -32,17 +32,20 @@ and on a resume."""
 EXPECTED = "expected a class with score(self, videos, prompts), or a function"
 
 
-def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu") -> Any:
+def load_reward(
+    entry: RewardEntry, key: str = "reward.name", device: str = "cpu", given: Any = None
+) -> Any:
     """Return the reward named `entry.name`; a class is created with `entry.args`, and `device` if
     it takes that.
 
     Args:
         key: setting that holds the name, for messages.
+        given: as for `find_reward`.
 
     Raises:
         UserError: as `find_reward`; or the class fails, with its traceback.
     """
-    reward, args = find_reward(entry, key, device)
+    reward, args = find_reward(entry, key, device, given)
     if not isinstance(reward, type):
         return reward
     setting = f"{key} = {entry.name!r}"
@@ -61,9 +64,15 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
     return made
 
 
-def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+def find_reward(
+    entry: RewardEntry, key: str, device: str = "cpu", given: Any = None
+) -> tuple[Any, dict[str, Any]]:
     """Return a reward, where a class is not created yet, and its arguments with the values of the
     environment.
+
+    Args:
+        given: the reward itself, where the program has it: then nothing is imported. An instance
+            has its arguments already.
 
     Raises:
         UserError: there is no such reward, its module fails, it is neither a function nor a class
@@ -79,6 +88,25 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
 
         return HttpReward, {"url": entry.name}
 
+    reward = _imported(entry, setting) if given is None else given
+    if isinstance(reward, type):
+        # found before it is created: any class of a library could be named
+        if not _instances_score(reward):
+            raise UserError(f"{setting}: {EXPECTED}")
+        return reward, _checked_args(reward, args, device, setting)
+    is_made = given is not None and not inspect.isroutine(given)
+    if args and not is_made:
+        raise UserError(f"{setting}: is not a class, so it takes no args; got {sorted(args)}")
+    _check_takes_videos(reward, setting)
+    return reward, {}
+
+
+def _imported(entry: RewardEntry, setting: str) -> Any:
+    """Import what the name of a reward says.
+
+    Raises:
+        UserError: there is no such reward, its module fails, or it cannot be called.
+    """
     place = place_of_reward(entry.name, setting)
     try:
         with guarded(f"reward {entry.name!r}"):
@@ -88,25 +116,17 @@ def find_reward(entry: RewardEntry, key: str, device: str = "cpu") -> tuple[Any,
         raise
     except BaseException as error:  # as in a call
         raise UserError(f"{setting}: {failure(error)}") from error
-    if not callable(score_of(reward)):
-        _, module, named = split_place(place)
-        defined = [
-            k
-            for k, value in vars(sys.modules[module]).items()
-            if getattr(value, "__module__", "") == module
-        ]
-        own = [k for k in defined if not k.startswith("_")]
-        hint = nearest(named, own) if own else "it defines nothing"
-        raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {hint}")
-    if isinstance(reward, type):
-        # found before it is created: any class of a library could be named
-        if not _instances_score(reward):
-            raise UserError(f"{setting}: {EXPECTED}")
-        return reward, _checked_args(reward, args, device, setting)
-    if args:
-        raise UserError(f"{setting}: is not a class, so it takes no args; got {sorted(args)}")
-    _check_takes_videos(reward, setting)
-    return reward, {}
+    if callable(score_of(reward)):
+        return reward
+
+    _, module, named = split_place(place)
+    own = []
+    for name, value in vars(sys.modules[module]).items():
+        is_defined_here = getattr(value, "__module__", "") == module
+        if is_defined_here and not name.startswith("_"):
+            own.append(name)
+    hint = nearest(named, own) if own else "it defines nothing"
+    raise UserError(f"{setting}: module {module} has no {named!r} that can be called; {hint}")
 
 
 def _instances_score(kind: type) -> bool:

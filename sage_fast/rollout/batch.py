@@ -27,6 +27,8 @@ class Batch:
         trajectories: what is stored of the rollouts.
         advantages: float32 `[N]` on the device; 0 until the rewards are known.
         anchor_velocities: transition -> `[C, T, H, W]`, guidance included; empty without an anchor.
+        videos: index of a sample -> its video, uint8 `[F, 3, H, W]` on the CPU, of those that are
+            kept.
     """
 
     numbers: Sequence[int]
@@ -37,6 +39,7 @@ class Batch:
     trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[Transition, Tensor]
+    videos: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def own(self, transitions: Sequence[Transition]) -> list[Transition]:
         """Return the transitions of this rank's samples, renumbered from 0; those given are of all

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
 
 from sage_fast.models.decoder import Decoder
@@ -27,15 +28,15 @@ def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
 
     Collective.
     """
-    # a sequence group has the same scores
+    # the ranks of a sequence group have the same scores: the first of each is enough
     ranks = all_gather_object((list(numbers), scores))[:: sequence_size()]
-    places = {
-        number: place
-        for place, number in enumerate(number for numbers, _ in ranks for number in numbers)
-    }
-    return join_scores([scores for _, scores in ranks]).in_order(
-        [places[number] for number in sorted(places)]
-    )
+    joined = join_scores([scores for _, scores in ranks])
+
+    row_of: dict[int, int] = {}
+    for numbers_of_rank, _ in ranks:
+        for number in numbers_of_rank:
+            row_of[number] = len(row_of)
+    return joined.in_order([row_of[number] for number in sorted(row_of)])
 
 
 MOST_NOTES = 8
@@ -67,6 +68,11 @@ def gather_checked(reward: Scorer, numbers: Sequence[int], scores: Scores) -> Sc
     return scores
 
 
+def as_bytes(video: Tensor) -> Tensor:
+    """Return a video in [0, 1] as uint8 on the CPU; values outside are clamped."""
+    return (video.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+
+
 class VideoScorer:
     """Decoder and scorer of one iteration's latents, chunk by chunk.
 
@@ -83,6 +89,11 @@ class VideoScorer:
         collective: other ranks' forwards wait for this rank's, so a reward failure is raised in
             `finish` only.
         fps: frames per second of the videos; None: not known.
+        wanted: rows of this rank's samples whose videos are kept.
+
+    Attributes:
+        videos: row -> video, uint8 `[F, 3, H, W]` on the CPU, of those that are wanted; after
+            `finish`.
     """
 
     def __init__(
@@ -93,21 +104,29 @@ class VideoScorer:
         *,
         collective: bool = False,
         fps: float | None = None,
+        wanted: Collection[int] = (),
     ) -> None:
         self.decoder = decoder
         self.reward = reward
         self.fps = fps
         self.watch = watch
         self.collective = collective
+        self.wanted = frozenset(wanted)
+        self.videos: dict[int, Tensor] = {}
+        # The rank that decodes a chunk keeps what any rank of its sequence group wants.
+        self._kept_here = self.wanted.union(*gather_objects_of_sequence(self.wanted))
         self._submitted = 0
         self._failure: RewardError | None = None
         self._scores: list[Pending | Scores] = []
 
-    def submit(self, latents: Tensor, prompts: Sequence[str], seed: int = 0) -> None:
+    def submit(
+        self, latents: Tensor, prompts: Sequence[str], seed: int = 0, rows: Sequence[int] = ()
+    ) -> None:
         """Decode a chunk, `latents [B, C, T, H, W]`, and score its videos.
 
         Args:
             seed: of the random numbers that a reward draws.
+            rows: row of each sample among those of this rank, for `wanted`.
 
         Raises:
             RewardError: the reward failed, with `on_failure = stop` and without `collective`.
@@ -117,6 +136,9 @@ class VideoScorer:
             return
         with self.watch("decode"):
             videos = self.decoder(latents)
+            for row, video in zip(rows, videos):
+                if row in self._kept_here:
+                    self.videos[row] = as_bytes(video)
         with self.watch("reward"):
             try:
                 self._scores.append(self.reward.submit(videos, list(prompts), self.fps, seed))
@@ -134,13 +156,19 @@ class VideoScorer:
         if any(isinstance(scores, Pending) for scores in self._scores):
             with self.watch("reward"):
                 self._collect(wait=True)
-        own = [scores for scores in self._scores if isinstance(scores, Scores)]
-        ranks = gather_objects_of_sequence((own, self._failure and str(self._failure)))
+        local = [scores for scores in self._scores if isinstance(scores, Scores)]
+        own_failure = None if self._failure is None else str(self._failure)
+        ranks = gather_objects_of_sequence((local, own_failure, self.videos))
         if self._failure is not None:
             raise self._failure
-        if failure := next((failure for _, failure in ranks if failure), None):
-            raise RewardError(failure)
-        in_turn = itertools.zip_longest(*(scores for scores, _ in ranks))
+        for _, failure, _ in ranks:
+            if failure:
+                raise RewardError(failure)
+
+        decoded = {row: video for _, _, videos in ranks for row, video in videos.items()}
+        self.videos = {row: decoded[row] for row in sorted(self.wanted)}
+
+        in_turn = itertools.zip_longest(*(scores for scores, _, _ in ranks))
         return join_scores([scores for turn in in_turn for scores in turn if scores is not None])
 
     def _collect(self, *, wait: bool) -> None:

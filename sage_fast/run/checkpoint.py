@@ -19,7 +19,6 @@ Only rank 0 lists folders. On a network file system the other ranks may not see 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,11 @@ import torch
 
 from sage_fast.config.engines import OPTIMIZERS
 from sage_fast.config.fields import is_finite
-from sage_fast.eval.scores import composite, mean_and_margin
 from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
-from sage_fast.run.folder import (
+from sage_fast.run.shards import Layout, SavedParts
+from sage_fast.run.weights import save_weights
+from sage_fast.run_folder import (
     MANIFEST,
     SKIPPED,
     STATE,
@@ -42,8 +42,6 @@ from sage_fast.run.folder import (
     files_of,
     iteration_of,
 )
-from sage_fast.run.shards import Layout, SavedParts
-from sage_fast.run.weights import save_weights
 from sage_fast.util.errors import RankError, UserError
 from sage_fast.util.files import (
     PARTIAL,
@@ -131,50 +129,6 @@ def save_final_weights(run: Path, iteration: int, engine: Engine) -> None:
         )
 
 
-def prune_checkpoints(
-    run: Path, keep: int, weights: Mapping[str, float] | None, interval: int = 0
-) -> None:
-    """Remove all but the last `keep` checkpoints and the best one. On rank 0 only.
-
-    The best one has the highest mean held-out composite. One whose evaluation is lost, or cannot be
-    read or compared, may be the best, and stays too.
-
-    Args:
-        weights: weights of the composite, since a resume may have changed them; None does not keep
-            the best one.
-        interval: `eval.interval`: which checkpoints have been evaluated; 0: those that have scores.
-    """
-    found = RunFolder(run).checkpoints()
-    rewards = {} if weights is None else _heldout_rewards(run, found, weights, interval)
-    best = max(
-        (folder for folder in rewards if math.isfinite(rewards[folder])),
-        key=rewards.__getitem__,
-        default=None,
-    )
-    for folder in found[:-keep]:
-        if folder != best and not math.isnan(rewards.get(folder, 0.0)):
-            with only_safer("remove", folder):
-                remove_folder(folder)
-
-
-def _heldout_rewards(
-    run: Path, checkpoints: Iterable[Path], weights: Mapping[str, float], interval: int
-) -> dict[Path, float]:
-    """Return evaluated checkpoint -> its mean held-out composite; NaN where that is lost or cannot
-    be compared."""
-    rewards = {}
-    for folder in checkpoints:
-        try:
-            scores = RunFolder(run).evaluation(folder.name)
-            if scores is not None:
-                rewards[folder] = mean_and_margin(scores["prompts"], composite(scores, weights))[0]
-            elif interval > 0 and iteration_of(folder) % interval == 0:
-                rewards[folder] = math.nan
-        except (OSError, UserError):
-            rewards[folder] = math.nan
-    return rewards
-
-
 def load_checkpoint(
     run: Path, engine: Engine, counters: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any], State | None] | None:
@@ -187,8 +141,8 @@ def load_checkpoint(
         counters: those of the trainer as they are now: the saved ones must be of their kinds.
 
     Returns:
-        The iteration to continue with, the trainer's counters and the anchor; None if there is no
-        checkpoint yet.
+        The iteration to continue with, the trainer's counters with the states of `callbacks`, and
+        the anchor; None if there is no checkpoint yet.
 
     Raises:
         UserError: as `RunFolder.first_sound` or `TrainingState.restore`.
@@ -209,22 +163,29 @@ def load_checkpoint(
             raise UserError(fault)
         with fail_together():
             state, iteration = read_json(folder / STATE), iteration_of(folder)
+            # of any kind, as users write them; earlier versions saved none
+            callbacks = state.pop("callbacks", {})
             expected = {**(counters or state), "iteration": iteration, "optimizer_steps": 0}
-            if not _is_like(state, expected) or state["iteration"] != iteration:
+            is_whole = _is_like(state, expected) and isinstance(callbacks, dict)
+            if not is_whole or state["iteration"] != iteration:
                 missing = [key for key in expected if key not in state]
                 which = f": {', '.join(missing)} of this version" if missing else ""
                 raise UserError(
                     f"{STATE} does not hold what a run writes after iteration {iteration}{which}"
                 )
-        return (
-            iteration,
-            state,
-            TrainingState(folder / TRAINING, engine, state["optimizer_steps"], files_of(folder)),
+        state["callbacks"] = callbacks
+        training = TrainingState(
+            folder / TRAINING, engine, state["optimizer_steps"], files_of(folder)
         )
+        return iteration, state, training
 
     folder = RunFolder(run)
-    found = folder.first_sound(broadcast_object(folder.checkpoints()[::-1], 0), read)
-    return None if found is None else (*found[:2], found[2].restore(engine))
+    newest_first = broadcast_object(folder.checkpoints()[::-1], 0)
+    found = folder.first_sound(newest_first, read)
+    if found is None:
+        return None
+    iteration, state, training = found
+    return iteration, state, training.restore(engine)
 
 
 def _is_like(value: Any, expected: Any) -> bool:
@@ -249,11 +210,10 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
     All engines write the same files, so a run can resume with another engine.
     """
     states = {"trainable": engine.policy.parts()}
-    states |= {
-        kind: state
-        for kind, state in (("ema", engine.ema), ("anchor", anchor))
-        if state is not None
-    }
+    if engine.ema is not None:
+        states["ema"] = engine.ema
+    if anchor is not None:
+        states["anchor"] = anchor
     steps = {}
     for name, values in engine.optimizer_state.items():
         for key, value in values.items():
@@ -289,45 +249,49 @@ class TrainingState:
         self, folder: Path, engine: Engine, steps: int, files: Collection[str] | None = None
     ) -> None:
         self.steps = steps
+        self.optimizer: dict[str, Any] = {}
         with fail_together():
-            self.optimizer = (
-                read_json(folder / OPTIMIZER) if files is None or OPTIMIZER in files else {}
-            )
-        saved, layout, parts = (
-            SavedParts(folder, files),
-            Layout(engine.policy),
-            engine.policy.parts(),
-        )
-        counts, kinds = self.optimizer.get("steps"), sorted(saved.kinds)
-        known = (
-            self.optimizer.get("optimizer") in [*OPTIMIZERS]
-            and self.optimizer.get("parts", kinds) == kinds
-        )
-        if (
-            not known
-            or not isinstance(counts, dict)
-            or not all(_is_like(step, 0) for step in counts.values())
-        ):
-            raise UserError(f"{OPTIMIZER} does not hold what a run writes, or not what is there")
+            if files is None or OPTIMIZER in files:
+                self.optimizer = read_json(folder / OPTIMIZER)
+        saved = SavedParts(folder, files)
+        layout = Layout(engine.policy)
+        parts = engine.policy.parts()
+        self._check_optimizer(sorted(saved.kinds))
         check_names(parts, saved.kinds.get("trainable", {}))
-        self.moments = {name: {"step": torch.tensor(float(step))} for name, step in counts.items()}
+
+        self.moments: dict[str, dict[str, Any]] = {}
+        for name, step in self.optimizer["steps"].items():
+            self.moments[name] = {"step": torch.tensor(float(step))}
         for kind, slices in saved.kinds.items():
-            if kind.startswith(MOMENT):
-                moments = saved.read(
-                    kind, {name: engine.optimized[name] for name in slices if name in parts}, layout
-                )
-                for name, moment in moments.items():
-                    self.moments.setdefault(name, {})[kind.removeprefix(MOMENT)] = moment
-        if odd := [
-            name
-            for name, held in self.moments.items()
-            if name not in parts or held.keys() not in MOMENTS
-        ]:
-            raise UserError(f"the optimizer's state of {odd[0]} is not whole")
+            if not kind.startswith(MOMENT):
+                continue
+            optimized = {name: engine.optimized[name] for name in slices if name in parts}
+            for name, moment in saved.read(kind, optimized, layout).items():
+                self.moments.setdefault(name, {})[kind.removeprefix(MOMENT)] = moment
+        for name, moments in self.moments.items():
+            if name not in parts or moments.keys() not in MOMENTS:
+                raise UserError(f"the optimizer's state of {name} is not whole")
+
         self.weights = saved.read("trainable", parts, layout)
-        averaged = engine.ema is not None and "ema" in saved.kinds
-        self.ema = saved.read("ema", parts, layout) if averaged else None
-        self.anchor = saved.read("anchor", parts, layout) if "anchor" in saved.kinds else None
+        self.ema: State | None = None
+        if engine.ema is not None and "ema" in saved.kinds:
+            self.ema = saved.read("ema", parts, layout)
+        self.anchor: State | None = None
+        if "anchor" in saved.kinds:
+            self.anchor = saved.read("anchor", parts, layout)
+
+    def _check_optimizer(self, kinds: list[str]) -> None:
+        """Check the content of `OPTIMIZER`.
+
+        Args:
+            kinds: of the parts that are there.
+        """
+        is_known = self.optimizer.get("optimizer") in [*OPTIMIZERS]
+        has_its_parts = self.optimizer.get("parts", kinds) == kinds
+        steps = self.optimizer.get("steps")
+        are_counts = isinstance(steps, dict) and all(_is_like(step, 0) for step in steps.values())
+        if not (is_known and has_its_parts and are_counts):
+            raise UserError(f"{OPTIMIZER} does not hold what a run writes, or not what is there")
 
     def restore(self, engine: Engine) -> State | None:
         """Put it into the engine; return the anchor, if there is one.

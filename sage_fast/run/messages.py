@@ -1,22 +1,14 @@
-"""What a run prints: its method in words, the lines of an iteration, and warnings about its
-settings."""
+"""What a run prints at its start: its method in words, and warnings about its settings."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
-
-from tqdm import tqdm
 
 from sage_fast.algorithm.distilled import distillation_warnings
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.algorithm.transitions import SAMPLERS
-from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig, TrainConfig
-from sage_fast.eval.scores import format_number
+from sage_fast.algorithm.transitions import sampler_row
+from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig
 from sage_fast.models.spec import Distillation
 from sage_fast.run.pace import pace_warning
-from sage_fast.util.meters import REWARD_PART
 
 INERT_LAMBDA = 1e-5
 """Largest lambda_KL of the paper, at which the KL's share of the gradient is below 1e-4: it holds
@@ -29,17 +21,26 @@ def method_of(objective: Objective, sampling: SamplingConfig) -> str:
 
     It is SAGE-GRPO if a log-corrected SDE is scored with the equalizer.
     """
-    sampler, equalized, row = sampling.sampler, objective.equalizes, objective.surrogate
-    own = row.scores_rollout and SAMPLERS[sampler].log_corrected and equalized
-    noisy = sampler not in ODE_SAMPLERS
-    words = [f"{sampler} SDE, eta {sampling.eta:g}" if noisy else f"{sampler.upper()} rollouts"]
-    if noisy and sampling.sde_window:
-        words.append(f"noise in {sampling.sde_window} of {sampling.steps} steps")
-    if equalized or row.scores_rollout:
+    sampler = sampling.sampler
+    equalized = objective.equalizes
+    surrogate = objective.surrogate
+
+    if sampler in ODE_SAMPLERS:
+        words = [f"{sampler.upper()} rollouts"]
+    else:
+        words = [f"{sampler} SDE, eta {sampling.eta:g}"]
+        if sampling.sde_window:
+            words.append(f"noise in {sampling.sde_window} of {sampling.steps} steps")
+    if equalized or surrogate.scores_rollout:
         words.append("equalizer" if equalized else "no equalizer")
-    if row.uses_errors:
+    if surrogate.uses_errors:
         words.append(f"beta {objective.settings.nft_beta:g}")
-    return f"{'SAGE-' * own}{row.title}: {', '.join(words)}, {_kl_in_words(objective)}"
+    words.append(_kl_in_words(objective))
+
+    title = surrogate.title
+    if surrogate.scores_rollout and equalized and sampler_row(sampler).log_corrected:
+        title = f"SAGE-{title}"
+    return f"{title}: {', '.join(words)}"
 
 
 def _kl_in_words(objective: Objective) -> str:
@@ -48,28 +49,6 @@ def _kl_in_words(objective: Objective) -> str:
     kl = objective.kl
     rises = f"{kl.lambda_min:g} to " if kl.lambda_min < kl.lambda_max else ""
     return f"{kl.strategy} KL, lambda {rises}{kl.lambda_max:g}"
-
-
-def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
-    """Format an iteration's metrics and the time left as three lines of 80 columns, for up to four
-    reward parts."""
-    parts = {
-        key.removeprefix(REWARD_PART): value
-        for key, value in row.items()
-        if key.startswith(REWARD_PART)
-    }
-    label = f"{row['iteration'] + 1:>5}/{iterations}"
-    first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "
-    first += " ".join(f"{part} {value:.3f}" for part, value in parts.items())
-    if "ratio/mean" in row:
-        off = max(1 - row["ratio/min"], row["ratio/max"] - 1)
-        second = f"loss {row['loss']:.1e}  kl {row['kl/anchor']:.1e}  ratio within {off:.1e} of 1, "
-        second += f"{100 * row['ratio/clip_fraction']:.0f} % clipped"
-        third = f"gradient norm {row['grad_norm']:.1e}  learning rate {row['learning_rate']:.1e}  "
-    else:
-        second, third = "no update: the rewards of every group are equal", ""
-    third += f"{row['time/total']:.1f} s, {tqdm.format_interval(seconds_left)} left"
-    return f"\n{'':>{len(label)}}  ".join((first, second, third))
 
 
 def kl_holds(objective: Objective) -> bool:
@@ -87,31 +66,6 @@ def guidance_warning(objective: Objective, trained: float, evaluated: float) -> 
         f"{evaluated:g} in evaluations, and no KL holds the policy ({_kl_in_words(objective)}): it "
         "learns what guidance does, and guidance on top of it over-sharpens "
         "(docs/how-to/choose-settings.md)"
-    )
-
-
-def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) -> str | None:
-    """Return what a signal loses, and the settings that save it; None if `train.grace_seconds`
-    saves every iteration.
-
-    Args:
-        row: metrics of an iteration, with its times.
-        collective: forwards are collective, so that a rollout cannot pause; an update never can.
-    """
-    update, before = (
-        row["time/train"] / train.optimizer_steps,
-        row["time/total"] - row["time/train"],
-    )
-    seconds = max(update, before) if collective else update
-    if seconds <= train.grace_seconds / 2:
-        return None
-    enough = 10 * math.ceil(seconds / 4)  # a quarter more than twice as long
-    return (
-        f"a signal can lose up to {train.checkpoint_interval} iterations: {seconds:.0f} s of one "
-        f"cannot be interrupted and half of train.grace_seconds = {train.grace_seconds:g} is for "
-        f"that. {enough} is enough, if the scheduler waits longer: Slurm's "
-        f"--signal=B:USR1@{enough + 100} (slurm.sbatch, which `init` writes), or torchrun's "
-        "--shutdown-timeout"
     )
 
 
@@ -134,11 +88,11 @@ def config_warnings(resolved: Resolved, distillation: Distillation | None = None
     """Return what in the settings is likely to mislead or to train little; with it, to spoil a
     distilled checkpoint."""
     config, sampling = resolved.config, resolved.config.sampling
-    guided = guidance_warning(
-        resolved.objective, sampling.guidance_scale, config.eval_guidance_scale
-    )
-    distilled = [] if distillation is None else distillation_warnings(distillation, resolved)
-    return [
-        *filter(None, [guided, off_policy_warning(resolved.objective), pace_warning(resolved)]),
-        *distilled,
+    found = [
+        guidance_warning(resolved.objective, sampling.guidance_scale, config.eval_guidance_scale),
+        off_policy_warning(resolved.objective),
+        pace_warning(resolved),
     ]
+    if distillation is not None:
+        found += distillation_warnings(distillation, resolved)
+    return [warning for warning in found if warning is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sage_fast.algorithm.kl_weight import FEEDBACKS
+from sage_fast.algorithm.kl_weight import feedback_row
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.parallel.ema import ema_decay
 
@@ -44,7 +44,7 @@ def _kl_warmup_steps(resolved: Resolved) -> str | None:
 
 def _history(resolved: Resolved) -> str | None:
     kl = resolved.objective.kl
-    if not resolved.objective.kl_acts or FEEDBACKS[kl.feedback].factors is None:
+    if not resolved.objective.kl_acts or feedback_row(kl.feedback).factors is None:
         return None
     if kl.history < _updates(resolved):
         return None
@@ -113,9 +113,10 @@ def pace_warning(resolved: Resolved) -> str | None:
             found.append(f"{name} = {value:g} ({problem})")
     if not found:
         return None
-    updates = _updates(resolved)
-    run = (
-        f"{updates} update{'s' * (updates != 1)}, in {train.iterations} "
-        f"iteration{'s' * (train.iterations != 1)}"
-    )
-    return f"too slow to act within {run}: {'; '.join(found)}"
+    updates = _counted(_updates(resolved), "update")
+    iterations = _counted(train.iterations, "iteration")
+    return f"too slow to act within {updates}, in {iterations}: {'; '.join(found)}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -15,7 +15,7 @@ from sage_fast.config.places import split_family
 from sage_fast.config.reward_names import place_of_reward
 from sage_fast.config.schema import MODEL_NAMES, RANDOM, DataConfig, ModelConfig, RewardEntry
 from sage_fast.data.prompts import configured_prompts
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import PARTIAL, why_no_file
 from sage_fast.util.plugins import check_place

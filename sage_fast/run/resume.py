@@ -18,7 +18,7 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.places import is_moved
 from sage_fast.config.reward_names import CLIENTS
 from sage_fast.config.schema import Config, RewardEntry
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.errors import UserError
 
 Kind = Literal["kept", "held", "converted", "free"]
@@ -170,6 +170,14 @@ RULES = (
         settings=("output",),
     ),
     Rule(
+        kind="converted",
+        why=(
+            "a callback goes on from its state, which the checkpoint holds by its name; one "
+            "without begins anew, with a note"
+        ),
+        settings=("callbacks",),
+    ),
+    Rule(
         kind="free",
         why="a rollout is of its own iteration",
         settings=(
@@ -248,6 +256,9 @@ RULES = (
             "train.parity_gate",
             "eval.interval",
             "eval.num_videos",
+            "tracking.training_videos",
+            "tracking.training_videos_interval",
+            *_section("profile"),
         ),
     ),
 )
@@ -277,6 +288,9 @@ CHECKPOINT = {
     ),
     "anchor_step": "restored; 0 where the anchor is the start",
     "anchor_is_current": "restored",
+    "callbacks": (
+        "restored: the state of each callback by its name; a note where one has none, or is gone"
+    ),
     "prompts": "converted where `train.prompts_per_iteration` or the prompts differ",
     "rounding": (
         "restored: the KL that rounding makes; measured again where `sampling.steps` differ"

@@ -1,98 +1,113 @@
-"""A training run from its settings to its final weights: checks, model, evaluations, iterations and
-checkpoints."""
+"""A training run from its settings to its final weights.
+
+`Run.iterate` is the loop. What happens besides training is done by callbacks
+(sage_fast/callbacks): metrics, evaluations, checkpoints, the page, and what users add.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import logging
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_same_settings, check_trainable
+from sage_fast.callbacks.built_in import built_in
+from sage_fast.callbacks.dispatch import CallbackError, Callbacks
+from sage_fast.callbacks.evaluations import Evaluations, check_pairs
+from sage_fast.callbacks.interface import Callback
+from sage_fast.callbacks.load import load_callbacks
+from sage_fast.callbacks.trackers import check_trackers
+from sage_fast.callbacks.writer import MetricsWriter
 from sage_fast.config.loader import dump, leaves
 from sage_fast.config.rank_checks import check_engine
 from sage_fast.config.schema import Config
-from sage_fast.eval.evaluation import evaluate, negatives_for, prompts_and_seeds
-from sage_fast.eval.gains import hacking_in_run
+from sage_fast.loading import load_setup, with_reward_objects
 from sage_fast.models.policy import State
-from sage_fast.ops import implementation
 from sage_fast.parallel.stored_rollouts import check_trajectories
-from sage_fast.rollout.setup import Setup
-from sage_fast.run import claim
-from sage_fast.run.checkpoint import (
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-    save_final_weights,
-)
-from sage_fast.run.folder import RunFolder, check_weights, iteration_of
-from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of
+from sage_fast.run import claim, read_metrics
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint, save_final_weights
+from sage_fast.run.facts import describe, throughput
+from sage_fast.run.hooks import RunHooks
+from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.stop import Stop
-from sage_fast.run.writer import MetricsWriter
+from sage_fast.run_folder import RunFolder, check_weights, iteration_of
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import log_to, wrapped
-from sage_fast.util.environment import command_line, environment, peak_flops
-from sage_fast.util.errors import RankError, Stopped, UserError, in_one_line, reason
-from sage_fast.util.files import discard, write_json
+from sage_fast.util.console import leave_logs, log_to, wrapped
+from sage_fast.util.errors import RankError, Stopped
 from sage_fast.util.process_group import initialize
-from sage_fast.util.ranks import barrier, broadcast_object, fails_alone, rank, shutdown, world_size
-from sage_fast.util.videos import check_encoder, numbered, save_video
+from sage_fast.util.ranks import (
+    all_gather_object,
+    barrier,
+    fails_alone,
+    rank,
+    shutdown,
+    world_size,
+)
+from sage_fast.util.videos import check_encoder
 
 log = logging.getLogger(__name__)
 
-Load = Callable[..., Setup]
-"""Loads prompts, rewards and the model of settings that are resolved; `attention` replaces
-`model.attention`."""
-Report = Callable[[Path, bool, bool], object]
-"""Draws the page of a run: its folder, whether the run is complete, and whether it goes on."""
-PAGE_SHARE = 0.02
-"""Share of the time of a run that its page may take between two evaluations: the other ranks wait.
-"""
 
-
-def train(config: Config, load: Load, report: Report, *, resume: bool = False) -> Path:
-    """Train and write a run folder. An interrupted run leaves a checkpoint for `resume`.
+def train(
+    config: Config,
+    *,
+    callbacks: Sequence[Callback] = (),
+    reward_funcs: object = None,
+    resume: bool = False,
+) -> Run:
+    """Train as the settings say, and write a run folder. Collective.
 
     Args:
-        load: called once the folder is locked; the commands pass `sage_fast.loading.load_setup`.
-        report: called on rank 0 after evaluations, after iterations and at the end; the commands
-            pass `sage_fast.report.page.report_run`.
+        config: the settings; the run is in the folder `output`.
+        callbacks: called after those of the setting `callbacks`, and before the run's own.
+        reward_funcs: replace the rewards of the settings: a function (videos, prompts) -> `[B]`, or
+            part -> `[B]`; an object or class with such a method `score`; or a list of them.
+        resume: continue the run in the folder, from its newest checkpoint.
 
     Returns:
-        The run folder.
+        The run, complete: `run.folder`, `run.metrics`.
 
     Raises:
-        Stopped: after a signal.
+        UserError: a setting does not fit, or the folder cannot be used; nothing was changed.
+        Stopped: after a signal. Like most errors it leaves a checkpoint for `resume`.
     """
     initialize(config.timeout_minutes)
+    reward_objects: dict[str, Any] = {}
+    if reward_funcs is not None:
+        config, reward_objects = with_reward_objects(config, reward_funcs)
     check_same_settings(config, resume=resume)
     resolved = check_trainable(config)
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
     check_here(config, resume=resume)
-    with Stop(config.train.grace_seconds) as stop, claim.locked(Path(config.output)) as own_claim:
-        run = Run(resolved, stop, own_claim, load, report, resume=resume)
+    evaluations = Evaluations()
+    users = [*load_callbacks(config), *callbacks]
+    called = Callbacks(users, built_in(config, evaluations))
+
+    folder = Path(config.output)
+    with Stop(config.train.grace_seconds) as signals, claim.locked(folder) as own_claim:
+        run = Run(
+            resolved, signals, own_claim, called, resume=resume, reward_objects=reward_objects
+        )
         try:
             run.iterate()
-            own_claim.check()
-            save_final_weights(run.folder, run.done, run.trainer.engine)
-            run.evaluate("after", run.done)
+            run.claim.check()
+            save_final_weights(run.folder, run.iteration, run.trainer.engine)
+            evaluations.evaluate(run, "after")
             run.complete = True
+            called.call("on_run_end", run)
+        except BaseException as error:
+            called.report(run, error)
+            raise
         finally:
-            run.draw(running=False)
             if run.writer is not None:
                 run.writer.close()
-        barrier()  # wait for rank 0 to write the report
+        barrier()  # wait for rank 0 to write the page
         shutdown()
-    return run.folder
+    leave_logs()  # what the process does next is not the run's
+    return run
 
 
 def check_here(config: Config, *, resume: bool) -> None:
@@ -102,8 +117,6 @@ def check_here(config: Config, *, resume: bool) -> None:
     Raises:
         UserError: it cannot.
     """
-    from sage_fast.run.trackers import check_trackers
-
     check_engine(config.train)
     check_trackers(config.tracking.trackers)
     claim.check_output(config, resume=resume)
@@ -112,429 +125,308 @@ def check_here(config: Config, *, resume: bool) -> None:
 
 
 class Run:
-    """A run and its folder: loaded or resumed, then iterated, evaluated and saved until it is
-    complete or stopped.
-
-    Every method is collective.
+    """A run and its folder: loaded or resumed, then iterated until it is complete or stopped.
 
     Args:
         resolved: settings, checked against the output folder.
-        stop: its signals end the run.
+        signals: end the run.
         own_claim: to the output folder, which is locked.
-        load, report: as for `train`.
+        callbacks: what is called besides the algorithm.
         resume: continue the run in the folder.
+        reward_objects: as for `load_setup`.
 
     Attributes:
-        done: complete iterations.
-        complete: whether the run has come to its end.
+        config: the settings.
+        folder: the run folder.
+        iteration: complete iterations.
+        complete: whether the run has come to its end, with its final weights and their evaluation.
+        trainer: the algorithm, with the policy.
+        setup: prompts, rewards and model.
+        callbacks: as given.
+        claim: to the folder; `lost` once another run has taken it over.
+        signals: as given.
         writer: metrics and trackers; None on ranks other than 0.
+        start_weights: weights at the start of the run if they are still to be evaluated and are no
+            longer the present ones.
     """
 
     def __init__(
         self,
         resolved: Resolved,
-        stop: Stop,
+        signals: Stop,
         own_claim: claim.Claim,
-        load: Load,
-        report: Report,
+        callbacks: Callbacks,
         *,
         resume: bool,
+        reward_objects: Mapping[str, Any],
     ) -> None:
-        config = resolved.config
-        self.config, self.stop, self.report = config, stop, report
+        self.config = resolved.config
+        self.folder = Path(self.config.output)
+        self.iteration = 0
+        self.complete = False
+        self.callbacks = callbacks
         self.claim = own_claim
-        self.folder, self.done, self.complete, self._next_page = Path(config.output), 0, False, 0.0
-        self._noted = set[str]()
+        self.signals = signals
         self.writer: MetricsWriter | None = None
-        self._checkpoint: int | None = None  # iteration of the newest checkpoint
+        self.start_weights: State | None = None
+        self._checkpointed: int | None = None  # iteration of the newest checkpoint
+        self._newest_row: dict[str, Any] | None = None
+        self._stop_reason: str | None = None
+
         check_encoder()
-        run, attention = RunFolder(self.folder), config.model.attention
+        run = RunFolder(self.folder)
+        attention = self.config.model.attention
         if resume and attention == "auto":  # a new measurement could change the bits
             attention = run.facts.get("attention", attention)
-        self.setup = setup = load(resolved, attention=attention)
-        trajectories = check_trajectories(resolved, setup.model)
-        lacks_before = resume and not check_pairs(setup, self.folder)
+        self.setup = load_setup(resolved, attention=attention, reward_objects=reward_objects)
+        trajectories = check_trajectories(resolved, self.setup.model)
+        lacks_before = resume and not check_pairs(self.setup, self.folder)
+
         if not resume:
-            claim.claim_output(own_claim, self.folder, dump(config))
+            claim.claim_output(own_claim, self.folder, dump(self.config))
         own_log = run.log_file(rank())
         if world_size() > 1:
             log_to(own_log)
-        setup.encode(run.embeddings)
-        policy = setup.model.policy
-        pause = (lambda: None) if policy.collective_forwards else stop.pause
-        check = functools.partial(stop.before_update, policy.device)
-        about = setup.model, setup.reward, setup.prompts, setup.embeddings
-        self.trainer = trainer = Trainer(
-            resolved, *about, graphs=setup.graphs, pause=pause, before_update=check
+        self.setup.encode(run.embeddings)
+        self.trainer = Trainer(
+            resolved,
+            self.setup.model,
+            self.setup.reward,
+            self.setup.prompts,
+            self.setup.embeddings,
+            graphs=self.setup.graphs,
+            hooks=RunHooks(self),
         )
-        self._start_weights = trainer.policy.snapshot() if lacks_before else None
+        if lacks_before:
+            self.start_weights = self.trainer.policy.snapshot()
         if resume:
             self._resume()
         if world_size() == 1:  # a refused resume has left the folder as it was
             log_to(own_log)
-        trackers = run.facts.get("trackers", []) if resume else []
-        facts = describe(trainer, setup.contents, self.folder, self.done, self._checkpoint)
-        if resume and rank() == 0:
-            claim.forget_beyond(RunFolder(self.folder), self.done)
-        log.info(trajectories)
-        for warning in config_warnings(resolved, setup.model.spec.distillation):
-            log.warning(wrapped(f"warning: {warning}"))
-        if resume:
-            log.info(
-                f"resumed after {self.done} iterations"
-                if self.done
-                else "no checkpoint: starting at iteration 1"
-            )
-        if rank() == 0:
-            settings = leaves(dataclasses.asdict(config))
+
+        facts = describe(
+            self.trainer, self.setup.contents, self.folder, self.iteration, self._checkpointed
+        )
+        if resume and self.is_main:
+            claim.forget_beyond(RunFolder(self.folder), self.iteration)
+        self._say_how_it_starts(resolved, trajectories, resume=resume)
+        if self.is_main:
             self.writer = MetricsWriter(
-                config.tracking,
-                settings,
+                self.config.tracking,
+                leaves(dataclasses.asdict(self.config)),
                 self.folder,
                 facts["run_id"],
-                self.done,
-                continued=trackers,
+                self.iteration,
+                continued=run.facts.get("trackers", []) if resume else [],
             )
-        stop.training = True
+        signals.training = True
+
+    # -- for callbacks and users -------------------------------------------------------------------
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files."""
+        return rank() == 0
+
+    @property
+    def metrics(self) -> Any:
+        """The metrics of the iterations so far as columns; see `read_metrics`."""
+        return read_metrics(self.folder)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the present iteration, on all ranks: with a checkpoint, the final
+        weights and their evaluation. Not collective: one rank is enough.
+
+        Args:
+            reason: for the screen and `run.json`.
+        """
+        if self._stop_reason is None:
+            self._stop_reason = reason
+
+    def checkpoint(self, states: dict[str, Any] | None = None) -> None:
+        """Save the state between two iterations. Collective.
+
+        Args:
+            states: of the callbacks; by default the present ones.
+        """
+        with self.signals.saving():
+            self.claim.check()
+            if self.writer is not None:
+                # a resume needs the rows of all iterations: also of one at whose end an error came
+                if self._newest_row is not None:
+                    self.writer.write(self._newest_row)
+                self.writer.sync()
+            if states is None:
+                states = self.callbacks.states()
+            counters = self.trainer.state_dict() | {"callbacks": states}
+            engine, anchor = self.trainer.engine, self.trainer.anchor
+            save_checkpoint(self.folder, self.iteration, engine, counters, anchor)
+            if self.is_main:
+                claim.record_checkpoint(RunFolder(self.folder), self.iteration)
+            self._checkpointed = self.iteration
+            saved = RunFolder(self.folder).checkpoint(self.iteration)
+            self.callbacks.call("on_checkpoint", self, saved)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def iterate(self) -> None:
+        """Run the iterations that are left, and save the last. Collective.
+
+        An exception that all ranks share leaves a checkpoint of the last complete iteration.
+        """
+        trainer = self.trainer
+        last: _Completed | None = None
+        try:
+            self.callbacks.call("on_run_start", self)
+            for index in range(self.iteration, self.config.train.iterations):
+                if self._is_asked_to_stop():
+                    break
+                self.signals.boundary(trainer.device)
+                last = _Completed(self)
+                self.callbacks.call("on_iteration_start", self, index)
+
+                row = trainer.iteration(index)
+
+                # the iteration is complete, even if something below fails
+                self.iteration = index + 1
+                trainer.mid_iteration = False
+                row |= throughput(trainer, row)
+                self._newest_row = row
+                self.claim.check()
+                self.callbacks.end_iteration(self, row)
+
+            if self._checkpointed != self.iteration:
+                self.checkpoint()
+            self.signals.boundary(trainer.device)
+        except BaseException as error:
+            if not fails_alone() and not self.claim.lost:
+                self._save_last_complete(last, error)
+            raise
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether a callback of any rank has called `stop`. Collective."""
+        reasons = [reason for reason in all_gather_object(self._stop_reason) if reason is not None]
+        if not reasons:
+            return False
+        log.info(wrapped(f"ends after {self.iteration} iterations: {reasons[0]}"))
+        if self.is_main:
+            claim.record_stop(RunFolder(self.folder), reasons[0])
+        return True
+
+    def _save_last_complete(self, last: _Completed | None, error: BaseException) -> None:
+        """Save the last complete iteration of a run that ends early, by `error`."""
+        states = None
+        if self.trainer.mid_iteration:
+            if last is None or not last.restore(self.trainer):
+                self._say_what_is_lost()
+                return
+            states = last.states
+        try:
+            self._checkpoint_in_spite_of_callbacks(states, last)
+        except (OSError, RankError) as second:
+            log.info(
+                f"stopped after {self.iteration} iterations, and no checkpoint could be written: "
+                f"{second}"
+            )
+            if isinstance(error, Stopped):  # its exit status would claim that nothing is lost
+                raise
+        else:
+            first = "" if isinstance(error, Stopped) else "fix the cause, then "
+            log.info(f"stopped after {self.iteration} iterations; {first}continue with --resume")
+
+    def _checkpoint_in_spite_of_callbacks(
+        self, states: dict[str, Any] | None, last: _Completed | None
+    ) -> None:
+        """Save a checkpoint. Where a callback cannot give its state any more, or fails once more,
+        its last state is saved, with a note."""
+        if states is None:
+            try:
+                states = self.callbacks.states()
+            except (CallbackError, RankError) as error:
+                states = {} if last is None else last.states
+                log.warning(wrapped(f"note: {error}; the states before this iteration are saved"))
+        try:
+            self.checkpoint(states)
+        except (CallbackError, RankError) as error:
+            if self._checkpointed != self.iteration:
+                raise
+            log.warning(wrapped(f"note: {error}"))  # of `on_checkpoint`
+
+    def _say_what_is_lost(self) -> None:
+        kept = RunFolder(self.folder).checkpoints()
+        start = "from the beginning"
+        if kept:
+            start = f"from the checkpoint of {iteration_of(kept[-1])} iterations"
+        log.info(
+            f"stopped within iteration {self.iteration + 1}, whose updates are lost; continue with "
+            f"--resume, {start}"
+        )
+
+    # -- the start ---------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         """Restore the newest intact checkpoint, if there is one, and put the new settings into the
         folder."""
-        if (
-            found := load_checkpoint(self.folder, self.trainer.engine, self.trainer.state_dict())
-        ) is not None:
-            self.done, counters, anchor = found
-            self._checkpoint = self.done
-            self.trainer.load_state_dict(counters, anchor)
+        counters = self.trainer.state_dict()
+        found = load_checkpoint(self.folder, self.trainer.engine, counters)
+        if found is not None:
+            self.iteration, saved, anchor = found
+            self._checkpointed = self.iteration
+            self.trainer.load_state_dict(saved, anchor)
+            self.callbacks.load_states(saved["callbacks"])
+
         run = RunFolder(self.folder)
         claim.check_checkpoints(run)  # again: loading takes minutes
-        claim.check_metrics(run, self.done)
-        if (newest := run.facts.get("checkpoint")) is not None and newest > self.done:
+        claim.check_metrics(run, self.iteration)
+        newest = run.facts.get("checkpoint")
+        if newest is not None and newest > self.iteration:
             log.info(
                 wrapped(
                     f"note: the checkpoint of {newest} iterations, the newest that the run has "
-                    f"written, cannot be used: iterations {self.done + 1} to {newest} are done "
-                    "again"
+                    f"written, cannot be used: iterations {self.iteration + 1} to {newest} are "
+                    "done again"
                 )
             )
-        if rank() == 0:  # only after every check of the new settings
+        if self.is_main:  # only after every check of the new settings
             self.claim.take()
             claim.remove_partials(self.folder)
-        claim.replace_settings(self.config, self.done)
+        claim.replace_settings(self.config, self.iteration)
 
-    def iterate(self) -> None:
-        """Run the iterations that are left, with evaluations and checkpoints.
-
-        An interrupted evaluation is repeated first. An exception that all ranks share still leaves
-        a checkpoint of the last complete iteration.
-        """
-        config, trainer = self.config, self.trainer
-        completed: _Completed | None = None
-        try:
-            if read_evaluation(self.folder, "before") is None:
-                self.evaluate("before", 0, self._start_weights)
-            if (
-                self._evaluation_is_due
-                and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None
-            ):
-                self.evaluate(f"iteration-{self.done:06d}", self.done)
-            began, first, count = time.monotonic(), self.done, config.train.iterations
-            for index in range(first, count):
-                self.stop.boundary(trainer.device)
-                completed = _Completed(trainer)
-                row = trainer.iteration(index)
-                # complete even if the lines below fail
-                self.done, trainer.mid_iteration = (
-                    index + 1,
-                    False,
-                )
-                row |= throughput(trainer, row)
-                self.claim.check()
-                if self.writer is not None:
-                    self.writer.write(row)
-                seconds = (time.monotonic() - began) / (self.done - first)
-                log.info(format_row(row, count, seconds * (count - self.done)))
-                if index == first and (
-                    warning := grace_warning(
-                        row, config.train, collective=trainer.policy.collective_forwards
-                    )
-                ):
-                    log.warning(wrapped(f"warning: {warning}"))
-                if self._evaluation_is_due:
-                    self.evaluate(f"iteration-{self.done:06d}", self.done)
-                elif time.monotonic() >= self._next_page:
-                    self.draw(running=True)
-                if self.done == count or self.done % config.train.checkpoint_interval == 0:
-                    self.checkpoint()
-            self.stop.boundary(trainer.device)
-        except BaseException as reason:
-            if not fails_alone() and not self.claim.lost:
-                self._save_last_complete(completed, reason)
-            raise
-
-    @property
-    def _evaluation_is_due(self) -> bool:
-        interval = self.config.eval.interval
-        return (
-            interval > 0
-            and self.done % interval == 0
-            and 0 < self.done < self.config.train.iterations
-        )
-
-    def evaluate(self, name: str, iteration: int, weights: State | None = None) -> None:
-        """Evaluate `weights`, by default the averaged ones if any, else the trained ones.
-
-        Scores and videos go into the run folder and the trackers.
-        """
-        log.info(f"evaluate ({name})")
-        self.claim.check()
-        folder, shown = RunFolder(self.folder).videos(name), self.config.eval.num_videos
-        keep_all = name in ("before", "after")  # the report chooses its videos by the final scores
-        if self.writer is not None:
-            discard(folder)  # left by an interrupted evaluation
-        barrier()
-
-        def save(number: int, prompt: str, video: torch.Tensor) -> None:
-            if not keep_all and number >= shown:
-                return
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                save_video(video, prompt, folder, number, self.setup.model.spec.fps)
-            except OSError as error:  # a video is only shown
-                self._note_once("no video", reason(error))
-
-        trainer = self.trainer
-        with (
-            trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights)
-        ):
-            scores, videos = evaluate(
-                self.setup, iteration=iteration, save=save, pause=trainer.pause
-            )
-        self.claim.check()
-        if self.writer is not None:
-            files = [path for number, path in numbered(folder).items() if number < shown]
-            RunFolder(self.folder).write_evaluation(name, scores)
-            self.writer.write_evaluation(scores, files, videos)
-            evaluations = RunFolder(self.folder).video_sets().values()
-            if found := hacking_in_run(
-                [videos for videos in evaluations if videos.iteration <= iteration]
-            ):
-                log.warning(wrapped(f"warning: {found}"))
-        if name != "after":  # `train` draws the complete run
-            self.draw(running=True)
-
-    def draw(self, *, running: bool) -> None:
-        """Draw the run's page on rank 0. A failure is reported, and never ends a run."""
-        if self.writer is None or self.claim.lost:
-            return
-        began = time.monotonic()
-        try:
-            self.report(self.folder, self.complete, running)
-        except Exception as error:  # libraries that draw have their own exceptions
-            self._note_once(
-                "no report", f"({in_one_line(error)}); later: sage-fast report {self.folder}"
-            )
-        self._next_page = began + (time.monotonic() - began) / PAGE_SHARE
-
-    def _note_once(self, lacking: str, why: str) -> None:
-        """Say that something which is only shown is lacking.
-
-        Later failures of its kind are for the log file alone.
-        """
-        level = logging.DEBUG if lacking in self._noted else logging.WARNING
-        self._noted.add(lacking)
-        log.log(level, wrapped(f"note: {lacking} {why}"))
-
-    def checkpoint(self) -> None:
-        """Save the state between two iterations and remove the checkpoints that are not kept."""
-        with self.stop.saving():
-            self.claim.check()
-            if self.writer is not None:
-                self.writer.sync()
-            trainer, config = self.trainer, self.config.train
-            save_checkpoint(
-                self.folder, self.done, trainer.engine, trainer.state_dict(), trainer.anchor
-            )
-            if rank() == 0:
-                claim.record_checkpoint(RunFolder(self.folder), self.done)
-                weights = self.config.reward.part_weights if config.keep_best else None
-                prune_checkpoints(
-                    self.folder, config.keep_checkpoints, weights, self.config.eval.interval
-                )
-
-    def _save_last_complete(self, completed: _Completed | None, reason: BaseException) -> None:
-        """Save the last complete iteration of a run that ends early, for `reason`."""
-        if self.trainer.mid_iteration and not (
-            completed is not None and completed.restore(self.trainer)
-        ):
-            kept = RunFolder(self.folder).checkpoints()
-            log.info(
-                f"stopped within iteration {self.done + 1}, whose updates are lost; continue with "
-                "--resume, "
-                + (
-                    f"from the checkpoint of {iteration_of(kept[-1])} iterations"
-                    if kept
-                    else "from the beginning"
-                )
-            )
-            return
-        try:
-            self.checkpoint()
-            first = "" if isinstance(reason, Stopped) else "fix the cause, then "
-            log.info(f"stopped after {self.done} iterations; {first}continue with --resume")
-        except (OSError, RankError) as error:
-            log.info(
-                f"stopped after {self.done} iterations, and no checkpoint could be written: {error}"
-            )
-            if isinstance(reason, Stopped):  # its exit status would claim that nothing is lost
-                raise
+    def _say_how_it_starts(self, resolved: Resolved, trajectories: str, *, resume: bool) -> None:
+        log.info(trajectories)
+        for warning in config_warnings(resolved, self.setup.model.spec.distillation):
+            log.warning(wrapped(f"warning: {warning}"))
+        if resume and self.iteration:
+            log.info(f"resumed after {self.iteration} iterations")
+        elif resume:
+            log.info("no checkpoint: starting at iteration 1")
 
 
 class _Completed:
     """The state at the end of an iteration, for rolling back an unfinished next one.
 
-    With one update per iteration the weights are not copied: hardly anything can fail after the
-    update.
+    With one update per iteration the weights are not copied, unless a callback of the user's
+    follows the update: nothing else is likely to fail after it.
+
+    Attributes:
+        states: of the callbacks.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.counters = trainer.state_dict()
-        self.anchor = trainer.anchor  # an anchor is replaced, never changed in place
-        self.held = trainer.config.train.optimizer_steps > 1 and trainer.engine.remember()
+    def __init__(self, run: Run) -> None:
+        trainer = run.trainer
+        self.states = run.callbacks.states()
+        self._counters = trainer.state_dict()
+        self._anchor = trainer.anchor  # an anchor is replaced, never changed in place
+        may_fail_after_an_update = (
+            trainer.config.train.optimizer_steps > 1 or run.callbacks.watch_updates()
+        )
+        self._snapshotted = may_fail_after_an_update and trainer.engine.remember()
 
     def restore(self, trainer: Trainer) -> bool:
-        """Roll back; return False if the weights were not held."""
-        if self.held:
-            trainer.engine.rewind()
-            trainer.load_state_dict(self.counters, self.anchor)
-            trainer.mid_iteration = False
-        return self.held
-
-
-def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
-    """Read an evaluation on rank 0 and broadcast it; None if it is missing or damaged."""
-    scores = None
-    if rank() == 0:
-        with contextlib.suppress(UserError):
-            scores = RunFolder(run).evaluation(name)
-    return broadcast_object(scores, 0)
-
-
-def check_pairs(setup: Setup, run: Path) -> bool:
-    """Return whether `run` was evaluated before training.
-
-    Raises:
-        UserError: it was, on other prompts, negative prompts or seeds than the current ones.
-    """
-    before = read_evaluation(run, "before")
-    keys, seeds = prompts_and_seeds(setup)
-    held = before and (before["prompts"], before.get("negatives", {}), before["seeds"])
-    if held is not None and held != (keys, negatives_for(setup, keys), seeds.tolist()):
-        raise UserError(
-            f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than "
-            f"those that the run in {str(run)!r} was evaluated on before training; restore the "
-            "file, or begin another run; nothing was changed"
-        )
-    return before is not None
-
-
-# -- run.json and throughput -----------------------------------------------------------------------
-
-
-def describe(
-    trainer: Trainer,
-    contents: Mapping[str, str],
-    run: Path,
-    iteration: int,
-    checkpoint: int | None = None,
-) -> dict[str, Any]:
-    """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return
-    its content.
-
-    Args:
-        contents: `Setup.contents`.
-        checkpoint: iteration of the newest checkpoint; None before the first.
-    """
-    shape = trainer.policy.states.shape
-    parameters = sum(
-        shape(p).numel() for name, p in trainer.policy.named_parameters() if ".lora_" not in name
-    )
-    trainable = sum(shape(p).numel() for p in trainer.engine.parameters)
-    facts = environment(trainer.device, implementation(trainer.device)) | {
-        "command": command_line(sys.argv),
-        "checkpoint": checkpoint,
-        "trackers": trainer.config.tracking.trackers,
-        "contents": dict(contents),
-        "ranks": world_size(),
-        "model_is_local": Path(trainer.model.spec.path).is_dir(),
-        "attention": trainer.model.attention,
-        "attention_milliseconds": trainer.model.attention_milliseconds,
-        "gradient_checkpointing": str(trainer.model.checkpointing),
-        "engine": trainer.config.train.engine,
-        "parameters": parameters,
-        "trainable_parameters": trainable,
-        "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
-        "method": method_of(trainer.objective, trainer.config.sampling),
-        "sampler": trainer.config.sampling.sampler,
-        "notes": [*trainer.resolved.table.notes, *trainer.model.notes],
-        "sigmas": trainer.resolved.table.sigmas.tolist(),
-        "transition_std": trainer.resolved.table.c.tolist(),
-        "equalizer": trainer.constants.equalizer.tolist() if trainer.objective.equalizes else None,
-    }
-    if rank() == 0:
-        facts = claim.run_facts(run, facts, iteration)
-        write_json(facts, RunFolder(run).facts_file)
-    lines = [
-        f"{facts['device']} x {world_size()}, {facts['threads']} threads",
-        f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
-        f"operators: {facts['operators']}, attention: {facts['attention']}",
-        f"decode: {facts['decode']}",
-        f"gradient checkpointing: {facts['gradient_checkpointing']}",
-        *_named_things(trainer),
-        *(f"note: {note}" for note in facts["notes"]),
-    ]
-    if measured := trainer.model.attention_milliseconds:
-        times = ", ".join(
-            f"{name} {milliseconds:.2f} ms" for name, milliseconds in measured.items()
-        )
-        lines.append(f"attention, forward and backward: {times}")
-    for line in lines:
-        log.info(wrapped(line))
-    return facts
-
-
-def _named_things(trainer: Trainer) -> list[str]:
-    """Return what a run reads, by its whole path: the settings file may stand in another folder."""
-    config = trainer.config
-    rewards = [
-        f"{key.removesuffix('.name')}: {entry.name}" for key, entry in config.named_rewards.items()
-    ]
-    lines = [
-        f"model: {config.model.path}",
-        f"prompts: {config.data.prompts}; held out: {config.data.eval_prompts}",
-    ]
-    return [
-        *lines,
-        *rewards,
-        *([f"weights: {config.model.weights}"] if config.model.weights else []),
-    ]
-
-
-def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return samples per GPU-hour of an iteration and, where the GPU's peak is known, its MFU and
-    HFU.
-
-    All are over all ranks and the whole iteration, rewards and waiting included. HFU counts what a
-    backward recomputes.
-    """
-    config = trainer.config
-    samples, seconds = config.train.samples, row["time/total"] * world_size()
-    found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
-    if peak := peak_flops(trainer.device, trainer.policy.dtype):
-        cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
-        for name, mode in (("mfu", None), ("hfu", trainer.model.checkpointing)):
-            done = flops(
-                cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen_base
-            )
-            found[f"throughput/{name}"] = sum(done.values()) / (seconds * peak)
-    return found
+        """Roll back; return False if the weights were not copied."""
+        if not self._snapshotted:
+            return False
+        trainer.engine.rewind()
+        trainer.load_state_dict(self._counters, self._anchor)
+        trainer.mid_iteration = False
+        return True

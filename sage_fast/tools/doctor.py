@@ -59,32 +59,36 @@ def doctor(file: Path | None = None) -> int:
     Args:
         file: JSON, written after every row.
     """
-    start, device = time.perf_counter(), local_device()
+    start = time.perf_counter()
+    device = local_device()
     # First: after an illegal memory access the device cannot be queried.
-    about = environment(device, implementation(device))
+    machine = environment(device, implementation(device))
     torch.manual_seed(0)
     done: list[Check] = []
-    # The late import keeps the earlier rows if, say, diffusers is missing.
-    selftest = tried("the package", lambda: _selftest(device))
-    for check in itertools.chain(packages(), tools(device), selftest):
+    computes = tried("the package", lambda: _selftest(device))
+    for check in itertools.chain(packages(), tools(device), computes):
         done.append(check)
         advice = f"\n{'':43}-> {check.advice}" if check.advice else ""
         log.info(f"{check.verdict:<9}{check.name:<34}{check.found}{advice}")
         if file is not None:
-            rows = [each._asdict() for each in done]
-            write_json(
-                {"environment": about, "seconds": time.perf_counter() - start, "checks": rows}, file
-            )
+            result = {
+                "environment": machine,
+                "seconds": time.perf_counter() - start,
+                "checks": [each._asdict() for each in done],
+            }
+            write_json(result, file)
     counts = Counter(check.verdict for check in done)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-    log.info(f"\n{head_line(about)}\n{summary}, in {time.perf_counter() - start:.0f} s")
+    log.info(f"\n{head_line(machine)}\n{summary}, in {time.perf_counter() - start:.0f} s")
     return int(counts["wrong"] > 0)
 
 
 def _selftest(device: torch.device) -> Iterator[Check]:
-    from sage_fast.tools.selftest import checks
+    """Check what this machine computes."""
+    # Imported late, so that the rows before it are shown where, say, diffusers is missing.
+    from sage_fast.tools import selftest
 
-    return checks(device)
+    return selftest.checks(device)
 
 
 # -- installed packages and tools ------------------------------------------------------------------
@@ -111,13 +115,13 @@ def packages() -> Iterator[Check]:
 
 
 def _required(requirement: Requirement) -> Check:
-    name, version, advice = (
-        requirement.name,
-        version_of(requirement.name),
-        f"pip install '{requirement}'",
-    )
+    name = requirement.name
+    version = version_of(name)
+    advice = f"pip install '{requirement}'"
+    if version is None and name == "argcomplete":  # only for completion in a shell
+        return Check(name, "missing", "not installed", advice)
     if version is None:
-        return Check(name, "missing" if name == "argcomplete" else "wrong", "not installed", advice)
+        return Check(name, "wrong", "not installed", advice)
     if not requirement.specifier.contains(version, prereleases=True):
         return Check(name, "wrong", f"{version}, expected {requirement.specifier}", advice)
     return Check(name, "ok", version)
@@ -153,15 +157,14 @@ def _encoder() -> Check:
 def tools(device: torch.device) -> Iterator[Check]:
     """Check the compiler, the implementation of the operators on each device, the Triton kernels
     and the GPU."""
-    gpu, compiler = device.type == "cuda", shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        found = f"none; {'Triton and ' if gpu else ''}the C++ operators need it"
-        yield Check(
-            "C++ compiler",
-            "wrong" if gpu else "missing",
-            found,
-            "apt install g++, or set CXX (and CC)",
-        )
+    gpu = device.type == "cuda"
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    install = "apt install g++, or set CXX (and CC)"
+    if compiler is None and gpu:
+        found = "none; Triton and the C++ operators need it"
+        yield Check("C++ compiler", "wrong", found, install)
+    elif compiler is None:
+        yield Check("C++ compiler", "missing", "none; the C++ operators need it", install)
     else:
         version = subprocess.run(
             [compiler, "--version"],
@@ -176,12 +179,15 @@ def tools(device: torch.device) -> Iterator[Check]:
         "reinstall the package where torch, triton and a C++ compiler are available; unset "
         "SAGE_FAST_OPS"
     )
-    for place, wanted in {torch.device("cpu"): "C++", device: "Triton" if gpu else "C++"}.items():
-        name, serving = f"operators, {place.type}", implementation(place)
-        right = serving == wanted
-        yield Check(
-            name, "ok" if right else "missing", f"served by {serving}", "" if right else advice
-        )
+    wanted = {torch.device("cpu"): "C++"}
+    if gpu:
+        wanted[device] = "Triton"
+    for where, best in wanted.items():
+        name, serving = f"operators, {where.type}", implementation(where)
+        if serving == best:
+            yield Check(name, "ok", f"served by {serving}")
+        else:
+            yield Check(name, "missing", f"served by {serving}", advice)
     if importlib.util.find_spec("sage_fast.kernels") is None:
         advice = "pip install --no-build-isolation -e . in the checkout"
         yield Check("Triton kernels", "wrong", "sage_fast.kernels is not found", advice)

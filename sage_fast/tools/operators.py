@@ -54,9 +54,8 @@ class Comparison:
         exact value."""
         if self.exact.numel() == 0:
             return 0.0, 0.0, 0.0
-        error, allowed = (
-            (value.double() - self.exact).abs().max().item() for value in (self.fused, self.plain)
-        )
+        error = (self.fused.double() - self.exact).abs().max().item()
+        allowed = (self.plain.double() - self.exact).abs().max().item()
         return error, allowed, self.exact.abs().max().item()
 
     def problem(self, absolute: float = 0.0, relative: float = 2 * UNIT) -> str:
@@ -145,18 +144,18 @@ class _Compared(TorchDispatchMode):
     ) -> Any:
         if operator.namespace != LIBRARY.ns:
             return operator(*arguments, **(keywords or {}))
-        name, copies = (
-            operator._opname,
-            [x.clone() if isinstance(x, Tensor) else x for x in arguments],
-        )
-        plain, exact = (
-            _outputs(REFERENCES[name](*given), given) for given in (copies, double(*arguments))
-        )
+        name = operator._opname
+        reference = REFERENCES[name]
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        doubles = double(*arguments)
+        plain = _outputs(reference(*copies), copies)
+        exact = _outputs(reference(*doubles), doubles)
+
         result = operator(*arguments)
         # an autograd function may write to them
         fused = [out.clone() for out in _outputs(result, arguments)]
-        rows = enumerate(zip(fused, plain, exact, strict=True))
-        self.found += [Comparison(f"{name}.{place}", *values) for place, values in rows]
+        for number, tensors in enumerate(zip(fused, plain, exact, strict=True)):
+            self.found.append(Comparison(f"{name}.{number}", *tensors))
         return result
 
 
@@ -169,21 +168,22 @@ def _outputs(result: Any, arguments: Sequence[Any]) -> list[Tensor]:
 def check(operator: str, arguments: Sequence[Any]) -> list[Comparison]:
     """Compare all outputs of an operator, and of its backward for a LoRA and for all weights, with
     the references."""
-    row, compared = OPERATORS[operator], _Compared()
+    row = OPERATORS[operator]
+    compared = _Compared()
     floats = [i for i, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
-    for trained in (row.trained, floats) if row.trained else ((),):
-        given = [x.detach().clone() if isinstance(x, Tensor) else x for x in arguments]
-        leaves = [given[place].requires_grad_() for place in trained]
+    # arguments with a gradient: of a LoRA, then of all weights
+    trainings: list[Sequence[int]] = [row.trained, floats] if row.trained else [()]
+    for trained in trainings:
+        inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in arguments]
+        leaves = [inputs[index].requires_grad_() for index in trained]
         with compared:
-            outputs = [
-                out
-                for out in tree_leaves(row.function(*given))
-                if isinstance(out, Tensor) and out.requires_grad
-            ]
+            outputs = []
+            for out in tree_leaves(row.function(*inputs)):
+                if isinstance(out, Tensor) and out.requires_grad:
+                    outputs.append(out)
             if outputs:
-                torch.autograd.grad(
-                    outputs, leaves, [torch.randn_like(out) for out in outputs], allow_unused=True
-                )
+                upstream = [torch.randn_like(out) for out in outputs]
+                torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
     return compared.found
 
 
@@ -193,8 +193,12 @@ def wrong(comparisons: Iterable[Comparison], units: int = 8) -> str:
     A sum in plain PyTorch may happen to be exact; another order of summation may differ by `units`
     of the largest.
     """
-    found = [comparison.problem(relative=units * UNIT) for comparison in comparisons]
-    return "; ".join(dict.fromkeys(filter(None, found)))
+    found = []
+    for comparison in comparisons:
+        problem = comparison.problem(relative=units * UNIT)
+        if problem and problem not in found:
+            found.append(problem)
+    return "; ".join(found)
 
 
 def inputs(
@@ -224,48 +228,79 @@ def inputs(
     """
     if isinstance(dtypes, torch.dtype):
         dtypes = (torch.float32, dtypes) if operator.startswith("transition") else (dtypes,)
-    kinds = [*dtypes, *[dtypes[-1]] * 4]
+
+    def dtype_of(number: int) -> torch.dtype:
+        return dtypes[min(number, len(dtypes) - 1)]
 
     def random(*size: int, of: int = 0) -> Tensor:
-        return layout(torch.randn(size, device=device).mul(2).add(0.5).to(kinds[of]))
+        values = torch.randn(size, device=device).mul(2).add(0.5)
+        return layout(values.to(dtype_of(of)))
 
     if operator.startswith("transition"):
-        x, v, v_uncond, v_anchor = (random(*shape, of=i) for i in range(4))
-        if coefs is None:
-            table = transition_table(sigma_schedule(10, 5.0), "flow", 0.7).window(0, 9)
-            coefs = table.coefficients()
-        coefs = layout(coefs.to(device))
-        step = torch.tensor(STEP, device=device)
-        if optional:
-            # ten take all rows
-            step = layout(torch.arange(6, 6 + 3 * shape[0], 3, device=device) % 10)
-        seed = layout(torch.randint(-(2**63), 2**63 - 1, shape[:1], device=device))
-        guidance = (v_uncond, 6.0) if optional else (None, None)
-        if operator == "transition_step":
-            return [x, v, *guidance, coefs, step, seed]
-        x_next = layout(registered("transition_step")(x, v, *guidance, coefs, step, seed)[0])
-        v_old, beta = (random(*shape, of=4), 0.3) if optional else (None, None)
-        return [x, x_next, v, *guidance, v_anchor, v_old, coefs, step, beta]
+        return _transition_inputs(operator, shape, random, layout, coefs, optional=optional)
     if operator == "norm_rotate":
         batch, tokens, texts, heads, width = shape
         angles = 6.3 * torch.rand(tokens, width // 2, device=device)
         rotary = layout(torch.stack([angles.cos(), angles.sin()], dim=-1))
-        joint, text = (random(batch, rows, 3, heads, width) for rows in (tokens + texts, texts))
-        return [joint, text, *(random(width, of=1) for _ in range(4)), rotary, 1e-6]
+        joint = random(batch, tokens + texts, 3, heads, width)
+        text = random(batch, texts, 3, heads, width)
+        weights = [random(width, of=1) for _ in range(4)]
+        return [joint, text, *weights, rotary, 1e-6]
     if operator == "norm_silu":
         x = random(*shape).permute(0, 4, 1, 2, 3)
-        return [
-            x,
-            random(shape[4], of=1)[:, None, None, None],
-            shape[4] ** 0.5,
-            torch.empty_like(x),
-        ]
+        weight = random(shape[4], of=1)[:, None, None, None]
+        return [x, weight, shape[4] ** 0.5, torch.empty_like(x)]
+
     batch, _, width = shape
     if operator == "adapter_rows":
         return [random(*shape), random(min(width, 64), width), True]
     # chunks, as the model has them
-    rows = torch.randn(batch, 6, width, device=device).to(kinds[1]).unbind(1)
-    if operator == "gated_sum":
-        return [random(*shape), random(*shape), layout(rows[0])]
-    count = 2 if operator == "norm_modulate" else 3
-    return [*(random(*shape) for _ in range(count - 1)), *map(layout, rows[:count]), 1e-6]
+    chunks = torch.randn(batch, 6, width, device=device).to(dtype_of(1)).unbind(1)
+    sequences, modulations, more = TOKEN_INPUTS[operator]
+    inputs = [random(*shape) for _ in range(sequences)]
+    return [*inputs, *(layout(chunk) for chunk in chunks[:modulations]), *more]
+
+
+TOKEN_INPUTS: dict[str, tuple[int, int, tuple[float, ...]]] = {
+    "gated_sum": (2, 1, ()),
+    "norm_modulate": (1, 2, (1e-6,)),
+    "gated_norm": (2, 3, (1e-6,)),
+}
+"""Operator on tokens -> number of its sequences, number of its rows of modulation, and its last
+argument, the epsilon of the norm."""
+
+
+def _transition_inputs(
+    operator: str,
+    shape: Sequence[int],
+    random: Callable[..., Tensor],
+    layout: Layout,
+    coefs: Tensor | None,
+    *,
+    optional: bool,
+) -> list[Any]:
+    """Make the arguments of a transition; those that are not named are as for `inputs`.
+
+    Args:
+        random: makes a tensor of a size, in the dtype of this number.
+    """
+    x, v, v_uncond, v_anchor = (random(*shape, of=i) for i in range(4))
+    device, count = x.device, len(x)
+    if coefs is None:
+        table = transition_table(sigma_schedule(10, 5.0), "flow", 0.7).window(0, 9)
+        coefs = table.coefficients()
+    coefs = layout(coefs.to(device))
+    step = torch.tensor(STEP, device=device)
+    if optional:
+        # ten take all rows
+        step = layout(torch.arange(6, 6 + 3 * count, 3, device=device) % 10)
+    lowest, highest = -(2**63), 2**63 - 1
+    seed = layout(torch.randint(lowest, highest, (count,), device=device))
+    guidance = (v_uncond, 6.0) if optional else (None, None)
+    if operator == "transition_step":
+        return [x, v, *guidance, coefs, step, seed]
+    x_next = layout(registered("transition_step")(x, v, *guidance, coefs, step, seed)[0])
+    v_old, beta = None, None
+    if optional:
+        v_old, beta = random(*shape, of=4), 0.3
+    return [x, x_next, v, *guidance, v_anchor, v_old, coefs, step, beta]

@@ -38,9 +38,9 @@ from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.parallel.fit import fit_training, training_room
 from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.rewards.load import check_prompts, dry_run_reward, reward_bytes
-from sage_fast.run.folder import RunFolder
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.train import check_here
+from sage_fast.run_folder import RunFolder
 from sage_fast.tools.harness import BURST_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
@@ -56,6 +56,17 @@ PLANNED_ITERATIONS = 200
 MEASURED_FLOPS = {"rollout": 612e12, "decode": 533e12, "anchor": 609e12, "training": 593e12}
 """Part -> FLOP/s of one H200 with FlashAttention 4, at 480p and 81 frames with a LoRA:
 `2026-11-27-h200-iteration.json` in benchmarks/results."""
+
+
+DURATIONS = (
+    ("days", 86400.0),
+    ("h", 3600.0),
+    ("min", 60.0),
+    ("s", 1.0),
+    ("ms", 1e-3),
+    ("us", 1e-6),
+)
+"""Units of time and their seconds, the largest first."""
 
 
 @functools.cache
@@ -156,41 +167,28 @@ def plan(
         rewards: setting and name of a reward -> its bytes on each GPU, or None if it does not say.
     """
     spec = spec or _published()
-    s, train, sharing, rewards = (
-        config.sampling,
-        config.train,
-        config.model.sequence_parallel,
-        rewards or {},
-    )
+    rewards = rewards or {}
+    model, train, sharing = config.model, config.train, config.model.sequence_parallel
     check_heads(sharing, spec.heads)
-    policy, resolved = _meta_policy(spec, tuple(vars(config.model).items())), Resolved(config)
-    cost, latent, samples = spec.cost(config), spec.latent_shape(s), train.samples
+    policy = _meta_policy(spec, tuple(vars(model).items()))
+    resolved = Resolved(config)
+    cost = spec.cost(config)
+    latent = spec.latent_shape(config.sampling)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-    asked, decoder = (
-        config.model.gradient_checkpointing,
-        float(config.model.element_bytes * cost.decoder_weights),
+    checkpointing, memory = _memory(
+        resolved, spec, policy, ranks=ranks, gpu_memory=gpu_memory, chosen=chosen, rewards=rewards
     )
-    apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
-    room = training_room(resolved, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
-    checkpointing, graphs = fit_training(resolved, policy, cost, room, chosen)
-    graphs = cost.graphs_within(room - checkpointing.mean(cost.activations), graphs)
-    counted, busiest_rollout = _forwards(resolved, ranks // sharing)
-    of_parts = flops(
-        cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter
+    forwards, busiest_rollout = _forwards(resolved, ranks // sharing)
+    work = flops(
+        cost,
+        forwards,
+        train.samples,
+        checkpointing=checkpointing,
+        frozen_base=model.trains_adapter,
     )
-    mine, stored = stored_rollouts(resolved, spec, ranks // sharing)
-    held = engine_memory(config.model, train, resolved.objective.strategy, policy, ranks)
-    apart |= ({} if s.offload_trajectories else stored) | (
-        {"CUDA graphs": graphs} if graphs else {}
-    )
-    busiest = dict.fromkeys(of_parts, mine / samples / sharing) | {
-        "rollout": busiest_rollout / sharing
-    }
-    checkpoint = checkpoint_bytes(config.model, train, resolved.objective.strategy, policy)
-    kept, best = train.keep_checkpoints, train.keep_best
-    of_activations = (
-        f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
-    )
+    local_samples, _ = stored_rollouts(resolved, spec, ranks // sharing)
+    busiest = dict.fromkeys(work, local_samples / train.samples / sharing)
+    busiest["rollout"] = busiest_rollout / sharing
     return Plan(
         parameters=base,
         trainable=sum(p.numel() for p in policy.parameters().values()),
@@ -199,26 +197,73 @@ def plan(
         prompt_tokens=spec.prompt_tokens,
         ranks=ranks,
         iterations=train.iterations,
-        samples=samples,
+        samples=train.samples,
         trained_steps=len(resolved.longest_window),
-        forwards=counted,
+        forwards=forwards,
         busiest=busiest,
-        flops={"forward": cost.forward, **of_parts},
+        flops={"forward": cost.forward, **work},
         evaluations=_evaluations(
             config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing
         ),
-        memory={**held.by_label(), **apart, of_activations: checkpointing.mean(cost.activations)},
+        memory=memory,
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         engine=train.engine,
-        loaded=float(config.model.element_bytes * base) + decoder,
-        checkpoint=checkpoint,
-        disk={
-            f"checkpoints: {kept},{' the best,' * best} and one being written": (kept + best + 1)
-            * checkpoint,
-            "weights: final": _exported_bytes(config.model, policy),
-        },
+        loaded=float(model.element_bytes * (base + cost.decoder_weights)),
+        checkpoint=checkpoint_bytes(model, train, resolved.objective.strategy, policy),
+        disk=_disk(config, resolved.objective.strategy, policy),
         gpu_memory=gpu_memory,
     )
+
+
+def _memory(
+    resolved: Resolved,
+    spec: Spec,
+    policy: Policy,
+    *,
+    ranks: int,
+    gpu_memory: float,
+    chosen: CheckpointPlan | None,
+    rewards: Mapping[str, float | None],
+) -> tuple[CheckpointPlan, dict[str, float]]:
+    """Return what a backward recomputes, and part -> bytes on each GPU while it trains; arguments
+    as of `plan`."""
+    config = resolved.config
+    model, sharing = config.model, config.model.sequence_parallel
+    cost = spec.cost(config)
+
+    # What is there beside the training, and what training then has room for.
+    others = {"autoencoder": float(model.element_bytes * cost.decoder_weights)}
+    for name, size in rewards.items():
+        if size:
+            others[name] = size
+    room = training_room(resolved, spec, policy, gpu_memory - sum(others.values()), ranks=ranks)
+    checkpointing, graphs = fit_training(resolved, policy, cost, room, chosen)
+    activations = checkpointing.mean(cost.activations)
+    graphs = cost.graphs_within(room - activations, graphs)
+
+    _, stored = stored_rollouts(resolved, spec, ranks // sharing)
+    if not config.sampling.offload_trajectories:
+        others |= stored
+    if graphs:
+        others["CUDA graphs"] = graphs
+    engine = engine_memory(model, config.train, resolved.objective.strategy, policy, ranks)
+    chooses = "auto chooses" if model.gradient_checkpointing == "auto" else "checkpointing"
+    of_activations = {f"activations, {chooses} {checkpointing}": activations}
+    return checkpointing, engine.by_label() | others | of_activations
+
+
+def _disk(config: Config, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
+    """Return part -> bytes of the run folder, at most."""
+    train = config.train
+    count = train.keep_checkpoints + 1  # with the one that is being written
+    label = f"checkpoints: {train.keep_checkpoints}, and one being written"
+    if train.keep_best:
+        count += 1
+        label = f"checkpoints: {train.keep_checkpoints}, the best, and one being written"
+    return {
+        label: count * checkpoint_bytes(config.model, train, strategy, policy),
+        "weights: final": _exported_bytes(config.model, policy),
+    }
 
 
 def _forwards(resolved: Resolved, ranks: int) -> tuple[dict[str, int], float]:
@@ -229,20 +274,21 @@ def _forwards(resolved: Resolved, ranks: int) -> tuple[dict[str, int], float]:
     free.
     """
     config = resolved.config
-    # else all are alike
-    count = min(PLANNED_ITERATIONS, config.train.iterations) if config.sampling.sde_window else 1
+    count = 1  # all iterations have equal work, unless their windows differ
+    if config.sampling.sde_window:
+        count = min(PLANNED_ITERATIONS, config.train.iterations)
     plans = [
         plan_iteration(resolved, [""], lambda prompt: 1, index, ranks=ranks)
         for index in range(count)
     ]
     counts = [each.forwards() for each in plans]
-    longest = config.sampling.passes * sum(
-        max(map(each.rollouts.count, each.shares)) for each in plans
-    )
-    of_rollouts = sum(of["rollout"] for of in counts)
-    return {
-        part: round(statistics.fmean(of[part] for of in counts)) for part in counts[0]
-    }, longest / of_rollouts
+    means = {part: round(statistics.fmean(of[part] for of in counts)) for part in counts[0]}
+
+    longest = 0  # forwards of the busiest rank, over all iterations
+    for each in plans:
+        longest += config.sampling.passes * max(each.rollouts.count(share) for share in each.shares)
+    total = sum(of["rollout"] for of in counts)
+    return means, longest / total
 
 
 def _evaluations(
@@ -250,7 +296,8 @@ def _evaluations(
 ) -> Evaluations:
     """Count the evaluations: before and after training, and every `eval.interval` iterations in
     between."""
-    videos, passes = settings.num_prompts * settings.seeds_per_prompt, 1 if guidance == 1 else 2
+    videos = settings.num_prompts * settings.seeds_per_prompt
+    passes = 1 if guidance == 1 else 2
     return Evaluations(
         count=2 + (iterations - 1) // (settings.interval or iterations),
         videos=videos,
@@ -288,15 +335,15 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         price: of an hour of a GPU, in any currency; 0 if unknown.
         reward: seconds that an iteration waits for its rewards; 0 if unknown.
     """
-    gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
+    gpus = "1 GPU" if plan.ranks == 1 else f"{plan.ranks} GPUs"
     together = sum(plan.memory.values())
-    fits = "fits" if together <= plan.gpu_memory else "does not fit"
-    verdict = (
-        f"This does not fit: {format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}. "
-        f"Try {REMEDIES}."
-    )
-    lines = [
-        *([*textwrap.wrap(verdict, 80), ""] if together > plan.gpu_memory else []),
+    fits = together <= plan.gpu_memory
+    lines = []
+    if not fits:
+        sizes = f"{format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}"
+        lines += textwrap.wrap(f"This does not fit: {sizes}. Try {REMEDIES}.", 80)
+        lines.append("")
+    lines += [
         "model",
         _line("parameters", _count(plan.parameters)),
         _line("trained parameters", _count(plan.trainable)),
@@ -309,7 +356,8 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
         _line("together", format_bytes(together)),
         _line(
-            f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it {fits}",
+            f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it "
+            f"{'fits' if fits else 'does not fit'}",
             format_bytes(plan.gpu_memory),
         ),
         *textwrap.wrap(
@@ -341,35 +389,48 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
         times = (_duration(waited + seconds) for seconds in seconds_on_a_gpu(of_busiest))
         return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
+    forward = plan.flops["forward"]
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
+    together = sum(parts.values())
+    e = plan.evaluations
+
+    # FLOPs of the GPU with the most work: in an iteration, in an evaluation, in the whole run
     longest = {part: flops * plan.busiest[part] for part, flops in parts.items()}
-    forward, together, e = plan.flops["forward"], sum(parts.values()), plan.evaluations
     evaluation = {"rollout": e.busiest * (e.flops - e.decode), "decode": e.busiest * e.decode}
-    slowest = {
-        part: plan.iterations * f + e.count * evaluation.get(part, 0) for part, f in longest.items()
-    }
+    whole_run = {}
+    for part, of_iteration in longest.items():
+        whole_run[part] = plan.iterations * of_iteration + e.count * evaluation.get(part, 0)
+
     waited = plan.iterations * reward
-    hours = [plan.ranks * (waited + seconds) / 3600 for seconds in seconds_on_a_gpu(slowest)]
+    hours = [plan.ranks * (waited + seconds) / 3600 for seconds in seconds_on_a_gpu(whole_run)]
     rates = ", ".join(f"{part} {rate / 1e12:.0f}" for part, rate in MEASURED_FLOPS.items())
-    return [
+    not_counted = "Communication is" if reward else "Rewards and communication are"
+
+    lines = [
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of "
         "each",
         _line("", "forwards", "FLOPs", "at least", "on H200s", width=29),
         work("one forward of one sample", 0, forward, {"rollout": forward}),
-        *(
-            work(part, plan.forwards.get(part, 0), flops, {part: longest[part]})
-            for part, flops in parts.items()
-        ),
-        *[_line("rewards, by metrics.jsonl", "", "", *[_duration(reward)] * 2, width=29)]
-        * (reward > 0),
+    ]
+    for part, total in parts.items():
+        lines.append(work(part, plan.forwards.get(part, 0), total, {part: longest[part]}))
+    if reward > 0:
+        seconds = _duration(reward)
+        lines.append(_line("rewards, by metrics.jsonl", "", "", seconds, seconds, width=29))
+    lines += [
         work("together", sum(plan.forwards.values()), together, longest, reward),
         "",
         f"the run: {plan.iterations:,} iterations, {e.count:,} evaluations of {e.videos:,} videos",
         work("one evaluation", 0, e.flops, evaluation),
-        work("all of the run", 0, plan.iterations * together + e.count * e.flops, slowest, waited),
-        _line("GPU-hours", "", "", *map(_number, hours), width=29),
-        *[_line(f"at {price:g} an hour", "", "", *(_number(price * h) for h in hours), width=29)]
-        * (price > 0),
+        work(
+            "all of the run", 0, plan.iterations * together + e.count * e.flops, whole_run, waited
+        ),
+        _line("GPU-hours", "", "", *(_number(h) for h in hours), width=29),
+    ]
+    if price > 0:
+        prices = [_number(price * h) for h in hours]
+        lines.append(_line(f"at {price:g} an hour", "", "", *prices, width=29))
+    lines.append(
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {BURST_FLOPS / 1e12:.0f} TFLOP/s (a "
             f"matrix product in bf16, a burst on one H200), with {plan.prompt_tokens} tokens a "
@@ -377,41 +438,40 @@ def _format_work(plan: Plan, gpus: str, price: float, reward: float) -> list[str
             f"with 480p videos of 81 frames: {rates}; several GPUs also wait for each other. "
             "Training holds the backward and the recomputation with checkpointing. The anchor is "
             "free in the iteration after its refresh. Times are those of the GPU with the most "
-            f"work. {'Communication is' if reward else 'Rewards and communication are'} not "
-            "counted.",
+            f"work. {not_counted} not counted.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
-        ),
-    ]
+        )
+    )
+    return lines
 
 
 def seconds_on_a_gpu(flops: Mapping[str, float]) -> tuple[float, float]:
     """Return the times of the parts' FLOPs on one GPU: the lower bound, and at measured rates."""
-    return sum(flops.values()) / BURST_FLOPS, sum(
-        work / MEASURED_FLOPS[part] for part, work in flops.items()
-    )
+    least = sum(flops.values()) / BURST_FLOPS
+    measured = sum(work / MEASURED_FLOPS[part] for part, work in flops.items())
+    return least, measured
 
 
 def _count(count: int) -> str:
     """Return a count with its short form, such as `8.33 B = 8,326,608,160`."""
-    unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6) if count >= 1e6 else ("k", 1e3)
+    if count >= 1e9:
+        unit, scale = "B", 1e9
+    elif count >= 1e6:
+        unit, scale = "M", 1e6
+    else:
+        unit, scale = "k", 1e3
     return f"{count / scale:.3g} {unit} = {count:,}"
 
 
 def _duration(seconds: float) -> str:
-    units = (
-        ("days", 86400.0),
-        ("h", 3600.0),
-        ("min", 60.0),
-        ("s", 1.0),
-        ("ms", 1e-3),
-        ("us", 1e-6),
-    )
-    unit, scale = next(
-        (unit for unit in units if seconds >= (2 * unit[1] if unit[1] > 1 else unit[1])), units[-1]
-    )
-    return f"{_number(seconds / scale)} {unit}"
+    for unit, scale in DURATIONS:
+        least = 2 * scale if scale > 1 else scale  # 90 s rather than 1.5 min
+        if seconds >= least:
+            return f"{_number(seconds / scale)} {unit}"
+    smallest, scale = DURATIONS[-1]
+    return f"{_number(seconds / scale)} {smallest}"
 
 
 def _number(value: float) -> str:
@@ -454,16 +514,14 @@ def dry_run(
     )
     data = _format_data(config, train, heldout, warnings)  # before the plan, which takes a second
     sizes = reward_sizes(config.named_rewards)
-    waits = [
-        row["time/reward"]
-        for row in RunFolder(config.output).rows
-        if isinstance(row.get("time/reward"), float)
-    ]
+    waits = []  # of the iterations of a run that is there
+    for row in RunFolder(config.output).rows:
+        if isinstance(row.get("time/reward"), float):
+            waits.append(row["time/reward"])
     planned = plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, rewards=sizes)
-    costs = format_plan(planned, price, statistics.median(waits or [0]))
-    return (
-        f"{obstacle}{wrapped(method_of(resolved.objective, config.sampling))}\n\n{data}\n\n{costs}"
-    )
+    costs = format_plan(planned, price, statistics.median(waits) if waits else 0.0)
+    method = wrapped(method_of(resolved.objective, config.sampling))
+    return f"{obstacle}{method}\n\n{data}\n\n{costs}"
 
 
 def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:
@@ -476,7 +534,8 @@ def _format_data(
     config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt], warnings: Sequence[str]
 ) -> str:
     """Format the prompts, the rewards, and the warnings about the settings."""
-    lines, notes = ["prompts and rewards"], []
+    lines = ["prompts and rewards"]
+    notes: list[str] = []
     lines.append(f"  {config.data.prompts}: {len(train)} prompts{_keys_of(train)}")
     held = (
         f"{len(heldout)} held-out prompts{_keys_of(heldout)}, of which {config.eval.num_prompts} "
@@ -491,10 +550,11 @@ def _format_data(
         check_prompts(entry, key, {prompt.key: prompt.metadata for prompt in scored})
     notes += [f"note: {note}" for note in notes_on_prompts(train, heldout)]
     shared = shared_prompts(train, heldout)
-    notes += [*[f"note: {shared}"] * bool(shared), *(f"warning: {warning}" for warning in warnings)]
-    lines += [
-        textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes
-    ]
+    if shared:
+        notes.append(f"note: {shared}")
+    notes += [f"warning: {warning}" for warning in warnings]
+    for note in notes:
+        lines.append(textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    "))
     return "\n".join(lines)
 
 

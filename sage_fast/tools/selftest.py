@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from sage_fast.models.attention.backends import ATTENTION, usable
 from sage_fast.models.attention.trial import fastest, try_attention
+from sage_fast.rollout.graphs import Recorder
+from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.tools.checks import Check, tried
 from sage_fast.tools.harness import matmul_ceiling, usual_dtype
 from sage_fast.tools.operators import OPERATORS, check, inputs, wrong
@@ -26,6 +28,7 @@ def checks(device: torch.device) -> Iterator[Check]:
     ceiling = matmul_ceiling(device, usual_dtype(device))
     yield Check("matrix product", "ok", f"{ceiling / 1e12:.3g} TFLOP/s in {usual_dtype(device)}")
     yield from tried("attention", lambda: attention(device, ceiling))
+    yield from tried("CUDA graphs", lambda: cuda_graphs(device))
 
 
 # -- the operators ---------------------------------------------------------------------------------
@@ -51,11 +54,13 @@ def operator_check(operator: str, device: torch.device, dtype: torch.dtype) -> C
     except Exception as error:  # this check looks for kernels that cannot be compiled or launched
         found = f"it does not run: {in_one_line(error)}"
         return Check(name, "wrong", found, advice)
-    if found := wrong(compared):
-        return Check(name, "wrong", found, advice)
-    worst = max(
-        error / max(largest, 1e-30) for error, _, largest in (each.errors() for each in compared)
-    )
+    problem = wrong(compared)
+    if problem:
+        return Check(name, "wrong", problem, advice)
+    worst = 0.0
+    for comparison in compared:
+        difference, _, largest = comparison.errors()
+        worst = max(worst, difference / max(largest, 1e-30))
     names = dict.fromkeys(comparison.name.partition(".")[0] for comparison in compared)
     found = f"{', '.join(names)}: largest error {worst:.0e} of the largest value"
     return Check(name, "ok", found)
@@ -84,15 +89,16 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
             continue
         trial = trials[name]
         if trial.problem:
-            advice = "; ".join(
-                filter(None, ("model.attention = auto skips it", ATTENTION[name].install))
-            )
+            advice = "model.attention = auto skips it"
+            if ATTENTION[name].install:
+                advice += f"; {ATTENTION[name].install}"
             yield Check(row, "wrong", trial.problem, advice)
             continue
         share = 1e3 * flops / trial.milliseconds / ceiling
         found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward"
         # on a CPU other programs slow down one of the two
-        found += f", {share:.0%} of the ceiling" * gpu
+        if gpu:
+            found += f", {share:.0%} of the ceiling"
         if not trial.agrees:
             found += (
                 "; rounds differently under no_grad, so model.attention = auto skips it for clip "
@@ -103,3 +109,39 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
             f"expected {LEAST_SHARE:.0%}: is the GPU shared or throttled? sage-fast bench says more"
         )
         yield Check(row, "slow" if slow else "ok", found, advice if slow else "")
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+def cuda_graphs(
+    device: torch.device, make_recorder: Callable[[], Recorder] = CudaRecorder
+) -> Iterator[Check]:
+    """Record a small graph as a rollout does, replay it on other input, and compare the result."""
+    name = "CUDA graphs"
+    if device.type != "cuda":
+        yield Check(name, "missing", "no GPU")
+        return
+    yield check_replay(name, make_recorder(), device)
+
+
+def check_replay(name: str, record: Recorder, device: torch.device) -> Check:
+    """Check that a graph computes from what its input holds when it is replayed."""
+    x = torch.randn(256, 256, device=device, dtype=usual_dtype(device))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return (torch.nn.functional.gelu(x @ x),)
+
+    replay, (output,), _ = record(step)
+    recorded = output.clone()
+    x.mul_(2)
+    replay()
+    (expected,) = step()
+    error = (output.double() - expected.double()).abs().max().item()
+    # a few roundings of the largest value: another stream may add up in another order
+    tolerance = 4 * torch.finfo(x.dtype).eps * expected.abs().max().item()
+    if error <= tolerance:
+        return Check(name, "ok", "a recorded step gives the same values when it is replayed")
+    stale = torch.equal(output, recorded)
+    found = "a replay changes nothing" if stale else f"a replay is off by {error:.1e}"
+    return Check(name, "wrong", found, "sampling.cuda_graphs = false runs without them")

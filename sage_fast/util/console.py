@@ -90,11 +90,24 @@ def log_to_screen(*, quiet: bool = False) -> None:
 def heavy_imports(command: str) -> Iterator[None]:
     """Announce the imports of the block, and run them without the garbage collector."""
     log.info(f"sage-fast {command}: loading PyTorch and diffusers")
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Print only errors within the block."""
+    before = _screen.level
+    _screen.setLevel(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        _screen.setLevel(before)
 
 
 def shows(level: int = logging.INFO) -> bool:
@@ -207,7 +220,10 @@ class Progress:
         *,
         pause: Callable[[], object] = lambda: None,
     ) -> None:
-        self.what, self.total, self.unit, self.pause = what, total, unit, pause
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.pause = pause
         self.done = 0
         self._bar: Any = None
         draws = IN_NOTEBOOK or sys.stderr.isatty()

@@ -72,7 +72,8 @@ def check_tokenizer(tokenizer: Any, network: str, rows: int) -> None:
             as a token of its own.
     """
     highest = max(tokenizer.get_vocab().values(), default=-1)
-    if (count := max(highest + 1, len(tokenizer))) > rows:
+    count = max(highest + 1, len(tokenizer))
+    if count > rows:
         raise ValueError(f"{network} has {rows} tokens, and its tokenizer {count}")
     if tokenizer.pad_token_id is None:
         raise ValueError("has no padding token (pad_token in tokenizer_config.json)")

@@ -44,6 +44,8 @@ def version_of(name: str) -> str | None:
 def environment(device: torch.device, operators: str) -> dict[str, Any]:
     """Return what it takes to repeat a result: commit, date, device, threads, operators and
     versions."""
+    versions = {name: version_of(name) for name in PACKAGES}
+    installed = {name: version for name, version in versions.items() if version is not None}
     return {
         "sage_fast": __version__,
         "commit": commit(),
@@ -52,7 +54,7 @@ def environment(device: torch.device, operators: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "operators": operators,
         "python": platform.python_version(),
-        **{name: found for name in PACKAGES if (found := version_of(name)) is not None},
+        **installed,
     }
 
 
@@ -61,11 +63,10 @@ def command_line(arguments: Sequence[str]) -> str:
 
     `python -m sage_fast` arrives as the path of __main__.py.
     """
-    program = arguments[0]
-    started = (
-        ["python", "-m", "sage_fast"] if program.endswith("sage_fast/__main__.py") else [program]
-    )
-    return shlex.join([*started, *arguments[1:]])
+    program, *others = arguments
+    if program.endswith("sage_fast/__main__.py"):
+        return shlex.join(["python", "-m", "sage_fast", *others])
+    return shlex.join([program, *others])
 
 
 def commit() -> str | None:
@@ -104,13 +105,11 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    lines = (
-        cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-        if cpuinfo.exists()
-        else []
-    )
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -121,8 +120,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     name = device_name(device)
     if "MIG" in name:  # a slice
         return None
-    known = (peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b({part})\b", name))
-    return next((1e12 * peak for peak in known), None)
+    for part, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b({part})\b", name):
+            return 1e12 * tflops
+    return None
 
 
 def synchronize(device: torch.device) -> None:
@@ -139,9 +140,13 @@ def free_bytes(device: torch.device) -> int:
     return available_memory()
 
 
+BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+"""Units and their bytes, the largest first."""
+
+
 def format_bytes(count: float) -> str:
     """Format a byte count in the largest unit that fits, such as `15.51 GiB`."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, scale in BYTE_UNITS:
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"
     return f"{count:.0f} B"

@@ -13,7 +13,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable
 
-HANGING = "hanging"
+HUNG_THREAD = "hanging"
 """Name of a thread whose call did not return in time.
 
 A command does not wait for it when the process ends.
@@ -99,17 +99,24 @@ class Stopped(KeyboardInterrupt):
         self.status = SIGNALS.get(signal.Signals(number), 0)
 
 
-def nearest(value: str, choices: Iterable[str]) -> str:
+OWN_PLACE = ", or package.module:name"
+"""What a choice may be beside those of its list, where users bring their own."""
+
+
+def nearest(value: str, choices: Iterable[str], also: str = "") -> str:
     """Return `expected one of a, b, c; did you mean 'b'?`.
 
     The question is left out if nothing is close.
+
+    Args:
+        also: what else is valid, after the choices, such as `OWN_PLACE`.
     """
     choices = list(choices)
     if not choices:
         return "there is nothing to choose from"
     close = difflib.get_close_matches(str(value), choices, n=1)
     question = f"; did you mean {close[0]!r}?" if close else ""
-    return f"expected one of {', '.join(choices)}{question}"
+    return f"expected one of {', '.join(choices)}{also}{question}"
 
 
 def first_line(text: object) -> str:

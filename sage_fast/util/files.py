@@ -495,7 +495,8 @@ def append_line(file: BinaryIO, line: str) -> None:
         OSError: the file is as it was, or if it cannot be truncated either, ends with a part of the
             line.
     """
-    content, size = line.encode() + b"\n", os.fstat(file.fileno()).st_size
+    content = line.encode() + b"\n"
+    size = os.fstat(file.fileno()).st_size
     with writing(file.name):
         try:
             written = file.write(content)

@@ -319,7 +319,8 @@ that it calls."""
 def _owners() -> dict[Any, None]:
     """Return the modules and classes whose functions train the policy, of those that are loaded."""
     prefixes = tuple(f"{package}." for package in _TRAINING)
-    owners: dict[Any, None] = dict.fromkeys([torch, torch._C._nn, torch.Tensor, *_layer_classes()])
+    of_pytorch = [torch, torch._C._nn, torch.Tensor, *_layer_classes()]
+    owners: dict[Any, None] = dict.fromkeys(of_pytorch)
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(prefixes) and isinstance(module, types.ModuleType):
             owners[module] = None
@@ -370,7 +371,8 @@ def _put_functions_back(before: Mapping[Any, Mapping[str, Any]]) -> list[str]:
             map(is_, attributes_now.values(), attributes.values())
         ):
             continue  # nearly every one, told in a millisecond for all
-        now, functions = _functions_of(attributes_now), _functions_of(attributes)
+        functions_now = _functions_of(attributes_now)
+        functions = _functions_of(attributes)
         place = "" if isinstance(owner, types.ModuleType) else f"{owner.__module__}."
         name_of_owner = place + owner.__name__
         for name, function in functions.items():
@@ -379,11 +381,12 @@ def _put_functions_back(before: Mapping[Any, Mapping[str, Any]]) -> list[str]:
                 setattr(owner, name, function)
                 changed.append(f"{name_of_owner}.{name}")
         # What a class gains hides a function that it inherits; what a module gains hides nothing.
-        for name in now.keys() - functions.keys() if isinstance(owner, type) else ():
+        gained = functions_now.keys() - functions.keys() if isinstance(owner, type) else ()
+        for name in gained:
             inherited = next(
                 (vars(base)[name] for base in owner.__mro__[1:] if name in vars(base)), None
             )
-            if _is_wrapped_by_pytorch(now[name], inherited):
+            if _is_wrapped_by_pytorch(functions_now[name], inherited):
                 continue
             delattr(owner, name)
             changed.append(f"{name_of_owner}.{name}")
@@ -509,7 +512,8 @@ def guarded(who: str) -> Iterator[None]:
         with contextlib.nullcontext() if _belongs_to_plugin else _state_kept(who), _forks_ended():
             yield
     finally:
-        if (started := _children() - others) and not _started:
+        started = _children() - others
+        if started and not _started:
             # before multiprocessing waits for its children
             Finalize(None, end_started, exitpriority=0)
         _started.update(started)

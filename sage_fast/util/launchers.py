@@ -83,7 +83,8 @@ def launched(name: str, default: int) -> int:
     Raises:
         UserError: it is no whole number, or no rank is left.
     """
-    text = os.environ.get(name) or os.environ.get(OTHER_NAMES.get(name, "")) or str(default)
+    other_name = OTHER_NAMES.get(name, "")
+    text = os.environ.get(name) or os.environ.get(other_name) or str(default)
     least = min(default, 1)
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
         expected = (

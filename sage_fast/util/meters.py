@@ -87,9 +87,9 @@ class Metrics:
         row = {}
         for (name, op), reduced_values in sorted(merged.items()):
             result = operators[op](value for value, _ in reduced_values)
-            row[name] = (
-                result / sum(count for _, count in reduced_values) if op == "mean" else result
-            )
+            if op == "mean":
+                result /= sum(count for _, count in reduced_values)
+            row[name] = result
         return row
 
 
@@ -166,11 +166,16 @@ def slowest_and_fastest(
     Args:
         seconds: `Stopwatch.seconds()` of every rank.
     """
-    known = [phase for phase in PHASES if any(f"time/{phase}" in row for row in seconds)]
-    times = {phase: [row.get(f"time/{phase}", 0.0) for row in seconds] for phase in known}
+    times: dict[str, list[float]] = {}
+    for phase in PHASES:
+        name = f"time/{phase}"
+        if any(name in row for row in seconds):
+            times[phase] = [row.get(name, 0.0) for row in seconds]
     times["work"] = [sum(phases) for phases in zip(*times.values())]
+
     ends = {}
     for phase, values in times.items():
-        slowest, fastest = values.index(max(values)), values.index(min(values))
+        slowest = values.index(max(values))
+        fastest = values.index(min(values))
         ends[phase] = {"slowest": [slowest, values[slowest]], "fastest": [fastest, values[fastest]]}
     return ends

@@ -14,7 +14,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +119,13 @@ def _check_own(module: str, folder: Path, setting: str) -> None:
     """
     package = module.partition(".")[0]
     packages = {name.partition(".")[0] for name in _imports_beside(module, folder)}
-    for name in [*([package] if package in sys.modules else []), *sorted(packages - {package})]:
+    checked = sorted(packages - {package})
+    if package in sys.modules:  # imported already, perhaps from elsewhere
+        checked.insert(0, package)
+    for name in checked:
         files = _files_of(name)
-        own = [folder / f"{name}.py", folder / name / "__init__.py", folder / name]
-        if not any(
-            each.exists() and file.exists() and file.samefile(each)
-            for file in files
-            for each in own
-        ):
+        expected = [folder / f"{name}.py", folder / name / "__init__.py", folder / name]
+        if not _share_a_file(files, expected):
             elsewhere = files[0] if files else "another place"
             raise UserError(
                 f"{setting}: Python imports {name!r} from {elsewhere}, not from {folder}; rename "
@@ -134,9 +133,19 @@ def _check_own(module: str, folder: Path, setting: str) -> None:
             )
 
 
+def _share_a_file(first: Sequence[Path], second: Sequence[Path]) -> bool:
+    """Whether a file or folder is in both lists, perhaps by another path."""
+    for one in first:
+        for other in second:
+            if one.exists() and other.exists() and one.samefile(other):
+                return True
+    return False
+
+
 def _files_of(package: str) -> list[Path]:
     """Return the file of a package or its folders, as it is imported or would be."""
-    if (loaded := sys.modules.get(package)) is not None:
+    loaded = sys.modules.get(package)
+    if loaded is not None:
         origins = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]
     else:
         spec = importlib.util.find_spec(package)

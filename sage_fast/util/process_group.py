@@ -3,9 +3,11 @@ together."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from sage_fast.util.errors import RankError, RunError, UserError, first_line
 from sage_fast.util.launchers import check_launch, launched
-from sage_fast.util.ranks import local_device
+from sage_fast.util.ranks import local_device, shutdown
 
 
 def initialize(timeout_minutes: float = 10) -> torch.device:
@@ -35,7 +37,8 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
     own = launched("RANK", 0)
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
-        host, port = os.environ.get("MASTER_ADDR", ""), launched("MASTER_PORT", 0)
+        host = os.environ.get("MASTER_ADDR", "")
+        port = launched("MASTER_PORT", 0)
         where = f"MASTER_ADDR:MASTER_PORT = {host}:{port}"
         try:
             _await_store(host, port, timeout, own)
@@ -58,6 +61,20 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
     return device
 
 
+@contextlib.contextmanager
+def joined(timeout_minutes: float) -> Iterator[None]:
+    """Join the ranks for a block, and leave them after it unless they had joined before.
+
+    So a call from Python leaves the process as it found it. An error leaves the ranks joined: the
+    others may still read why this one has failed.
+    """
+    had_joined = dist.is_initialized()
+    initialize(timeout_minutes)
+    yield
+    if not had_joined:
+        shutdown()
+
+
 def _await_store(host: str, port: int, timeout: timedelta, rank: int) -> None:
     """Wait until the store of rank 0 answers, on rank 0 until its own name is known.
 
@@ -69,10 +86,10 @@ def _await_store(host: str, port: int, timeout: timedelta, rank: int) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            if socket.getaddrinfo(host, port) and rank > 0:
-                socket.create_connection(
-                    (host, port), max(deadline - time.monotonic(), 0.1)
-                ).close()
+            addresses = socket.getaddrinfo(host, port)
+            if addresses and rank > 0:
+                seconds_left = max(deadline - time.monotonic(), 0.1)
+                socket.create_connection((host, port), seconds_left).close()
             return
         except OSError:
             if time.monotonic() > deadline:
@@ -107,14 +124,18 @@ def _name_start(store: dist.Store, rank: int, world_size: int, timeout: timedelt
         name = store.get(f"answers/{rank}/{request}").decode()
         store.add(name, 1)
         return name
-    name, deadline = f"start-{store.add('starts', 1)}", time.monotonic() + timeout.total_seconds()
-    while (joined := 1 + store.add(name, 0)) < world_size:
+    deadline = time.monotonic() + timeout.total_seconds()
+    name = f"start-{store.add('starts', 1)}"
+    while True:
+        joined = 1 + store.add(name, 0)  # rank 0, and the ranks that have confirmed the name
+        if joined >= world_size:
+            return name
         if time.monotonic() > deadline:
             raise RankError(
                 f"{joined} of {world_size} ranks joined within timeout_minutes; look at the "
                 "others' logs"
             )
         for other in range(1, world_size):
-            store.set(f"answers/{other}/{store.add(f'requests/{other}', 0)}", name)
+            newest_request = store.add(f"requests/{other}", 0)
+            store.set(f"answers/{other}/{newest_request}", name)
         time.sleep(0.05)
-    return name

@@ -162,7 +162,7 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
     objects."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
+    values: list[Any] = [None for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(values, value, group=group)
     return values
 
@@ -271,5 +271,6 @@ def fail_together(collective: bool = False) -> Iterator[None]:
     for other, (_, why) in enumerate(outcomes):
         if why is not None:
             raise RankError(f"rank {other} failed: {why}")
-    if stopped := max(number for number, _ in outcomes):
+    stopped = max(number for number, _ in outcomes)  # of a signal; 0 without one
+    if stopped:
         raise Stopped(stopped)

@@ -41,31 +41,32 @@ MIN_SIDE = 128
 def evenly_spaced(total: int, count: int) -> list[int]:
     """Return `count` evenly spaced indices in [0, total), including first and last; all if there
     are fewer."""
-    return (
-        torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long().tolist()
-    )
+    positions = torch.linspace(0, total - 1, min(count, total), dtype=torch.float64)
+    return positions.round().long().tolist()
 
 
 def pixels(video: Tensor) -> np.ndarray:
-    """Convert float `[F, 3, H, W]` in [0, 1] to uint8 `[F, H, W, 3]`; values outside are clamped.
+    """Convert float `[F, 3, H, W]` in [0, 1], or uint8, to uint8 `[F, H, W, 3]`; floats outside are
+    clamped.
 
     Raises:
-        ValueError: wrong shape, an integer dtype, or non-finite values (a `UserError`).
+        ValueError: wrong shape, another integer dtype, or non-finite values (a `UserError`).
     """
     if video.ndim != 4 or video.shape[1] != 3 or 0 in video.shape:
         raise ValueError(
             f"video: expected shape [F, 3, H, W] without empty sides, got {list(video.shape)}"
         )
+    if video.dtype == torch.uint8:
+        return video.cpu().permute(0, 2, 3, 1).contiguous().numpy()
     if not video.is_floating_point():
-        raise ValueError(f"video: expected floating point in [0, 1], got {video.dtype}")
+        raise ValueError(f"video: expected floating point in [0, 1] or uint8, got {video.dtype}")
     video = video.detach().float().cpu()
     if not video.isfinite().all():
         raise UserError(
             "video: holds values that are not finite; the weights or the autoencoder gave them"
         )
-    return (
-        (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
-    )
+    levels = (video.clamp(0, 1) * 255).round().to(torch.uint8)
+    return levels.permute(0, 2, 3, 1).contiguous().numpy()
 
 
 def for_ffmpeg(file: Path) -> str:
@@ -110,7 +111,7 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
 
     Args:
         path: `.mp4` file; its folder must exist.
-        video: float `[F, 3, H, W]` in [0, 1].
+        video: float `[F, 3, H, W]` in [0, 1], or uint8.
         fps: frames per second.
 
     Raises:
@@ -120,9 +121,8 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     frames = pixels(video)
     factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
     frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
-    frames = np.pad(
-        frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge"
-    )
+    odd_rows, odd_columns = frames.shape[1] % 2, frames.shape[2] % 2
+    frames = np.pad(frames, ((0, 0), (0, odd_rows), (0, odd_columns), (0, 0)), mode="edge")
     # `imageio_ffmpeg.write_frames` would ignore ffmpeg's exit status.
     source = [
         "-f",
@@ -199,7 +199,9 @@ def save_video(video: Tensor, prompt: str, folder: Path, number: int, fps: float
 
 def numbered(folder: Path) -> dict[int, Path]:
     """Return number -> file for the videos of an evaluation; empty if the folder does not exist."""
-    found = {
-        path: re.match(r"(\d+)-", path.name) for path in folder.glob("*.mp4") if path.is_file()
-    }
-    return dict(sorted((int(number.group(1)), path) for path, number in found.items() if number))
+    found = {}
+    for path in folder.glob("*.mp4"):
+        number = re.match(r"(\d+)-", path.name)
+        if number is not None and path.is_file():
+            found[int(number[1])] = path
+    return dict(sorted(found.items()))

@@ -25,7 +25,7 @@ from studies.paper.mixture import Mixture, sample
 from studies.runs import shipped
 
 if TYPE_CHECKING:
-    from sage_fast.rollout.setup import Setup
+    from sage_fast.loading import Setup
 
 NOISY = ("sage", "flow", "dance", "cps", "exact")
 """`exact` is the sampler `precise`, as the study's variants call it."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from sage_fast.config.loader import load
 from sage_fast.eval.evaluation import evaluate
-from sage_fast.loading import load_setup, resolve
-from sage_fast.rollout.setup import Setup
+from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.testbed import BASE
 from sage_fast.testbed.rewards import (
     Measurement,

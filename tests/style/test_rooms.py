@@ -23,9 +23,20 @@ PACKAGE = REPOSITORY / "sage_fast"
 
 
 def imports_of(file: Path) -> Iterator[str]:
-    """Modules that a file imports at any depth, `sage_fast.x.y`, those for type checkers
-    included."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    """Modules that a file imports at any depth, `sage_fast.x.y`.
+
+    A callback names the run that calls it, for type checkers alone: nothing is imported then.
+    """
+    tree = ast.parse(file.read_text())
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

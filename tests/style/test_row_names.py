@@ -7,6 +7,7 @@ from pathlib import Path
 from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import KL_STRATEGIES, RATIOS, SURROGATES
 from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS
+from sage_fast.callbacks.trackers import TRACKERS
 from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OPTIMIZERS
 from sage_fast.config.reward_names import SHIPPED as REWARDS
 from sage_fast.data.prompts import SETS
@@ -15,7 +16,6 @@ from sage_fast.models.checkpointing import MODES
 from sage_fast.models.registry import CHECKPOINTS
 from sage_fast.models.registry import SHIPPED as FAMILIES
 from sage_fast.parallel.optimizers import SCHEDULES
-from sage_fast.run.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ TABLES: dict[str, tuple[Iterable[str], ...]] = {
     "sage_fast/models/checkpointing.py": (MODES,),
     "sage_fast/models/registry.py": (FAMILIES, CHECKPOINTS),
     "sage_fast/parallel/optimizers.py": (SCHEDULES,),
-    "sage_fast/run/trackers.py": (TRACKERS,),
+    "sage_fast/callbacks/trackers.py": (TRACKERS,),
 }
 """File -> the tables in it. A table's own file may name its rows."""
 ALLOWED = {

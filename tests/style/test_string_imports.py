@@ -12,6 +12,7 @@ from tests.style.test_rooms import PACKAGE, REPOSITORY, code
 FOLDERS = (PACKAGE, *(REPOSITORY / name for name in ("benchmarks", "studies", "scripts")))
 
 TABLES = {
+    "sage_fast/__init__.py _MODULES": "public names, each imported when it is first used",
     "sage_fast/cli.py load": "a command is imported when it is called",
     "sage_fast/config/engines.py ENGINES": "one engine of those that there are",
     "sage_fast/config/engines.py _zero": "a row of ENGINES",

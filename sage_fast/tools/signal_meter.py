@@ -17,7 +17,6 @@ the signal.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -25,13 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sage_fast.benchmarks.phases import flops_of_phases
-from sage_fast.benchmarks.timing import quiet
 from torch import Tensor
 
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.resolved import Resolved
-from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import TrainConfig
 from sage_fast.loading import load_setup
@@ -39,16 +35,14 @@ from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
 from sage_fast.ops import implementation
 from sage_fast.parallel.plain import PlainEngine
-from sage_fast.run.fail_fast import fail_fast
-from sage_fast.run.sources import load_source
 from sage_fast.tools.harness import head_line
+from sage_fast.tools.phases import flops_of_phases
 from sage_fast.tools.plan import plan, seconds_on_a_gpu
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import progress, wrapped
+from sage_fast.util.console import progress, quiet, wrapped
 from sage_fast.util.environment import environment, format_bytes
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.files import json_value, write_json
-from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, world_size
 
 log = logging.getLogger(__name__)
@@ -117,7 +111,8 @@ def collect(trainer: Trainer, count: int, warmup: int) -> tuple[list[Tensor], Te
     trainer.kl = FixedWeight(config.kl)
     trainer.anchor_is_current = False  # as after an update, so that its forwards are paid for
     gradients, costs = dict[int, Tensor | None](), dict[int, list[float]]()
-    for index in progress([0] * warmup + list(range(count)), "signal", warmup + count, "iteration"):
+    planned = [0 for _ in range(warmup)] + list(range(count))
+    for index in progress(planned, "signal", len(planned), "iteration"):
         engine.clear()
         with quiet():
             row: dict[str, Any] = trainer.iteration(index)
@@ -170,7 +165,8 @@ def estimate(gram: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
     parts = torch.stack(
         [_statistics(gram[:, kept][..., kept], costs[..., kept]) for kept in others]
     )
-    errors = ((count - 1) / count * (parts - parts.mean(0)).square().sum(0)).sqrt()
+    squares = (parts - parts.mean(0)).square().sum(0)
+    errors = ((count - 1) / count * squares).sqrt()
     return _statistics(gram, costs), errors
 
 
@@ -183,46 +179,10 @@ def _statistics(gram: Tensor, costs: Tensor) -> Tensor:
     noise = by_pair[..., same].mean(-1).diagonal() - signal
     ratio, (pflops, seconds) = signal / noise, costs.mean(-1)
     rows = torch.stack([signal, noise, ratio, ratio / pflops, ratio / seconds, pflops, seconds])
-    cosine = (
-        between[:1, 1] / signal.where(signal > 0, torch.nan).prod().sqrt()
-        if len(gram) > 1
-        else rows.new_empty(0)
-    )
+    if len(gram) == 1:
+        return rows.flatten()
+    cosine = between[:1, 1] / signal.where(signal > 0, torch.nan).prod().sqrt()
     return torch.cat([rows.flatten(), cosine])
-
-
-def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    """Measure what the options of `sage-fast profile` say, and print the table.
-
-    Raises:
-        UserError: as `measure_signal`, or an option is impossible.
-    """
-    if options.signal is not None and (options.signal < 3 or options.window_only):
-        raise UserError(
-            f"--signal {options.signal}: expected 3 or more iterations, without --window-only"
-        )
-    if options.against is not None and (
-        options.signal is None or options.against == options.config
-    ):
-        raise UserError(
-            f"--against {options.against}: expected another configuration than CONFIG, and "
-            "--signal K"
-        )
-    sources = [options.config]
-    if options.against is not None:
-        sources.append(options.against)
-    # no update follows that rounding could spoil
-    ungated = {**overrides, "train.parity_gate": "false"}
-    configs = [load_source("profile", source, ungated) for source in sources]
-    timeout = configs[0].timeout_minutes
-    with fail_fast(timeout):
-        initialize(timeout)
-        measured = {source: check_trainable(config) for source, config in zip(sources, configs)}
-        result = measure_signal(
-            measured, overrides, folder=options.folder, count=options.signal, warmup=options.warmup
-        )
-    if rank() == 0:
-        print(format_signal(result))
 
 
 def check(measured: Sequence[Resolved], count: int) -> None:
@@ -330,11 +290,10 @@ def format_signal(result: Mapping[str, Any]) -> str:
     """Format the table for a terminal."""
 
     def cell(found: Mapping[str, float | None]) -> str:
-        value, error = (
-            "undefined" if x is None else format(x, form)
-            for x, form in zip(found.values(), (".3g", ".2g"))
-        )
-        return f"{value} ± {error}"
+        value, error = found["value"], found["error"]
+        shown = "undefined" if value is None else f"{value:.3g}"
+        margin = "undefined" if error is None else f"{error:.2g}"
+        return f"{shown} ± {margin}"
 
     columns = result["signal"]
     lines = [

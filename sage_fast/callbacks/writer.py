@@ -9,11 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from sage_fast.callbacks.interface import Histogram
+from sage_fast.callbacks.trackers import Sheet, Trackers
 from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.scores import columns_of, mean_and_margin
-from sage_fast.run.folder import RunFolder
+from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import wrapped
 from sage_fast.util.files import append_line, cut_off, json_value, sync_opened, write_atomic
 
@@ -47,8 +50,6 @@ class MetricsWriter:
         iteration: int = 0,
         continued: Collection[str] = (),
     ) -> None:
-        from sage_fast.run.trackers import Trackers
-
         folder = RunFolder(run)
         path = folder.metrics_file
         kept = [row for row in folder.rows if row["iteration"] < iteration]
@@ -58,21 +59,41 @@ class MetricsWriter:
             tracking, settings, run.resolve(), run_id, iteration, continued, undone
         )
         self._file = path.open("ab", buffering=0)
+        self._newest = iteration - 1  # iteration of the newest row that `write` was given
         self._unwritten: list[str] = []
         self._whole: int | None = None  # size of the file before an append that failed
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append the row of one iteration atomically; non-finite numbers become null.
 
+        A row that it has already is left out: an error may have come before or after it.
+
         Raises:
             OSError: the row cannot be written; `sync` tries again.
         """
-        self._unwritten.append(json.dumps({key: json_value(value) for key, value in row.items()}))
+        if row["iteration"] <= self._newest:
+            return
+        self._newest = row["iteration"]
+
+        written: dict[str, Any] = {}
+        numbers: dict[str, float] = {}
+        histograms: dict[str, np.ndarray] = {}
+        for name, value in row.items():
+            if isinstance(value, Histogram):
+                histograms[name] = finite_values(value)
+                counts, edges = np.histogram(histograms[name], bins=BINS)
+                written[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
+                continue
+            written[name] = _plain(value)
+            if isinstance(value, int | float) and name != "iteration":
+                numbers[name] = value
+
+        self._unwritten.append(json.dumps(written))
         self._append()
-        numbers = {
-            key: x for key, x in row.items() if isinstance(x, int | float) and key != "iteration"
-        }
-        self._trackers.log(numbers, row["iteration"] + 1)
+        step = row["iteration"] + 1
+        self._trackers.log(numbers, step)
+        if histograms:
+            self._trackers.log_histograms(histograms, step)
 
     def write_evaluation(
         self, scores: Mapping[str, Any], files: Sequence[Path], videos: Sequence[Tensor]
@@ -86,10 +107,37 @@ class MetricsWriter:
                 drawn once.
         """
         step = scores["iteration"]
-        columns, prompts = columns_of(scores).items(), scores["prompts"]
-        means = {f"heldout/{name}": mean_and_margin(prompts, values)[0] for name, values in columns}
+        prompts = scores["prompts"]
+        means = {}
+        for name, values in columns_of(scores).items():
+            means[f"heldout/{name}"], _ = mean_and_margin(prompts, values)
         self._trackers.log(means, step)
-        self._trackers.show(files, videos, prompts, step)
+        self.show("heldout", files, videos, prompts, step)
+
+    def show(
+        self,
+        group: str,
+        files: Sequence[Path],
+        videos: Sequence[Tensor],
+        captions: Sequence[str],
+        step: int,
+    ) -> None:
+        """Send videos to the trackers.
+
+        Args:
+            group: what they are, as a prefix of their names.
+            files: of the videos, for trackers that play them.
+            videos: float `[F, 3, H, W]` each, for a contact sheet.
+            captions: of the files, and of the videos.
+            step: complete iterations.
+        """
+        self._trackers.show(group, files, videos, captions, step)
+
+    def show_sheet(
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
+        """Send videos to the trackers, as `show` does, with a contact sheet that `sheet` draws."""
+        self._trackers.show_sheet(group, files, sheet, captions, step)
 
     def _append(self) -> None:
         """Append the rows that are not written yet, and first cut off what a failed try may have
@@ -121,3 +169,25 @@ class MetricsWriter:
             self._file.close()
         except OSError as error:
             log.info(wrapped(f"note: metrics.jsonl: {error}"))
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+BINS = 32
+"""Bins of a histogram in `metrics.jsonl`."""
+
+
+def finite_values(histogram: Histogram) -> np.ndarray:
+    """Return the finite values of a histogram, float64 `[N]`."""
+    values = histogram.values
+    if isinstance(values, Tensor):
+        values = values.detach().float().cpu().numpy()
+    numbers = np.asarray(values, dtype=np.float64).flatten()
+    return numbers[np.isfinite(numbers)]
+
+
+def _plain(value: Any) -> Any:
+    """Return `json_value` of a number, or of each number of a list."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return json_value(value)

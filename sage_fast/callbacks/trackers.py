@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_fast.config.schema import TrackingConfig
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import HANGING, RunError, UserError, in_one_line, nearest
+from sage_fast.util.errors import HUNG_THREAD, RunError, UserError, in_one_line, nearest
 from sage_fast.util.files import WRITE_ERRORS
 from sage_fast.util.futures import fulfil
 from sage_fast.util.launchers import without_group
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]
 Sheet = Callable[[], Image]
-"""Returns the contact sheet of an evaluation, drawn by the first call."""
+"""Returns the contact sheet of some videos, drawn by the first call."""
 
 MAX_FAILURES = 3
 """Failed calls after which a tracker is dropped."""
@@ -78,7 +78,10 @@ class Tracker:
         # would make accelerate look for others.
         with contextlib.nullcontext() if dist.is_initialized() else without_group():
             PartialState()
-        self.project, self.run, self.run_id, self.iteration = project, run, run_id, iteration
+        self.project = project
+        self.run = run
+        self.run_id = run_id
+        self.iteration = iteration
         self.tracker = self._make(LOGGER_TYPE_TO_CLASS[name])
         try:
             self.tracker.start()
@@ -90,7 +93,9 @@ class Tracker:
             raise RunError(f"tracker {name!r} does not start: {error}") from error
 
     def _make(self, kind: Any) -> Any:
-        return kind(self.project, *[self.run] * kind.requires_logging_directory)
+        if kind.requires_logging_directory:
+            return kind(self.project, self.run)
+        return kind(self.project)
 
     def _store(self, settings: Values) -> None:
         plain = (bool, int, float, str, type(None))  # what trackers accept
@@ -103,11 +108,16 @@ class Tracker:
     def log(self, values: Values, step: int) -> None:
         self.tracker.log(values, step=step)
 
-    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
+    def log_histograms(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        """Draw the finite values, float64 `[N]` each, if the tracker draws histograms."""
+
+    def show(
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
         """Send the video files if the tracker plays them, and a contact sheet of the videos if it
         takes images."""
         if hasattr(self.tracker, "log_images"):
-            self.tracker.log_images({"heldout/videos": [sheet()]}, step=step)
+            self.tracker.log_images({f"{group}/videos": [sheet()]}, step=step)
 
     def finish(self) -> None:
         self.tracker.finish()
@@ -129,10 +139,17 @@ class TensorBoard(Tracker):
         text = "\n".join(f"    {name}: {value}" for name, value in settings.items())
         self.tracker.log({"config": text}, step=self.iteration)
 
-    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
-        self.tracker.log_images(
-            {"heldout/videos": np.asarray(sheet())[None]}, step=step, dataformats="NHWC"
-        )
+    def log_histograms(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        for name, values in histograms.items():
+            if len(values):  # TensorBoard takes no empty one
+                self.tracker.writer.add_histogram(name, values, global_step=step)
+        self.tracker.writer.flush()
+
+    def show(
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
+        images = np.asarray(sheet())[None]
+        self.tracker.log_images({f"{group}/videos": images}, step=step, dataformats="NHWC")
 
 
 class Wandb(Tracker):
@@ -155,13 +172,20 @@ class Wandb(Tracker):
     def log(self, values: Values, step: int) -> None:
         self.tracker.log({**values, self.STEP: step})
 
-    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
+    def log_histograms(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
         package = importlib.import_module("wandb")
-        media = {
-            f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
-            for number, (file, prompt) in enumerate(zip(files, prompts))
-        }
-        self.log(media | {"heldout/videos": package.Image(sheet())}, step)
+        drawn = {name: package.Histogram(values) for name, values in histograms.items()}
+        self.log(drawn, step)
+
+    def show(
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
+        package = importlib.import_module("wandb")
+        media = {f"{group}/videos": package.Image(sheet())}
+        for number, (file, caption) in enumerate(zip(files, captions)):
+            video = package.Video(str(file), caption=caption, format="mp4")
+            media[f"{group}/video_{number:02d}"] = video
+        self.log(media, step)
 
 
 @functools.cache
@@ -256,7 +280,7 @@ class _Thread:
         limit = TimeLimit(seconds or 0)
         while futures.wait([future], limit.next_look).not_done:
             if limit.is_over():
-                self._thread.name = HANGING
+                self._thread.name = HUNG_THREAD
                 break
         return future
 
@@ -340,11 +364,27 @@ class Trackers:
     def log(self, values: Values, step: int) -> None:
         self._each(lambda tracker: tracker.log(values, step), SECONDS)
 
+    def log_histograms(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        self._each(lambda tracker: tracker.log_histograms(histograms, step), SECONDS)
+
     def show(
-        self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int
+        self,
+        group: str,
+        files: Sequence[Path],
+        videos: Sequence[Tensor],
+        captions: Sequence[str],
+        step: int,
     ) -> None:
-        sheet = functools.cache(lambda: contact_sheet(videos, prompts[: len(videos)]))
-        self._each(lambda tracker: tracker.show(files, sheet, prompts, step), SECONDS)
+        self.show_sheet(
+            group, files, lambda: contact_sheet(videos, captions[: len(videos)]), captions, step
+        )
+
+    def show_sheet(
+        self, group: str, files: Sequence[Path], sheet: Sheet, captions: Sequence[str], step: int
+    ) -> None:
+        """Show videos; the first tracker that takes their contact sheet draws it."""
+        drawn = functools.cache(sheet)
+        self._each(lambda tracker: tracker.show(group, files, drawn, captions, step), SECONDS)
 
     def finish(self) -> None:
         self._each(lambda tracker: tracker.finish(), SECONDS_AT_ENDS)

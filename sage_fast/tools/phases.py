@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sage_fast.benchmarks.timing import quiet
 from torch.autograd import DeviceType
 
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
+from sage_fast.models.checkpointing import CheckpointPlan
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import progress
+from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes, synchronize
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
@@ -154,14 +154,12 @@ def flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], d
     """
     model, frozen = trainer.model, trainer.config.model.trains_adapter
     cost = model.spec.cost(trainer.config)
-    parts = [
-        flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen)
-        for mode in (model.checkpointing, None)
-    ]
-    done, useful = (
-        {phase: of[part] / world_size() for phase, part in PART_OF_PLAN.items()} for of in parts
-    )
-    return done, useful
+
+    def of_a_rank(mode: CheckpointPlan | None) -> dict[str, float]:
+        parts = flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen)
+        return {phase: parts[part] / world_size() for phase, part in PART_OF_PLAN.items()}
+
+    return of_a_rank(model.checkpointing), of_a_rank(None)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -175,23 +173,31 @@ def phase_table(
     HFU = FLOPs / seconds / ceiling; MFU is the same of `model_flops`, which a recomputation does
     not add to.
     """
-    shown = [phase for phase in (*PHASES, WAIT) if phase != WAIT or f"time/{WAIT}" in row]
+    shown = list(PHASES)
+    if f"time/{WAIT}" in row:
+        shown.append(WAIT)
     seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in shown}
     total = float(row["time/total"])
     seconds["other"] = total - sum(seconds.values())
-    done, useful = ({**given, "total": sum(given.values())} for given in (flops, model_flops))
+    done = {**flops, "total": sum(flops.values())}
+    useful = {**model_flops, "total": sum(model_flops.values())}
     table: dict[str, dict[str, float | None]] = {}
     for phase, value in (seconds | {"total": total}).items():
-        rates = [of[phase] / value if phase in of and value > 0 else None for of in (done, useful)]
-        table[phase] = {
+        line: dict[str, float | None] = {
             "seconds": value,
             "share": value / total,
             "flops": done.get(phase),
             "model_flops": useful.get(phase),
-            "flops_per_second": rates[0],
-            "mfu": None if rates[1] is None else rates[1] / ceiling,
-            "hfu": None if rates[0] is None else rates[0] / ceiling,
+            "flops_per_second": None,
+            "mfu": None,
+            "hfu": None,
         }
+        if phase in done and value > 0:
+            line["flops_per_second"] = done[phase] / value
+            line["hfu"] = done[phase] / value / ceiling
+        if phase in useful and value > 0:
+            line["mfu"] = useful[phase] / value / ceiling
+        table[phase] = line
     return table
 
 
@@ -205,10 +211,14 @@ def kernel_table(averages: Iterable[Any]) -> list[dict[str, Any]]:
         for e in kernels
     ]
     rest = rows[KERNELS:]
-    others = {"name": "all others"} | {
-        key: sum(row[key] for row in rest) for key in ("calls", "seconds")
+    if not rest:
+        return rows
+    others = {
+        "name": "all others",
+        "calls": sum(row["calls"] for row in rest),
+        "seconds": sum(row["seconds"] for row in rest),
     }
-    return [*rows[:KERNELS], others] if rest else rows
+    return [*rows[:KERNELS], others]
 
 
 def format_profile(result: Mapping[str, Any]) -> str:
@@ -233,7 +243,8 @@ def format_profile(result: Mapping[str, Any]) -> str:
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
     if result["ranks"] > 1:
         lines.append(f"seconds of rank 0 of {result['ranks']} ranks, FLOPs as the mean of all")
-    images = f" and {count} image tokens" if (count := result.get("image_tokens", 0)) else ""
+    image_tokens = result.get("image_tokens", 0)
+    images = f" and {image_tokens} image tokens" if image_tokens else ""
     lines.append(
         f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens{images} "
         "a prompt"
@@ -242,15 +253,17 @@ def format_profile(result: Mapping[str, Any]) -> str:
         "HFU: FLOPs over time and ceiling; MFU: those of the model, without what a backward "
         "recomputes"
     )
-    if peaks := result["peak_bytes"]:
+    peaks = result["peak_bytes"]
+    if peaks:
         found = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
-        planned = result["planned_bytes"]
         line = f"peak of allocated memory: {found}"
         if "train" in peaks:
+            planned = result["planned_bytes"]
             share = peaks["train"] / planned
             line += f"; train is {share:.0%} of the planned {format_bytes(planned)}"
         lines.append(line)
-    if kernels := result.get("kernels"):
+    kernels = result.get("kernels")
+    if kernels:
         total = sum(row["seconds"] for row in kernels)
         lines += [
             "",
