@@ -155,7 +155,7 @@ def flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], d
     model, frozen = trainer.model, trainer.config.model.trains_adapter
     cost = model.spec.cost(trainer.config)
     parts = [
-        flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen)
+        flops(cost, trainer.forwards, samples, checkpointing=mode, trains_adapter=frozen)
         for mode in (model.checkpointing, None)
     ]
     done, useful = (

@@ -30,7 +30,7 @@ from sage_fast.benchmarks.timing import quiet
 from torch import Tensor
 
 from sage_fast.algorithm.kl_weight import KLController
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import TrainConfig
@@ -130,7 +130,7 @@ def collect(trainer: Trainer, count: int, warmup: int) -> tuple[list[Tensor], Te
     return whole, torch.tensor(list(costs.values()), dtype=torch.float64).T
 
 
-def load_trainer(resolved: Resolved, folder: Path) -> Trainer:
+def load_trainer(resolved: ResolvedConfig, folder: Path) -> Trainer:
     """Load the model, and the prompts' embeddings into `folder`; return a trainer that belongs to
     no run."""
     log.info("loading the model")
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         print(format_signal(result))
 
 
-def check(measured: Sequence[Resolved], count: int) -> None:
+def check(measured: Sequence[ResolvedConfig], count: int) -> None:
     """Check that gradients can be collected and compared, and log the price.
 
     Raises:
@@ -262,7 +262,7 @@ def check(measured: Sequence[Resolved], count: int) -> None:
 
 
 def measure_signal(
-    measured: Mapping[str, Resolved],
+    measured: Mapping[str, ResolvedConfig],
     settings: Mapping[str, str],
     *,
     folder: Path,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from sage_fast.algorithm.distilled import check_distilled
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_same_settings
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.reward_names import place_of_reward
@@ -41,18 +41,18 @@ from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import join_sequence_group, local_device, rank, world_size
 
 
-def resolve(config: Config) -> Resolved:
+def resolve(config: Config) -> ResolvedConfig:
     """Join the ranks of a command that does not train, and resolve its settings; `check_trainable`
     does for a run.
 
     Raises:
-        UserError: as `Resolved` or `check_same_settings`, or the ranks cannot share samples as
-            `model.sequence_parallel` says.
+        UserError: as `ResolvedConfig` or `check_same_settings`, or the ranks cannot share samples
+            as `model.sequence_parallel` says.
     """
     initialize(config.timeout_minutes)
     check_same_settings(config)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
-    return Resolved(config)
+    return ResolvedConfig(config)
 
 
 def contents_of(
@@ -131,7 +131,7 @@ def _code(file: Path) -> set[Path]:
 
 
 def load_setup(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     prompts: Sequence[Prompt | str] | None = None,
     attention: AttentionBackend | None = None,
     *,

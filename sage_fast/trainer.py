@@ -29,7 +29,7 @@ from sage_fast.algorithm.objective import (
     gradient_share,
     sage_loss,
 )
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.data.prompt_order import PromptOrder
 from sage_fast.models.interface import Condition
 from sage_fast.models.model import Model
@@ -90,7 +90,7 @@ class Trainer:
 
     def __init__(
         self,
-        resolved: Resolved,
+        resolved: ResolvedConfig,
         model: Model,
         reward: Scorer,
         prompts: Sequence[str],
@@ -253,7 +253,9 @@ class Trainer:
             plan.rollouts.steps,
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
-            entered=plan.entered(numbers) if objective.settings.direction == "endpoint" else (),
+            endpoint_transitions=plan.endpoint_transitions(numbers)
+            if objective.settings.direction == "endpoint"
+            else (),
             offload=self.config.sampling.offload_trajectories,
         )
         shared_key = self.prompts[0]  # which every rank has, whatever its samples

@@ -31,7 +31,7 @@ from sage_fast.loading import load_setup, resolve
 from sage_fast.models.attention.backends import (
     ATTENTION,
     Attention,
-    Backend,
+    AttentionRow,
     check_attention,
     usable,
 )
@@ -505,7 +505,7 @@ def test_a_right_backend_passes_with_room(
 def with_candidates(monkeypatch: pytest.MonkeyPatch, **candidates: Attention) -> None:
     """Replace the backends that `auto` tries."""
     for name, attention in candidates.items():
-        backend = Backend(attend=attention, operators=(), cuda=False, half=False)
+        backend = AttentionRow(attend=attention, operators=(), cuda=False, half=False)
         monkeypatch.setitem(ATTENTION, name, backend)
 
 

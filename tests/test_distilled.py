@@ -15,7 +15,7 @@ from sage_fast.benchmarks.stock import StockPolicy
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
@@ -264,7 +264,7 @@ def warnings_of(distillation: Distillation | None, **overrides: Any) -> list[str
         "sampling__eta": 0.2,
     }
     long = {"train__iterations": 500}  # so that every setting acts
-    return config_warnings(Resolved(settings(**suited | long | overrides)), distillation)
+    return config_warnings(ResolvedConfig(settings(**suited | long | overrides)), distillation)
 
 
 def test_settings_that_spoil_a_distilled_checkpoint_are_warned_of() -> None:

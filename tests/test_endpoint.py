@@ -39,7 +39,7 @@ def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
         [(i, 0) for i in range(samples)],
         1,
         torch.device("cpu"),
-        entered=[(i, 0) for i in range(samples)],
+        endpoint_transitions=[(i, 0) for i in range(samples)],
     )
     seeds = torch.arange(samples)
     noise = 0.3 * philox_normal(seeds, torch.tensor(0), shape)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sage_fast.algorithm.iteration_plan import IterationPlan
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.parallel.stored_rollouts import trajectory_bytes
 from sage_fast.rollout.batch import Batch
@@ -58,7 +58,7 @@ def test_every_step_is_in_equally_many_windows(steps: int, length: int, each: in
     """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer
     of them."""
     config = settings(sampling__steps=steps, sampling__sde_window=length)
-    resolved = Resolved(config)
+    resolved = ResolvedConfig(config)
     trained = [resolved.trained_steps(window) for window in resolved.windows]
     counts = Counter(step for window in trained for step in window)
     assert [len(window) for window in trained] == [length] * len(trained)

@@ -14,7 +14,7 @@ def flops(
     videos: int,
     *,
     checkpointing: CheckpointPlan | None,
-    frozen_base: bool,
+    trains_adapter: bool,
 ) -> dict[str, float]:
     """Return part -> FLOPs of an iteration, all ranks together.
 
@@ -23,12 +23,12 @@ def flops(
         counts: part -> forwards, as `IterationPlan.forwards` returns them.
         videos: decoded videos.
         checkpointing: what the backward recomputes; None: model FLOPs.
-        frozen_base: as for `training_flops`.
+        trains_adapter: as for `training_flops`.
     """
 
     def of_transition(mode: str | None) -> float:
         about = cost.forward, cost.attention, cost.block_ends
-        return training_flops(*about, checkpointing=mode, frozen_base=frozen_base)
+        return training_flops(*about, checkpointing=mode, trains_adapter=trains_adapter)
 
     by_mode = {mode: of_transition(mode) for mode in MODES}
     transition = of_transition(None) if checkpointing is None else checkpointing.mean(by_mode)
@@ -45,12 +45,12 @@ def training_flops(
     block_ends: float = 0.0,
     *,
     checkpointing: str | None,
-    frozen_base: bool,
+    trains_adapter: bool,
 ) -> float:
     """Return the FLOPs of a forward, its recomputation with checkpointing, and a backward.
 
-        linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] +
-        2.5)
+        linear x (1 + [recomputed] + (1 if trains_adapter else 2))
+        + attention x (1 + [recomputed] + 2.5)
 
     Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither. With a
     frozen base the last matmuls of the blocks, of `block_ends` FLOPs, are not recomputed.
@@ -65,6 +65,6 @@ def training_flops(
     linear = forward - attention
     recomputed = RECOMPUTED[checkpointing] if checkpointing else ()
     backward = 2.0 if checkpointing is None else 2.5
-    again = linear - block_ends * frozen_base if "linear" in recomputed else 0.0
-    linear_passes = 2 if frozen_base else 3
+    again = linear - block_ends * trains_adapter if "linear" in recomputed else 0.0
+    linear_passes = 2 if trains_adapter else 3
     return linear * linear_passes + again + attention * (1 + ("attention" in recomputed) + backward)

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.util.seeding import derive_seed, permutation, sample_seeds
 
@@ -232,7 +232,7 @@ class IterationPlan:
             contiguous window.
     """
 
-    resolved: Resolved
+    resolved: ResolvedConfig
     index: int
     ranks: int
     anchor_is_free: bool
@@ -269,7 +269,7 @@ class IterationPlan:
         found = [(place, t) for place, group in enumerate(groups) for t in self.trained[group]]
         return sorted(found, key=lambda transition: transition[::-1])
 
-    def entered(self, numbers: Sequence[int]) -> list[Transition]:
+    def endpoint_transitions(self, numbers: Sequence[int]) -> list[Transition]:
         """Return those of `transitions` that all samples of a group enter from the same latents."""
         first = [self.rollouts.windows[self.samples[number].group] for number in numbers]
         return [(i, t) for i, t in self.transitions(numbers) if t == first[i]]
@@ -341,7 +341,7 @@ class IterationPlan:
 
 
 def plan_iteration(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     prompts: Sequence[str],
     tokens: Callable[[str], int],
     index: int,

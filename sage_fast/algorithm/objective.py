@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sage_fast.config.engines import RENOISES
 from sage_fast.config.schema import Config, ObjectiveConfig
-from sage_fast.ops import Row
+from sage_fast.ops import Coefficients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Scored:
     log_ratio: Tensor
     kl_old: Tensor
     advantage: Tensor
-    noised: tuple[TransitionScores, Row] | None = None
+    noised: tuple[TransitionScores, Coefficients] | None = None
 
 
 def _clipped_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
@@ -282,9 +282,9 @@ class StepConstants:
     coefs: Tensor
 
     @property
-    def row(self) -> Row:
+    def row(self) -> Coefficients:
         """The coefficients by name."""
-        return Row(*self.coefs.unbind(1))
+        return Coefficients(*self.coefs.unbind(1))
 
     def at(self, steps: Tensor) -> StepConstants:
         """Return those of `steps`, int64 `[B]`."""
@@ -355,7 +355,7 @@ def gradient_norms(
     objective: Objective,
     loss: Loss,
     scores: TransitionScores,
-    row: Row,
+    row: Coefficients,
     numel: int,
     rounding: Tensor,
 ) -> GradientNorms:

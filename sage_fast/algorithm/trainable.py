@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.loader import leaves
 from sage_fast.config.rank_checks import check_choices, check_ranks, no_gradient, sampler_in_words
 from sage_fast.config.schema import Config
@@ -39,7 +39,7 @@ def check_same_settings(config: Config, **states: object) -> None:
     check_agreement(shared, ": do all nodes read the same files and variables?")
 
 
-def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
+def check_trainable(config: Config, ranks: int | None = None) -> ResolvedConfig:
     """Resolve the settings of a run and check that they can train, before a model is loaded.
 
     Args:
@@ -53,7 +53,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             ranks than samples.
     """
     check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
-    resolved, s, train = Resolved(config), config.sampling, config.train
+    resolved, s, train = ResolvedConfig(config), config.sampling, config.train
     trainable = min(len(resolved.trained_steps(table)) for table in resolved.windows)
     rows = sampler_in_words(s)
     if trainable == 0:

@@ -283,5 +283,5 @@ class Policy:
                 self.load(present)
 
     @property
-    def has_adapter(self) -> bool:
+    def trains_adapter(self) -> bool:
         return any(hasattr(network, "peft_config") for network in self.networks.values())

@@ -57,10 +57,10 @@ class FsdpEngine(PlainEngine):
             if isinstance(p, DTensor)
         }
         self.optimizers = make_optimizers(
-            self.optimized, self.config, matrices, partitions, self.policy.has_adapter
+            self.optimized, self.config, matrices, partitions, self.policy.trains_adapter
         )
         policy.uses_all_weights = True
-        if policy.has_adapter:
+        if policy.trains_adapter:
             log.info(
                 wrapped(
                     "note: with train.engine = zero3 a LoRA is added to the rounded output of its "

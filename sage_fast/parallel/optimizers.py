@@ -23,7 +23,7 @@ def make_optimizers(
     config: TrainConfig,
     matrices: Collection[str],
     partitions: Mapping[str, Partition],
-    has_adapter: bool,
+    trains_adapter: bool,
 ) -> list[torch.optim.Optimizer]:
     """Build the torch optimizers that `train.optimizer` names; together they cover all weights,
     each weight once.
@@ -38,11 +38,11 @@ def make_optimizers(
         matrices: names of the weights that Muon may update; the model says which.
         partitions: how the weights lie over the ranks, if `parameters` are this rank's parts of
             them; else empty.
-        has_adapter: whether the weights are those of an adapter.
+        trains_adapter: whether the weights are those of an adapter.
     """
     # For Muon, eps bounds the gradient's norm: torch's 1e-7 would shrink updates of small ones.
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    settings["eps"] = config.eps or EPS[has_adapter]
+    settings["eps"] = config.eps or EPS[trains_adapter]
     by_muon = {
         name: p
         for name, p in parameters.items()

@@ -55,7 +55,7 @@ class PlainEngine(Engine):
         self.optimized: dict[str, Tensor] = {**self.policy.parameters()}
         matrices = {name for name, p in self.optimized.items() if self.policy.is_muon(name, p)}
         self.optimizers = make_optimizers(
-            self.optimized, self.config, matrices, {}, self.policy.has_adapter
+            self.optimized, self.config, matrices, {}, self.policy.trains_adapter
         )
 
     def backward(self, loss: Tensor, total: int) -> None:

@@ -88,14 +88,16 @@ class ZeroEngine(PlainEngine):
 
     def _prepare(self) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        logging.getLogger("DeepSpeed").addFilter(_is_news)
+        logging.getLogger("DeepSpeed").addFilter(_keep_record)
         start_alone(self.policy.device)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
         check_version()
         join_deepspeed()
-        self._moves = torch.zeros(len(self.parameters), dtype=torch.bool, device=self.policy.device)
+        self._has_grad = torch.zeros(
+            len(self.parameters), dtype=torch.bool, device=self.policy.device
+        )
         for number, p in enumerate(self.parameters):
-            p.register_hook(functools.partial(self._note, number))
+            p.register_hook(functools.partial(self._record_grad, number))
         named = self.policy.parameters()
         matrices = {name for name, p in named.items() if self.policy.is_muon(name, p)}
         modules, trained = _Modules(self.policy), sum(p.numel() for p in self.parameters)
@@ -116,12 +118,12 @@ class ZeroEngine(PlainEngine):
         }
         self.optimized = dict(zip(named, self.parts))
         self.optimizers = make_optimizers(
-            self.optimized, self.config, matrices, partitions, self.policy.has_adapter
+            self.optimized, self.config, matrices, partitions, self.policy.trains_adapter
         )
         self.policy.uses_all_weights = True
 
-    def _note(self, number: int, grad: Tensor) -> None:
-        self._moves[number].logical_or_(grad.any())
+    def _record_grad(self, number: int, grad: Tensor) -> None:
+        self._has_grad[number].logical_or_(grad.any())
 
     def backward(self, loss: Tensor, total: int) -> None:
         """Accumulate the gradients of one micro-batch.
@@ -131,8 +133,8 @@ class ZeroEngine(PlainEngine):
         self.deepspeed.backward(self.deepspeed(data_size() / total * loss))
 
     def _update(self, rate: float) -> float:
-        moving = all_reduce(self._moves.int(), "max").tolist()
-        self._moves.zero_()
+        moving = all_reduce(self._has_grad.int(), "max").tolist()
+        self._has_grad.zero_()
         self._waiting = [part for part, moves in zip(self.parts, moving) if moves]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -163,7 +165,7 @@ class ZeroEngine(PlainEngine):
         return False
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _keep_record(record: logging.LogRecord) -> bool:
     """Drop two of DeepSpeed's warnings: `_Rows` is an optimizer of ours, and our engine reports an
     overflow itself."""
     return not any(

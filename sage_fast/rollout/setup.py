@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.schema import Config
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.models.interface import Condition
@@ -33,7 +33,7 @@ class Setup:
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
-    resolved: Resolved
+    resolved: ResolvedConfig
     model: Model
     reward: Scorer
     prompts: list[str]

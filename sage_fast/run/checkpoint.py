@@ -42,7 +42,7 @@ from sage_fast.run.folder import (
     files_of,
     iteration_of,
 )
-from sage_fast.run.shards import Layout, SavedParts
+from sage_fast.run.shards import SavedParts, ShardLayout
 from sage_fast.run.weights import save_weights
 from sage_fast.util.errors import RankError, UserError
 from sage_fast.util.files import (
@@ -261,7 +261,7 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
                 steps[name] = int(value)
             else:
                 states.setdefault(MOMENT + key, {})[name] = value
-    layout = Layout(engine.policy)
+    layout = ShardLayout(engine.policy)
     with fail_together():
         written = [layout.write(folder, kind, state) for kind, state in states.items()]
         if rank() == 0:
@@ -295,7 +295,7 @@ class TrainingState:
             )
         saved, layout, parts = (
             SavedParts(folder, files),
-            Layout(engine.policy),
+            ShardLayout(engine.policy),
             engine.policy.parts(),
         )
         counts, kinds = self.optimizer.get("steps"), sorted(saved.kinds)

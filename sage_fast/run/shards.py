@@ -38,7 +38,7 @@ Span = tuple[int, int]
 """First index and end of a slice of a flattened weight."""
 
 
-class Layout:
+class ShardLayout:
     """How the trainable weights of a policy lie over the ranks. Building one is collective.
 
     Attributes:
@@ -143,7 +143,9 @@ class SavedParts:
             )
         self.kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = broadcast_object(kinds, 0)
 
-    def read(self, kind: str, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    def read(
+        self, kind: str, parts: Mapping[str, Tensor], layout: ShardLayout
+    ) -> dict[str, Tensor]:
         """Read this rank's parts of weights, as float32 tensors with the shapes and devices of
         `parts`.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_same_settings, check_trainable
 from sage_fast.config.loader import dump, leaves
 from sage_fast.config.rank_checks import check_engine
@@ -131,7 +131,7 @@ class Run:
 
     def __init__(
         self,
-        resolved: Resolved,
+        resolved: ResolvedConfig,
         stop: Stop,
         own_claim: claim.Claim,
         load: Load,
@@ -530,10 +530,10 @@ def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
     samples, seconds = config.train.samples, row["time/total"] * world_size()
     found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
     if peak := peak_flops(trainer.device, trainer.policy.dtype):
-        cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
+        cost, trains_adapter = trainer.model.spec.cost(config), config.model.trains_adapter
         for name, mode in (("mfu", None), ("hfu", trainer.model.checkpointing)):
             done = flops(
-                cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen_base
+                cost, trainer.forwards, samples, checkpointing=mode, trains_adapter=trains_adapter
             )
             found[f"throughput/{name}"] = sum(done.values()) / (seconds * peak)
     return found

@@ -18,7 +18,7 @@ from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.iteration_plan import plan_iteration, share_of
 from sage_fast.algorithm.objective import KLStrategy
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
@@ -163,7 +163,7 @@ def plan(
         rewards or {},
     )
     check_heads(sharing, spec.heads)
-    policy, resolved = _meta_policy(spec, tuple(vars(config.model).items())), Resolved(config)
+    policy, resolved = _meta_policy(spec, tuple(vars(config.model).items())), ResolvedConfig(config)
     cost, latent, samples = spec.cost(config), spec.latent_shape(s), train.samples
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
     asked, decoder = (
@@ -176,7 +176,11 @@ def plan(
     graphs = cost.graphs_within(room - checkpointing.mean(cost.activations), graphs)
     counted, busiest_rollout = _forwards(resolved, ranks // sharing)
     of_parts = flops(
-        cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter
+        cost,
+        counted,
+        samples,
+        checkpointing=checkpointing,
+        trains_adapter=config.model.trains_adapter,
     )
     mine, stored = stored_rollouts(resolved, spec, ranks // sharing)
     held = engine_memory(config.model, train, resolved.objective.strategy, policy, ranks)
@@ -221,7 +225,7 @@ def plan(
     )
 
 
-def _forwards(resolved: Resolved, ranks: int) -> tuple[dict[str, int], float]:
+def _forwards(resolved: ResolvedConfig, ranks: int) -> tuple[dict[str, int], float]:
     """Return part -> forwards of an iteration, and the share of the rollout's that the rank with
     the most has.
 

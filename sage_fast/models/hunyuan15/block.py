@@ -92,7 +92,7 @@ class TextToVideoBlock(nn.Module):
         )
         return video, self.text_ff(normed, text, text_ff_gate)
 
-    skips_its_end = forward
+    omits_last_matmul = forward
     """A recomputation (`is_recomputing`) leaves out what only the results of this function need."""
 
     def _attend(

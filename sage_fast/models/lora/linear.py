@@ -447,7 +447,7 @@ class FeedForward(nn.Module):
             hidden = F.gelu(up(x), approximate="tanh")
         return gated_sum(stream, down.unpadded(hidden), gate)
 
-    skips_its_end = forward
+    omits_last_matmul = forward
 
 
 def _is_at_hand(layer: nn.Module) -> bool:
