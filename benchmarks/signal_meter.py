@@ -35,7 +35,7 @@ from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import TrainConfig
 from sage_fast.loading import load_setup
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.models.policy import Policy
 from sage_fast.ops import implementation
 from sage_fast.parallel.plain import PlainEngine

@@ -29,7 +29,8 @@ from sage_fast.data.prompts import (
     metadata_of,
     negatives_of,
 )
-from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.find import find_spec
+from sage_fast.models.load import load_model
 from sage_fast.models.policy import Policy
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards

@@ -205,7 +205,14 @@ class Trainer:
                 with watch("rollout"):
                     batch = self._batch(plan)
                     rollouts = SampleRollouts(
-                        self.policy, plan, batch, self.replay.lengths, self.graphs, watch
+                        self.policy,
+                        plan,
+                        batch,
+                        self.replay.lengths,
+                        self.graphs,
+                        watch,
+                        batch_size=self.config.sampling.batch_size,
+                        log_prob=self.config.objective.log_prob,
                     )
                 with Progress("rollout", rollouts.steps, pause=self.pause) as bar:
                     for finished, latents in rollouts.finished(bar):

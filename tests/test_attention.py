@@ -35,10 +35,10 @@ from sage_fast.models.attention.backends import (
     check_attention,
     usable,
 )
+from sage_fast.models.attention.choose import choose_attention
 from sage_fast.models.attention.flash4 import _package
 from sage_fast.models.attention.trial import LARGEST_ERROR, measure_attention, try_attention
 from sage_fast.models.checkpointing import CheckpointPlan, set_checkpointing
-from sage_fast.models.load import choose_attention
 from sage_fast.tools import selftest
 from sage_fast.util.errors import UserError
 from tests.pretend_cuda import PretendCuda, cudnn_attention

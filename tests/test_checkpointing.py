@@ -21,8 +21,9 @@ from sage_fast.models.checkpointing import (
     set_checkpointing,
 )
 from sage_fast.models.decoder import Decoder
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
-from sage_fast.models.load import find_spec, meta_policy
+from sage_fast.models.load import meta_policy
 from sage_fast.models.model import Model
 from sage_fast.parallel import fit
 from sage_fast.testbed.tiny_model import Testbed

@@ -20,10 +20,10 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import load_setup, resolve
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.load import find_spec
 from sage_fast.models.spec import Distillation
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.loop import initial_latents, rollout

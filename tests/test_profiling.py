@@ -27,7 +27,7 @@ from torch.autograd import DeviceType
 
 from sage_fast.cli import main
 from sage_fast.config.loader import load
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.tools.plan import plan
 from sage_fast.util import profiling
 from sage_fast.util.meters import Stopwatch

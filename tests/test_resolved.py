@@ -15,7 +15,7 @@ from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import SETS, read_prompts
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.util.errors import UserError
 from sage_fast.util.process_group import initialize
 from tests.tiny import settings, train

@@ -1,7 +1,6 @@
 """Groups with shared initial noise: the steps before a window run once per group and rank, and
 change no result."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -351,8 +350,10 @@ def sharded(folder: Path) -> None:
 
 def test_sharded_ranks_with_unequal_rollouts_train_as_one_process(tmp_path: Path) -> None:
     trainer = tiny_trainer(settings(**ZERO))
-    two = dataclasses.replace(trainer.plan(1), ranks=2)
-    first, second = map(two.rollouts.count, two.shares)
+    plan = trainer.plan(1)
+    tokens = [trainer._tokens(sample.prompt) for sample in plan.samples]
+    shares = assign_to_ranks(tokens, 2, 1, plan.rollouts)
+    first, second = map(plan.rollouts.count, shares)
     assert first != second
     expected = trainer.iteration(1)
     assert run_ranks(sharded, 2, tmp_path) == [0, 0], screens(tmp_path)

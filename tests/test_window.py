@@ -1,6 +1,5 @@
 """Windows of SDE steps: their draws, the rollouts by them, and what is trained."""
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -87,7 +86,8 @@ def test_each_prompt_is_rolled_out_as_if_its_window_were_that_of_all() -> None:
     assert len(batch.trajectories.trained) == 2 * sum(map(len, steps_of(trainer, 0)))
     group = {place: number // 2 for place, number in enumerate(batch.numbers)}
     for table in set(tables):
-        alone = rolled_out(trainer, dataclasses.replace(several, tables=[table] * 4))
+        trainer.resolved.windows = [table]  # each group draws this one
+        alone = rolled_out(trainer, trainer.plan(0))
         # samples with one window lie side by side
         place = [alone.numbers.index(number) for number in batch.numbers]
         for name in ("states", "log_probs"):

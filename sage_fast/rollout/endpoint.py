@@ -26,11 +26,11 @@ def turn_to_endpoints(batch: Batch, plan: IterationPlan) -> None:
 
     The means are over the group's samples on all ranks, which call this together.
     """
-    stored, train = batch.trajectories, plan.resolved.config.train
-    sums = torch.zeros(train.prompts_per_iteration, *stored.shape, device=stored.device)
+    stored = batch.trajectories
+    sums = torch.zeros(len(plan.tables), *stored.shape, device=stored.device)
     for (i, _), endpoint in stored.endpoints.items():
         sums[batch.samples[i].group] += endpoint.to(stored.device)
-    means = data_sum(sums) / train.group_size
+    means = data_sum(sums) / plan.rollouts.group_size
     for (i, t), endpoint in stored.endpoints.items():
         sample = batch.samples[i]
         seed, step = on_device(torch.tensor([[sample.seed], [t]]), stored.device)

@@ -28,6 +28,8 @@ class SampleRollouts:
         lengths: prompt -> condition length in each pass of a forward.
         graphs: CUDA graphs to replay steps from.
         watch: receives the time of `rollout`.
+        batch_size: samples that are denoised together.
+        log_prob: as `objective.log_prob`.
 
     Attributes:
         steps: number of denoising steps of batches.
@@ -41,6 +43,9 @@ class SampleRollouts:
         lengths: Mapping[Any, object],
         graphs: StepGraphs | None,
         watch: Stopwatch,
+        *,
+        batch_size: int,
+        log_prob: str,
     ) -> None:
         self.policy = policy
         self.tables = plan.tables
@@ -48,10 +53,8 @@ class SampleRollouts:
         self.graphs = graphs
         self.watch = watch
 
-        config = plan.resolved.config
-        reduction, size = config.objective.log_prob, config.sampling.batch_size
         self.coefs = {
-            table: table.coefficients(reduction).to(policy.device) for table in set(plan.tables)
+            table: table.coefficients(log_prob).to(policy.device) for table in set(plan.tables)
         }
         self.seeds = torch.tensor([sample.seed for sample in batch.samples])
         self.latent_seeds = torch.tensor([sample.latent_seed for sample in batch.samples])
@@ -59,7 +62,7 @@ class SampleRollouts:
             (lengths[sample.prompt], self.tables[sample.group]) for sample in batch.samples
         ]
         groups = [sample.group for sample in batch.samples]
-        self.batches = rollout_batches(batch_keys, groups, plan.rollouts, size)
+        self.batches = rollout_batches(batch_keys, groups, plan.rollouts, batch_size)
         self.steps = sum(len(steps) for _, steps in self.batches)
         # group -> latents after the steps that its samples share
         self._starts: dict[int, Tensor] = {}

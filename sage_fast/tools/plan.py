@@ -30,7 +30,9 @@ from sage_fast.data.prompt_checks import (
 )
 from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
-from sage_fast.models.load import check_weights, find_spec, meta_policy
+from sage_fast.models.find import find_spec
+from sage_fast.models.headers import check_weights
+from sage_fast.models.load import meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec

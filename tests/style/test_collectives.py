@@ -46,10 +46,11 @@ REASONS = {
     "eval/evaluation.py score_videos": ALWAYS,
     "eval/evaluation.py video_chunks": PADDED,
     "loading.py load_setup": SETTINGS,
+    "models/attention/choose.py _check": SETTINGS,
+    "models/attention/choose.py _fastest": SETTINGS,
     # ranks of a group have the same samples
     "models/attention/sequence.py SequenceParallel.whole": PADDED,
     "models/attention/sequence.py _Exchange.forward": PADDED,
-    "models/load.py choose_attention": SETTINGS,
     "models/policy.py UnshardedStates.pad_to_largest": PADDED,
     "parallel/fit.py choose_checkpointing": ALWAYS,
     "parallel/fsdp.py FsdpEngine._gradient_norm": ALWAYS,
