@@ -13,6 +13,7 @@ import torch
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_same_settings
+from sage_fast.config.engines import ENGINES
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.reward_names import place_of_reward
 from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
@@ -32,6 +33,7 @@ from sage_fast.data.prompts import (
 from sage_fast.models.find import find_spec
 from sage_fast.models.load import load_model
 from sage_fast.models.policy import Policy
+from sage_fast.parallel.deepspeed_config import check_deepspeed_settings
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rollout.recorder import step_graphs
@@ -152,6 +154,8 @@ def load_setup(
         UserError: something that the settings name is missing or does not fit.
     """
     config = resolved.config
+    if ENGINES[config.train.engine].is_deepspeed:
+        check_deepspeed_settings(config.train)
     spec = find_spec(config.model.path, fetch=True)
     check_distilled(spec.distillation, resolved.objective)
     if prompts is None:
@@ -198,6 +202,9 @@ def load_setup(
     contents = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
         contents = contents_of(sets, config.model.weights, config.named_rewards)
+        if isinstance(config.train.deepspeed_config, str):
+            digest = fingerprint(b"", config.train.deepspeed_config)
+            contents["train.deepspeed_config"] = f"settings ({digest})"
         # else the networks are `model.weights`
         if config.model.trains_adapter or config.model.weights is None:
             contents["model.path"] = contents_of_networks(model.policy)

@@ -6,6 +6,7 @@ import dataclasses
 
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.resolved import ResolvedConfig
+from sage_fast.config.deepspeed import deepspeed_overrides
 from sage_fast.config.loader import leaves
 from sage_fast.config.rank_checks import check_choices, check_ranks, no_gradient, sampler_in_words
 from sage_fast.config.schema import Config
@@ -35,6 +36,8 @@ def check_same_settings(config: Config, **states: object) -> None:
         UserError: on all ranks, if one differs.
     """
     settings = leaves(dataclasses.asdict(config)) | states
+    # a node may name another file with the same content
+    settings["train.deepspeed_config"] = deepspeed_overrides(config.train)
     shared = {name: value for name, value in settings.items() if name not in NODE_PATHS}
     check_agreement(shared, ": do all nodes read the same files and variables?")
 

@@ -196,6 +196,9 @@ def _convert(hint: Any, value: Any) -> Any:
             return value
         off = value is False or value == "off"  # YAML reads off as False
         raise ValueError(nearest("none" if off else str(value), inside))
+    for member in _members(hint):
+        if get_origin(member) is dict and isinstance(value, Mapping):
+            return _convert(member, value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _convert(inside[1], item) for key, item in value.items()}
     if origin is list and isinstance(value, list):

@@ -44,10 +44,14 @@ def forget_zero_gradients(parts: Collection[Tensor]) -> None:
 
     Collective.
     """
-    given = [(part, part.grad) for part in parts if part.grad is not None]
-    moving = [grad.any() for _, grad in given]
-    together = all_reduce(torch.stack(moving).int(), "max").tolist() if given else []
-    for (part, _), moves in zip(given, together):
+    with_grad = [part for part in parts if part.grad is not None]
+    if not with_grad:
+        return
+    # A shard in host memory has its gradient there, and the other weights on the GPU.
+    device = next((part.device for part in with_grad if part.is_cuda), with_grad[0].device)
+    moving = [part.grad.any().to(device) for part in with_grad if part.grad is not None]
+    together = all_reduce(torch.stack(moving).int(), "max").tolist()
+    for part, moves in zip(with_grad, together):
         if not moves:
             part.grad = None
 

@@ -107,6 +107,7 @@ class Plan:
         memory: part -> bytes on each GPU while it trains.
         uncounted: what also takes memory on a GPU, in words.
         engine: `train.engine`.
+        in_host_memory: bytes of a rank's shards with `train.offload_shards`.
         loaded: bytes of the model's files in `model.dtype`, which the ranks of a node map together
             while they load.
         checkpoint: bytes of a checkpoint's files.
@@ -130,6 +131,7 @@ class Plan:
     memory: dict[str, float]
     uncounted: list[str]
     engine: str
+    in_host_memory: float
     loaded: float
     checkpoint: float
     disk: dict[str, float]
@@ -216,6 +218,7 @@ def plan(
         memory={**held.by_label(), **apart, of_activations: checkpointing.mean(cost.activations)},
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         engine=train.engine,
+        in_host_memory=held.in_host_memory,
         loaded=float(config.model.element_bytes * base) + decoder,
         checkpoint=checkpoint,
         disk={
@@ -301,6 +304,11 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
         f"This does not fit: {format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}. "
         f"Try {REMEDIES}."
     )
+    in_host_memory = []
+    if plan.in_host_memory:
+        in_host_memory.append(
+            _line("host memory of each rank, for shards", format_bytes(plan.in_host_memory))
+        )
     lines = [
         *([*textwrap.wrap(verdict, 80), ""] if together > plan.gpu_memory else []),
         "model",
@@ -324,6 +332,7 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
             initial_indent="  ",
             subsequent_indent="    ",
         ),
+        *in_host_memory,
         "",
         "start and disk",
         _line("host memory of a node while it loads", format_bytes(plan.loaded)),
