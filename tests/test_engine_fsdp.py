@@ -252,6 +252,21 @@ def test_shards_in_host_memory_train_to_the_bit_as_on_the_device(tmp_path: Path)
     assert run_ranks(in_host_memory, RANKS, tmp_path) == [0] * RANKS, screens(tmp_path)
 
 
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_shards_on_their_way_to_the_gpu_are_not_overwritten(
+    in_host_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from pinned memory reads it when the GPU gets there, which the host does not wait
+    for."""
+    waits: list[torch.device] = []
+    monkeypatch.setattr(fsdp, "synchronize", waits.append)
+    states = fsdp.ShardedStates(CPU, in_host_memory=in_host_memory)
+    weight = torch.zeros(2)
+    states.write({"a": weight}, {"a": torch.ones(2)})
+    assert waits == ([CPU] if in_host_memory else [])
+    assert torch.equal(weight, torch.ones(2))
+
+
 def test_the_plan_counts_shards_in_host_memory_apart() -> None:
     config = REPOSITORY / "configs" / "hunyuanvideo15-480p-full.yaml"
     given = {"train.engine": "zero3", "train.optimizer": "adamw"}

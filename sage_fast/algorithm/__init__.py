@@ -1,2 +1,2 @@
-"""The mathematics of SAGE-GRPO: transitions, objective, scored processes, and the schedule of an
-iteration."""
+"""The mathematics of SAGE-GRPO: transitions, objective, advantages, the settings resolved, and the
+plan of an iteration."""

@@ -169,7 +169,8 @@ class _Recomputation(contextlib.ExitStack):
 
     def __init__(self, block: nn.Module, selective: Context) -> None:
         super().__init__()
-        self.block, self.selective = block, selective
+        self.block = block
+        self.selective = selective
 
     def __enter__(self) -> Self:
         self.callback(_recomputes.reset, _recomputes.set(_can_skip_outputs(self.block)))

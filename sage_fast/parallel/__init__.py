@@ -29,6 +29,8 @@ def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = Tru
 def ranks_that_shard(config: TrainConfig, ranks: int) -> int:
     """Return how many of the `ranks` share one copy of what is sharded: with `train.hybrid_shard`,
     those of a node."""
+    if not (ENGINES[config.engine].gathers and config.hybrid_shard):
+        return ranks
     node = launched("LOCAL_WORLD_SIZE", DEFAULT_GPUS_PER_NODE)
-    hybrid = ENGINES[config.engine].gathers and config.hybrid_shard
-    return node if hybrid and 1 < node < ranks and ranks % node == 0 else ranks
+    has_several_nodes = 1 < node < ranks and ranks % node == 0
+    return node if has_several_nodes else ranks

@@ -92,6 +92,6 @@ def training_room(
     stored = (
         {} if config.sampling.offload_trajectories else stored_rollouts(resolved, spec, groups)[1]
     )
-    held = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
-    taken = held.total - held.weights + sum(stored.values())
-    return MEMORY_SHARE * (usable - held.weights) - taken
+    engine = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
+    taken = engine.total - engine.weights + sum(stored.values())
+    return MEMORY_SHARE * (usable - engine.weights) - taken

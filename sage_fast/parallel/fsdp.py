@@ -40,6 +40,7 @@ from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.util.console import wrapped
+from sage_fast.util.environment import synchronize
 from sage_fast.util.ranks import all_reduce, start_alone, world_size
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class FsdpEngine(PlainEngine):
         offload = self.config.offload_shards
         matrices = {name for name, p in policy.parameters().items() if policy.is_muon(name, p)}
         self.parameters.clear()  # so that each whole weight is freed once it is sharded
-        policy.states = ShardedStates(policy.device)
+        policy.states = ShardedStates(policy.device, in_host_memory=offload)
         _shard(policy, mesh, offload=offload)
         named = policy.parameters()
         self.parameters = list(named.values())
@@ -117,9 +118,11 @@ class ShardedStates(UnshardedStates):
     """
 
     gathers = True
+    device: torch.device
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, in_host_memory: bool = False) -> None:
         self.device = device
+        self.in_host_memory = in_host_memory
 
     def padding(self, count: int, backward: bool = False) -> int:
         return int(all_reduce(torch.tensor(count, device=self.device), "max")) - count
@@ -140,6 +143,9 @@ class ShardedStates(UnshardedStates):
         return on_device.full_tensor()
 
     def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        if self.in_host_memory:
+            # The host runs ahead: copies of the present shards to the GPU may be under way.
+            synchronize(self.device)
         for name, p in parameters.items():
             self.part(p).copy_(state[name])
 

@@ -39,16 +39,17 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
             grad.copy_(mean.view_as(grad))
 
 
-def forget_zero_gradients(parts: Collection[Tensor]) -> None:
+def forget_zero_gradients(parts: Collection[Tensor], device: torch.device) -> None:
     """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero.
 
     Collective.
+
+    Args:
+        device: where collectives run; shards may be in host memory.
     """
     with_grad = [part for part in parts if part.grad is not None]
     if not with_grad:
         return
-    # A shard in host memory has its gradient there, and the other weights on the GPU.
-    device = next((part.device for part in with_grad if part.is_cuda), with_grad[0].device)
     moving = [part.grad.any().to(device) for part in with_grad if part.grad is not None]
     together = all_reduce(torch.stack(moving).int(), "max").tolist()
     for part, moves in zip(with_grad, together):

@@ -37,9 +37,10 @@ class DecodePlan:
 
     def __str__(self) -> str:
         """Return one line for the start of a run."""
-        videos = f"{self.samples} video{'s' * (self.samples > 1)}"
-        frames = f"{self.frames} latent frame{'s' * (self.frames > 1)}"
-        return f"{videos} and {frames} at a time, {self.bytes / 2**20:,.0f} MiB"
+        videos = "video" if self.samples == 1 else "videos"
+        frames = "latent frame" if self.frames == 1 else "latent frames"
+        size = f"{self.bytes / 2**20:,.0f} MiB"
+        return f"{self.samples} {videos} and {self.frames} {frames} at a time, {size}"
 
 
 def choose(

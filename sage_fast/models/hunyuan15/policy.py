@@ -115,7 +115,8 @@ class ConditionTable:
     def __init__(
         self, policy: HunyuanVideo15Policy, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]
     ) -> None:
-        self.policy, self.embeddings = policy, embeddings
+        self.policy = policy
+        self.embeddings = embeddings
         self.sigmas = sigmas.to(policy.device, torch.float32)
         times = 1000 * self.sigmas
         with policy._autocast():

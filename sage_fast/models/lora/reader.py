@@ -117,23 +117,26 @@ def read_adapter(
                 f"note: model.weights = {file}: states no alpha, so that the rank is taken for it"
             )
         )
-    known, factors, alphas = (
-        _known(layers, layouts),
-        dict[str, tuple[Tensor, Tensor]](),
-        dict[str, float](),
-    )
+    known = _known(layers, layouts)
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    alphas: dict[str, float] = {}
     file_ranks = {len(group["A"]) for group in groups.values() if "A" in group and group["A"].ndim}
     for name, group in groups.items():
         bare = re.sub(rf"^(?:{re.escape(part)}\.|{PREFIXES})*", "", name)
         a, b = _factors(name, group)
         alpha = _alpha(bare, group.get("alpha"), fields, len(a), file_ranks)
-        for layer, down, up in _split(name, a, b, known.get(bare.replace(".", "_"), ()), layers):
+        targets = known.get(bare.replace(".", "_"), ())
+        for layer, down, up in _split(name, a, b, targets, layers):
             if layer in factors:
                 raise LoraFormatError(f": holds the layer {layer} twice")
             factors[layer] = down.float().contiguous(), up.float().contiguous()
-            alphas[layer] = alpha * (len(down) / len(a)) ** (0.5 if fields.get("use_rslora") else 1)
+            # The scale of the update stays: alpha / rank, or with rsLoRA alpha / sqrt(rank).
+            exponent = 0.5 if fields.get("use_rslora") else 1
+            alphas[layer] = alpha * (len(down) / len(a)) ** exponent
     ranks = {layer: len(down) for layer, (down, _) in factors.items()}
-    r, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    # the most common ones; the patterns hold the others
+    r = Counter(ranks.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -142,9 +145,11 @@ def read_adapter(
         use_rslora=bool(fields.get("use_rslora")),
         target_modules="|".join(map(re.escape, factors)),
     )
-    return {
-        f"{layer}.lora_{x}.weight": t for layer, pair in factors.items() for x, t in zip("AB", pair)
-    }, config
+    found = {}
+    for layer, (down, up) in factors.items():
+        found[f"{layer}.lora_A.weight"] = down
+        found[f"{layer}.lora_B.weight"] = up
+    return found, config
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
@@ -315,10 +320,15 @@ def _ranks(parts: Sequence[Tensor]) -> Tensor:
     """Return which ranks are whose, bool `[parts, ranks]`, of the rows of B of each part of a
     layer."""
     used = torch.stack([part.any(0) for part in parts])
-    idle, spare = (~used.any(1)).nonzero(), (~used.any(0)).nonzero()
+    if len(parts) == 1:
+        return used.new_ones(used.shape)
+    idle = (~used.any(1)).nonzero()
+    spare = (~used.any(0)).nonzero()
     for i, part in enumerate(idle):
-        used[part, spare.chunk(len(idle))[i] if len(spare) % len(idle) == 0 else spare] = True
-    return used if len(parts) > 1 else used.new_ones(used.shape)
+        # in equal shares if that comes out even
+        mine = spare.chunk(len(idle))[i] if len(spare) % len(idle) == 0 else spare
+        used[part, mine] = True
+    return used
 
 
 def _alpha(
