@@ -386,6 +386,26 @@ def test_what_a_configuration_of_deepspeed_may_not_say_is_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
+@needs_deepspeed
+def test_a_run_records_the_contents_of_its_configuration_of_deepspeed(tmp_path: Path) -> None:
+    """A resume says when the file has changed, whatever its name."""
+    file = tmp_path / "ds.json"
+    found = []
+    for size in (4322, 4322, 9000):
+        file.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": size}}))
+        given = {
+            "train.engine": "zero2",
+            "train.deepspeed_config": str(file),
+            "output": str(tmp_path),
+        }
+        config = load(REPOSITORY / "configs" / "recipes" / "paper.yaml", given)
+        found.append(load_setup(resolve(config)).contents["train.deepspeed_config"])
+    first, again, changed = found
+    assert first == again
+    assert first.startswith("settings (")
+    assert changed != first
+
+
 def own_configuration(folder: Path) -> None:
     """Train an iteration of ZeRO-2 with and without a configuration of DeepSpeed's."""
     os.environ["DS_ACCELERATOR"] = "cpu"
