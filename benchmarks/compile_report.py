@@ -130,7 +130,7 @@ class Specialisation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class CompiledKernel:
     """Resources of one compilation.
 
     Attributes:
@@ -512,7 +512,7 @@ def _widths(ptx: str, access: str) -> list[int]:
 def compile_report(
     specialisations: Iterable[Specialisation] = SPECIALISATIONS,
     architectures: Sequence[int] = ARCHITECTURES,
-) -> list[Row]:
+) -> list[CompiledKernel]:
     """Compile the kernels for each architecture; Triton caches them on disk.
 
     Raises:
@@ -526,7 +526,7 @@ def compile_report(
         operations = _repeated(_inspect("nvdisasm", "-c", compiled.asm["cubin"]))
         result = specialisation.v if "score_bwd" in specialisation.kernel else specialisation.x
         rows.append(
-            Row(
+            CompiledKernel(
                 kernel=specialisation.kernel,
                 specialisation=str(specialisation),
                 arch=arch,
@@ -542,7 +542,7 @@ def compile_report(
     return rows
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: CompiledKernel) -> tuple[str, ...]:
     """Return the cells of a row, with accesses as `3 x 16, 2 x 4`."""
     accesses = (
         ", ".join(f"{count} x {width}" for width, count in Counter(widths).items())
@@ -553,7 +553,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.kernel, row.specialisation, f"sm_{row.arch}", *map(str, numbers), *accesses
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[CompiledKernel]) -> str:
     """Format the rows as a Markdown table."""
     resources = (
         "registers",

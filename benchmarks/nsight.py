@@ -11,8 +11,8 @@ from torch import Tensor
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.attention.trial import fastest, measure_attention
+from sage_fast.models.find import find_spec
 from sage_fast.models.interface import Condition
-from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import default_family

@@ -159,7 +159,7 @@ def part_flops(config: Any, size: Size, part: str, checkpointing: str | None) ->
         attention = passes * attention_flops(config, tokens, size.text_tokens)
         ends = passes * block_end_flops(config, tokens)
         return training_flops(
-            forward, attention, checkpointing=checkpointing, frozen_base=True, block_ends=ends
+            forward, attention, checkpointing=checkpointing, trains_adapter=True, block_ends=ends
         )
     return forward * (size.steps if part == "rollout" else 1)
 

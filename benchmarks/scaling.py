@@ -52,7 +52,7 @@ class Work:
     samples: int = 32
     steps: int = 20
     trained: int = 20
-    frozen_base: bool = True
+    trains_adapter: bool = True
 
     @property
     def latents(self) -> tuple[int, int, int, int]:
@@ -79,7 +79,7 @@ class Work:
             self.forward,
             attention,
             checkpointing="attention",
-            frozen_base=self.frozen_base,
+            trains_adapter=self.trains_adapter,
             block_ends=block_end_flops(ARCHITECTURE, self.tokens),
         )
 

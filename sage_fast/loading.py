@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.algorithm.distilled import check_distilled
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_same_settings
+from sage_fast.config.engines import ENGINES
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.data.contents import contents_of, contents_of_networks
@@ -27,10 +28,12 @@ from sage_fast.data.prompts import (
     metadata_of,
     negatives_of,
 )
+from sage_fast.models.find import find_spec
 from sage_fast.models.interface import Condition
-from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
 from sage_fast.models.spec import Spec
+from sage_fast.parallel.deepspeed_config import check_deepspeed_settings
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rewards.interface import Scorer
@@ -49,18 +52,18 @@ from sage_fast.util.ranks import (
 )
 
 
-def resolve(config: Config) -> Resolved:
+def resolve(config: Config) -> ResolvedConfig:
     """Join the ranks of a command that does not train, and resolve its settings; `check_trainable`
     does for a run.
 
     Raises:
-        UserError: as `Resolved` or `check_same_settings`, or the ranks cannot share samples as
-            `model.sequence_parallel` says.
+        UserError: as `ResolvedConfig` or `check_same_settings`, or the ranks cannot share samples
+            as `model.sequence_parallel` says.
     """
     initialize(config.timeout_minutes)
     check_same_settings(config)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
-    return Resolved(config)
+    return ResolvedConfig(config)
 
 
 def with_reward_objects(config: Config, reward_funcs: object) -> tuple[Config, dict[str, Any]]:
@@ -97,7 +100,7 @@ class Setup:
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
-    resolved: Resolved
+    resolved: ResolvedConfig
     model: Model
     reward: Scorer
     prompts: list[str]
@@ -154,7 +157,7 @@ class Setup:
 
 
 def load_setup(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     prompts: Sequence[Prompt | str] | None = None,
     attention: AttentionBackend | None = None,
     *,
@@ -176,6 +179,8 @@ def load_setup(
         UserError: something that the settings name is missing or does not fit.
     """
     config = resolved.config
+    if ENGINES[config.train.engine].is_deepspeed:
+        check_deepspeed_settings(config.train)
     spec = find_spec(config.model.path, fetch=True)
     check_distilled(spec.distillation, resolved.objective)
 
@@ -204,6 +209,9 @@ def load_setup(
         sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
         weights = config.model.weights
         contents = contents_of(sets, weights, config.named_rewards, config.plugins, reward_objects)
+        deepspeed = config.train.deepspeed_config
+        if isinstance(deepspeed, str):
+            contents["train.deepspeed_config"] = f"settings ({fingerprint(b'', deepspeed)})"
         # else the networks are `model.weights`
         if config.model.trains_adapter or weights is None:
             contents["model.path"] = contents_of_networks(model.policy)
@@ -235,7 +243,7 @@ def _as_prompt(prompt: Prompt | str) -> Prompt:
 
 
 def _load_model(
-    resolved: Resolved, spec: Spec, attention: AttentionBackend | None
+    resolved: ResolvedConfig, spec: Spec, attention: AttentionBackend | None
 ) -> tuple[Model, Any]:
     """Load the model and choose what its backward recomputes.
 

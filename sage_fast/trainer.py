@@ -34,7 +34,7 @@ from sage_fast.algorithm.objective import (
     gradient_share,
     sage_loss,
 )
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.data.prompt_order import PromptOrder
 from sage_fast.models.interface import Condition
 from sage_fast.models.model import Model
@@ -121,7 +121,7 @@ class Trainer:
 
     def __init__(
         self,
-        resolved: Resolved,
+        resolved: ResolvedConfig,
         model: Model,
         reward: Scorer,
         prompts: Sequence[str],
@@ -256,7 +256,14 @@ class Trainer:
                 with watch("rollout"):
                     batch = self._batch(plan)
                     rollouts = SampleRollouts(
-                        self.policy, plan, batch, self.replay.lengths, self.graphs, watch
+                        self.policy,
+                        plan,
+                        batch,
+                        self.replay.lengths,
+                        self.graphs,
+                        watch,
+                        batch_size=self.config.sampling.batch_size,
+                        log_prob=self.config.objective.log_prob,
                     )
                 with Progress("rollout", rollouts.steps, pause=self.hooks.pause) as bar:
                     for finished, latents in rollouts.finished(bar):
@@ -307,7 +314,9 @@ class Trainer:
             plan.rollouts.steps,
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
-            entered=plan.entered(numbers) if objective.settings.direction == "endpoint" else (),
+            endpoint_transitions=plan.endpoint_transitions(numbers)
+            if objective.settings.direction == "endpoint"
+            else (),
             offload=self.config.sampling.offload_trajectories,
         )
         shared_key = self.prompts[0]  # which every rank has, whatever its samples

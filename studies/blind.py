@@ -18,7 +18,7 @@ from scipy import special
 from sage_fast.cli import guarded
 from sage_fast.commands.sources import labelled
 from sage_fast.eval.scores import MIN_PROMPTS, UPPER, clustered_variance, t_quantile
-from sage_fast.eval.videoset import Key, VideoSet
+from sage_fast.eval.videoset import VideoKey, VideoSet
 from sage_fast.report.comparison_page import read_sets
 from sage_fast.report.html import data_address, render
 from sage_fast.util.errors import UserError
@@ -130,7 +130,7 @@ def _name_of(secret: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(secret).encode()).hexdigest()[:16]
 
 
-def _drawn(first: VideoSet, other: VideoSet, generator: np.random.Generator) -> list[Key]:
+def _drawn(first: VideoSet, other: VideoSet, generator: np.random.Generator) -> list[VideoKey]:
     """Return all pairs in random order, one per prompt before any second one."""
     pairs = [key for key in first.shown if key in other.shown]
     pairs = [pairs[i] for i in generator.permutation(len(pairs))]

@@ -373,7 +373,7 @@ def _is_of(file: Path, config: Config) -> bool:
 def _trained(config: Config) -> Config:
     """Return the settings with one output folder for all, and with the layers that get an adapter
     spelled out."""
-    from sage_fast.models.load import find_spec
+    from sage_fast.models.find import find_spec
 
     model = config.model
     targets = model.lora_targets or find_spec(model.path).lora_targets

@@ -31,14 +31,14 @@ from sage_fast.loading import load_setup, resolve
 from sage_fast.models.attention.backends import (
     ATTENTION,
     Attention,
-    Backend,
+    AttentionRow,
     check_attention,
     usable,
 )
+from sage_fast.models.attention.choose import choose_attention
 from sage_fast.models.attention.flash4 import _package
 from sage_fast.models.attention.trial import LARGEST_ERROR, measure_attention, try_attention
 from sage_fast.models.checkpointing import CheckpointPlan, set_checkpointing
-from sage_fast.models.load import choose_attention
 from sage_fast.tools import selftest
 from sage_fast.util.errors import UserError
 from tests.pretend_cuda import PretendCuda, cudnn_attention
@@ -505,7 +505,7 @@ def test_a_right_backend_passes_with_room(
 def with_candidates(monkeypatch: pytest.MonkeyPatch, **candidates: Attention) -> None:
     """Replace the backends that `auto` tries."""
     for name, attention in candidates.items():
-        backend = Backend(attend=attention, operators=(), cuda=False, half=False)
+        backend = AttentionRow(attend=attention, operators=(), cuda=False, half=False)
         monkeypatch.setitem(ATTENTION, name, backend)
 
 

@@ -91,7 +91,7 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_compile_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = compile_report.Row(
+    row = compile_report.CompiledKernel(
         kernel="k", specialisation="s", arch=90, registers=8, spilled_bytes=0, shared_bytes=0,
         loads=[16], stores=[4],
         special=2.0, asynchronous=8,

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.loader import load
-from sage_fast.models.attention.backends import ATTENTION, Backend, is_attention
+from sage_fast.models.attention.backends import ATTENTION, AttentionRow, is_attention
 from sage_fast.models.checkpointing import (
     MODES,
     CheckpointPlan,
@@ -21,8 +21,9 @@ from sage_fast.models.checkpointing import (
     set_checkpointing,
 )
 from sage_fast.models.decoder import Decoder
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.cost import activation_bytes, attention_output_bytes
-from sage_fast.models.load import find_spec, meta_policy
+from sage_fast.models.load import meta_policy
 from sage_fast.models.model import Model
 from sage_fast.parallel import fit
 from sage_fast.testbed.tiny_model import Testbed
@@ -230,7 +231,7 @@ def test_what_reads_the_end_of_a_block_gets_it_in_a_recomputation(
             by_class(block.video_ff if "inner" in where else block, weight)
         elif "patched" in where:
             kind = type(block.video_ff if "inner" in where else block)
-            monkeypatch.setattr(kind, "forward", scaled_forward(kind.skips_its_end, weight))
+            monkeypatch.setattr(kind, "forward", scaled_forward(kind.omits_last_matmul, weight))
         else:
             scale = scale_by_hook if "hook" in where else scale_in_forward
             scale(block.video_ff if "inner" in where else block, weight)
@@ -380,7 +381,9 @@ def test_the_kernels_of_every_backend_are_known(name: str) -> None:
 def test_a_backend_names_its_operators(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mode `attention` would compute it again otherwise, and the plan would count other memory."""
     assert not is_attention(operator)
-    monkeypatch.setitem(ATTENTION, "mine", Backend(attend=ATTENTION["sdpa"], operators=(operator,)))
+    monkeypatch.setitem(
+        ATTENTION, "mine", AttentionRow(attend=ATTENTION["sdpa"], operators=(operator,))
+    )
     assert is_attention(operator)
 
 
@@ -413,9 +416,9 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
         ):
             free = (need + coming + spare) / fit.MEMORY_SHARE
             monkeypatch.setattr(fit, "free_bytes", lambda device, free=free: free)
-            assert fit.choose_checkpointing(Resolved(config), model) == (expected, 0)
+            assert fit.choose_checkpointing(ResolvedConfig(config), model) == (expected, 0)
     asked = settings(model__gradient_checkpointing="attention")
-    assert fit.choose_checkpointing(Resolved(asked), model)[0] == CheckpointPlan("attention")
+    assert fit.choose_checkpointing(ResolvedConfig(asked), model)[0] == CheckpointPlan("attention")
 
 
 def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,15 +433,18 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         model.spec.cost(config),
         sum(p.numel() for p in model.policy.parameters().values()),
     )
-    graphs = fit.graph_bytes(cost, Resolved(config))
+    graphs = fit.graph_bytes(cost, ResolvedConfig(config))
     free = (cost.activations["none"] + graphs + 12 * trained - 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, left = fit.choose_checkpointing(Resolved(config), model)
+    chosen, left = fit.choose_checkpointing(ResolvedConfig(config), model)
     assert chosen == CheckpointPlan("attention", 1, 3)
     assert left >= graphs
     config = config.replace({"sampling.cuda_graphs": False})
-    assert fit.choose_checkpointing(Resolved(config), model) == (CheckpointPlan("none", 3, 3), 0)
+    assert fit.choose_checkpointing(ResolvedConfig(config), model) == (
+        CheckpointPlan("none", 3, 3),
+        0,
+    )
 
 
 def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(
@@ -459,7 +465,7 @@ def test_auto_sets_nothing_aside_for_graphs_that_do_not_fit(
     free = (cost.activations["none"] + 12 * trained + 1) / fit.MEMORY_SHARE
     monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    chosen, left = fit.choose_checkpointing(Resolved(config), model)
+    chosen, left = fit.choose_checkpointing(ResolvedConfig(config), model)
     assert chosen == CheckpointPlan("none", 3, 3)
     assert left < cost.step
     weights = sum(p.nbytes for _, p in model.policy.named_parameters()) + 4.0 * cost.decoder_weights
@@ -488,7 +494,7 @@ def test_a_run_takes_the_mode_of_its_plan(
     monkeypatch.setattr(fit, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
     monkeypatch.setattr(fit, "world_size", lambda: ranks)
     monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
-    mode, left = fit.choose_checkpointing(Resolved(config), model)
+    mode, left = fit.choose_checkpointing(ResolvedConfig(config), model)
     memory, cost = (
         plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory,
         spec.cost(config),

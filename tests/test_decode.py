@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_fast.models.hunyuan15.decode import SHARE, VideoDecoder, choose, free_bytes
+from sage_fast.models.hunyuan15.decode import MEMORY_FRACTION, VideoDecoder, choose, free_bytes
 from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shape
 from sage_fast.ops.norm_silu import norm_silu_reference
 from sage_fast.rewards import CompositeReward, Scores, join_scores
@@ -189,7 +189,7 @@ def test_choice_by_memory(published: AutoencoderKLHunyuanVideo15) -> None:
         return peak_bytes(published.decoder, (1, *HD), frames, 2)
 
     def chosen(usable: int, enough: int = 10**15) -> tuple[int, int]:
-        result = choose(published, HD, 2, int(usable / SHARE) + 2, enough)
+        result = choose(published, HD, 2, int(usable / MEMORY_FRACTION) + 2, enough)
         assert result.bytes <= max(usable, peak(1)) + 2
         return result.samples, result.frames
 
@@ -212,7 +212,7 @@ def test_choice_by_memory(published: AutoencoderKLHunyuanVideo15) -> None:
 
 def test_the_plan_says_how(published: AutoencoderKLHunyuanVideo15) -> None:
     usable = peak_bytes(published.decoder, (1, *HD), 1, 2)
-    found = str(choose(published, HD, 2, int(usable / SHARE) + 2, 10**15))
+    found = str(choose(published, HD, 2, int(usable / MEMORY_FRACTION) + 2, 10**15))
     assert found.startswith("1 video and 1 latent frame at a time, 4,0")
 
 

@@ -15,15 +15,15 @@ from sage_fast.benchmarks.stock import StockPolicy
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import load_setup, resolve
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.load import find_spec
 from sage_fast.models.spec import Distillation
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.loop import initial_latents, rollout
@@ -264,7 +264,7 @@ def warnings_of(distillation: Distillation | None, **overrides: Any) -> list[str
         "sampling__eta": 0.2,
     }
     long = {"train__iterations": 500}  # so that every setting acts
-    return config_warnings(Resolved(settings(**suited | long | overrides)), distillation)
+    return config_warnings(ResolvedConfig(settings(**suited | long | overrides)), distillation)
 
 
 def test_settings_that_spoil_a_distilled_checkpoint_are_warned_of() -> None:

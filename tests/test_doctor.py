@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from sage_fast import cli
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention.backends import ATTENTION
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.models.registry import default_family
 from sage_fast.ops._dispatch import REFERENCES
 from sage_fast.tools import doctor, selftest

@@ -16,9 +16,9 @@ from torch import Tensor
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.data import embeddings
 from sage_fast.data.embeddings import encode_cached
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.encoder import encoder_version
-from sage_fast.models.load import find_spec
 from sage_fast.rewards.shipped.clip import CLIPScoreReward
 from sage_fast.rewards.shipped.videoalign import VideoAlignReward
 from sage_fast.testbed import BASE, BASE_I2V

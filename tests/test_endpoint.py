@@ -39,7 +39,7 @@ def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
         [(i, 0) for i in range(samples)],
         1,
         torch.device("cpu"),
-        entered=[(i, 0) for i in range(samples)],
+        endpoint_transitions=[(i, 0) for i in range(samples)],
     )
     seeds = torch.arange(samples)
     noise = 0.3 * philox_normal(seeds, torch.tensor(0), shape)
@@ -51,9 +51,8 @@ def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
         seeds,
     )
     rows = [Sample(group=0, index=i, prompt="", seed=i, latent_seed=0) for i in range(samples)]
-    train = SimpleNamespace(prompts_per_iteration=1, group_size=samples)
     plan = SimpleNamespace(
-        resolved=SimpleNamespace(config=SimpleNamespace(train=train)),
+        rollouts=SimpleNamespace(group_size=samples),
         tables=[SimpleNamespace(c=torch.tensor([0.3]))],
     )
     turn_to_endpoints(SimpleNamespace(trajectories=stored, samples=rows), plan)  # type: ignore[arg-type]

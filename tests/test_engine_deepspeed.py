@@ -3,19 +3,22 @@ checkpoints."""
 
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from sage_fast import cli
 from sage_fast.config.loader import build, load
+from sage_fast.config.rank_checks import check_choices
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
-from sage_fast.parallel.deepspeed_config import deepspeed_settings
+from sage_fast.parallel.deepspeed_config import check_deepspeed_settings, deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import TrainingState, save_checkpoint, save_training_state
@@ -24,6 +27,8 @@ from sage_fast.tools.plan import Plan, format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import read_json, read_metrics
+from sage_fast.util.process_group import initialize
+from sage_fast.util.ranks import shutdown
 from tests import zero_runs
 from tests.ranks import command_on_ranks, run_ranks, screens
 from tests.tiny import FEW_STEPS, arguments, embeddings, settings, tiny_model, tiny_trainer
@@ -316,6 +321,110 @@ def test_gradients_are_reduced_beside_the_backward_where_they_are_sharded() -> N
     for engine, overlaps in (("zero1", False), ("zero2", True)):
         zero = deepspeed_settings(settings(train__engine=engine).train, 999)["zero_optimization"]
         assert (zero["overlap_comm"], zero["allgather_bucket_size"]) == (overlaps, 1000)
+
+
+OVERRIDES = {
+    "zero_optimization": {"reduce_bucket_size": 4322, "overlap_comm": True},
+    "wall_clock_breakdown": True,
+}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("form", ["mapping", "json", "yaml"])
+def test_a_configuration_of_deepspeed_is_merged_over_ours(form: str, tmp_path: Path) -> None:
+    """From a mapping, or a file beside the settings."""
+    (tmp_path / "ds.json").write_text(json.dumps(OVERRIDES, indent=2))
+    (tmp_path / "ds.yaml").write_text(yaml.safe_dump(OVERRIDES))
+    given = OVERRIDES if form == "mapping" else f"ds.{form}"
+    train = {"engine": "zero1", "deepspeed_config": given}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"train": train}))
+    config = load(tmp_path / "mine.yaml", {})
+    check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
+    check_deepspeed_settings(config.train)
+    found = deepspeed_settings(config.train, 1000)
+    ours = deepspeed_settings(settings(train__engine="zero1").train, 1000)
+    assert found["zero_optimization"] == ours["zero_optimization"] | OVERRIDES["zero_optimization"]
+    assert found["wall_clock_breakdown"] is True
+    assert found["gradient_clipping"] == ours["gradient_clipping"]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("engine", "given", "message"),
+    [
+        ("zero1", {"train_batch_size": 8}, "train_batch_size follows from the settings; set train"),
+        ("zero2", {"bf16": {"enabled": False}}, "bf16 follows from the settings; set model.dtype"),
+        ("zero2", {"optimizer": {"type": "Adam"}}, "optimizer follows from .* train.optimizer"),
+        ("zero2", {"gradient_clipping": 2}, "set train.max_grad_norm"),
+        ("zero2", {"zero_optimization": {"stage": 3}}, "zero_optimization.stage .* train.engine"),
+        ("zero2", {"zero_optimization": {"offload_optimizer": {}}}, "offload_shards = true"),
+        ("zero2", {"zero_optimization": {"reduce_buket_size": 2}}, "'reduce_bucket_size'"),
+        ("zero2", {"zero_optimization": {"reduce_bucket_size": "many"}}, "DeepSpeed refuses it"),
+        ("zero2", {"zero_optimization": 3}, "zero_optimization = 3: expected a mapping"),
+        ("zero3", {"wall_clock_breakdown": True}, "zero3 does not run DeepSpeed; expected zero1"),
+        ("zero1", "missing.json", "no such file"),
+        ("zero1", "list.json", "holds list; expected a mapping"),
+        ("zero1", "broken.json", "cannot be read as JSON or YAML"),
+    ],
+)  # fmt: skip
+def test_what_a_configuration_of_deepspeed_may_not_say_is_refused_by_name(
+    engine: str, given: Any, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "broken.json").write_text('{"a": ')
+    if isinstance(given, str):
+        given = str(tmp_path / given)
+    config = settings(train__engine=engine, train__deepspeed_config=given)
+    weights = config.reward.part_weights
+
+    def check() -> None:
+        check_choices(config.sampling, config.objective, config.train, weights)
+        check_deepspeed_settings(config.train)
+
+    with pytest.raises(UserError, match=message) as refused:
+        check()
+    assert str(refused.value).startswith("train.deepspeed_config = ")
+    assert "\n" not in str(refused.value)
+
+
+@needs_deepspeed
+def test_a_run_records_the_contents_of_its_configuration_of_deepspeed(tmp_path: Path) -> None:
+    """A resume says when the file has changed, whatever its name."""
+    file = tmp_path / "ds.json"
+    found = []
+    for size in (4322, 4322, 9000):
+        file.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": size}}))
+        given = {
+            "train.engine": "zero2",
+            "train.deepspeed_config": str(file),
+            "output": str(tmp_path),
+        }
+        config = load(REPOSITORY / "configs" / "recipes" / "paper.yaml", given)
+        found.append(load_setup(resolve(config)).contents["train.deepspeed_config"])
+    first, again, changed = found
+    assert first == again
+    assert first.startswith("settings (")
+    assert changed != first
+
+
+def own_configuration(folder: Path) -> None:
+    """Train an iteration of ZeRO-2 with and without a configuration of DeepSpeed's."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    initialize()
+    norms = []
+    for given in (None, {"zero_optimization": {"reduce_bucket_size": 4322}}):
+        config = settings(train__engine="zero2", train__deepspeed_config=given)
+        trainer = tiny_trainer(config)
+        norms.append(trainer.iteration(0)["grad_norm"])
+    engine = cast(Any, trainer.engine)
+    assert engine.deepspeed.zero_reduce_bucket_size() == 4322
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    shutdown()
+
+
+@needs_deepspeed
+def test_deepspeed_runs_with_the_merged_configuration(tmp_path: Path) -> None:
+    assert run_ranks(own_configuration, 2, tmp_path) == [0, 0], screens(tmp_path)
 
 
 @pytest.mark.parametrize("where", ["iteration", "evaluation"])

@@ -13,15 +13,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.utils import _to_kwargs
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scaling import count_gathers
+from sage_fast.config.loader import load
+from sage_fast.config.rank_checks import check_choices
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.parallel import Engine, fsdp, make_engine, ranks_that_shard
 from sage_fast.run.checkpoint import TrainingState, save_training_state
-from sage_fast.util.errors import NonFiniteError
+from sage_fast.tools.plan import format_plan, plan
+from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, shutdown
 from tests import zero_runs
@@ -30,6 +34,7 @@ from tests.tiny import CPU, embeddings, settings, tiny_model
 from tests.zero_runs import mixed_trainer
 
 RANKS = 4
+REPOSITORY = Path(__file__).parents[1]
 CASES: dict[str, dict[str, Any]] = {
     "full muon": {
         "model__tuning": "full",
@@ -44,7 +49,7 @@ TOLERANCES = {"full muon": 2**-8, "full bfloat16": 2**-5, "lora adamw": 1e-5}
 WORDS = "a red circle moves left quickly"
 
 
-def engine(case: str, name: str) -> Engine:
+def engine(case: str, name: str, **others: Any) -> Engine:
     given = {
         "train__learning_rate": 1e-2,
         "train__weight_decay": 0.5,
@@ -52,6 +57,7 @@ def engine(case: str, name: str) -> Engine:
         "train__ema_decay": 0.5,
     }
     given |= {"sampling__guidance_scale": 2.0, "train__engine": name} | CASES[case]
+    given |= others
     config = settings(**given)
     policy = tiny_model(config, getattr(torch, config.model.dtype)).policy
     if config.model.tuning == "full":
@@ -219,6 +225,80 @@ def test_ranks_of_a_node_share_a_copy(
     if node is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", node)
     assert ranks_that_shard(settings(**{"train__engine": "zero3"} | given).train, ranks) == expected
+
+
+def in_host_memory(folder: Path) -> None:
+    """Update with and without `train.offload_shards`, on two nodes of two ranks."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    initialize()
+    for case in ("full bfloat16", "lora adamw"):
+        found = []
+        for offload in (False, True):
+            made = engine(case, "zero3", train__offload_shards=offload)
+            unit = cast(Any, made.policy.sharded_units()[0][0])
+            policy_of_unit = unit._get_fsdp_state()._fsdp_param_group.offload_policy
+            assert isinstance(policy_of_unit, CPUOffloadPolicy) == offload
+            norms = [update(made, number, [rank()]) for number in range(3)]
+            with made.averaged_weights():
+                average = whole(made)
+            found.append((norms, {**whole(made), **{f"ema {n}": t for n, t in average.items()}}))
+        (norms, weights), (norms_offloaded, offloaded) = found
+        assert norms == norms_offloaded, case
+        assert all(torch.equal(offloaded[name], weights[name]) for name in weights), case
+    shutdown()
+
+
+def test_shards_in_host_memory_train_to_the_bit_as_on_the_device(tmp_path: Path) -> None:
+    assert run_ranks(in_host_memory, RANKS, tmp_path) == [0] * RANKS, screens(tmp_path)
+
+
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_shards_on_their_way_to_the_gpu_are_not_overwritten(
+    in_host_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from pinned memory reads it when the GPU gets there, which the host does not wait
+    for."""
+    waits: list[torch.device] = []
+    monkeypatch.setattr(fsdp, "synchronize", waits.append)
+    states = fsdp.ShardedStates(CPU, in_host_memory=in_host_memory)
+    weight = torch.zeros(2)
+    states.write({"a": weight}, {"a": torch.ones(2)})
+    assert waits == ([CPU] if in_host_memory else [])
+    assert torch.equal(weight, torch.ones(2))
+
+
+def test_the_plan_counts_shards_in_host_memory_apart() -> None:
+    config = REPOSITORY / "configs" / "hunyuanvideo15-480p-full.yaml"
+    given = {"train.engine": "zero3", "train.optimizer": "adamw"}
+    on_gpu = plan(load(config, given), ranks=8)
+    offloaded = plan(load(config, given | {"train.offload_shards": "true"}), ranks=8)
+    parts = ("frozen weights", "trained weights", "gradients", "optimizer state")
+    moved = [
+        on_gpu.memory[part] - offloaded.memory[part] for part in (*parts, "anchor and averages")
+    ]
+    assert min(moved) >= 0
+    assert offloaded.in_host_memory == pytest.approx(sum(moved))
+    assert offloaded.in_host_memory > 10 * 2**30
+    assert on_gpu.in_host_memory == 0
+    assert offloaded.memory["block in flight"] == on_gpu.memory["block in flight"]
+    assert "host memory of each rank, for shards" in format_plan(offloaded)
+    assert "for shards" not in format_plan(on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "offload_shards = True: train.engine = plain shards no weights; expected zero3"),
+        ({"train__engine": "zero2"}, "train.engine = zero2 shards no weights"),
+        ({"train__engine": "zero3", "train__optimizer": "muon"}, "muon gathers whole matrices"),
+    ],
+)
+def test_what_cannot_keep_shards_in_host_memory_is_said(
+    given: dict[str, Any], message: str
+) -> None:
+    config = settings(train__offload_shards=True, **given)
+    with pytest.raises(UserError, match=message):
+        check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
 
 
 class Collectives(TorchDispatchMode):

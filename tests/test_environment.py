@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.ops import implementation
 from sage_fast.parallel.stored_rollouts import check_trajectories
 from sage_fast.util.environment import command_line, commit, environment, format_bytes, free_bytes
@@ -31,7 +31,7 @@ def test_free_memory_counts_the_page_cache() -> None:
 
 
 def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved = Resolved(settings())
+    resolved = ResolvedConfig(settings())
     model = tiny_model(resolved.config)
     assert "host memory" in check_trajectories(resolved, model)
     monkeypatch.setattr("sage_fast.parallel.stored_rollouts.free_bytes", lambda device: 1000)

@@ -22,8 +22,9 @@ from sage_fast.commands.card import model_card
 from sage_fast.commands.export_formats import export
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import ModelConfig, SamplingConfig
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
-from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.load import load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.lora.convert import converted, read_lora
 from sage_fast.models.model import Model

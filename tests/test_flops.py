@@ -99,14 +99,14 @@ def test_flops_of_a_model_and_of_its_kernels() -> None:
         context=1.0,
     )
     lora = {
-        mode: training_flops(10.0, 6.0, checkpointing=mode, frozen_base=True)
+        mode: training_flops(10.0, 6.0, checkpointing=mode, trains_adapter=True)
         for mode in (None, "none", "attention", "full")
     }
     assert lora == {None: 8 + 18, "none": 8 + 21, "attention": 12 + 21, "full": 12 + 27}
-    assert training_flops(10.0, 6.0, checkpointing=None, frozen_base=False) == 3 * 10
+    assert training_flops(10.0, 6.0, checkpointing=None, trains_adapter=False) == 3 * 10
     ends = {
         (mode, frozen): training_flops(
-            10.0, 6.0, checkpointing=mode, frozen_base=frozen, block_ends=1.0
+            10.0, 6.0, checkpointing=mode, trains_adapter=frozen, block_ends=1.0
         )
         for mode, frozen in ((None, True), ("none", True), ("full", True), ("full", False))
     }
@@ -117,7 +117,7 @@ def test_flops_of_a_model_and_of_its_kernels() -> None:
         ("full", False): 16 + 27,
     }
     counts = {"rollout": 5, "training": 3, "anchor": 2}
-    found = flops(cost, counts, 4, checkpointing=None, frozen_base=True)
+    found = flops(cost, counts, 4, checkpointing=None, trains_adapter=True)
     assert found == {"rollout": 50, "training": 78, "anchor": 20, "decode": 4}
 
 

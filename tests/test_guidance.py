@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.commands.sample_videos import generate
 from sage_fast.eval.candidate import Candidate, notes_on
 from sage_fast.eval.evaluation import evaluate
@@ -118,8 +118,8 @@ def test_a_warning_where_the_scales_differ_and_no_kl_acts(
         assert "sampling.guidance_scale = 1 in training and eval.guidance_scale = 6" in found
     assert guidance_warning(objective, trained=6.0, evaluated=6.0) is None
     long = {"train__iterations": 500} | overrides
-    assert config_warnings(Resolved(settings(eval__guidance_scale=1.0, **long))) == []
-    assert config_warnings(Resolved(settings(sampling__guidance_scale=6.0, **long))) == []
+    assert config_warnings(ResolvedConfig(settings(eval__guidance_scale=1.0, **long))) == []
+    assert config_warnings(ResolvedConfig(settings(sampling__guidance_scale=6.0, **long))) == []
 
 
 def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:

@@ -21,7 +21,9 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.load import find_spec, load_model, reachable
+from sage_fast.models.find import find_spec
+from sage_fast.models.hub import reachable
+from sage_fast.models.load import load_model
 from sage_fast.testbed import BASE
 from sage_fast.util.errors import UserError
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -189,7 +191,8 @@ import sys
 import torch
 from huggingface_hub import constants
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.load import load_model, reachable
+from sage_fast.models.hub import reachable
+from sage_fast.models.load import load_model
 config = ModelConfig(path="someone/tiny", dtype="float32", lora_rank=4)
 for line in sys.stdin:
     constants.HF_HUB_OFFLINE = line == "offline\\n"

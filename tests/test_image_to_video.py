@@ -19,10 +19,11 @@ from sage_fast.cli import main
 from sage_fast.config.loader import dump
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.load import load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.model import Model
 from sage_fast.rollout.loop import initial_latents, rollout

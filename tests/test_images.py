@@ -32,8 +32,8 @@ from sage_fast.data.prompt_checks import check_captions
 from sage_fast.data.prompts import captions_of, metadata_of, negatives_of, read_prompts
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
-from sage_fast.models.load import find_spec
 from sage_fast.report.html import image_address
 from sage_fast.rewards import CompositeReward
 from sage_fast.rewards.server import RewardServer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast.algorithm.objective import SURROGATES, Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.cli import main
 from sage_fast.config.fields import meanings, own_settings, sections
@@ -128,7 +128,7 @@ def test_a_plan_and_a_run_begin_with_it(tmp_path: Path, capsys: pytest.CaptureFi
 )
 def test_updates_that_nothing_bounds_are_told(overrides: dict[str, str], warns: bool) -> None:
     """Off-policy, without a ratio, a mask or a KL."""
-    warnings = config_warnings(Resolved(load(None, {"kl.strategy": "none"} | overrides)))
+    warnings = config_warnings(ResolvedConfig(load(None, {"kl.strategy": "none"} | overrides)))
     assert any("nothing holds the later updates" in warning for warning in warnings) == warns
 
 
@@ -165,7 +165,7 @@ ACTING = {
 
 
 def paced(overrides: dict[str, str]) -> str | None:
-    return pace_warning(Resolved(load(None, ACTING | overrides)))
+    return pace_warning(ResolvedConfig(load(None, ACTING | overrides)))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_setting_that_cannot_act_within_the_run_is_named(name: str, slow: str,
     assert warning.startswith("too slow to act within 40 updates, in 20 iterations: ")
     assert f"{name} = {slow} ({says}" in warning
     assert "; " not in warning
-    assert warning in config_warnings(Resolved(load(None, ACTING | {name: slow})))
+    assert warning in config_warnings(ResolvedConfig(load(None, ACTING | {name: slow})))
 
 
 def test_what_has_no_part_in_a_run_is_not_too_slow() -> None:
@@ -228,4 +228,4 @@ def test_an_average_that_rolls_out_and_hardly_moves_is_named() -> None:
     "name", ["demo", "demo-i2v", "demo-nft", "recipes/paper", "hunyuanvideo15-480p"]
 )
 def test_a_shipped_configuration_has_nothing_that_is_too_slow(name: str) -> None:
-    assert pace_warning(Resolved(load(CONFIGS / f"{name}.yaml"))) is None
+    assert pace_warning(ResolvedConfig(load(CONFIGS / f"{name}.yaml"))) is None

@@ -22,7 +22,7 @@ from sage_fast.algorithm.objective import (
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.loader import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
-from sage_fast.ops import Row
+from sage_fast.ops import Coefficients
 from sage_fast.rollout.batch import Batch
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -266,7 +266,10 @@ def test_what_counts_as_clipped_has_no_gradient_and_nothing_else(name: str) -> N
         advantage=draws[2], errors=(torch.ones(500), torch.ones(500)),
     )  # fmt: skip
     scored = Scored(
-        log_ratio=log_ratio, kl_old=kl, advantage=draws[2], noised=(scores, Row(*coefs.unbind(1)))
+        log_ratio=log_ratio,
+        kl_old=kl,
+        advantage=draws[2],
+        noised=(scores, Coefficients(*coefs.unbind(1))),
     )
     row, objective = SURROGATES[name], ObjectiveConfig(surrogate=name, clip_range=0.2, kl_limit=0.5)
     (gradient,) = torch.autograd.grad(row.value(scored, objective).sum(), log_ratio)

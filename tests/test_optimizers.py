@@ -30,7 +30,7 @@ def first_step(
     optimizer: str,
     gradient: Tensor,
     name: str = "weight",
-    has_adapter: bool = True,
+    trains_adapter: bool = True,
     **overrides: float,
 ) -> Tensor:
     """What one update with `gradient` adds to a weight of that shape."""
@@ -40,7 +40,7 @@ def first_step(
     matrices = {key for key, p in parameters.items() if IS_MUON(key, p)}
     config = build({"train.learning_rate": 1e-3, "train.optimizer": optimizer}).train
     for made in make_optimizers(
-        parameters, dataclasses.replace(config, **overrides), matrices, {}, has_adapter
+        parameters, dataclasses.replace(config, **overrides), matrices, {}, trains_adapter
     ):
         made.step()
     return weight.detach()
@@ -61,9 +61,9 @@ def test_weights_whose_gradients_are_rounding_move_with_an_adapter_alone() -> No
     at the full rate."""
     gradient = 1e-13 * torch.tensor([-1.0, 1.0]).repeat(64, 64)
     assert first_step("adamw", gradient).abs().min() > 0.9e-3
-    assert first_step("adamw", gradient, has_adapter=False).abs().max() < 2e-6
-    assert first_step("adamw", 2e4 * gradient, has_adapter=False).abs().min() > 0.9e-3
-    assert first_step("adamw", gradient, has_adapter=False, eps=1e-15).abs().min() > 0.9e-3
+    assert first_step("adamw", gradient, trains_adapter=False).abs().max() < 2e-6
+    assert first_step("adamw", 2e4 * gradient, trains_adapter=False).abs().min() > 0.9e-3
+    assert first_step("adamw", gradient, trains_adapter=False, eps=1e-15).abs().min() > 0.9e-3
 
 
 @pytest.mark.parametrize("scale", [1.0, 2e-9])

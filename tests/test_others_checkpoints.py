@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLTextModel, T5EncoderModel
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.load import check_weights, find_spec, load_model
+from sage_fast.models.find import find_spec
+from sage_fast.models.headers import check_weights
+from sage_fast.models.load import load_model
 from sage_fast.testbed import BASE
 from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.util.errors import UserError

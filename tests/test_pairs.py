@@ -7,7 +7,7 @@ import torch
 
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError

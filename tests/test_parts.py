@@ -25,7 +25,7 @@ from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.parallel import Engine, make_engine
 from sage_fast.run import shards as parts
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint, save_training_state
-from sage_fast.run.shards import Layout, SavedParts
+from sage_fast.run.shards import SavedParts, ShardLayout
 from sage_fast.run_folder import RunFolder, iteration_of
 from sage_fast.testbed import BASE as TESTBED
 from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer
@@ -78,14 +78,14 @@ class Held:
         return {name: self.part(name) for name in self.spans}
 
 
-def layouts(held: Spans) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
+def layouts(held: Spans) -> Iterator[tuple[ShardLayout, dict[str, Tensor]]]:
     """Become each of the ranks that hold these spans; yield its layout and its parts."""
     for number, spans in enumerate(held):
         stand_ins = {"rank": lambda number=number: number, "world_size": lambda: len(held),
                      "all_gather_object": lambda own: list(held)}  # fmt: skip
         with mock.patch.multiple(parts, **stand_ins):
             policy = Held(spans)
-            yield Layout(policy), policy.parts()
+            yield ShardLayout(policy), policy.parts()
 
 
 @pytest.mark.parametrize("writers", HELD)

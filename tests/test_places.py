@@ -18,7 +18,7 @@ from sage_fast.config.loader import dump, load
 from sage_fast.config.places import PLACES, is_moved, split_family
 from sage_fast.config.schema import MODEL_NAMES, PROMPT_SETS, Config, RewardEntry
 from sage_fast.data.prompts import SETS, read_prompts
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.models.registry import CHECKPOINTS
 from sage_fast.rewards import load_reward
 from sage_fast.util.errors import UserError

@@ -422,7 +422,10 @@ def test_training_flops(tuning: str) -> None:
         (video.sum() + text.sum()).backward()
     attention = attention_flops(BLOCK, 120, 40)
     formula = training_flops(
-        forward_flops(BLOCK, 120, 40), attention, checkpointing="none", frozen_base=tuning == "lora"
+        forward_flops(BLOCK, 120, 40),
+        attention,
+        checkpointing="none",
+        trains_adapter=tuning == "lora",
     )
     # The rows that the video's queries, keys and values leave for the text are multiplied too: 0.6
     # % of them at 480p.

@@ -10,7 +10,7 @@ import pytest
 
 from sage_fast.algorithm import iteration_plan
 from sage_fast.algorithm.iteration_plan import Rollouts, assign_to_ranks, plan_iteration, share_of
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.loader import build
 from sage_fast.util.seeding import permutation
 
@@ -76,13 +76,13 @@ WINDOWS = {
 }
 
 
-def resolved_of(prompts: int, group_size: int, **others: Any) -> Resolved:
+def resolved_of(prompts: int, group_size: int, **others: Any) -> ResolvedConfig:
     sizes = {
         "train.prompts_per_iteration": prompts,
         "train.group_size": group_size,
         "sampling.steps": 6,
     }
-    return Resolved(build(WINDOWS | sizes | others))
+    return ResolvedConfig(build(WINDOWS | sizes | others))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

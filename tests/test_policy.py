@@ -21,10 +21,11 @@ from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.attention.backends import ATTENTION
 from sage_fast.models.checkpointing import CheckpointPlan
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
-from sage_fast.models.load import find_spec, load_model, make_trainable
+from sage_fast.models.load import load_model, make_trainable
 from sage_fast.models.lora.adapter import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.rollout.loop import initial_latents, rollout
@@ -178,7 +179,7 @@ def test_a_checkpoint_of_the_hub_is_refused_likewise(
 ) -> None:
     """The task is known only once the checkpoint is read."""
     other = changed(checkpoint, tmp_path, "transformer", task_type="sr")
-    monkeypatch.setattr("sage_fast.models.load.reachable", lambda path: str(other))
+    monkeypatch.setattr("sage_fast.models.find.reachable", lambda path: str(other))
     with pytest.raises(
         UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'sr'"
     ):

@@ -21,7 +21,7 @@ from sage_fast.benchmarks import rollout as rollout_bench
 from sage_fast.benchmarks.stock import StockPolicy
 from torch import Tensor
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.config.schema import Config
@@ -200,7 +200,7 @@ def test_training_gives_the_metrics_of_the_cpu(
 ) -> None:
     config = settings(**FEW | overrides)
     with monkeypatch.context() as as_on_a_gpu:  # how much is decoded at a time changes rounding
-        as_on_a_gpu.setitem(decode.ENOUGH, "cpu", decode.ENOUGH["cuda"])
+        as_on_a_gpu.setitem(decode.TARGET_CHUNK_BYTES, "cpu", decode.TARGET_CHUNK_BYTES["cuda"])
         _, expected, expected_evaluation, _ = train(config, tmp_path)
     with PretendCuda() as device:
         trainer, rows, evaluation, said = train(config, tmp_path)
@@ -287,7 +287,7 @@ def test_a_step_without_room_has_no_graph(caplog: pytest.LogCaptureFixture) -> N
 def test_steps_that_cannot_be_recorded_take_no_memory(overrides: dict[str, Any]) -> None:
     def taken(config: Config) -> float:
         cost = tiny_model(config).spec.cost(config)
-        return graph_bytes(cost, Resolved(config))
+        return graph_bytes(cost, ResolvedConfig(config))
 
     assert taken(settings()) > 0
     assert taken(settings(**overrides)) == 0

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 
 from sage_fast.cli import main
 from sage_fast.config.loader import load
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.tools.phases import (
     KERNELS,
     _window,

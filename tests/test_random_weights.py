@@ -7,8 +7,9 @@ import torch
 
 from sage_fast.cli import main
 from sage_fast.config.loader import build, dump
+from sage_fast.models.find import find_spec
 from sage_fast.models.hunyuan15.encoder import random_encoder
-from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.load import load_model
 from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.random_weights import random_module
 from sage_fast.tools.plan import format_plan, plan

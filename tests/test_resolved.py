@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import SETS, read_prompts
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.util.errors import UserError
 from sage_fast.util.process_group import initialize
 from tests.tiny import settings, train
@@ -46,7 +46,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
 
 def count_made(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
     """Count the objects that resolve settings."""
-    for cls in (Objective, Resolved):
+    for cls in (Objective, ResolvedConfig):
         made = cls.__init__
 
         def counted(self: Any, config: Config, made: Any = made) -> None:
@@ -68,7 +68,10 @@ def test_a_run_resolves_its_settings_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     count_calls(monkeypatch, calls)
     count_made(monkeypatch, calls)
     train(config)
-    expected = {function.__name__: 1 for function in FUNCTIONS} | {"Objective": 1, "Resolved": 1}
+    expected = {function.__name__: 1 for function in FUNCTIONS} | {
+        "Objective": 1,
+        "ResolvedConfig": 1,
+    }
     assert calls == expected | {f"read {name}": 1 for name in SETS}
 
 
@@ -76,11 +79,11 @@ def test_settings_outside_a_samplers_range_are_refused_before_a_table_is_made() 
     with pytest.raises(
         UserError, match=r"sampling.eta = 1.5: cps is defined up to 1; the nearest is 1"
     ):
-        Resolved(settings(sampling__sampler="cps", sampling__eta=1.5))
+        ResolvedConfig(settings(sampling__sampler="cps", sampling__eta=1.5))
 
 
 def test_the_trained_steps_of_an_iteration_are_as_many_in_every_other() -> None:
-    resolved = Resolved(settings(sampling__steps=10, train__timestep_fraction=0.35))
+    resolved = ResolvedConfig(settings(sampling__steps=10, train__timestep_fraction=0.35))
     draws = [resolved.trained_steps(resolved.table, iteration) for iteration in range(8)]
     assert {len(steps) for steps in draws} == {4}
     assert len(set(map(tuple, draws))) > 1
@@ -97,4 +100,4 @@ def test_a_fraction_of_the_steps_is_that_of_its_decimal() -> None:
             "sampling__steps": steps,
             "train__timestep_fraction": percent / 100,
         }
-        assert len(Resolved(settings(**given)).longest_window) == -(-percent * steps // 100)
+        assert len(ResolvedConfig(settings(**given)).longest_window) == -(-percent * steps // 100)

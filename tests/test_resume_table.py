@@ -48,6 +48,7 @@ OTHERS: dict[str, Any] = KEPT_OTHERS | {
     "reward.weights": {"vq": 2.0},
     "reward.device": "cpu",
     "train.eps": 1e-7,
+    "train.deepspeed_config": {"wall_clock_breakdown": True},
     "eval.judge": "testbed",
     "tracking.trackers": [],
     "profile.iterations": [1],

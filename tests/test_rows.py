@@ -21,8 +21,8 @@ from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.algorithm.transitions import SAMPLERS, SamplerRow
 from sage_fast.config.engines import ENGINES, OPTIMIZERS
 from sage_fast.config.schema import Config, ObjectiveConfig
-from sage_fast.models import load
 from sage_fast.models.attention.backends import ATTENTION, REFERENCE
+from sage_fast.models.attention.choose import choose_attention
 from sage_fast.parallel.deepspeed_config import deepspeed_settings
 from sage_fast.parallel.engine_memory import engine_memory
 from sage_fast.util.errors import UserError
@@ -155,8 +155,10 @@ def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(
 
 
 def test_a_backend_that_is_the_reference_gets_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "try_attention", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(
+        "sage_fast.models.attention.choose.try_attention", lambda *_: pytest.fail("tried")
+    )
     monkeypatch.setitem(ATTENTION, "mine", dataclasses.replace(ATTENTION[REFERENCE]))
     model = tiny_model(settings())
-    load.choose_attention(model, "mine", settings().sampling)
+    choose_attention(model, "mine", settings().sampling)
     assert model.attention == "mine"

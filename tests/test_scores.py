@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from sage_fast.eval.comparison import compare, format_table
-from sage_fast.eval.gains import Row, hacking, table
+from sage_fast.eval.gains import GainRow, hacking, table
 from sage_fast.eval.scores import format_number, mean_and_margin
 from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.report.html import choose
@@ -36,7 +36,7 @@ def pair(before, after) -> list[VideoSet]:
     ]
 
 
-def gains(before, after) -> list[Row]:
+def gains(before, after) -> list[GainRow]:
     return [row for row in table(pair(before, after)) if row.gain is not None]
 
 

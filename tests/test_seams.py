@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLWan
 
 from sage_fast.commands.card import model_card
 from sage_fast.config.schema import Config
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.models.registry import SHIPPED, family
 from sage_fast.models.spec import Spec
 from sage_fast.run_folder import RunFolder

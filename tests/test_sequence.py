@@ -20,9 +20,11 @@ from sage_fast.config.loader import load
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
+from sage_fast.models.attention.choose import choose_attention
 from sage_fast.models.attention.sequence import SequenceParallel
 from sage_fast.models.checkpointing import MODES, set_checkpointing
-from sage_fast.models.load import choose_attention, find_spec, load_model
+from sage_fast.models.find import find_spec
+from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
 from sage_fast.rewards.composite import Pending
 from sage_fast.tools.plan import plan
@@ -390,11 +392,14 @@ def test_the_kernel_is_chosen_for_the_heads_that_a_rank_has(
 ) -> None:
     shapes = []
     monkeypatch.setattr(
-        "sage_fast.models.load.measure_attention", lambda shape, *_: shapes.append(shape) or {}
+        "sage_fast.models.attention.choose.measure_attention",
+        lambda shape, *_: shapes.append(shape) or {},
     )
     model = tiny_model(settings())
     for size in (1, 2):
-        monkeypatch.setattr("sage_fast.models.load.sequence_size", lambda size=size: size)
+        monkeypatch.setattr(
+            "sage_fast.models.attention.choose.sequence_size", lambda size=size: size
+        )
         choose_attention(model, "auto", settings().sampling)
     tokens = model.spec.attention_shape(settings().sampling)[0]
     assert shapes == [(8, tokens, 4, 16), (8, tokens, 2, 16)]

@@ -1,7 +1,6 @@
 """Groups with shared initial noise: the steps before a window run once per group and rank, and
 change no result."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import Rollouts, assign_to_ranks
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
-from sage_fast.rollout.loop import rollout_runs
+from sage_fast.rollout.loop import rollout_batches
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import Progress
@@ -87,7 +86,7 @@ def test_no_transition_of_a_rollout_is_trained_before_the_window(
         sampling__shift=9.0,
         objective__surrogate=surrogate,
     )
-    resolved = Resolved(config)  # `sage` has silent steps at the start
+    resolved = ResolvedConfig(config)  # `sage` has silent steps at the start
     for window in [
         resolved.table,
         *(resolved.table.window(start, start + 7) for start in range(74)),
@@ -221,7 +220,7 @@ def test_a_group_is_denoised_once_up_to_its_window() -> None:
     """Two of three groups with one window and one length share the batch of their first steps."""
     rollouts = Rollouts(steps=10, group_size=2, windows=[4, 4, 0], shared=True)
     alike = ["a", "a", "a", "a", "b"]
-    assert rollout_runs(alike, [0, 0, 1, 1, 2], rollouts, 4) == [
+    assert rollout_batches(alike, [0, 0, 1, 1, 2], rollouts, 4) == [
         ([0, 2], range(4)),
         ([0, 1, 2, 3], range(4, 10)),
         ([4], range(10)),
@@ -328,8 +327,10 @@ def sharded(folder: Path) -> None:
 
 def test_sharded_ranks_with_unequal_rollouts_train_as_one_process(tmp_path: Path) -> None:
     trainer = tiny_trainer(settings(**ZERO))
-    two = dataclasses.replace(trainer.plan(1), ranks=2)
-    first, second = map(two.rollouts.count, two.shares)
+    plan = trainer.plan(1)
+    tokens = [trainer._tokens(sample.prompt) for sample in plan.samples]
+    shares = assign_to_ranks(tokens, 2, 1, plan.rollouts)
+    first, second = map(plan.rollouts.count, shares)
     assert first != second
     expected = trainer.iteration(1)
     assert run_ranks(sharded, 2, tmp_path) == [0, 0], screens(tmp_path)

@@ -1,6 +1,5 @@
 """Windows of SDE steps: their draws, the rollouts by them, and what is trained."""
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from sage_fast.algorithm.iteration_plan import IterationPlan
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.parallel.stored_rollouts import trajectory_bytes
 from sage_fast.rollout.batch import Batch
@@ -58,7 +57,7 @@ def test_every_step_is_in_equally_many_windows(steps: int, length: int, each: in
     """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer
     of them."""
     config = settings(sampling__steps=steps, sampling__sde_window=length)
-    resolved = Resolved(config)
+    resolved = ResolvedConfig(config)
     trained = [resolved.trained_steps(window) for window in resolved.windows]
     counts = Counter(step for window in trained for step in window)
     assert [len(window) for window in trained] == [length] * len(trained)
@@ -87,7 +86,8 @@ def test_each_prompt_is_rolled_out_as_if_its_window_were_that_of_all() -> None:
     assert len(batch.trajectories.trained) == 2 * sum(map(len, steps_of(trainer, 0)))
     group = {place: number // 2 for place, number in enumerate(batch.numbers)}
     for table in set(tables):
-        alone = rolled_out(trainer, dataclasses.replace(several, tables=[table] * 4))
+        trainer.resolved.windows = [table]  # each group draws this one
+        alone = rolled_out(trainer, trainer.plan(0))
         # samples with one window lie side by side
         place = [alone.numbers.index(number) for number in batch.numbers]
         for name in ("states", "log_probs"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import IterationPlan, plan_iteration
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.callbacks.interface import Callback
 from sage_fast.config.loader import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
@@ -176,7 +176,7 @@ def tiny_trainer(
     prompts = train_prompts()
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
     return Trainer(
-        Resolved(config),
+        ResolvedConfig(config),
         tiny_model(config, dtype, device),
         composite,
         prompts,
@@ -186,7 +186,7 @@ def tiny_trainer(
 
 def planned(config: Config, prompts: Sequence[str], iteration: int = 0) -> IterationPlan:
     """The plan of an iteration on one rank, with prompts of one length."""
-    return plan_iteration(Resolved(config), prompts, lambda prompt: 1, iteration)
+    return plan_iteration(ResolvedConfig(config), prompts, lambda prompt: 1, iteration)
 
 
 def rounding_of_advantages(row: dict[str, Any]) -> float:

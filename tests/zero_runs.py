@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.lora.adapter import LORA_FILE
@@ -123,7 +123,9 @@ def mixed_trainer(config: Config) -> Trainer:
     model, prompts = tiny_model(config, torch.bfloat16), train_prompts()
     model.policy.networks["transformer"].float()
     reward = CompositeReward(BrightnessReward(), config.reward)
-    return Trainer(Resolved(config), model, reward, prompts, embeddings(prompts, torch.bfloat16))
+    return Trainer(
+        ResolvedConfig(config), model, reward, prompts, embeddings(prompts, torch.bfloat16)
+    )
 
 
 def memory(folder: Path, mode: str, engine: str = "zero3") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.models.spec import Distillation
 
 LARGEST_ETA = 0.2
@@ -29,7 +29,7 @@ def check_distilled(distillation: Distillation | None, objective: Objective) -> 
     )
 
 
-def distillation_warnings(distillation: Distillation, resolved: Resolved) -> list[str]:
+def distillation_warnings(distillation: Distillation, resolved: ResolvedConfig) -> list[str]:
     """Return what in the settings is likely to spoil the videos of a distilled checkpoint."""
     warnings = []
     sampling = resolved.config.sampling

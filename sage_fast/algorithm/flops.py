@@ -15,7 +15,7 @@ def flops(
     videos: int,
     *,
     checkpointing: CheckpointPlan | None,
-    frozen_base: bool,
+    trains_adapter: bool,
 ) -> dict[str, float]:
     """Return part -> FLOPs of an iteration, all ranks together.
 
@@ -24,7 +24,7 @@ def flops(
         counts: part -> forwards, as `IterationPlan.forwards` returns them.
         videos: decoded videos.
         checkpointing: what the backward recomputes; None: model FLOPs.
-        frozen_base: as for `training_flops`.
+        trains_adapter: as for `training_flops`.
     """
 
     def of_transition(mode: str | None) -> float:
@@ -33,7 +33,7 @@ def flops(
             cost.attention,
             cost.block_ends,
             checkpointing=mode,
-            frozen_base=frozen_base,
+            trains_adapter=trains_adapter,
         )
 
     if checkpointing is None:
@@ -55,12 +55,12 @@ def training_flops(
     block_ends: float = 0.0,
     *,
     checkpointing: str | None,
-    frozen_base: bool,
+    trains_adapter: bool,
 ) -> float:
     """Return the FLOPs of a forward, its recomputation with checkpointing, and a backward.
 
-        linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] +
-        2.5)
+        linear x (1 + [recomputed] + (1 if trains_adapter else 2))
+        + attention x (1 + [recomputed] + 2.5)
 
     Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither. With a
     frozen base the last matmuls of the blocks, of `block_ends` FLOPs, are not recomputed.
@@ -80,10 +80,10 @@ def training_flops(
         recomputed = of_table(RECOMPUTED, checkpointing, "checkpointing")
 
     linear = forward - attention
-    linear_passes = 2 if frozen_base else 3
+    linear_passes = 2 if trains_adapter else 3
     again = 0.0
     if "linear" in recomputed:
-        again = linear - block_ends if frozen_base else linear
+        again = linear - block_ends if trains_adapter else linear
 
     attention_passes = 2 if "attention" in recomputed else 1
     attention_backward = 2.0 if checkpointing is None else 2.5

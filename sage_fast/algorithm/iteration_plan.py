@@ -13,8 +13,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import TransitionTable
+from sage_fast.config.schema import Config
 from sage_fast.util.seeding import derive_seed, permutation, sample_seeds
 
 Transition = tuple[int, int]
@@ -62,8 +63,9 @@ def prompts_of_iteration(
 def share_of(count: int, ranks: int, rank: int) -> range:
     """Return the numbers below `count` that belong to `rank`; the first ranks have one more if the
     split is uneven."""
-    first, last = (-(-number * count // ranks) for number in (rank, rank + 1))
-    return range(first, last)
+    first = -(-rank * count // ranks)
+    end = -(-(rank + 1) * count // ranks)
+    return range(first, end)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,23 +88,25 @@ class Rollouts:
     @functools.cached_property
     def prefixes(self) -> Sequence[int]:
         """Number of steps that the samples of each group share."""
-        return self.windows if self.shared else [0] * len(self.windows)
+        if self.shared:
+            return self.windows
+        return [0 for _ in self.windows]
 
     def count(self, share: Sequence[int], tokens: Sequence[int] | None = None) -> int:
         """Return the denoising steps of one rank's samples, each weighted by the `tokens` of its
         sample if given."""
-        weights = (
-            dict.fromkeys(share, 1)
-            if tokens is None
-            else {sample: tokens[sample] for sample in share}
-        )
-        of_groups = {sample // self.group_size: weight for sample, weight in weights.items()}
-        together = sum(weight * self.prefixes[group] for group, weight in of_groups.items())
-        alone = (
-            weight * (self.steps - self.prefixes[sample // self.group_size])
-            for sample, weight in weights.items()
-        )
-        return together + sum(alone)
+        steps = 0
+        # group -> weight of the steps that its samples share
+        shared: dict[int, int] = {}
+        for sample in share:
+            weight = 1 if tokens is None else tokens[sample]
+            group = sample // self.group_size
+            shared[group] = weight
+            steps += weight * (self.steps - self.prefixes[group])
+
+        for group, weight in shared.items():
+            steps += weight * self.prefixes[group]
+        return steps
 
 
 def assign_to_ranks(
@@ -113,10 +117,10 @@ def assign_to_ranks(
     Return each rank's sample indices, equal lengths next to each other, and of these equal windows.
 
     The counts differ by at most one, since all samples take the same memory and nearly the same
-    work. The longest samples go first, each to the rank with the least work so far. They go in runs
-    of up to a batch, because a batch holds samples of one length. A run of samples that share steps
-    is of one group. Its length is chosen so that the rank with the most work has the least: whole
-    groups share most, parts of groups balance windows of unequal starts.
+    work. Greedy: the longest samples first, in batches of one length, each to the rank with the
+    least work so far. A batch of samples that share steps is of one group. Of several batch
+    lengths, the one with the smallest maximum load is kept: whole groups share most, parts of
+    groups balance windows of unequal starts.
 
     Args:
         tokens: token count of each sample's forwards, N.
@@ -124,18 +128,20 @@ def assign_to_ranks(
         batch_size: samples that are denoised together.
         rollouts: denoising steps of the samples.
     """
-    lengths = range(rollouts.group_size, 0, -1) if any(rollouts.prefixes) else [batch_size]
+    share_steps = any(rollouts.prefixes)
+    lengths = range(rollouts.group_size, 0, -1) if share_steps else [batch_size]
     order = _longest_first(tokens, rollouts)
-    runs = [_assign_runs(order, tokens, ranks, length, rollouts) for length in lengths]
-    best = min(runs, key=lambda assigned: (max(assigned.loads), sum(assigned.loads)))
-    size, windows = rollouts.group_size, rollouts.windows
+    found = [_assign_batches(order, tokens, ranks, length, rollouts) for length in lengths]
+    best = min(found, key=lambda assigned: (max(assigned.loads), sum(assigned.loads)))
+
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for first, end, rank in best.runs:
+    for first, end, rank in best.batches:
         shares[rank] += order.samples[first:end]
-    return [
-        sorted(share, key=lambda sample: (tokens[sample], windows[sample // size], sample))
-        for share in shares
-    ]
+
+    def sort_key(sample: int) -> tuple[int, int, int]:
+        return tokens[sample], rollouts.windows[sample // rollouts.group_size], sample
+
+    return [sorted(share, key=sort_key) for share in shares]
 
 
 class _Order(NamedTuple):
@@ -143,55 +149,64 @@ class _Order(NamedTuple):
 
     Attributes:
         samples: numbers of the samples.
-        block_ends: place of a sample in this order -> place after the last sample of its block. A
-            block has samples of one length and, if they share steps, of one group.
+        block_ends: position of a sample in this order -> position after the last sample of its
+            block. A block has samples of one length and, if they share steps, of one group.
     """
 
     samples: list[int]
     block_ends: list[int]
 
 
-class _Runs(NamedTuple):
+class _Assignment(NamedTuple):
     """An assignment of samples to ranks.
 
     Attributes:
-        runs: first place in `_Order.samples`, place after the last, rank.
+        batches: first position in `_Order.samples`, position after the last, rank.
         loads: denoising steps of each rank, weighted as by `Rollouts.count`.
     """
 
-    runs: list[tuple[int, int, int]]
+    batches: list[tuple[int, int, int]]
     loads: list[int]
 
 
 def _longest_first(tokens: Sequence[int], rollouts: Rollouts) -> _Order:
-    size, prefixes = rollouts.group_size, rollouts.prefixes
+    size = rollouts.group_size
+    prefixes = rollouts.prefixes
     work = [
         rollouts.count(range(group * size, group * size + size), tokens)
         for group in range(len(prefixes))
     ]
     samples = sorted(range(len(tokens)), key=lambda sample: (-work[sample // size], sample))
-    keys = [
-        (tokens[sample], sample // size if prefixes[sample // size] else None) for sample in samples
-    ]
-    ends = [len(samples)] * len(samples)
-    for place in reversed(range(len(samples) - 1)):
-        ends[place] = ends[place + 1] if keys[place] == keys[place + 1] else place + 1
+
+    # What the samples of a block have in common.
+    batch_keys = []
+    for sample in samples:
+        group = sample // size
+        batch_keys.append((tokens[sample], group if prefixes[group] else None))
+
+    # From the last sample back: each has the end of the next one's block, or ends its own.
+    ends = [len(samples) for _ in samples]
+    for position in reversed(range(len(samples) - 1)):
+        if batch_keys[position] == batch_keys[position + 1]:
+            ends[position] = ends[position + 1]
+        else:
+            ends[position] = position + 1
     return _Order(samples, ends)
 
 
-def _assign_runs(
+def _assign_batches(
     order: _Order, tokens: Sequence[int], ranks: int, length: int, rollouts: Rollouts
-) -> _Runs:
-    """Assign the samples in runs of up to `length`, as `assign_to_ranks` says.
+) -> _Assignment:
+    """Assign the samples in batches of up to `length`, as `assign_to_ranks` says.
 
-    A run takes the same time whatever its length, so that all lengths together take n log n.
+    A batch takes the same time whatever its length, so that all lengths together take n log n.
     """
     count = len(order.samples)
-    runs: list[tuple[int, int, int]] = []
-    loads = [0] * ranks
+    batches: list[tuple[int, int, int]] = []
+    loads = [0 for _ in range(ranks)]
     # whose shared steps the rank has counted
     groups: list[set[int]] = [set() for _ in range(ranks)]
-    # work, free places, rank
+    # work, samples that the rank still takes, rank
     queue = [(0, len(share_of(count, ranks, rank)), rank) for rank in range(ranks)]
     heapq.heapify(queue)
     first = 0
@@ -208,68 +223,55 @@ def _assign_runs(
             steps += shared
         loads[rank] += steps * tokens[sample]
 
-        runs.append((first, end, rank))
+        batches.append((first, end, rank))
         if free > end - first:
             heapq.heappush(queue, (loads[rank], free - (end - first), rank))
         first = end
-    return _Runs(runs, loads)
+    return _Assignment(batches, loads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IterationPlan:
-    """What an iteration does, on all ranks; samples are numbered group by group. `plan_iteration`
-    makes it.
+    """What an iteration does, on all ranks: numbers alone; `plan_iteration` derives them from the
+    settings. Samples are numbered group by group.
 
     Attributes:
-        resolved: settings of the run.
-        index: number of the iteration.
-        ranks: data-parallel ranks, which share the samples.
-        anchor_is_free: the anchor needs no forward, since the rollout's velocities stand in for its
-            own.
         samples: all samples.
-        tokens: token count of a forward of each sample (both CFG passes).
         tables: transitions of each group; with `sampling.sde_window`, ODE outside a random
             contiguous window.
+        trained: the steps that each group trains.
+        rollouts: the denoising steps of the samples.
+        shares: the samples of each rank, balanced by token count.
+        orders: the trained steps of each sample, in the order of its updates.
+        optimizer_steps: updates of the iteration.
+        passes: forwards of a step: 2 with guidance.
+        runs_anchor: whether the anchor has a forward at each trained transition. It has none if
+            there is no anchor, or if the rollout's velocities stand in for its own.
+        scores_noised: whether each trained transition of the rollout policy is scored by a forward
+            of its own.
     """
 
-    resolved: Resolved
-    index: int
-    ranks: int
-    anchor_is_free: bool
     samples: Sequence[Sample]
-    tokens: Sequence[int]
     tables: Sequence[TransitionTable]
-
-    @functools.cached_property
-    def trained(self) -> list[list[int]]:
-        """The steps that each group trains."""
-        return [self.resolved.trained_steps(table, self.index) for table in self.tables]
-
-    @functools.cached_property
-    def rollouts(self) -> Rollouts:
-        """The denoising steps of the samples."""
-        return Rollouts(
-            steps=len(self.tables[0]),
-            group_size=self.resolved.config.train.group_size,
-            windows=[table.first_stochastic for table in self.tables],
-            shared=self.resolved.config.sampling.shared_initial_noise,
-        )
-
-    @functools.cached_property
-    def shares(self) -> list[list[int]]:
-        """The samples of each rank, balanced by token count."""
-        return assign_to_ranks(
-            self.tokens, self.ranks, self.resolved.config.sampling.batch_size, self.rollouts
-        )
+    trained: Sequence[Sequence[int]]
+    rollouts: Rollouts
+    shares: Sequence[Sequence[int]]
+    orders: Sequence[Sequence[int]]
+    optimizer_steps: int
+    passes: int
+    runs_anchor: bool
+    scores_noised: bool
 
     def transitions(self, numbers: Sequence[int]) -> list[Transition]:
         """Return the trained transitions of the samples `numbers`, which are renumbered from 0;
         ordered by step."""
-        groups = [self.samples[number].group for number in numbers]
-        found = [(place, t) for place, group in enumerate(groups) for t in self.trained[group]]
+        found = []
+        for i, number in enumerate(numbers):
+            group = self.samples[number].group
+            found += [(i, t) for t in self.trained[group]]
         return sorted(found, key=lambda transition: transition[::-1])
 
-    def entered(self, numbers: Sequence[int]) -> list[Transition]:
+    def endpoint_transitions(self, numbers: Sequence[int]) -> list[Transition]:
         """Return those of `transitions` that all samples of a group enter from the same latents."""
         first = [self.rollouts.windows[self.samples[number].group] for number in numbers]
         return [(i, t) for i, t in self.transitions(numbers) if t == first[i]]
@@ -277,12 +279,10 @@ class IterationPlan:
     def anchored(self, kept: Sequence[bool]) -> list[Transition]:
         """Return the transitions at which the anchor runs, ordered by step; `kept` is as for
         `updates`."""
-        free = self.anchor_is_free or self.resolved.objective.strategy.anchor is None
-        return (
-            []
-            if free
-            else [(i, t) for i, t in self.transitions(range(len(self.samples))) if kept[i]]
-        )
+        if not self.runs_anchor:
+            return []
+        transitions = self.transitions(range(len(self.samples)))
+        return [(i, t) for i, t in transitions if kept[i]]
 
     def updates(self, kept: Sequence[bool]) -> list[list[Transition]]:
         """Return the transitions of each optimizer step. Each step has every kept sample, at
@@ -291,31 +291,15 @@ class IterationPlan:
         Args:
             kept: whether each sample is trained.
         """
-        seed, count = self.resolved.config.seed, self.resolved.config.train.optimizer_steps
-        orders: dict[int, list[int]] = {}
-        for number, sample in enumerate(self.samples):
-            if kept[number]:
-                steps = self.trained[sample.group]
-                place = (self.index, sample.group, sample.index)
-                orders[number] = [
-                    steps[i] for i in permutation(len(steps), seed, "timesteps", *place)
-                ]
+        count = self.optimizer_steps
+        orders = {number: order for number, order in enumerate(self.orders) if kept[number]}
+        update_of = {length: _cut(length, count) for length in set(map(len, orders.values()))}
 
-        # Position in an order -> the update that trains it. An order of n steps is cut into `count`
-        # nearly equal parts.
-        parts = {
-            length: [
-                u
-                for u in range(count)
-                for _ in range(u * length // count, (u + 1) * length // count)
-            ]
-            for length in {len(order) for order in orders.values()}
-        }
         updates: list[list[Transition]] = [[] for _ in range(count)]
         for position in range(max(map(len, orders.values()), default=0)):
             for number, order in orders.items():
                 if position < len(order):
-                    update = parts[len(order)][position]
+                    update = update_of[len(order)][position]
                     updates[update].append((number, order[position]))
         return updates
 
@@ -327,21 +311,32 @@ class IterationPlan:
         Args:
             kept: as for `updates`; by default every sample.
         """
-        stored = [len(self.trained[sample.group]) for sample in self.samples]
-        kept = [True] * len(self.samples) if kept is None else kept
+        if kept is None:
+            kept = [True for _ in self.samples]
+        steps = [len(self.trained[sample.group]) for sample in self.samples]
+        anchor = len(self.anchored(kept))
+        if self.scores_noised:
+            anchor += sum(steps)
         counts = {
-            "rollout": sum(map(self.rollouts.count, self.shares)),
-            "training": sum(steps for steps, trains in zip(stored, kept) if trains),
-            "anchor": len(self.anchored(kept))
-            + sum(stored) * self.resolved.objective.scores_noised,
+            "rollout": sum(self.rollouts.count(share) for share in self.shares),
+            "training": sum(count for count, trains in zip(steps, kept) if trains),
+            "anchor": anchor,
         }
-        return {
-            part: count * self.resolved.config.sampling.passes for part, count in counts.items()
-        }
+        return {part: self.passes * count for part, count in counts.items()}
+
+
+def _cut(length: int, count: int) -> list[int]:
+    """Return position in an order of `length` steps -> the update that trains it; the order is cut
+    into `count` nearly equal parts."""
+    found: list[int] = []
+    for update in range(count):
+        part = range(update * length // count, (update + 1) * length // count)
+        found += [update for _ in part]
+    return found
 
 
 def plan_iteration(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     prompts: Sequence[str],
     tokens: Callable[[str], int],
     index: int,
@@ -357,36 +352,66 @@ def plan_iteration(
         prompts: training prompts.
         tokens: returns the token count of a forward with a prompt (both CFG passes).
         index: number of the iteration.
-        ranks: data-parallel ranks.
+        ranks: data-parallel ranks, which share the samples.
         anchor_is_free: the anchor needs no forward.
         prompt_offset: as for `prompts_of_iteration`.
     """
-    train, sampling, seed = resolved.config.train, resolved.config.sampling, resolved.config.seed
-    samples, tables = [], []
+    config = resolved.config
+    objective = resolved.objective
     chosen = prompts_of_iteration(
-        len(prompts), train.prompts_per_iteration, index, seed, prompt_offset
+        len(prompts), config.train.prompts_per_iteration, index, config.seed, prompt_offset
     )
-    for group, place in enumerate(chosen):
-        seeds = sample_seeds(seed, index, group, range(train.group_size)).tolist()
-        for number, own in enumerate(seeds):
-            latent_seed = seeds[0] if sampling.shared_initial_noise else own
-            samples.append(
-                Sample(
-                    group=group,
-                    index=number,
-                    prompt=prompts[place],
-                    seed=own,
-                    latent_seed=latent_seed,
-                )
-            )
-        key = (index, group) if sampling.window_per_prompt else (index,)
-        tables.append(resolved.windows[derive_seed(seed, "window", *key) % len(resolved.windows)])
+    samples = _samples(config, [prompts[number] for number in chosen], index)
+    tables = _tables(resolved, index)
+    trained = [resolved.trained_steps(table, index) for table in tables]
+    rollouts = Rollouts(
+        steps=len(tables[0]),
+        group_size=config.train.group_size,
+        windows=[table.first_stochastic for table in tables],
+        shared=config.sampling.shared_initial_noise,
+    )
+    orders = [_order(trained[sample.group], config.seed, index, sample) for sample in samples]
+    lengths = [tokens(sample.prompt) for sample in samples]
     return IterationPlan(
-        resolved=resolved,
-        index=index,
-        ranks=ranks,
-        anchor_is_free=anchor_is_free,
         samples=samples,
-        tokens=[tokens(sample.prompt) for sample in samples],
         tables=tables,
+        trained=trained,
+        rollouts=rollouts,
+        shares=assign_to_ranks(lengths, ranks, config.sampling.batch_size, rollouts),
+        orders=orders,
+        optimizer_steps=config.train.optimizer_steps,
+        passes=config.sampling.passes,
+        runs_anchor=objective.strategy.anchor is not None and not anchor_is_free,
+        scores_noised=objective.scores_noised,
     )
+
+
+def _samples(config: Config, prompts: Sequence[str], index: int) -> list[Sample]:
+    """Return the samples of iteration `index`, one group for each prompt."""
+    samples = []
+    for group, prompt in enumerate(prompts):
+        seeds = sample_seeds(config.seed, index, group, range(config.train.group_size)).tolist()
+        for number, seed in enumerate(seeds):
+            latent_seed = seeds[0] if config.sampling.shared_initial_noise else seed
+            sample = Sample(
+                group=group, index=number, prompt=prompt, seed=seed, latent_seed=latent_seed
+            )
+            samples.append(sample)
+    return samples
+
+
+def _tables(resolved: ResolvedConfig, index: int) -> list[TransitionTable]:
+    """Draw the window of each group of iteration `index`, or one for all groups."""
+    config = resolved.config
+    tables = []
+    for group in range(config.train.prompts_per_iteration):
+        key = (index, group) if config.sampling.window_per_prompt else (index,)
+        drawn = derive_seed(config.seed, "window", *key) % len(resolved.windows)
+        tables.append(resolved.windows[drawn])
+    return tables
+
+
+def _order(steps: Sequence[int], seed: int, index: int, sample: Sample) -> list[int]:
+    """Shuffle the trained steps of a sample."""
+    key = (index, sample.group, sample.index)
+    return [steps[i] for i in permutation(len(steps), seed, "timesteps", *key)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from sage_fast.algorithm.rows import called, find_row, of_table
 from sage_fast.config.engines import RENOISES
 from sage_fast.config.schema import Config, ObjectiveConfig
-from sage_fast.ops import Row
+from sage_fast.ops import Coefficients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Scored:
     log_ratio: Tensor
     kl_old: Tensor
     advantage: Tensor
-    noised: tuple[TransitionScores, Row] | None = None
+    noised: tuple[TransitionScores, Coefficients] | None = None
 
 
 def _clipped_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
@@ -219,7 +219,9 @@ def _made_up_scored() -> Scored:
     kl_old = torch.tensor([0.0, 0.01, 0.02])
     advantage = torch.tensor([1.0, -1.0, 0.5])
     ones = torch.ones(3)
-    coefficients = Row(a=ones, b=-0.5 * ones, c=0.5 * ones, w=-2.0 * ones, k=0.0 * ones, m=ones)
+    coefficients = Coefficients(
+        a=ones, b=-0.5 * ones, c=0.5 * ones, w=-2.0 * ones, k=0.0 * ones, m=ones
+    )
     scores = TransitionScores(
         log_prob=log_prob,
         log_prob_old=log_prob_old,
@@ -399,9 +401,9 @@ class StepConstants:
     coefs: Tensor
 
     @property
-    def row(self) -> Row:
+    def row(self) -> Coefficients:
         """The coefficients by name."""
-        return Row(*self.coefs.unbind(1))
+        return Coefficients(*self.coefs.unbind(1))
 
     def at(self, steps: Tensor) -> StepConstants:
         """Return those of `steps`, int64 `[B]`."""
@@ -482,7 +484,7 @@ def gradient_norms(
     objective: Objective,
     loss: Loss,
     scores: TransitionScores,
-    row: Row,
+    row: Coefficients,
     numel: int,
     rounding: Tensor,
 ) -> GradientNorms:

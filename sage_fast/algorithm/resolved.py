@@ -17,7 +17,7 @@ from sage_fast.config.schema import Config
 from sage_fast.util.seeding import permutation
 
 
-class Resolved:
+class ResolvedConfig:
     """Settings, and what follows from several of their sections. A run makes it once.
 
     `check_trainable` also checks that the settings can train.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
+from sage_fast.config.deepspeed import deepspeed_overrides
 from sage_fast.config.loader import leaves
 from sage_fast.config.rank_checks import check_choices, check_ranks, no_gradient, sampler_in_words
 from sage_fast.config.schema import Config
@@ -35,11 +36,13 @@ def check_same_settings(config: Config, **states: object) -> None:
         UserError: on all ranks, if one differs.
     """
     settings = leaves(dataclasses.asdict(config)) | states
+    # a node may name another file with the same content
+    settings["train.deepspeed_config"] = deepspeed_overrides(config.train)
     shared = {name: value for name, value in settings.items() if name not in NODE_PATHS}
     check_agreement(shared, ": do all nodes read the same files and variables?")
 
 
-def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
+def check_trainable(config: Config, ranks: int | None = None) -> ResolvedConfig:
     """Resolve the settings of a run and check that they can train, before a model is loaded.
 
     Args:
@@ -53,7 +56,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> Resolved:
             ranks than samples.
     """
     check_choices(config.sampling, config.objective, config.train, config.reward.part_weights)
-    resolved = Resolved(config)
+    resolved = ResolvedConfig(config)
     sampling = config.sampling
     train = config.train
     trainable = min(len(resolved.trained_steps(table)) for table in resolved.windows)

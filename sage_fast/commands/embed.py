@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 
         from sage_fast.data.embeddings import cache_key, encode_cached
         from sage_fast.data.prompt_checks import check_captions, notes_on_prompts
-        from sage_fast.models.load import find_spec
+        from sage_fast.models.find import find_spec
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.util.ranks import local_device, shutdown
 

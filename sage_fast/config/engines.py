@@ -40,6 +40,11 @@ class EngineRow:
         return element_bytes if self.keeps_master else 4
 
     @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed runs it, and reads `train.deepspeed_config`."""
+        return self.package == "deepspeed"
+
+    @property
     def gathers(self) -> bool:
         """Whether weights are gathered for a forward, and released after it."""
         return "weights" in self.shards

@@ -241,12 +241,24 @@ def _convert(hint: Any, value: Any) -> Any:
         return value
     if _choices(hint):
         return _chosen(hint, value)
+    for member in _members(hint):
+        if get_origin(member) is dict and isinstance(value, Mapping):
+            return _convert(member, value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _convert(inside[1], item) for key, item in value.items()}
     if origin is list and isinstance(value, list):
         return [_convert(inside[0], item) for item in value]
     if value is None and types.NoneType in _members(hint):
         return None
+    return _convert_scalar(hint, value)
+
+
+def _convert_scalar(hint: Any, value: Any) -> Any:
+    """Return a number, text or bool if it has the type.
+
+    Raises:
+        ValueError: says what was expected.
+    """
     wanted = next(member for member in (*_members(hint), hint) if member is not types.NoneType)
     if not isinstance(value, _PYTHON.get(wanted, ())) or (
         isinstance(value, bool) and wanted is not bool

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 
-from sage_fast.config.engines import ENGINES, RENOISES
+from sage_fast.config.deepspeed import deepspeed_overrides
+from sage_fast.config.engines import ENGINES, OPTIMIZERS, RENOISES
 from sage_fast.config.schema import ODE_SAMPLERS, ObjectiveConfig, SamplingConfig, TrainConfig
 from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import check_place
@@ -23,8 +24,8 @@ def check_choices(
         part_weights: part of the reward -> its weight.
 
     Raises:
-        UserError: no noise to train on, averaged weights without an average, or one part to
-            balance.
+        UserError: no noise to train on, averaged weights without an average, one part to balance,
+            or a setting of another engine.
     """
     is_deterministic = sampling.sampler in ODE_SAMPLERS or sampling.eta == 0
     # another one is asked by its row, later
@@ -36,6 +37,7 @@ def check_choices(
         f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above "
         "0, such as 0.9; the nearest choice is false",
     )
+    _check_engine_settings(train)
     weighted = [part for part, weight in part_weights.items() if weight]
     objective.require(
         len(weighted) > 1 or not objective.balanced_rewards,
@@ -56,6 +58,30 @@ def check_plugins(plugins: Mapping[str, str]) -> None:
     """
     for key, place in plugins.items():
         check_place(place, f"{key} = {place!r}")
+
+
+def _check_engine_settings(train: TrainConfig) -> None:
+    """Check the settings of single engines: `offload_shards` and `deepspeed_config`."""
+    row = ENGINES[train.engine]
+    train.require(
+        row.gathers or not train.offload_shards,
+        "offload_shards",
+        f"train.engine = {train.engine} shards no weights; expected zero3; the nearest choice is "
+        "false",
+    )
+    train.require(
+        not (OPTIMIZERS[train.optimizer] and train.offload_shards),
+        "offload_shards",
+        f"train.optimizer = {train.optimizer} gathers whole matrices on the GPU; expected adamw; "
+        "the nearest choice is false",
+    )
+    train.require(
+        row.is_deepspeed or train.deepspeed_config is None,
+        "deepspeed_config",
+        f"train.engine = {train.engine} does not run DeepSpeed; expected zero1 or zero2; the "
+        "nearest choice is null",
+    )
+    deepspeed_overrides(train)
 
 
 def no_gradient(sampling: SamplingConfig) -> UserError:

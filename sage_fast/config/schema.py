@@ -503,6 +503,14 @@ class TrainConfig(Section):
     """With `zero3` on several nodes, shard over the ranks of a node, so that only gradients cross
     nodes, once an update. Each node holds all shards: without it, they are spread over all
     ranks."""
+    offload_shards: bool = False
+    """With `zero3`, keep each rank's shards of weights, gradients, optimizer state, anchor and
+    average in host memory. A block is copied to the GPU for its forward and its backward, and the
+    update runs on the CPU: slower, for a model that fits no other way."""
+    deepspeed_config: str | dict[str, Any] | None = names("file", None)  # a field
+    """With `zero1` and `zero2`: a JSON or YAML file, or a mapping, in DeepSpeed's own words, such
+    as {zero_optimization: {reduce_bucket_size: 50000000}}. It is merged over the configuration that
+    follows from the settings, whose keys it may not change."""
     optimizer: Optimizer = "adamw"
     """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their
     adapters, and AdamW for the rest."""

@@ -23,7 +23,7 @@ from sage_fast.eval.playback import Clip, read_clip
 from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.loading import Setup, load_setup, resolve
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.rewards import Judge, load_rewards
 from sage_fast.rewards.interface import Scorer
 from sage_fast.util.errors import UserError

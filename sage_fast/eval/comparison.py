@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sage_fast.eval.gains import Row, hacking, table
+from sage_fast.eval.gains import GainRow, hacking, table
 from sage_fast.eval.scores import TOO_FEW, format_number
 from sage_fast.eval.videoset import VideoSet
 from sage_fast.util.errors import UserError
@@ -20,7 +20,7 @@ class Comparison(NamedTuple):
     hacking."""
 
     sets: Sequence[VideoSet]
-    rows: Sequence[Row]
+    rows: Sequence[GainRow]
     notes: list[str]
     warnings: list[str]
 
@@ -79,7 +79,7 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
     return notes
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[GainRow]) -> str:
     """Format scores as aligned Markdown: a row per score and a column per set, then the same of the
     gains."""
     labels = list(dict.fromkeys(row.label for row in rows))
@@ -104,7 +104,7 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join([*text, summary(rows)])
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[GainRow]) -> str:
     """Describe the numbers of the table in one line."""
     counts = {(row.videos, row.prompts) for row in rows}
     videos, prompts = max(counts)

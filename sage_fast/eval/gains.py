@@ -9,12 +9,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from sage_fast.eval.scores import mean_and_margin
-from sage_fast.eval.videoset import Key, VideoSet
+from sage_fast.eval.videoset import VideoKey, VideoSet
 from sage_fast.util.meters import JUDGE_PART
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class GainRow:
     """One score of one set.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
         return "up" if self.gain > 0 else "down"
 
 
-def table(sets: Sequence[VideoSet]) -> list[Row]:
+def table(sets: Sequence[VideoSet]) -> list[GainRow]:
     """Return all scores of all sets with their paired differences to the first set, grouped by
     score."""
     names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
@@ -56,10 +56,10 @@ def table(sets: Sequence[VideoSet]) -> list[Row]:
     ]
 
 
-def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
+def _row(name: str, videos: VideoSet, first: VideoSet) -> GainRow:
     values = videos.by_key(name)
     mean, margin, prompts = _mean(values)
-    row = Row(
+    row = GainRow(
         score=name,
         label=videos.label,
         mean=mean,
@@ -74,14 +74,14 @@ def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
     return dataclasses.replace(row, gain=gain, gain_margin=gain_margin, pairs=len(gains))
 
 
-def _mean(values: Mapping[Key, float]) -> tuple[float, float | None, int]:
+def _mean(values: Mapping[VideoKey, float]) -> tuple[float, float | None, int]:
     """Return the mean, its margin, and the number of prompts."""
     prompts = [prompt for prompt, _ in values]
     mean, margin = mean_and_margin(prompts, list(values.values()))
     return mean, margin, len(set(prompts))
 
 
-def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
+def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[VideoKey, float]:
     """Return each video's score minus that of its pair in the first set."""
     base, values = first.by_key(name), videos.by_key(name)
     return {key: value - base[key] for key, value in values.items() if key in base}

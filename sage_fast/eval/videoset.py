@@ -11,7 +11,7 @@ from typing import Any
 
 from sage_fast.eval.scores import as_float, columns_of, composite
 
-Key = tuple[str, int]
+VideoKey = tuple[str, int]
 """(prompt, index among the prompt's videos); videos of two sets with the same key are a pair."""
 
 
@@ -43,7 +43,7 @@ class VideoSet:
         return self.evaluation.get("iteration", 0)
 
     @functools.cached_property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[VideoKey]:
         seen: dict[str, int] = {}
         keys = []
         for prompt in self.prompts:
@@ -52,11 +52,11 @@ class VideoSet:
         return keys
 
     @functools.cached_property
-    def shown(self) -> dict[Key, Path]:
+    def shown(self) -> dict[VideoKey, Path]:
         """The videos whose files exist."""
         return {key: file for key, file in zip(self.keys, self.files) if file is not None}
 
-    def by_key(self, name: str) -> dict[Key, float]:
+    def by_key(self, name: str) -> dict[VideoKey, float]:
         """Return the finite values of a score by key."""
         return {
             k: value

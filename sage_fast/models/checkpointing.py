@@ -122,7 +122,7 @@ def _runner(mode: str) -> Callable[..., Any]:
     return run
 
 
-def _are_ends_unread(block: nn.Module) -> bool:
+def _can_skip_outputs(block: nn.Module) -> bool:
     """Whether the block alone reads what its last layers return: it has no wrapper, subclass, patch
     or hook.
 
@@ -137,9 +137,9 @@ def _are_ends_unread(block: nn.Module) -> bool:
     hooks += [*_global_forward_hooks.values(), *_global_forward_pre_hooks.values()]
     known = "torch.distributed.fsdp", "torch.utils."
     foreign = any(not str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
-    ends = [m for m in modules if hasattr(type(m), "skips_its_end")]
+    ends = [m for m in modules if hasattr(type(m), "omits_last_matmul")]
     direct = ends[:1] == [block] and {*ends} <= {block, *block.children()}
-    patched = any(vars(type(m)).get("skips_its_end") is not type(m).forward for m in ends)
+    patched = any(vars(type(m)).get("omits_last_matmul") is not type(m).forward for m in ends)
     return direct and not foreign and not patched and not any("forward" in vars(m) for m in modules)
 
 
@@ -169,10 +169,11 @@ class _Recomputation(contextlib.ExitStack):
 
     def __init__(self, block: nn.Module, selective: Context) -> None:
         super().__init__()
-        self.block, self.selective = block, selective
+        self.block = block
+        self.selective = selective
 
     def __enter__(self) -> Self:
-        self.callback(_recomputes.reset, _recomputes.set(_are_ends_unread(self.block)))
+        self.callback(_recomputes.reset, _recomputes.set(_can_skip_outputs(self.block)))
         self.enter_context(self.selective)
         return self
 

@@ -49,7 +49,7 @@ def reachable(path: str) -> str:
         # README.md.
         cache = Path(constants.HF_HUB_CACHE)
         home = cache / repo_folder_name(repo_id=path, repo_type="model")
-        main, held = home / "refs" / "main", sorted((home / "snapshots").glob("*/"))
+        main, cached = home / "refs" / "main", sorted((home / "snapshots").glob("*/"))
         commit = (
             main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
         )
@@ -59,8 +59,8 @@ def reachable(path: str) -> str:
             f"model.path = {path!r}: the Hugging Face hub cannot be reached ({first_line(error)}), "
             "and the model is "
             + (
-                f"in the cache by its commit alone: --model.path {held[0]}"
-                if held
+                f"in the cache by its commit alone: --model.path {cached[0]}"
+                if cached
                 else f"not in the cache {cache}"
             )
             + f". On a machine with network: hf download {path} --local-dir FOLDER; "

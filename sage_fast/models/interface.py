@@ -20,7 +20,7 @@ from torch import Tensor
 from sage_fast.util.captions import Caption
 from sage_fast.util.encoders import check_finite
 
-Key = Hashable
+ConditionKey = Hashable
 """Opaque key of a sample's condition.
 
 A text prompt is its own key; see `sage_fast.util.captions` for images.
@@ -40,7 +40,7 @@ class Condition:
     """
 
     encoders: ClassVar[Mapping[str, str]] = {}
-    negative: Key = ""
+    negative: ConditionKey = ""
     notes: Any = ()
 
     @property
@@ -52,7 +52,7 @@ class Condition:
         """Return field -> tensor, as cached on disk."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def check_finite(self, key: Key) -> None:
+    def check_finite(self, key: ConditionKey) -> None:
         """Check what the encoders give for the prompt of this key.
 
         Raises:
@@ -73,7 +73,7 @@ Encoder = Callable[[Caption], Condition]
 
 def pass_lengths(
     conditions: Mapping[Any, Condition], *, guided: bool
-) -> dict[Key, tuple[int, ...]]:
+) -> dict[ConditionKey, tuple[int, ...]]:
     """Return key -> condition length in each pass of a forward; with guidance, the negative one is
     a second pass."""
     return {
@@ -109,9 +109,9 @@ class BatchConditions(Protocol):
 class ConditionTable(Protocol):
     """Conditions of all samples at every noise level of a rollout."""
 
-    def of(self, keys: Sequence[Key]) -> BatchConditions:
+    def of(self, keys: Sequence[ConditionKey]) -> BatchConditions:
         """Return the conditions of a batch."""
 
-    def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
+    def at(self, keys: Sequence[ConditionKey], steps: Tensor) -> Inputs:
         """Return the inputs of one training forward, differentiable if the weights behind them are
         trained."""

@@ -29,6 +29,8 @@ class UnshardedStates:
     gathers = False
     """Whether a forward gathers sharded weights, so that all ranks must run the same number of
     forwards."""
+    device: torch.device | None = None
+    """Where forwards run, if shards may be elsewhere; by default where the weights are."""
 
     def part(self, p: Tensor) -> Tensor:
         """Return this rank's shard of a weight; it shares the weight's memory."""
@@ -132,9 +134,11 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return next(
-            p for _, p in self.named_parameters()
-        ).device  # diffusers' own walks through every module
+        if self.states.device is not None:
+            return self.states.device
+        # diffusers' own walks through every module
+        _, first = next(self.named_parameters())
+        return first.device
 
     @property
     def uses_guidance(self) -> bool:
@@ -227,7 +231,7 @@ class Policy:
         ]
 
     def sharded_units(self) -> list[Sequence[nn.Module]]:
-        """Return the modules whose weights ZeRO-3 shards, in runs of modules that a forward calls
+        """Return the modules whose weights ZeRO-3 shards, in chains of modules that a forward calls
         one after the other.
 
         A module's weights are gathered for its forward and its backward. All other weights stay
@@ -283,5 +287,5 @@ class Policy:
                 self.load(present)
 
     @property
-    def has_adapter(self) -> bool:
+    def trains_adapter(self) -> bool:
         return any(hasattr(network, "peft_config") for network in self.networks.values())

@@ -6,7 +6,7 @@ PyTorch reference in each file is the specification. This module re-exports the 
 operators; a model imports the files of the others that it runs.
 """
 
-from sage_fast.ops._common import Row as Row
+from sage_fast.ops._common import Coefficients as Coefficients
 from sage_fast.ops._dispatch import implementation as implementation
 from sage_fast.ops.transition_score import transition_score as transition_score
 from sage_fast.ops.transition_step import transition_step as transition_step

@@ -4,12 +4,16 @@ transitions."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("sage_fast", "DEF")
+
+Implementation = Callable[..., Any]
+"""What computes an operator, or its backward: a kernel, or the reference."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -18,7 +22,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-class Row(NamedTuple):
+class Coefficients(NamedTuple):
     """Coefficients of B transitions, each `[B]`, as `TransitionTable.coefficients` defines them."""
 
     a: Tensor
@@ -29,9 +33,9 @@ class Row(NamedTuple):
     m: Tensor
 
 
-def row(coefs: Tensor, step: Tensor, x: Tensor) -> Row:
+def row(coefs: Tensor, step: Tensor, x: Tensor) -> Coefficients:
     """Look up the rows of `step` (int64 `[]` or `[B]`), in the compute dtype of x `[B, ...]`."""
-    return Row(
+    return Coefficients(
         *coefs.index_select(0, step.reshape(-1))
         .to(compute_dtype(x))
         .expand(x.shape[0], 6)

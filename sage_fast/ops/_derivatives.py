@@ -8,7 +8,7 @@ price of memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-Operator = Callable[..., Any]
+from sage_fast.ops._common import Implementation
 
 
 def autograd_kernel(
     name: str,
     operator: Any,
-    backward: Operator | None,
-    setup_context: Operator | None,
+    backward: Implementation | None,
+    setup_context: Implementation | None,
     *,
     mutates: bool,
-) -> Operator:
+) -> Implementation:
     """Return the kernel to register for `Autograd`, with its keyset.
 
     Args:
@@ -129,7 +129,7 @@ class _Underived(torch.autograd.Function):
         raise _no_second_derivative(ctx.name)
 
 
-def first_order(backward: Operator) -> Operator:
+def first_order(backward: Implementation) -> Implementation:
     """Decorate the backward of an autograd function around operators: it raises where its graph is
     asked for.
 

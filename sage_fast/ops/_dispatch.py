@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY
+from sage_fast.ops._common import LIBRARY, Implementation
 from sage_fast.ops._derivatives import autograd_kernel
 from sage_fast.util.errors import UserError, first_line, nearest
 
@@ -38,13 +38,11 @@ def implementation(device: torch.device) -> str:
     return _serving.get(device.type, "PyTorch reference")
 
 
-Operator = Callable[..., Any]
-
-REFERENCES: dict[str, Operator] = {}
+REFERENCES: dict[str, Implementation] = {}
 """Operator, or its backward -> its reference."""
 
 
-def _serve(fused: Operator, reference: Operator) -> Operator:
+def _serve(fused: Implementation, reference: Implementation) -> Implementation:
     """Return a function that calls `reference` for float64 and `fused` for all else."""
 
     def call(*args: Any) -> Any:
@@ -54,15 +52,15 @@ def _serve(fused: Operator, reference: Operator) -> Operator:
     return call
 
 
-def _triton(name: str) -> Operator:
+def _triton(name: str) -> Implementation:
     """Return a kernel that is imported at the first call, so that CPU users never load Triton."""
     module = f"sage_fast.kernels.{name.removesuffix('_backward')}"
     return lambda *args: getattr(importlib.import_module(module), name)(*args)
 
 
-def _cpp(name: str) -> Operator:
+def _cpp(name: str) -> Implementation:
     packet = getattr(torch.ops.sage_fast_cpu, name, None)
-    operator: Operator = REFERENCES[name] if packet is None else packet.default
+    operator: Implementation = REFERENCES[name] if packet is None else packet.default
     if packet is None:
         log.warning(
             f"the C++ operators are an older build, without {name}; the CPU runs its PyTorch "
@@ -71,7 +69,7 @@ def _cpp(name: str) -> Operator:
     return operator
 
 
-def _choose() -> dict[str, Callable[[str], Operator]]:
+def _choose() -> dict[str, Callable[[str], Implementation]]:
     """Return device -> (operator name -> its fused implementation); record each device's in
     `_serving`."""
     choice = os.environ.get("SAGE_FAST_OPS", "")
@@ -79,7 +77,7 @@ def _choose() -> dict[str, Callable[[str], Operator]]:
         raise UserError(f"SAGE_FAST_OPS = {choice!r}: {nearest(choice, ('reference', 'triton'))}")
     if choice == "reference":
         return {}
-    fused: dict[str, Callable[[str], Operator]] = {}
+    fused: dict[str, Callable[[str], Implementation]] = {}
     if importlib.util.find_spec("triton") is not None:
         fused["cuda"], _serving["cuda"] = _triton, "Triton"
     if choice == "triton":
@@ -139,12 +137,12 @@ _FUSED = _choose()
 
 
 def register(
-    reference: Operator,
+    reference: Implementation,
     *,
     mutates: Sequence[str] = (),
     cpp: bool = True,
-    backward: Operator | None = None,
-    setup_context: Operator | None = None,
+    backward: Implementation | None = None,
+    setup_context: Implementation | None = None,
 ) -> None:
     """Define the operator of LIBRARY that `reference`, called `<operator>_reference`, specifies.
 

@@ -13,7 +13,7 @@ from sage_fast.util.launchers import launched
 
 __all__ = ["Engine", "make_engine", "ranks_that_shard"]
 
-NODE = 8
+DEFAULT_GPUS_PER_NODE = 8
 """GPUs of a node, if the launcher does not say."""
 
 
@@ -29,6 +29,8 @@ def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = Tru
 def ranks_that_shard(config: TrainConfig, ranks: int) -> int:
     """Return how many of the `ranks` share one copy of what is sharded: with `train.hybrid_shard`,
     those of a node."""
-    node = launched("LOCAL_WORLD_SIZE", NODE)
-    hybrid = ENGINES[config.engine].gathers and config.hybrid_shard
-    return node if hybrid and 1 < node < ranks and ranks % node == 0 else ranks
+    if not (ENGINES[config.engine].gathers and config.hybrid_shard):
+        return ranks
+    node = launched("LOCAL_WORLD_SIZE", DEFAULT_GPUS_PER_NODE)
+    has_several_nodes = 1 < node < ranks and ranks % node == 0
+    return node if has_several_nodes else ranks

@@ -1,11 +1,14 @@
-"""DeepSpeed's configuration, which follows from the settings."""
+"""DeepSpeed's configuration, which follows from the settings, with `train.deepspeed_config` merged
+over it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from sage_fast.config.deepspeed import deepspeed_overrides, merged
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import TrainConfig
+from sage_fast.util.errors import UserError, in_one_line, nearest
 
 BUCKET = 100_000_000
 """Elements reduced or gathered at once; 0.4 GB in float32."""
@@ -22,6 +25,9 @@ def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False)
     Args:
         trained: number of trained elements.
         bf16: whether activations are bfloat16.
+
+    Raises:
+        UserError: as `deepspeed_overrides`.
     """
     bucket = min(BUCKET, trained + trained % 2)  # DeepSpeed requires an even number
     zero: dict[str, Any] = {
@@ -31,7 +37,7 @@ def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False)
         "allgather_bucket_size": bucket,
         "use_multi_rank_bucket_allreduce": False,  # reduce to the rank that updates: half the bytes
     }
-    return {
+    settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -43,3 +49,28 @@ def deepspeed_settings(config: TrainConfig, trained: int, *, bf16: bool = False)
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }
+    return merged(settings, deepspeed_overrides(config))
+
+
+def check_deepspeed_settings(config: TrainConfig) -> None:
+    """Check what `train.deepspeed_config` sets under `zero_optimization` as DeepSpeed will.
+
+    Raises:
+        UserError: DeepSpeed does not know a key, or refuses a value.
+    """
+    overrides = deepspeed_overrides(config).get("zero_optimization", {})
+    if not overrides:
+        return
+    # imports DeepSpeed, which other engines do not need
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    setting = f"train.deepspeed_config = {config.deepspeed_config!r}: zero_optimization"
+    if not isinstance(overrides, dict):
+        raise UserError(f"{setting} = {overrides!r}: expected a mapping of keys")
+    for key in overrides:
+        if key not in DeepSpeedZeroConfig.model_fields:
+            raise UserError(f"{setting}.{key}: {nearest(key, DeepSpeedZeroConfig.model_fields)}")
+    try:
+        DeepSpeedZeroConfig(**deepspeed_settings(config, 2)["zero_optimization"])
+    except ValueError as error:  # of pydantic, in several lines
+        raise UserError(f"{setting}: DeepSpeed refuses it: {in_one_line(error)}") from error

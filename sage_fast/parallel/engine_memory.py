@@ -10,6 +10,9 @@ element, and N ranks that share a copy:
     zero2     a n + b f          4 n / N         4 n / N   8 n / N   4 n / N
     zero3     (4 n + b f) / N    4 n / N         -         8 n / N   4 n / N
 
+With `train.offload_shards`, the row of zero3 is in host memory, and only the block in flight and
+what is outside the sharded units are on the GPU.
+
 Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. zero1 and zero2 keep a float32
 copy of the weights (DeepSpeed's master), which is updated and copied back, and a bucket of
 gradients in flight, with copies of it while it is reduced. In bfloat16, zero1 also keeps the
@@ -47,6 +50,8 @@ class EngineMemory:
             reduced.
         block_in_flight: gathered weights of a block and their gradients.
         autocast_copies: 16-bit copies of float32 weights.
+        in_host_memory: shards with `train.offload_shards`, and all that belongs to them; not in
+            `total`.
     """
 
     frozen_weights: float = 0.0
@@ -58,6 +63,7 @@ class EngineMemory:
     gradients_in_flight: float = 0.0
     block_in_flight: float = 0.0
     autocast_copies: float = 0.0
+    in_host_memory: float = 0.0
 
     @property
     def weights(self) -> float:
@@ -65,11 +71,12 @@ class EngineMemory:
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return sum(vars(self).values()) - self.in_host_memory
 
     def by_label(self) -> dict[str, float]:
-        """Return label -> bytes, without parts of 0 bytes."""
-        return {name.replace("_", " "): size for name, size in vars(self).items() if size}
+        """Return label -> bytes on the GPU, without parts of 0 bytes."""
+        sizes = {name: size for name, size in vars(self).items() if name != "in_host_memory"}
+        return {name.replace("_", " "): size for name, size in sizes.items() if size}
 
     def __add__(self, other: EngineMemory) -> EngineMemory:
         return EngineMemory(
@@ -97,20 +104,22 @@ def engine_memory(
         """Return the memory for these parameters; each rank holds a `share` of what the engine
         shards."""
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        n, by_muon = sum(p.numel() for p in trained.values()), OPTIMIZERS[train.optimizer]
-        moments = sum(
-            (1 if by_muon and policy.is_muon(k, p) else 2) * p.numel() for k, p in trained.items()
-        )
-        of_weights, of_gradients = (
-            share if part in row.shards else 1.0 for part in ("weights", "gradients")
-        )
+        n = sum(p.numel() for p in trained.values())
+        frozen = sum(p.numel() for p in parameters.values()) - n
+        moments = 0
+        for name, p in trained.items():
+            by_muon = OPTIMIZERS[train.optimizer] and policy.is_muon(name, p)
+            moments += p.numel() if by_muon else 2 * p.numel()
+
+        weights_share = share if "weights" in row.shards else 1.0
+        gradients_share = share if "gradients" in row.shards else 1.0
         return EngineMemory(
-            frozen_weights=of_weights * width * (sum(p.numel() for p in parameters.values()) - n),
-            trained_weights=of_weights * stored * n,
-            gradients=of_gradients * 4 * n,
+            frozen_weights=weights_share * width * frozen,
+            trained_weights=weights_share * stored * n,
+            gradients=gradients_share * 4 * n,
             optimizer_state=share * 4 * moments,
             anchor_and_averages=share * 4 * n * snapshots,
-            master_weights=share * 4 * n * row.keeps_master,
+            master_weights=share * 4 * n if row.keeps_master else 0.0,
         )
 
     weights = dict(policy.named_parameters())
@@ -120,6 +129,8 @@ def engine_memory(
     whole = {name: p for name, p in weights.items() if row.gathers and id(p) not in in_units}
     share = 1 / ranks_that_shard(train, ranks) if row.shards else 1.0
     sharded = held({name: p for name, p in weights.items() if name not in whole}, share)
+    if train.offload_shards:
+        sharded = EngineMemory(in_host_memory=sharded.total)
     memory = held(whole, 1.0) + sharded
     if row.keeps_master:
         trained = [p for name, p in policy.parameters().items() if name not in whole]

@@ -3,7 +3,7 @@ makes it fit."""
 
 from __future__ import annotations
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.engines import ENGINES
 from sage_fast.models.checkpointing import MODES, CheckpointPlan, fastest_that_fits
 from sage_fast.models.model import Model
@@ -21,7 +21,7 @@ fragmentation. In four iterations, training allocated 93 to 99 % of the plan: in
 reserved, and ranks that hold NCCL's buffers, were not measured."""
 
 
-def choose_checkpointing(resolved: Resolved, model: Model) -> tuple[CheckpointPlan, float]:
+def choose_checkpointing(resolved: ResolvedConfig, model: Model) -> tuple[CheckpointPlan, float]:
     """Resolve `model.gradient_checkpointing`. Collective.
 
     Return what is recomputed, and the bytes that are left for CUDA graphs: 0 if steps run without.
@@ -41,7 +41,7 @@ def choose_checkpointing(resolved: Resolved, model: Model) -> tuple[CheckpointPl
 
 
 def fit_training(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     policy: Policy,
     cost: Cost,
     room: float,
@@ -63,7 +63,7 @@ def fit_training(
     return fastest_that_fits(cost.activations, room, len(policy.block_list())), graphs
 
 
-def graph_bytes(cost: Cost, resolved: Resolved) -> float:
+def graph_bytes(cost: Cost, resolved: ResolvedConfig) -> float:
     """Return the most bytes that the graphs of a run keep; 0 if its steps run without.
 
     They do if weights are gathered and released (ZeRO-3), and if ranks share samples, whose
@@ -75,7 +75,7 @@ def graph_bytes(cost: Cost, resolved: Resolved) -> float:
 
 
 def training_room(
-    resolved: Resolved, spec: Spec, policy: Policy, usable: float, *, ranks: int
+    resolved: ResolvedConfig, spec: Spec, policy: Policy, usable: float, *, ranks: int
 ) -> float:
     """Return the bytes for activations and CUDA graphs, for a run and for its plan.
 
@@ -92,6 +92,6 @@ def training_room(
     stored = (
         {} if config.sampling.offload_trajectories else stored_rollouts(resolved, spec, groups)[1]
     )
-    held = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
-    taken = held.total - held.weights + sum(stored.values())
-    return MEMORY_SHARE * (usable - held.weights) - taken
+    engine = engine_memory(config.model, config.train, resolved.objective.strategy, policy, ranks)
+    taken = engine.total - engine.weights + sum(stored.values())
+    return MEMORY_SHARE * (usable - engine.weights) - taken

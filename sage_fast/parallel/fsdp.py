@@ -6,6 +6,10 @@ way. A trained weight of a unit is a float32 shard on each rank, which the optim
 place. It is gathered in the activations' dtype, and its gradient is reduced in float32 after every
 micro-batch. All other weights stay whole on each rank, as in the plain engine: ranks may use them a
 different number of times.
+
+With `train.offload_shards` the shards are in host memory, with their gradients, moments, anchor and
+average. FSDP2 copies a unit's shard to the GPU before it is gathered, and its reduced gradient
+back.
 """
 
 from __future__ import annotations
@@ -14,12 +18,18 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -30,6 +40,7 @@ from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.util.console import wrapped
+from sage_fast.util.environment import synchronize
 from sage_fast.util.ranks import all_reduce, start_alone, world_size
 
 log = logging.getLogger(__name__)
@@ -43,11 +54,12 @@ class FsdpEngine(PlainEngine):
         start_alone(policy.device)
         shards = torch.tensor(ranks_that_shard(self.config, world_size()), device=policy.device)
         # nodes may differ in size
-        mesh, self.nodes = _meshes(policy.device, int(all_reduce(shards, "max")))
+        mesh, self.replicate_group = _meshes(policy.device, int(all_reduce(shards, "max")))
+        offload = self.config.offload_shards
         matrices = {name for name, p in policy.parameters().items() if policy.is_muon(name, p)}
         self.parameters.clear()  # so that each whole weight is freed once it is sharded
-        _shard(policy, mesh)
-        policy.states = ShardedStates(policy.device)
+        policy.states = ShardedStates(policy.device, in_host_memory=offload)
+        _shard(policy, mesh, offload=offload)
         named = policy.parameters()
         self.parameters = list(named.values())
         self.optimized = {name: nn.Parameter(policy.states.part(p)) for name, p in named.items()}
@@ -57,10 +69,10 @@ class FsdpEngine(PlainEngine):
             if isinstance(p, DTensor)
         }
         self.optimizers = make_optimizers(
-            self.optimized, self.config, matrices, partitions, self.policy.has_adapter
+            self.optimized, self.config, matrices, partitions, self.policy.trains_adapter
         )
         policy.uses_all_weights = True
-        if policy.has_adapter:
+        if policy.trains_adapter:
             log.info(
                 wrapped(
                     "note: with train.engine = zero3 a LoRA is added to the rounded output of its "
@@ -78,23 +90,24 @@ class FsdpEngine(PlainEngine):
             grad, p.grad = p.grad, None
             if grad is not None:
                 grad = self.policy.states.part(grad)
-                if self.nodes is not None and isinstance(p, DTensor):
-                    dist.all_reduce(grad, group=self.nodes)
-                    grad.div_(dist.get_world_size(self.nodes))
+                if self.replicate_group is not None and isinstance(p, DTensor):
+                    # on the GPU for NCCL, if shards are in host memory
+                    total = grad.to(self.policy.device)
+                    dist.all_reduce(total, group=self.replicate_group)
+                    grad.copy_(total.div_(dist.get_world_size(self.replicate_group)))
             part.grad = grad
 
     def _gradient_norm(self) -> Tensor:
-        of_shards, of_whole = (
-            get_total_norm(
-                part.grad
-                for p, part in zip(self.parameters, self.optimized.values())
-                if part.grad is not None and isinstance(p, DTensor) == sharded
-            )
-            for sharded in (True, False)
-        )
-        # a norm of no gradients is on the CPU, where NCCL reduces nothing
-        of_shards = of_shards.to(self.policy.device)
-        copies = 1 if self.nodes is None else dist.get_world_size(self.nodes)
+        sharded: list[Tensor] = []
+        whole: list[Tensor] = []
+        for p, part in zip(self.parameters, self.optimized.values()):
+            if part.grad is not None:
+                (sharded if isinstance(p, DTensor) else whole).append(part.grad)
+        # NCCL reduces nothing on the CPU, where the norm of no gradients is, and that of shards in
+        # host memory.
+        of_shards = get_total_norm(sharded).to(self.policy.device)
+        of_whole = get_total_norm(whole).to(self.policy.device)
+        copies = 1 if self.replicate_group is None else dist.get_world_size(self.replicate_group)
         return (all_reduce(of_shards.square()) / copies + of_whole.square()).sqrt()
 
 
@@ -105,9 +118,11 @@ class ShardedStates(UnshardedStates):
     """
 
     gathers = True
+    device: torch.device
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, in_host_memory: bool = False) -> None:
         self.device = device
+        self.in_host_memory = in_host_memory
 
     def padding(self, count: int, backward: bool = False) -> int:
         return int(all_reduce(torch.tensor(count, device=self.device), "max")) - count
@@ -121,9 +136,16 @@ class ShardedStates(UnshardedStates):
         return sum(sizes(p)[: p.device_mesh.get_local_rank()]) if isinstance(p, DTensor) else 0
 
     def whole(self, p: Tensor) -> Tensor:
-        return p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        if not isinstance(p, DTensor):
+            return p.detach()
+        # from the GPU for NCCL, if shards are in host memory
+        on_device = cast(DTensor, p.detach().to(self.device))
+        return on_device.full_tensor()
 
     def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        if self.in_host_memory:
+            # The host runs ahead: copies of the present shards to the GPU may be under way.
+            synchronize(self.device)
         for name, p in parameters.items():
             self.part(p).copy_(state[name])
 
@@ -138,25 +160,33 @@ def _meshes(device: torch.device, shards: int) -> tuple[DeviceMesh, dist.Process
     return mesh["shard"], mesh.get_group("copy")
 
 
-def _shard(policy: Policy, mesh: DeviceMesh) -> None:
+def _shard(policy: Policy, mesh: DeviceMesh, *, offload: bool = False) -> None:
     """Shard the policy's units; a module runs its forward with its weights, and after it holds the
-    shards."""
+    shards.
+
+    `offload` keeps the shards in host memory.
+    """
+    # Pinned host memory lets copies run beside the forward; only CUDA has it.
+    in_host_memory = CPUOffloadPolicy(pin_memory=policy.device.type == "cuda")
     shard = functools.partial(
         fully_shard,
         mesh=mesh,
         reshard_after_forward=True,
+        offload_policy=in_host_memory if offload else OffloadPolicy(),
         mp_policy=MixedPrecisionPolicy(
             param_dtype=policy.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
     )
-    runs = policy.sharded_units()
-    for p in nn.ModuleList(itertools.chain(*runs)).parameters():
+    chains = policy.sharded_units()
+    for p in nn.ModuleList(itertools.chain(*chains)).parameters():
         p.data = p.data.contiguous()  # a forward may have laid the weight beside its adapter
-    for run in runs:
-        for unit, following in itertools.pairwise([shard(unit) for unit in run]):
+    for chain in chains:
+        sharded = [shard(unit) for unit in chain]
+        for unit, following in itertools.pairwise(sharded):
             unit.set_modules_to_forward_prefetch([following])
     # The first forward tells FSDP2 the root, whose units share streams and the end of a backward.
-    fully_shard(root := _Root(itertools.chain(*runs)), mesh=mesh)
+    root = _Root(itertools.chain(*chains))
+    fully_shard(root, mesh=mesh)
     root(None)
 
 

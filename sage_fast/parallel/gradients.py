@@ -39,15 +39,20 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
             grad.copy_(mean.view_as(grad))
 
 
-def forget_zero_gradients(parts: Collection[Tensor]) -> None:
+def forget_zero_gradients(parts: Collection[Tensor], device: torch.device) -> None:
     """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero.
 
     Collective.
+
+    Args:
+        device: where collectives run; shards may be in host memory.
     """
-    given = [(part, part.grad) for part in parts if part.grad is not None]
-    moving = [grad.any() for _, grad in given]
-    together = all_reduce(torch.stack(moving).int(), "max").tolist() if given else []
-    for (part, _), moves in zip(given, together):
+    with_grad = [part for part in parts if part.grad is not None]
+    if not with_grad:
+        return
+    moving = [part.grad.any().to(device) for part in with_grad if part.grad is not None]
+    together = all_reduce(torch.stack(moving).int(), "max").tolist()
+    for part, moves in zip(with_grad, together):
         if not moves:
             part.grad = None
 

@@ -128,15 +128,21 @@ class PartitionedMuon(Muon):
             self._round(moving[start : start + ranks], group["eps"])
 
     def _round(self, matrices: Sequence[tuple[Tensor, Partition]], eps: float) -> None:
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        ranks = dist.get_world_size(self.group)
+        rank = dist.get_rank(self.group)
         parts = [p for p, _ in matrices]
-        given = [p.numel() for p in parts] + [0] * (ranks - len(matrices))
         mine = matrices[rank][1] if rank < len(matrices) else None
-        taken = list(mine.sizes) if mine else [0] * ranks
-        whole = exchange(torch.cat(self._directions(parts)), given, taken, self.group)
-        whole = (
-            orthogonalized(whole.view(1, *mine.shape), eps).flatten() if mine else whole.bfloat16()
-        )
-        updates = exchange(whole, taken, given, self.group).split(given)
+
+        # Rank i gets this rank's part of matrix i, if the round has one for it.
+        sent = [0 for _ in range(ranks)]
+        sent[: len(parts)] = [p.numel() for p in parts]
+        received = [0 for _ in range(ranks)] if mine is None else list(mine.sizes)
+        whole = exchange(torch.cat(self._directions(parts)), sent, received, self.group)
+        if mine is None:
+            whole = whole.bfloat16()  # empty, in the dtype of the others' updates
+        else:
+            whole = orthogonalized(whole.view(1, *mine.shape), eps).flatten()
+
+        updates = exchange(whole, received, sent, self.group).split(sent)
         for (p, partition), update in zip(matrices, updates):
             self._move([p], (update,), partition.shape)

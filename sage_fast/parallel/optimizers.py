@@ -14,8 +14,9 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.parallel.muon import Muon, Partition, PartitionedMuon
 
 BETAS = (0.9, 0.999)
-EPS = {True: 1e-15, False: 1e-10}
-"""Whether the weights are those of an adapter -> `train.eps` where it is not set."""
+EPS_OF_ADAPTER = 1e-15
+EPS_OF_NETWORK = 1e-10
+"""`train.eps` where it is not set."""
 
 
 def make_optimizers(
@@ -23,7 +24,7 @@ def make_optimizers(
     config: TrainConfig,
     matrices: Collection[str],
     partitions: Mapping[str, Partition],
-    has_adapter: bool,
+    trains_adapter: bool,
 ) -> list[torch.optim.Optimizer]:
     """Build the torch optimizers that `train.optimizer` names; together they cover all weights,
     each weight once.
@@ -38,27 +39,29 @@ def make_optimizers(
         matrices: names of the weights that Muon may update; the model says which.
         partitions: how the weights lie over the ranks, if `parameters` are this rank's parts of
             them; else empty.
-        has_adapter: whether the weights are those of an adapter.
+        trains_adapter: whether the weights are those of an adapter.
     """
     # For Muon, eps bounds the gradient's norm: torch's 1e-7 would shrink updates of small ones.
-    settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    settings["eps"] = config.eps or EPS[has_adapter]
-    by_muon = {
-        name: p
-        for name, p in parameters.items()
-        if OPTIMIZERS[config.optimizer] and name in matrices
+    usual_eps = EPS_OF_ADAPTER if trains_adapter else EPS_OF_NETWORK
+    settings: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "eps": config.eps or usual_eps,
     }
+    by_muon: dict[str, Tensor] = {}
+    if OPTIMIZERS[config.optimizer]:
+        by_muon = {name: p for name, p in parameters.items() if name in matrices}
     rest = [p for name, p in parameters.items() if name not in by_muon]
+
     made: list[torch.optim.Optimizer] = []
     if by_muon and partitions:
-        made.append(
-            PartitionedMuon(
-                list(by_muon.values()), [partitions[name] for name in by_muon], **settings
-            )
-        )
+        of_parts = [partitions[name] for name in by_muon]
+        made.append(PartitionedMuon(list(by_muon.values()), of_parts, **settings))
     elif by_muon:
         made.append(Muon(list(by_muon.values()), **settings))
-    return made + ([torch.optim.AdamW(rest, betas=BETAS, **settings)] if rest else [])
+    if rest:
+        made.append(torch.optim.AdamW(rest, betas=BETAS, **settings))
+    return made
 
 
 SCHEDULES: dict[str, Callable[[float], float]] = {

@@ -55,7 +55,7 @@ class PlainEngine(Engine):
         self.optimized: dict[str, Tensor] = {**self.policy.parameters()}
         matrices = {name for name, p in self.optimized.items() if self.policy.is_muon(name, p)}
         self.optimizers = make_optimizers(
-            self.optimized, self.config, matrices, {}, self.policy.has_adapter
+            self.optimized, self.config, matrices, {}, self.policy.trains_adapter
         )
 
     def backward(self, loss: Tensor, total: int) -> None:
@@ -89,7 +89,7 @@ class PlainEngine(Engine):
         """Update the weights if the gradient norm is finite; return the norm."""
         self._reduce_gradients()
         parts = self.optimized.values()
-        forget_zero_gradients(parts)
+        forget_zero_gradients(parts, self.policy.device)
         norm = clip_gradients(parts, self._gradient_norm(), self.config.max_grad_norm)
         if math.isfinite(norm):
             for optimizer in self.optimizers:
@@ -134,7 +134,7 @@ class PlainEngine(Engine):
 
     def remember(self) -> bool:
         state = self.policy.parts(), self.optimizer_state, self.steps, self.ema
-        sizes: list[int] = []
+        sizes: list[int] = []  # bytes of each tensor
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
         # At the first call, and once the optimizer has allocated its state: on any rank, since a
         # rank whose part of a weight is empty allocates nothing for it.

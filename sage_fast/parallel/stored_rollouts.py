@@ -7,7 +7,7 @@ import math
 import torch
 
 from sage_fast.algorithm.iteration_plan import share_of
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.models.model import Model
 from sage_fast.models.spec import Spec
 from sage_fast.util.environment import format_bytes, free_bytes
@@ -15,7 +15,9 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import data_size
 
 
-def stored_rollouts(resolved: Resolved, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
+def stored_rollouts(
+    resolved: ResolvedConfig, spec: Spec, groups: int
+) -> tuple[int, dict[str, float]]:
     """Return the samples of an iteration on a rank of the first of `groups`, which has most; and
     part -> bytes."""
     samples = len(share_of(resolved.config.train.samples, groups, 0))
@@ -24,7 +26,7 @@ def stored_rollouts(resolved: Resolved, spec: Spec, groups: int) -> tuple[int, d
     )
 
 
-def trajectory_bytes(resolved: Resolved, numel: int, samples: int) -> dict[str, float]:
+def trajectory_bytes(resolved: ResolvedConfig, numel: int, samples: int) -> dict[str, float]:
     """Return part -> bytes of what `samples` rollouts store for training, with `numel` elements per
     latent."""
     config, objective, trained = resolved.config, resolved.objective, len(resolved.longest_window)
@@ -40,7 +42,7 @@ def trajectory_bytes(resolved: Resolved, numel: int, samples: int) -> dict[str, 
     }
 
 
-def check_trajectories(resolved: Resolved, model: Model) -> str:
+def check_trajectories(resolved: ResolvedConfig, model: Model) -> str:
     """Describe the size of an iteration's stored rollouts on this rank.
 
     Raises:

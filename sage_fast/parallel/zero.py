@@ -88,17 +88,20 @@ class ZeroEngine(PlainEngine):
 
     def _prepare(self) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        logging.getLogger("DeepSpeed").addFilter(_is_news)
+        logging.getLogger("DeepSpeed").addFilter(_keep_record)
         start_alone(self.policy.device)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
         check_version()
         join_deepspeed()
-        self._moves = torch.zeros(len(self.parameters), dtype=torch.bool, device=self.policy.device)
+        self._has_grad = torch.zeros(
+            len(self.parameters), dtype=torch.bool, device=self.policy.device
+        )
         for number, p in enumerate(self.parameters):
-            p.register_hook(functools.partial(self._note, number))
+            p.register_hook(functools.partial(self._record_grad, number))
         named = self.policy.parameters()
         matrices = {name for name, p in named.items() if self.policy.is_muon(name, p)}
-        modules, trained = _Modules(self.policy), sum(p.numel() for p in self.parameters)
+        modules = _Modules(self.policy)
+        trained = sum(p.numel() for p in self.parameters)
         rows = _Rows(self.parameters, self._update_row)
         self.policy.states = states = _MasterStates(self.parameters)
         settings = deepspeed_settings(
@@ -116,12 +119,12 @@ class ZeroEngine(PlainEngine):
         }
         self.optimized = dict(zip(named, self.parts))
         self.optimizers = make_optimizers(
-            self.optimized, self.config, matrices, partitions, self.policy.has_adapter
+            self.optimized, self.config, matrices, partitions, self.policy.trains_adapter
         )
         self.policy.uses_all_weights = True
 
-    def _note(self, number: int, grad: Tensor) -> None:
-        self._moves[number].logical_or_(grad.any())
+    def _record_grad(self, number: int, grad: Tensor) -> None:
+        self._has_grad[number].logical_or_(grad.any())
 
     def backward(self, loss: Tensor, total: int) -> None:
         """Accumulate the gradients of one micro-batch.
@@ -131,8 +134,8 @@ class ZeroEngine(PlainEngine):
         self.deepspeed.backward(self.deepspeed(data_size() / total * loss))
 
     def _update(self, rate: float) -> float:
-        moving = all_reduce(self._moves.int(), "max").tolist()
-        self._moves.zero_()
+        moving = all_reduce(self._has_grad.int(), "max").tolist()
+        self._has_grad.zero_()
         self._waiting = [part for part, moves in zip(self.parts, moving) if moves]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -163,7 +166,7 @@ class ZeroEngine(PlainEngine):
         return False
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _keep_record(record: logging.LogRecord) -> bool:
     """Drop two of DeepSpeed's warnings: `_Rows` is an optimizer of ours, and our engine reports an
     overflow itself."""
     return not any(
@@ -226,21 +229,24 @@ class _MasterStates(UnshardedStates):
                 min(max(row * number, end - p.numel()), end) for number in range(world_size() + 1)
             ]
             self._sizes[p] = [high - low for low, high in itertools.pairwise(cuts)]
-        own = (
-            p.detach().flatten().narrow(0, self.start(p), self.sizes(p)[rank()]) for p in parameters
-        )
-        self.parts = {p: part.to(torch.float32, copy=True) for p, part in zip(parameters, own)}
+        self.parts = {}
+        for p in parameters:
+            local = p.detach().flatten().narrow(0, self.start(p), self.sizes(p)[rank()])
+            self.parts[p] = local.to(torch.float32, copy=True)
 
     def attach(self, row: Tensor) -> None:
         """Write the parts into `row`, this rank's master, and keep them there."""
-        self.row, first = row.detach(), next(iter(self.parts))
+        self.row = row.detach()
+        first = next(iter(self.parts))
         self.working = first.new_empty(0).set_(first.untyped_storage())
         assert len(self.working) == len(row) * world_size()
-        sizes, begin = [part.numel() for part in self.parts.values()], 0
-        for p, place in zip(self.parts, self.row.split([*sizes, len(row) - sum(sizes)])):
+        sizes = [part.numel() for part in self.parts.values()]
+        padding = len(row) - sum(sizes)
+        begin = 0
+        for p, slot in zip(self.parts, self.row.split([*sizes, padding])):
             assert p.storage_offset() == begin
             begin += p.numel()
-            self.parts[p] = place.copy_(self.parts[p])
+            self.parts[p] = slot.copy_(self.parts[p])
 
     def sizes(self, p: Tensor) -> list[int]:
         """Return the elements of each rank's part."""
@@ -272,8 +278,7 @@ class _MasterStates(UnshardedStates):
         torch.autograd.graph.increment_version(parameters.values())
 
     def padding(self, count: int, backward: bool = False) -> int:
-        return (
-            int(all_reduce(torch.tensor(count).to(collective_device()), "max")) - count
-            if backward
-            else 0
-        )
+        if not backward:
+            return 0
+        largest = all_reduce(torch.tensor(count).to(collective_device()), "max")
+        return int(largest) - count

@@ -15,7 +15,7 @@ from PIL import Image
 from sage_fast.eval.gains import gains_of
 from sage_fast.eval.playback import for_browser
 from sage_fast.eval.scores import format_number
-from sage_fast.eval.videoset import Key, VideoSet
+from sage_fast.eval.videoset import VideoKey, VideoSet
 from sage_fast.util.errors import UserError
 from sage_fast.util.images import read_image
 from sage_fast.util.videos import MIN_SIDE
@@ -74,7 +74,7 @@ def image_address(file: str | Path) -> str:
 # -- videos ----------------------------------------------------------------------------------------
 
 
-def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
+def choose(sets: Sequence[VideoSet], count: int) -> dict[VideoKey, str]:
     """Choose videos that all sets have: a third each of largest gains, medians and largest losses
     of the first score.
 
@@ -174,7 +174,7 @@ def training_cards(videos: VideoSet, notes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def scores_of(videos: VideoSet, key: Key) -> dict[str, float]:
+def scores_of(videos: VideoSet, key: VideoKey) -> dict[str, float]:
     """Return the known scores of one video."""
     scores = {}
     for name in videos.scores:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sage_fast.config.loader import leaves, read_yaml
 from sage_fast.eval.comparison import compare
-from sage_fast.eval.gains import Row, hacking_in_run, table
+from sage_fast.eval.gains import GainRow, hacking_in_run, table
 from sage_fast.eval.scores import TOO_FEW, format_number
 from sage_fast.eval.training_samples import shown_iterations
 from sage_fast.eval.video_folder import read_folder, write_folder
@@ -95,7 +95,7 @@ def read_run(path: Path) -> RunReport:
 # -- warning signs ---------------------------------------------------------------------------------
 
 
-class Check(NamedTuple):
+class WarningSign(NamedTuple):
     """A check for reward hacking or a broken run: its name, its result, and whether that is a
     warning."""
 
@@ -105,8 +105,8 @@ class Check(NamedTuple):
 
 
 def checks(
-    rows: Sequence[MetricsRow], gains: Sequence[Row], hacking: str | None = None
-) -> Iterator[Check]:
+    rows: Sequence[MetricsRow], gains: Sequence[GainRow], hacking: str | None = None
+) -> Iterator[WarningSign]:
     """Yield the checks to read before believing a rising reward; checks without data are skipped.
 
     Shares are means over the last quarter of the run. A part has risen or fallen if the interval of
@@ -129,10 +129,10 @@ def checks(
     share = late("reward/zero_std_groups")
     if share is not None:
         text = f"{share:.0%} (warns above 25%): they teach nothing"
-        yield Check("Groups whose rewards are all equal", text, share > 0.25)
+        yield WarningSign("Groups whose rewards are all equal", text, share > 0.25)
     clipped = late("ratio/clip_fraction")
     if clipped is not None and charts.is_on(rows, "ratio/clip_fraction"):
-        yield Check(
+        yield WarningSign(
             "Clipped ratios",
             f"{clipped:.0%} (warns above 30%): a high share wastes updates",
             clipped > 0.3,
@@ -140,16 +140,16 @@ def checks(
     acting = late("kl/gradient_share")
     if acting:
         text = f"{acting:.1g} (warns below 1e-3: it does nothing)"
-        yield Check("The KL's share of the gradient", text, acting < 1e-3)
+        yield WarningSign("The KL's share of the gradient", text, acting < 1e-3)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
         text = (
             f"{last / first:.0%} of its first quarter (warns below 30%, where samples look alike)"
         )
-        yield Check("Reward spread within a group", text, last < 0.3 * first)
+        yield WarningSign("Reward spread within a group", text, last < 0.3 * first)
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
-        yield Check("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
+        yield WarningSign("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
     judged = [row for row in gains if row.gain_margin is not None]
     yield from _checks_of_evaluations(judged, hacking)
     start, end = early("reward/mean"), late("reward/mean")
@@ -157,7 +157,7 @@ def checks(
         training = format_number(end - start, 3, sign=True)
         heldout = format_number(judged[0].gain or 0, 3, sign=True)
         text = f"training {training} from first to last quarter, held-out {heldout}"
-        yield Check(
+        yield WarningSign(
             "Training reward against held-out reward",
             text,
             end > start and judged[0].direction == "down",
@@ -167,10 +167,10 @@ def checks(
         for row in rows:
             if any(json_value(value) is None for value in row.values()):
                 gaps += 1
-        yield Check("Iterations with a value that is not finite", str(gaps), gaps > 0)
+        yield WarningSign("Iterations with a value that is not finite", str(gaps), gaps > 0)
 
 
-def _checks_of_evaluations(judged: Sequence[Row], hacking: str | None) -> Iterator[Check]:
+def _checks_of_evaluations(judged: Sequence[GainRow], hacking: str | None) -> Iterator[WarningSign]:
     """Yield the checks that evaluations alone decide; arguments as of `checks`, gains with an
     interval."""
     parts = [row for row in judged[1:] if not row.score.startswith(JUDGE_PART)]
@@ -178,7 +178,7 @@ def _checks_of_evaluations(judged: Sequence[Row], hacking: str | None) -> Iterat
         risen = [row.score for row in parts if row.direction == "up"]
         fallen = [row.score for row in parts if row.direction == "down"]
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
-        yield Check("One part bought with another (held-out)", text, bool(risen and fallen))
+        yield WarningSign("One part bought with another (held-out)", text, bool(risen and fallen))
     watched = {
         row.score.removeprefix(JUDGE_PART): row.gain
         for row in judged
@@ -188,7 +188,7 @@ def _checks_of_evaluations(judged: Sequence[Row], hacking: str | None) -> Iterat
         change = ", ".join(
             f"{part} {format_number(gain or 0, 3, sign=True)}" for part, gain in watched.items()
         )
-        yield Check(
+        yield WarningSign(
             "Held-out reward against the judge", hacking or f"judge: {change}", hacking is not None
         )
 

@@ -1,2 +1,2 @@
-"""Rollouts: the denoising loop, its CUDA graphs, the stored trajectories, and their scoring and
-replay."""
+"""Rollouts: the denoising loop, its CUDA graphs, the stored trajectories, their scoring and replay,
+and the gate that compares both."""

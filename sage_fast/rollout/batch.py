@@ -44,13 +44,11 @@ class Batch:
     def own(self, transitions: Sequence[Transition]) -> list[Transition]:
         """Return the transitions of this rank's samples, renumbered from 0; those given are of all
         ranks' samples."""
-        places = {number: place for place, number in enumerate(self.numbers)}
-        return [(places[number], t) for number, t in transitions if number in places]
+        rows = {number: row for row, number in enumerate(self.numbers)}
+        return [(rows[number], t) for number, t in transitions if number in rows]
 
     def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
         """Return the anchor's velocities; None without an anchor."""
-        return (
-            self.trajectories.gather(self.anchor_velocities, micro)
-            if self.anchor_velocities
-            else None
-        )
+        if not self.anchor_velocities:
+            return None
+        return self.trajectories.gather(self.anchor_velocities, micro)

@@ -21,22 +21,24 @@ from sage_fast.util.ranks import data_sum
 
 
 def turn_to_endpoints(batch: Batch, plan: IterationPlan) -> None:
-    """Turn the stored transitions of `IterationPlan.entered` to the endpoints, which
+    """Turn the stored transitions of `IterationPlan.endpoint_transitions` to the endpoints, which
     `Trajectories.finish` has stored.
 
     The means are over the group's samples on all ranks, which call this together.
     """
-    stored, train = batch.trajectories, plan.resolved.config.train
-    sums = torch.zeros(train.prompts_per_iteration, *stored.shape, device=stored.device)
+    stored = batch.trajectories
+    sums = torch.zeros(len(plan.tables), *stored.shape, device=stored.device)
     for (i, _), endpoint in stored.endpoints.items():
         sums[batch.samples[i].group] += endpoint.to(stored.device)
-    means = data_sum(sums) / train.group_size
+    means = data_sum(sums) / plan.rollouts.group_size
     for (i, t), endpoint in stored.endpoints.items():
         sample = batch.samples[i]
         seed, step = on_device(torch.tensor([[sample.seed], [t]]), stored.device)
-        noise = float(plan.tables[sample.group].c[t]) * philox_normal(seed, step, stored.shape)[0]
-        away, reached = (
-            endpoint.to(stored.device) - means[sample.group],
-            stored.states[i, t + 1].to(stored.device),
-        )
-        endpoint.copy_(reached - noise + away * (noise.norm() / away.norm().clamp(min=1e-30)))
+        std = float(plan.tables[sample.group].c[t])
+        noise = std * philox_normal(seed, step, stored.shape)[0]
+        next_latents = stored.states[i, t + 1].to(stored.device)
+        direction = endpoint.to(stored.device) - means[sample.group]
+
+        # As long as the noise was, so that the log-prob under the rollout policy stays.
+        stretch = noise.norm() / direction.norm().clamp(min=1e-30)
+        endpoint.copy_(next_latents - noise + direction * stretch)

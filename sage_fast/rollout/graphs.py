@@ -35,7 +35,7 @@ Recorder = Callable[[Recordable], tuple[Callable[[], object], tuple[Tensor, ...]
 """run -> (replay, the outputs that a replay fills, bytes that the recorder's memory pool grew by).
 """
 Buffers = dict[tuple[Any, ...], Tensor]
-"""(place among a step's inputs, shape, strides, dtype) -> buffer."""
+"""(index among a step's inputs, shape, strides, dtype) -> buffer."""
 
 
 class StepInputs(NamedTuple):
@@ -69,12 +69,14 @@ class StepGraph:
     def __init__(
         self, policy: Policy, inputs: StepInputs, shared: Buffers, record: Recorder
     ) -> None:
-        places = [(i, t.shape, t.stride(), t.dtype) for i, t in enumerate(inputs.tensors())]
-        self.buffers = {
-            p: shared[p] if p in shared else t.clone() for p, t in zip(places, inputs.tensors())
-        }
+        self.buffers: Buffers = {}
+        for i, tensor in enumerate(inputs.tensors()):
+            slot = (i, tensor.shape, tensor.stride(), tensor.dtype)
+            self.buffers[slot] = shared[slot] if slot in shared else tensor.clone()
+
+        self._policy = policy
         buffers = iter(self.buffers.values())
-        self._policy, self._inputs = policy, tree_map_only(Tensor, lambda _: next(buffers), inputs)
+        self._inputs = tree_map_only(Tensor, lambda _: next(buffers), inputs)
         self._step = torch.zeros(1, dtype=torch.int64, device=inputs.latents.device)
         self.replay, self._outputs, self.growth = record(self.run)
 
@@ -142,7 +144,8 @@ class StepGraphs:
         if key not in self._graphs:
             for other in [other for other in self._graphs if other[0] != key[0]]:
                 del self._graphs[other]  # recorded with weights that were replaced
-            if (recorded := self._recorded(key, inputs)) is None:
+            recorded = self._recorded(key, inputs)
+            if recorded is None:
                 return None
             self._graphs[key] = recorded
         self._graphs.move_to_end(key)
@@ -187,7 +190,7 @@ class StepGraphs:
 
 
 def _buffers(graphs: Iterable[StepGraph]) -> Buffers:
-    return {place: buffer for graph in graphs for place, buffer in graph.buffers.items()}
+    return {slot: buffer for graph in graphs for slot, buffer in graph.buffers.items()}
 
 
 def weights_key(policy: Policy) -> int:

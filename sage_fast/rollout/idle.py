@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.models.interface import ConditionTable, Key
+from sage_fast.models.interface import ConditionKey, ConditionTable
 from sage_fast.models.policy import Policy
 
 
@@ -31,7 +31,7 @@ class IdleForwards:
     """
 
     def __init__(
-        self, policy: Policy, conditioning: ConditionTable, key: Key, shape: Sequence[int]
+        self, policy: Policy, conditioning: ConditionTable, key: ConditionKey, shape: Sequence[int]
     ) -> None:
         self.policy = policy
         self.conditioning = conditioning

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_plan import Rollouts
 from sage_fast.algorithm.transitions import TransitionTable
-from sage_fast.models.interface import ConditionTable, Key
+from sage_fast.models.interface import ConditionKey, ConditionTable
 from sage_fast.models.policy import Policy
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
 from sage_fast.rollout.graphs import StepGraphs
@@ -36,16 +36,17 @@ def bucket_by_length(lengths: Sequence[object], size: int) -> list[slice]:
         lengths: per sample, its text length in each pass (`pass_lengths`).
         size: maximum slice length.
     """
-    equal = [[*run] for _, run in itertools.groupby(range(len(lengths)), key=lengths.__getitem__)]
-    return [
-        slice(i, min(i + size, run[-1] + 1))
-        for run in equal
-        for i in range(run[0], run[-1] + 1, size)
-    ]
+    slices = []
+    first = 0
+    for _, equal in itertools.groupby(lengths):
+        end = first + len(list(equal))
+        slices += [slice(i, min(i + size, end)) for i in range(first, end, size)]
+        first = end
+    return slices
 
 
-def rollout_runs(
-    alike: Sequence[object], groups: Sequence[int], rollouts: Rollouts, size: int
+def rollout_batches(
+    batch_keys: Sequence[object], groups: Sequence[int], rollouts: Rollouts, size: int
 ) -> list[tuple[list[int], range]]:
     """Return the batches of one rank's rollouts, in order: indices of samples, and the steps to
     denoise them over.
@@ -54,21 +55,23 @@ def rollout_runs(
     sample.
 
     Args:
-        alike: per sample, what the samples of a batch have in common: text lengths and transitions.
+        batch_keys: per sample, what the samples of a batch have in common: text lengths and
+            transitions.
         groups: group of each sample.
         rollouts: denoising steps of the iteration's samples.
         size: maximum batch size.
     """
     prefixes = [rollouts.prefixes[group] for group in groups]
     heads = [i for i, group in enumerate(groups) if prefixes[i] and group not in groups[:i]]
-    batches = [heads[run] for run in bucket_by_length([alike[i] for i in heads], size)]
+    batches = [heads[rows] for rows in bucket_by_length([batch_keys[i] for i in heads], size)]
     shared = [(batch, range(prefixes[batch[0]])) for batch in batches]
+
     every = list(range(len(groups)))
-    own = [
-        (every[run], range(prefixes[run.start], rollouts.steps))
-        for run in bucket_by_length(alike, size)
+    alone = [
+        (every[rows], range(prefixes[rows.start], rollouts.steps))
+        for rows in bucket_by_length(batch_keys, size)
     ]
-    return shared + own
+    return shared + alone
 
 
 def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -88,7 +91,7 @@ def rollout(
     table: TransitionTable,
     coefs: Tensor,
     conditioning: ConditionTable,
-    keys: Sequence[Key],
+    keys: Sequence[ConditionKey],
     seeds: Tensor,
     latents: Tensor,
     *,
@@ -119,7 +122,9 @@ def rollout(
     conditions = conditioning.of(keys)
     seeds = seeds.to(policy.device)
     steps = range(len(table)) if steps is None else steps
-    graph = graphs.prepare(coefs, conditions, seeds, latents) if graphs is not None else None
+    graph = None
+    if graphs is not None:
+        graph = graphs.prepare(coefs, conditions, seeds, latents)
     index = torch.arange(len(table), device=policy.device)
     x = latents
     for t in steps:

@@ -79,7 +79,8 @@ def check_parity(
         ParityError: rounding would drown the ratio, or the KL that masks.
     """
     objective = replay.objective
-    row, stored = objective.surrogate, batch.trajectories
+    row = objective.surrogate
+    stored = batch.trajectories
 
     def first(samples: int) -> list[Micro]:
         """Return micro-batches of the first samples that each step has."""
@@ -98,15 +99,17 @@ def check_parity(
         scores = replay.score(batch, micro, v_old)
         change = change.maximum((scores.log_prob - scores.log_prob_old).detach().abs().max())
         kl = scores.kl_old.detach()
-        sums.index_add_(
-            0, steps_of(micro, kl), torch.stack([kl, torch.ones_like(kl)], dim=1).double()
-        )
+        kl_and_count = torch.stack([kl, torch.ones_like(kl)], dim=1)
+        sums.index_add_(0, steps_of(micro, kl), kl_and_count.double())
+
     delta = float(all_reduce(change, "max"))
     sums = all_reduce(sums).cpu()
     kl = sums[:, 0] / sums[:, 1].clamp(min=1)
+
     metrics = {"log_prob/parity": delta}
     if row.uses_ratio:
         check_replay(delta, objective.settings.clip_range)
+
     limited = objective.off_policy and (row.uses_ratio or row.uses_kl)
     if limited or (measures_kl and objective.kl_pulls):
         distance = min(train.learning_rate, LARGEST_MOVE)
@@ -153,11 +156,11 @@ def moved(state: Mapping[str, Tensor], distance: float, seed: int) -> dict[str, 
     """
     seed = derive_seed(seed, "rounding")
     generators = {t.device: torch.Generator(t.device).manual_seed(seed) for t in state.values()}
-    return {
-        name: t
-        + distance * (2 * torch.empty_like(t).bernoulli_(0.5, generator=generators[t.device]) - 1)
-        for name, t in state.items()
-    }
+    found = {}
+    for name, t in state.items():
+        ones = torch.empty_like(t).bernoulli_(0.5, generator=generators[t.device])
+        found[name] = t + distance * (2 * ones - 1)
+    return found
 
 
 def steps_of(micro: Micro, like: Tensor) -> Tensor:
@@ -203,7 +206,8 @@ def moments_after_an_update(
         distance: of the first movement.
         seed: draws its direction.
     """
-    policy, found = replay.policy, []
+    policy = replay.policy
+    found = []
     padded = functools.partial(policy.states.pad_to_largest, idle=batch.idle.replay)
     v_old = [replay.velocity(batch, micro) for micro in padded(micros)]
     for factor in (1, 2):
@@ -219,41 +223,44 @@ def moments_after_an_update(
                 sums.index_add_(0, steps, values.double())
         sums = all_reduce(sums).cpu()
         found.append(sums[:, :3] / sums[:, 3:].clamp(min=1))
-    near, far = found
-    return Moments(log_ratio=(near[:, :2], far[:, :2]), kl=(near[:, 2], far[:, 2]))
+    moments_1x, moments_2x = found
+    return Moments(
+        log_ratio=(moments_1x[:, :2], moments_2x[:, :2]),
+        kl=(moments_1x[:, 2], moments_2x[:, 2]),
+    )
 
 
-def without_response(near: Tensor, far: Tensor) -> Tensor:
+def without_response(kl_1x: Tensor, kl_2x: Tensor) -> Tensor:
     """Return what is left of a KL when the movement goes to 0, which is rounding.
 
-    Twice the movement has four times the true KL but the same rounding: near = r + true, far = r +
-    4 true.
+    Twice the movement has four times the true KL but the same rounding: kl_1x = r + true, kl_2x =
+    r + 4 true.
     """
-    return ((4 * near - far) / 3).clamp(min=0)
+    return ((4 * kl_1x - kl_2x) / 3).clamp(min=0)
 
 
-def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+def rounding_of(moments_1x: Tensor, moments_2x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bias and noise of rounding alone, each `[T]`, from the moments after the two
     movements.
 
     The squared noise is split in proportion to the bias, which few samples determine well.
     """
-    bias = without_response(near[:, 0], far[:, 0])
+    bias = without_response(moments_1x[:, 0], moments_2x[:, 0])
     squares = [
         torch.where(moments[:, 0] == 0, 0, bias / moments[:, 0] * moments[:, 1])
-        for moments in (near, far)
+        for moments in (moments_1x, moments_2x)
     ]
     return bias, torch.stack(squares).mean(0).sqrt()
 
 
 def check_rounding(
-    near: Tensor, far: Tensor, equalizer: Tensor, objective: Objective, distance: float
+    moments_1x: Tensor, moments_2x: Tensor, equalizer: Tensor, objective: Objective, distance: float
 ) -> float:
     """Report how much of the limit on the ratio or the KL rounding takes up after one update; raise
     if it is too much.
 
     Args:
-        near, far: `Moments.log_ratio`.
+        moments_1x, moments_2x: `Moments.log_ratio`.
         equalizer: S_t by step, `[T]`.
         objective: the resolved settings.
         distance: of the first movement.
@@ -264,15 +271,21 @@ def check_rounding(
     Raises:
         ParityError: rounding is above a third of the limit.
     """
-    bias, noise = rounding_of(near, far)
+    bias, noise = rounding_of(moments_1x, moments_2x)
     if objective.surrogate.uses_kl:
-        used, limited, setting = bias, "KL that masks", "kl_limit"
+        used = bias
+        limited = "KL that masks"
+        setting = "kl_limit"
     else:
-        limited, setting = "log-ratio that is clipped", "clip_range"
         used = noise if objective.centres_ratio else bias + noise
-        used = used * equalizer.to(used) if objective.normalises_ratio else used
-    step, limit = int(used.argmax()), getattr(objective.settings, setting)
+        if objective.normalises_ratio:
+            used = used * equalizer.to(used)
+        limited = "log-ratio that is clipped"
+        setting = "clip_range"
+
+    step = int(used.argmax())
     value = float(used[step])
+    limit = getattr(objective.settings, setting)
     share = value / limit
     found = (
         f"rounding after an update of {distance:.0e} a weight: {value:.1e} in the {limited}, at "
@@ -282,10 +295,10 @@ def check_rounding(
     would_centre = (
         setting == "clip_range" and not objective.centres_ratio and bias[step] > noise[step]
     )
+    centring = "objective.ratio = centred, " if would_centre else ""
     advice = (
         "the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, "
-        f"{'objective.ratio = centred, ' * bool(would_centre)}a wider objective.{setting}, "
-        "model.dtype = float32, or a larger sampling.eta"
+        f"{centring}a wider objective.{setting}, model.dtype = float32, or a larger sampling.eta"
     )
     if not share <= 1 / 3:
         raise ParityError(f"{found}, more than a third: {advice}")

@@ -65,7 +65,8 @@ class CudaRecorder:
 
 def step_graphs(policy: Policy, cost: Cost, room: float) -> StepGraphs | None:
     """Return graphs for a policy's rollouts, of up to `room` bytes; None if one does not fit."""
-    if (first := cost.step + cost.context) <= room:
+    first = cost.step + cost.context
+    if first <= room:
         return StepGraphs(policy, CudaRecorder(), room)
     if room:
         log.info(

@@ -67,15 +67,17 @@ class Replay:
         stored = batch.trajectories
         x = stored.gather(stored.states, micro)
         v, v_uncond = self.policy.velocities(x, self._inputs(batch, micro))
-        samples, step = (on_device(indices, self.policy.device) for indices in zip(*micro))
         if v_old is None and self.objective.stores_velocities:
             v_old = stored.gather(stored.velocities, micro)
-        x_next, v_anchor, objective = (
-            stored.next_states(micro),
-            batch.anchor_of(micro),
-            self.objective,
-        )
-        beta = objective.settings.nft_beta if objective.surrogate.uses_errors else None
+        v_anchor = batch.anchor_of(micro)
+        x_next = stored.next_states(micro)
+
+        device = self.policy.device
+        samples = on_device([i for i, _ in micro], device)
+        step = on_device([t for _, t in micro], device)
+
+        uses_errors = self.objective.surrogate.uses_errors
+        beta = self.objective.settings.nft_beta if uses_errors else None
         log_prob, kl_anchor, kl_old, *errors = transition_score(
             x, x_next, v, batch.coefs, step, v_anchor, v_old, beta, v_uncond, self.policy.guidance
         )
@@ -95,11 +97,11 @@ class Replay:
 
     def _inputs(self, batch: Batch, micro: Sequence[Transition]) -> Inputs:
         """Return the forward's inputs; equal steps are passed as a single row."""
-        keys, steps = [batch.samples[i].prompt for i, _ in micro], [t for _, t in micro]
-        same = len(set(steps)) == 1
-        return batch.conditioning.at(
-            keys, on_device(steps[:1] if same else steps, self.policy.device)
-        )
+        keys = [batch.samples[i].prompt for i, _ in micro]
+        steps = [t for _, t in micro]
+        if len(set(steps)) == 1:
+            steps = steps[:1]
+        return batch.conditioning.at(keys, on_device(steps, self.policy.device))
 
     @torch.no_grad()
     def anchor_velocities(
@@ -124,7 +126,8 @@ class Replay:
         stored = batch.trajectories
         stored.scored = True
         for micro in self._work(batch, stored.trained):
-            x, step = stored.gather(stored.states, micro), on_device(micro[0][1], stored.device)
+            x = stored.gather(stored.states, micro)
+            step = on_device(micro[0][1], stored.device)  # the same for all of `micro`
             v, v_uncond = self.policy.velocities(x, self._inputs(batch, micro))
             log_probs, *_ = transition_score(
                 x,
@@ -147,7 +150,7 @@ class Replay:
 
         `transitions` are ordered by step.
         """
-        alike = [(t, self.lengths[batch.samples[i].prompt]) for i, t in transitions]
-        work = [transitions[run] for run in bucket_by_length(alike, self.batch_size)]
+        batch_keys = [(t, self.lengths[batch.samples[i].prompt]) for i, t in transitions]
+        work = [transitions[rows] for rows in bucket_by_length(batch_keys, self.batch_size)]
         padded = self.policy.states.pad_to_largest(work, batch.idle.replay)
         return progress(padded, "anchor", len(work), "forward")

@@ -13,7 +13,7 @@ from sage_fast.algorithm.iteration_plan import IterationPlan, Sample
 from sage_fast.models.policy import Policy
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
-from sage_fast.rollout.loop import initial_latents, rollout, rollout_runs
+from sage_fast.rollout.loop import initial_latents, rollout, rollout_batches
 from sage_fast.util.console import Progress
 from sage_fast.util.meters import Stopwatch
 
@@ -28,6 +28,8 @@ class SampleRollouts:
         lengths: prompt -> condition length in each pass of a forward.
         graphs: CUDA graphs to replay steps from.
         watch: receives the time of `rollout`.
+        batch_size: samples that are denoised together.
+        log_prob: as `objective.log_prob`.
 
     Attributes:
         steps: number of denoising steps of batches.
@@ -41,18 +43,18 @@ class SampleRollouts:
         lengths: Mapping[Any, object],
         graphs: StepGraphs | None,
         watch: Stopwatch,
+        *,
+        batch_size: int,
+        log_prob: str,
     ) -> None:
-        self.policy, self.tables, self.batch, self.graphs, self.watch = (
-            policy,
-            plan.tables,
-            batch,
-            graphs,
-            watch,
-        )
-        config = plan.resolved.config
-        reduction, size = config.objective.log_prob, config.sampling.batch_size
+        self.policy = policy
+        self.tables = plan.tables
+        self.batch = batch
+        self.graphs = graphs
+        self.watch = watch
+
         self.coefs = {
-            table: table.coefficients(reduction).to(policy.device) for table in set(plan.tables)
+            table: table.coefficients(log_prob).to(policy.device) for table in set(plan.tables)
         }
         self.seeds = torch.tensor([sample.seed for sample in batch.samples])
         self.latent_seeds = torch.tensor([sample.latent_seed for sample in batch.samples])
@@ -60,11 +62,10 @@ class SampleRollouts:
             (lengths[sample.prompt], self.tables[sample.group]) for sample in batch.samples
         ]
         groups = [sample.group for sample in batch.samples]
-        self.batches = rollout_runs(batch_keys, groups, plan.rollouts, size)
+        self.batches = rollout_batches(batch_keys, groups, plan.rollouts, batch_size)
         self.steps = sum(len(steps) for _, steps in self.batches)
-        self._starts: dict[
-            int, Tensor
-        ] = {}  # group -> latents after the steps that its samples share
+        # group -> latents after the steps that its samples share
+        self._starts: dict[int, Tensor] = {}
 
     def finished(self, bar: Progress) -> Iterator[tuple[Iterable[Sample], Tensor]]:
         """Denoise all batches; yield samples and final latents of each that ends at sigma 0.
@@ -77,16 +78,17 @@ class SampleRollouts:
                 self.batch.idle.denoise()
 
         padded = self.policy.states.pad_to_largest(self.batches, idle, forwards=self.steps)
-        for places, steps in padded:
-            latents = self._denoise(places, steps, bar)
+        for rows, steps in padded:
+            latents = self._denoise(rows, steps, bar)
             if steps.stop == len(self.tables[0]):
-                yield [self.batch.samples[place] for place in places], latents
+                yield [self.batch.samples[row] for row in rows], latents
 
-    def _denoise(self, places: list[int], steps: range, bar: Progress) -> Tensor:
-        """Run `steps` of the neighbouring samples `places`, which train the same steps; return
+    def _denoise(self, rows: list[int], steps: range, bar: Progress) -> Tensor:
+        """Run `steps` of the neighbouring samples `rows`, which train the same steps; return
         their latents."""
-        batch, rows = self.batch, slice(places[0], places[-1] + 1)
-        groups = [batch.samples[place].group for place in places]
+        batch = self.batch
+        stored_rows = slice(rows[0], rows[-1] + 1)
+        groups = [batch.samples[row].group for row in rows]
         table = self.tables[groups[0]]
         ends = steps.stop == len(table)
         with self.watch("rollout"):
@@ -94,26 +96,26 @@ class SampleRollouts:
                 x = torch.stack([self._starts[group] for group in groups])
             else:
                 x = initial_latents(
-                    self.latent_seeds[places], batch.trajectories.shape, self.policy.device
+                    self.latent_seeds[rows], batch.trajectories.shape, self.policy.device
                 )
-            keys = [batch.samples[place].prompt for place in places]
+            keys = [batch.samples[row].prompt for row in rows]
+            record = functools.partial(batch.trajectories.record, stored_rows) if ends else None
             x = rollout(
                 self.policy,
                 table,
                 self.coefs[table],
                 batch.conditioning,
                 keys,
-                self.seeds[places],
+                self.seeds[rows],
                 x,
                 steps=steps,
-                record=functools.partial(batch.trajectories.record, rows) if ends else None,
+                record=record,
                 on_step=bar.update,
                 graphs=self.graphs,
             )
             if ends:
-                batch.trajectories.finish(
-                    rows, x, self.seeds[rows].to(self.policy.device), table.sigmas
-                )
+                seeds = self.seeds[stored_rows].to(self.policy.device)
+                batch.trajectories.finish(stored_rows, x, seeds, table.sigmas)
             else:
                 self._starts.update(zip(groups, x))
         return x

@@ -22,13 +22,14 @@ class Trajectories:
         length: steps of a rollout.
         device: device of the policy.
         velocities: dtype in which to keep the rollout policy's velocities; None keeps none.
-        entered: transitions of `trained` that are turned to their endpoints.
+        endpoint_transitions: transitions of `trained` that are turned to their endpoints.
         offload: keep states and velocities in pinned host memory.
 
     Attributes:
         trained: the transitions, as given.
-        endpoints: transition of `entered` -> `[C, T, H, W]`, the final latents until they are
-            turned, then what it is scored against in place of the latents that it leads to.
+        endpoints: transition of `endpoint_transitions` -> `[C, T, H, W]`, the final latents until
+            they are turned, then what it is scored against in place of the latents that it leads
+            to.
         states: (sample, step) -> float32 `[C, T, H, W]`, latents before that step: of the trained
             transitions and of those that follow them.
         log_probs: transition -> float32 scalar on the device, under the rollout policy.
@@ -47,15 +48,16 @@ class Trajectories:
         device: torch.device,
         *,
         velocities: torch.dtype | None = None,
-        entered: Collection[Transition] = (),
+        endpoint_transitions: Collection[Transition] = (),
         offload: bool = False,
     ) -> None:
         self.device = device
-        self.shape, self.offload = tuple(shape), offload
+        self.shape = tuple(shape)
+        self.offload = offload
         self.trained = list(trained)
         self._after = self._successors(length)
         self.states = self.empty({*trained, *self._after.values()}, torch.float32)
-        self.endpoints = self.empty(entered, torch.float32)
+        self.endpoints = self.empty(endpoint_transitions, torch.float32)
         self.log_probs: dict[Transition, Tensor] = {}
         self.velocities = {} if velocities is None else self.empty(trained, velocities)
 
@@ -68,9 +70,8 @@ class Trajectories:
     ) -> dict[Transition, Tensor]:
         """Allocate transition -> `[C, T, H, W]` on the device, or in pinned host memory if
         offloaded."""
-        device, pinned = (
-            ("cpu", self.device.type == "cuda") if self.offload else (self.device, False)
-        )
+        device = torch.device("cpu") if self.offload else self.device
+        pinned = self.offload and self.device.type == "cuda"
         return {
             key: torch.empty(self.shape, dtype=dtype, device=device, pin_memory=pinned)
             for key in transitions
@@ -98,9 +99,10 @@ class Trajectories:
 
         `velocity` is called only if velocities are kept.
         """
-        before, now, after = (
-            [(i, t) for i in range(rows.start, rows.stop)] for t in (step - 1, step, step + 1)
-        )
+        samples = range(rows.start, rows.stop)
+        before = [(i, step - 1) for i in samples]
+        now = [(i, step) for i in samples]
+        after = [(i, step + 1) for i in samples]
         if now[0] not in self._after:
             return
         if before[0] not in self._after:
@@ -113,8 +115,9 @@ class Trajectories:
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
         """Store what training needs of the final latents of samples `rows`, which train the same
         steps."""
-        if entered := [(i, t) for i, t in self.endpoints if rows.start <= i < rows.stop]:
-            self.put(self.endpoints, entered, latents)
+        turned = [(i, t) for i, t in self.endpoints if rows.start <= i < rows.stop]
+        if turned:
+            self.put(self.endpoints, turned, latents)
 
     def log_prob_old(self, micro: Sequence[Transition], log_prob: Tensor) -> Tensor:
         """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in
@@ -127,10 +130,10 @@ class Trajectories:
     def next_states(self, transitions: Sequence[Transition]) -> Tensor:
         """Return the latents that M (sample, step) are scored against, `[M, C, T, H, W]` on the
         device."""
-        reached = {
-            key: self.endpoints.get(key, self.states[self._after[key]]) for key in transitions
-        }
-        return self.gather(reached, transitions)
+        next_latents = {}
+        for key in transitions:
+            next_latents[key] = self.endpoints.get(key, self.states[self._after[key]])
+        return self.gather(next_latents, transitions)
 
     def gather(self, stored: dict[Transition, Tensor], transitions: Sequence[Transition]) -> Tensor:
         """Return the entries of `stored`, such as `states`, for M (sample, step), `[M, C, T, H, W]`

@@ -29,7 +29,7 @@ from sage_fast.config.engines import OPTIMIZERS
 from sage_fast.config.fields import is_finite
 from sage_fast.models.policy import State, check_names
 from sage_fast.parallel import Engine
-from sage_fast.run.shards import Layout, SavedParts
+from sage_fast.run.shards import SavedParts, ShardLayout
 from sage_fast.run.weights import save_weights
 from sage_fast.run_folder import (
     MANIFEST,
@@ -221,7 +221,7 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
                 steps[name] = int(value)
             else:
                 states.setdefault(MOMENT + key, {})[name] = value
-    layout = Layout(engine.policy)
+    layout = ShardLayout(engine.policy)
     with fail_together():
         written = [layout.write(folder, kind, state) for kind, state in states.items()]
         if rank() == 0:
@@ -254,7 +254,7 @@ class TrainingState:
             if files is None or OPTIMIZER in files:
                 self.optimizer = read_json(folder / OPTIMIZER)
         saved = SavedParts(folder, files)
-        layout = Layout(engine.policy)
+        layout = ShardLayout(engine.policy)
         parts = engine.policy.parts()
         self._check_optimizer(sorted(saved.kinds))
         check_names(parts, saved.kinds.get("trainable", {}))

@@ -123,7 +123,7 @@ def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
             trainer.forwards,
             samples,
             checkpointing=mode,
-            frozen_base=config.model.trains_adapter,
+            trains_adapter=config.model.trains_adapter,
         )
         found[f"throughput/{name}"] = sum(by_part.values()) / (gpu_seconds * peak)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sage_fast.algorithm.distilled import distillation_warnings
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import sampler_row
 from sage_fast.config.schema import ODE_SAMPLERS, SamplingConfig
 from sage_fast.models.spec import Distillation
@@ -84,7 +84,9 @@ def off_policy_warning(objective: Objective) -> str | None:
     )
 
 
-def config_warnings(resolved: Resolved, distillation: Distillation | None = None) -> list[str]:
+def config_warnings(
+    resolved: ResolvedConfig, distillation: Distillation | None = None
+) -> list[str]:
     """Return what in the settings is likely to mislead or to train little; with it, to spoil a
     distilled checkpoint."""
     config, sampling = resolved.config, resolved.config.sampling

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sage_fast.algorithm.kl_weight import feedback_row
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.parallel.ema import ema_decay
 
 
-def _updates(resolved: Resolved) -> int:
+def _updates(resolved: ResolvedConfig) -> int:
     """Return the number of updates of a run."""
     return resolved.config.train.iterations * resolved.config.train.optimizer_steps
 
 
-def _anchor_interval(resolved: Resolved) -> str | None:
+def _anchor_interval(resolved: ResolvedConfig) -> str | None:
     objective, train = resolved.objective, resolved.config.train
     if not objective.kl_acts or not objective.strategy.moves or objective.kl.beta_pos == 0:
         return None
@@ -27,7 +27,7 @@ def _anchor_interval(resolved: Resolved) -> str | None:
     )
 
 
-def _kl_warmup_steps(resolved: Resolved) -> str | None:
+def _kl_warmup_steps(resolved: ResolvedConfig) -> str | None:
     kl = resolved.objective.kl
     if (
         not resolved.objective.kl_acts
@@ -42,7 +42,7 @@ def _kl_warmup_steps(resolved: Resolved) -> str | None:
     return f"lambda ends at {reached:.1e} and never reaches kl.lambda_max"
 
 
-def _history(resolved: Resolved) -> str | None:
+def _history(resolved: ResolvedConfig) -> str | None:
     kl = resolved.objective.kl
     if not resolved.objective.kl_acts or feedback_row(kl.feedback).factors is None:
         return None
@@ -51,7 +51,7 @@ def _history(resolved: Resolved) -> str | None:
     return "the average is over all updates, never over the last ones"
 
 
-def _warmup_steps(resolved: Resolved) -> str | None:
+def _warmup_steps(resolved: ResolvedConfig) -> str | None:
     train, updates = resolved.config.train, _updates(resolved)
     if train.warmup_steps <= updates:
         return None
@@ -59,7 +59,7 @@ def _warmup_steps(resolved: Resolved) -> str | None:
     return f"the learning rate ends at {reached:.1e} and never reaches train.learning_rate"
 
 
-def _ema_decay(resolved: Resolved) -> str | None:
+def _ema_decay(resolved: ResolvedConfig) -> str | None:
     train, updates = resolved.config.train, _updates(resolved)
     if train.ema_decay == 0:
         return None
@@ -74,12 +74,12 @@ def _ema_decay(resolved: Resolved) -> str | None:
     return None if last == train.ema_decay else f"the decay rises to {last:.3f} only"
 
 
-def _checkpoint_interval(resolved: Resolved) -> str | None:
+def _checkpoint_interval(resolved: ResolvedConfig) -> str | None:
     train = resolved.config.train
     return None if train.checkpoint_interval < train.iterations else "no checkpoint before the end"
 
 
-def _eval_interval(resolved: Resolved) -> str | None:
+def _eval_interval(resolved: ResolvedConfig) -> str | None:
     interval = resolved.config.eval.interval
     return (
         None
@@ -88,7 +88,7 @@ def _eval_interval(resolved: Resolved) -> str | None:
     )
 
 
-PACED: dict[str, Callable[[Resolved], str | None]] = {
+PACED: dict[str, Callable[[ResolvedConfig], str | None]] = {
     "kl.anchor_interval": _anchor_interval,
     "kl.warmup_steps": _kl_warmup_steps,
     "kl.history": _history,
@@ -101,7 +101,7 @@ PACED: dict[str, Callable[[Resolved], str | None]] = {
 acts."""
 
 
-def pace_warning(resolved: Resolved) -> str | None:
+def pace_warning(resolved: ResolvedConfig) -> str | None:
     """Return which settings cannot act within the run's updates, and what follows; None if all
     can."""
     train = resolved.config.train

@@ -210,7 +210,13 @@ RULES = (
     Rule(
         kind="free",
         why="files are the same for every engine and any number of ranks",
-        settings=("train.engine", "train.hybrid_shard", "model.sequence_parallel"),
+        settings=(
+            "train.engine",
+            "train.hybrid_shard",
+            "train.offload_shards",
+            "train.deepspeed_config",
+            "model.sequence_parallel",
+        ),
     ),
     Rule(
         kind="free",

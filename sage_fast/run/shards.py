@@ -38,56 +38,55 @@ Span = tuple[int, int]
 """First index and end of a slice of a flattened weight."""
 
 
-class Layout:
+class ShardLayout:
     """How the trainable weights of a policy lie over the ranks. Building one is collective.
 
     Attributes:
         spans: weight -> the part that this rank holds.
         shapes: weight -> shape of the whole weight.
-        held: rank -> weight -> the part that it holds.
+        parts_by_rank: rank -> weight -> the part that it holds.
         written: rank -> weight -> the slice that it writes; the slices of all ranks are the whole
             weight.
     """
 
     def __init__(self, policy: Policy) -> None:
-        states, weights = policy.states, policy.parameters()
-        self.spans = {
-            n: (states.start(p), states.start(p) + states.part(p).numel())
-            for n, p in weights.items()
-        }
+        states = policy.states
+        weights = policy.parameters()
+        self.spans: dict[str, Span] = {}
+        for name, p in weights.items():
+            start = states.start(p)
+            self.spans[name] = (start, start + states.part(p).numel())
         self.shapes = {name: states.shape(p) for name, p in weights.items()}
-        self.held: list[Mapping[str, Span]] = all_gather_object(self.spans)
-        self.written: list[dict[str, Span]] = [{} for _ in self.held]
+        self.parts_by_rank: list[Mapping[str, Span]] = all_gather_object(self.spans)
+        self.written: list[dict[str, Span]] = [{} for _ in self.parts_by_rank]
         for name in self.spans:
             holders: dict[Span, list[int]] = {}
-            for holder, of_rank in enumerate(self.held):
+            for holder, of_rank in enumerate(self.parts_by_rank):
                 holders.setdefault(of_rank[name], []).append(holder)
             for (first, end), ranks in holders.items():
                 size = -(-(end - first) // len(ranks))
                 for i, holder in enumerate(ranks):
-                    self.written[holder][name] = (
-                        min(first + i * size, end),
-                        min(first + (i + 1) * size, end),
-                    )
+                    begin = min(first + i * size, end)
+                    self.written[holder][name] = (begin, min(begin + size, end))
 
     def own_slice(self, name: str, part: Tensor) -> Tensor:
         """Return what this rank writes of its part of a weight."""
-        (start, _), (first, end) = self.spans[name], self.written[rank()][name]
+        start, _ = self.spans[name]
+        first, end = self.written[rank()][name]
         return part.detach().flatten()[first - start : end - start]
 
     def write(self, folder: Path, kind: str, state: Mapping[str, Tensor]) -> Path:
         """Write this rank's slices of `state`, which has the part of some weights; return the
         file."""
         file = folder / f"{kind}-{rank() + 1:05d}-of-{world_size():05d}.safetensors"
-        slices = {
-            name: piece
-            for name, part in state.items()
-            if (piece := self.own_slice(name, part)).numel()
-        }
-        places = {
-            name: (self.written[rank()][name][0], self.shapes[name].numel()) for name in slices
-        }
-        save_tensors(file, slices, {"parts": json.dumps(places)})
+        slices = {}
+        parts = {}  # weight -> first index of the slice, and size of the weight
+        for name, part in state.items():
+            piece = self.own_slice(name, part)
+            if piece.numel():
+                slices[name] = piece
+                parts[name] = (self.written[rank()][name][0], self.shapes[name].numel())
+        save_tensors(file, slices, {"parts": json.dumps(parts)})
         return file
 
     def whole(self, state: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
@@ -102,12 +101,13 @@ class Layout:
         found = {}
         for name, owner in owners.items():
             whole = state[name].detach()
-            if self.held[owner][name] != (0, self.shapes[name].numel()):
+            if self.parts_by_rank[owner][name] != (0, self.shapes[name].numel()):
                 spans = [of_rank[name] for of_rank in self.written]
                 sizes = [end - first for first, end in spans]
-                given = [sizes[rank()] * (receiver == owner) for receiver in range(world_size())]
-                taken = [size * (rank() == owner) for size in sizes]
-                pieces = exchange(self.own_slice(name, whole), given, taken).split(taken)
+                sent = [0 for _ in sizes]
+                sent[owner] = sizes[rank()]
+                received = sizes if rank() == owner else [0 for _ in sizes]
+                pieces = exchange(self.own_slice(name, whole), sent, received).split(received)
                 whole = torch.cat(
                     [piece for _, piece in sorted(zip(spans, pieces), key=lambda pair: pair[0])]
                 )
@@ -143,7 +143,9 @@ class SavedParts:
             )
         self.kinds: dict[str, dict[str, list[tuple[int, int, str]]]] = broadcast_object(kinds, 0)
 
-    def read(self, kind: str, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    def read(
+        self, kind: str, parts: Mapping[str, Tensor], layout: ShardLayout
+    ) -> dict[str, Tensor]:
         """Read this rank's parts of weights, as float32 tensors with the shapes and devices of
         `parts`.
 
@@ -152,7 +154,8 @@ class SavedParts:
         """
         slices = self.kinds.get(kind, {})
         for name in parts:
-            size, found = layout.shapes[name].numel(), slices[name][-1][1] if name in slices else 0
+            size = layout.shapes[name].numel()
+            found = slices[name][-1][1] if name in slices else 0
             if found != size:
                 raise UserError(
                     f"{self.folder}: {kind} has {found:,} elements of {name}; expected {size:,}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_same_settings, check_trainable
 from sage_fast.callbacks.built_in import built_in
 from sage_fast.callbacks.dispatch import CallbackError, Callbacks
@@ -152,7 +152,7 @@ class Run:
 
     def __init__(
         self,
-        resolved: Resolved,
+        resolved: ResolvedConfig,
         signals: Stop,
         own_claim: claim.Claim,
         callbacks: Callbacks,
@@ -392,7 +392,9 @@ class Run:
             claim.remove_partials(self.folder)
         claim.replace_settings(self.config, self.iteration)
 
-    def _say_how_it_starts(self, resolved: Resolved, trajectories: str, *, resume: bool) -> None:
+    def _say_how_it_starts(
+        self, resolved: ResolvedConfig, trajectories: str, *, resume: bool
+    ) -> None:
         log.info(trajectories)
         for warning in config_warnings(resolved, self.setup.model.spec.distillation):
             log.warning(wrapped(f"warning: {warning}"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sage_fast.models.lora.adapter import ADAPTER, lora_files, write_adapter
 from sage_fast.models.policy import Policy, State
-from sage_fast.run.shards import Layout
+from sage_fast.run.shards import ShardLayout
 from sage_fast.util.files import save_tensors, write_json
 from sage_fast.util.ranks import fail_together, rank, world_size
 
@@ -30,10 +30,10 @@ def save_weights(policy: Policy, folder: Path, state: State | None = None) -> li
     Returns:
         The files that this rank has written.
     """
-    state, layout = policy.parts() if state is None else state, Layout(policy)
+    state, layout = policy.parts() if state is None else state, ShardLayout(policy)
     with fail_together():
         if rank() == 0:  # before other ranks look for the folders
-            for part in ("",) if policy.has_adapter else policy.networks:
+            for part in ("",) if policy.trains_adapter else policy.networks:
                 (folder / part).mkdir(parents=True, exist_ok=True)
     written = list[Path]()
     for part, network in policy.networks.items():
@@ -44,10 +44,10 @@ def save_weights(policy: Policy, folder: Path, state: State | None = None) -> li
         saved = {
             name: tensor
             for name, tensor in held.items()
-            if not policy.has_adapter or ".lora_" in name
+            if not policy.trains_adapter or ".lora_" in name
         }
         sizes = {name: policy.states.shape(tensor).numel() for name, tensor in saved.items()}
-        files = 1 if policy.has_adapter else min(world_size(), len(saved))
+        files = 1 if policy.trains_adapter else min(world_size(), len(saved))
         owners = {
             name: place % files for place, name in enumerate(sorted(saved, key=lambda n: -sizes[n]))
         }
@@ -58,7 +58,7 @@ def save_weights(policy: Policy, folder: Path, state: State | None = None) -> li
                 mine |= {name: whole.detach().cpu()} if owner == rank() else {}
         tensors = {name.removeprefix(prefix): tensor.contiguous() for name, tensor in mine.items()}
         with fail_together():
-            if not policy.has_adapter:
+            if not policy.trains_adapter:
                 places = {name.removeprefix(prefix): owner for name, owner in owners.items()}
                 written += _write_network(folder / part, network, tensors, places)
             elif rank() == 0:

@@ -25,7 +25,7 @@ from sage_fast.ops.norm_modulate import norm_modulate
 from sage_fast.ops.norm_rotate import norm_rotate
 
 UNIT = torch.finfo(torch.float32).eps
-Layout = Callable[[Tensor], Tensor]
+MemoryLayout = Callable[[Tensor], Tensor]
 """Lays a tensor out in memory in another way, as a view."""
 CPU = torch.device("cpu")
 STEP = 4
@@ -33,7 +33,7 @@ STEP = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class OperatorResult:
     """A tensor computed by an implementation, by plain PyTorch in the same dtypes, and in float64.
 
     Raises:
@@ -137,7 +137,7 @@ class _Compared(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Comparison] = []
+        self.found: list[OperatorResult] = []
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -155,7 +155,7 @@ class _Compared(TorchDispatchMode):
         # an autograd function may write to them
         fused = [out.clone() for out in _outputs(result, arguments)]
         for number, tensors in enumerate(zip(fused, plain, exact, strict=True)):
-            self.found.append(Comparison(f"{name}.{number}", *tensors))
+            self.found.append(OperatorResult(f"{name}.{number}", *tensors))
         return result
 
 
@@ -165,7 +165,7 @@ def _outputs(result: Any, arguments: Sequence[Any]) -> list[Tensor]:
     return [arguments[-1]] if result is None else tree_leaves(result)
 
 
-def check(operator: str, arguments: Sequence[Any]) -> list[Comparison]:
+def check(operator: str, arguments: Sequence[Any]) -> list[OperatorResult]:
     """Compare all outputs of an operator, and of its backward for a LoRA and for all weights, with
     the references."""
     row = OPERATORS[operator]
@@ -187,7 +187,7 @@ def check(operator: str, arguments: Sequence[Any]) -> list[Comparison]:
     return compared.found
 
 
-def wrong(comparisons: Iterable[Comparison], units: int = 8) -> str:
+def wrong(comparisons: Iterable[OperatorResult], units: int = 8) -> str:
     """Say which tensors are wrong, or return an empty text.
 
     A sum in plain PyTorch may happen to be exact; another order of summation may differ by `units`
@@ -207,7 +207,7 @@ def inputs(
     dtypes: Sequence[torch.dtype] | torch.dtype,
     device: torch.device = CPU,
     *,
-    layout: Layout = as_it_is,
+    layout: MemoryLayout = as_it_is,
     coefs: Tensor | None = None,
     optional: bool = True,
 ) -> list[Any]:
@@ -274,7 +274,7 @@ def _transition_inputs(
     operator: str,
     shape: Sequence[int],
     random: Callable[..., Tensor],
-    layout: Layout,
+    layout: MemoryLayout,
     coefs: Tensor | None,
     *,
     optional: bool,

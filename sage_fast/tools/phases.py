@@ -156,7 +156,7 @@ def flops_of_phases(trainer: Trainer, samples: int) -> tuple[dict[str, float], d
     cost = model.spec.cost(trainer.config)
 
     def of_a_rank(mode: CheckpointPlan | None) -> dict[str, float]:
-        parts = flops(cost, trainer.forwards, samples, checkpointing=mode, frozen_base=frozen)
+        parts = flops(cost, trainer.forwards, samples, checkpointing=mode, trains_adapter=frozen)
         return {phase: parts[part] / world_size() for phase, part in PART_OF_PLAN.items()}
 
     return of_a_rank(model.checkpointing), of_a_rank(None)

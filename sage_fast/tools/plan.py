@@ -18,7 +18,7 @@ from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.iteration_plan import plan_iteration, share_of
 from sage_fast.algorithm.objective import KLStrategy
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.rank_checks import check_heads
 from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, TrainConfig
@@ -30,11 +30,13 @@ from sage_fast.data.prompt_checks import (
 )
 from sage_fast.data.prompts import Prompt, configured_prompts
 from sage_fast.models.checkpointing import CheckpointPlan
-from sage_fast.models.load import check_weights, find_spec, meta_policy
+from sage_fast.models.find import find_spec
+from sage_fast.models.headers import check_weights
+from sage_fast.models.load import meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Cost, Spec
-from sage_fast.parallel.engine_memory import engine_memory
+from sage_fast.parallel.engine_memory import EngineMemory, engine_memory
 from sage_fast.parallel.fit import fit_training, training_room
 from sage_fast.parallel.stored_rollouts import stored_rollouts
 from sage_fast.rewards.load import check_prompts, dry_run_reward, reward_bytes
@@ -116,6 +118,7 @@ class Plan:
         memory: part -> bytes on each GPU while it trains.
         uncounted: what also takes memory on a GPU, in words.
         engine: `train.engine`.
+        in_host_memory: bytes of a rank's shards with `train.offload_shards`.
         loaded: bytes of the model's files in `model.dtype`, which the ranks of a node map together
             while they load.
         checkpoint: bytes of a checkpoint's files.
@@ -139,6 +142,7 @@ class Plan:
     memory: dict[str, float]
     uncounted: list[str]
     engine: str
+    in_host_memory: float
     loaded: float
     checkpoint: float
     disk: dict[str, float]
@@ -171,12 +175,20 @@ def plan(
     model, train, sharing = config.model, config.train, config.model.sequence_parallel
     check_heads(sharing, spec.heads)
     policy = _meta_policy(spec, tuple(vars(model).items()))
-    resolved = Resolved(config)
+    resolved = ResolvedConfig(config)
     cost = spec.cost(config)
     latent = spec.latent_shape(config.sampling)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
+    engine = engine_memory(model, train, resolved.objective.strategy, policy, ranks)
     checkpointing, memory = _memory(
-        resolved, spec, policy, ranks=ranks, gpu_memory=gpu_memory, chosen=chosen, rewards=rewards
+        resolved,
+        spec,
+        policy,
+        engine,
+        ranks=ranks,
+        gpu_memory=gpu_memory,
+        chosen=chosen,
+        rewards=rewards,
     )
     forwards, busiest_rollout = _forwards(resolved, ranks // sharing)
     work = flops(
@@ -184,7 +196,7 @@ def plan(
         forwards,
         train.samples,
         checkpointing=checkpointing,
-        frozen_base=model.trains_adapter,
+        trains_adapter=model.trains_adapter,
     )
     local_samples, _ = stored_rollouts(resolved, spec, ranks // sharing)
     busiest = dict.fromkeys(work, local_samples / train.samples / sharing)
@@ -208,6 +220,7 @@ def plan(
         memory=memory,
         uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
         engine=train.engine,
+        in_host_memory=engine.in_host_memory,
         loaded=float(model.element_bytes * (base + cost.decoder_weights)),
         checkpoint=checkpoint_bytes(model, train, resolved.objective.strategy, policy),
         disk=_disk(config, resolved.objective.strategy, policy),
@@ -216,9 +229,10 @@ def plan(
 
 
 def _memory(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     spec: Spec,
     policy: Policy,
+    engine: EngineMemory,
     *,
     ranks: int,
     gpu_memory: float,
@@ -246,7 +260,6 @@ def _memory(
         others |= stored
     if graphs:
         others["CUDA graphs"] = graphs
-    engine = engine_memory(model, config.train, resolved.objective.strategy, policy, ranks)
     chooses = "auto chooses" if model.gradient_checkpointing == "auto" else "checkpointing"
     of_activations = {f"activations, {chooses} {checkpointing}": activations}
     return checkpointing, engine.by_label() | others | of_activations
@@ -266,7 +279,7 @@ def _disk(config: Config, strategy: KLStrategy, policy: Policy) -> dict[str, flo
     }
 
 
-def _forwards(resolved: Resolved, ranks: int) -> tuple[dict[str, int], float]:
+def _forwards(resolved: ResolvedConfig, ranks: int) -> tuple[dict[str, int], float]:
     """Return part -> forwards of an iteration, and the share of the rollout's that the rank with
     the most has.
 
@@ -338,6 +351,10 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
     gpus = "1 GPU" if plan.ranks == 1 else f"{plan.ranks} GPUs"
     together = sum(plan.memory.values())
     fits = together <= plan.gpu_memory
+    in_host_memory = []
+    if plan.in_host_memory:
+        size = format_bytes(plan.in_host_memory)
+        in_host_memory.append(_line("host memory of each rank, for shards", size))
     lines = []
     if not fits:
         sizes = f"{format_bytes(together)} on GPUs of {format_bytes(plan.gpu_memory)}"
@@ -366,6 +383,7 @@ def format_plan(plan: Plan, price: float = 0.0, reward: float = 0.0) -> str:
             initial_indent="  ",
             subsequent_indent="    ",
         ),
+        *in_host_memory,
         "",
         "start and disk",
         _line("host memory of a node while it loads", format_bytes(plan.loaded)),

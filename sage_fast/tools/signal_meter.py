@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.kl_weight import KLController
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import TrainConfig
 from sage_fast.loading import load_setup
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.models.policy import Policy
 from sage_fast.ops import implementation
 from sage_fast.parallel.plain import PlainEngine
@@ -125,7 +125,7 @@ def collect(trainer: Trainer, count: int, warmup: int) -> tuple[list[Tensor], Te
     return whole, torch.tensor(list(costs.values()), dtype=torch.float64).T
 
 
-def load_trainer(resolved: Resolved, folder: Path) -> Trainer:
+def load_trainer(resolved: ResolvedConfig, folder: Path) -> Trainer:
     """Load the model, and the prompts' embeddings into `folder`; return a trainer that belongs to
     no run."""
     log.info("loading the model")
@@ -185,7 +185,7 @@ def _statistics(gram: Tensor, costs: Tensor) -> Tensor:
     return torch.cat([rows.flatten(), cosine])
 
 
-def check(measured: Sequence[Resolved], count: int) -> None:
+def check(measured: Sequence[ResolvedConfig], count: int) -> None:
     """Check that gradients can be collected and compared, and log the price.
 
     Raises:
@@ -226,7 +226,7 @@ def check(measured: Sequence[Resolved], count: int) -> None:
 
 
 def measure_signal(
-    measured: Mapping[str, Resolved],
+    measured: Mapping[str, ResolvedConfig],
     settings: Mapping[str, str],
     *,
     folder: Path,

@@ -104,7 +104,7 @@ class Made:
 def teraflops(name: str) -> float:
     """Return the planned TFLOPs (1e12) of a run, without its evaluations; its name is without the
     seed."""
-    from sage_fast.models.load import find_spec
+    from sage_fast.models.find import find_spec
 
     config = settings_of(f"{name}-seed0", quick=False)
     return (

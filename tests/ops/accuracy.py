@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from sage_fast.ops import implementation
-from sage_fast.tools.operators import Comparison, registered
+from sage_fast.tools.operators import OperatorResult, registered
 from tests.ops.checks import Kernels
 
 
-def assert_accurate(comparisons: Iterable[Comparison], **bounds: dict[str, float]) -> None:
-    """Fail on the first tensor that is not finite or errs more than `Comparison.problem` allows.
+def assert_accurate(comparisons: Iterable[OperatorResult], **bounds: dict[str, float]) -> None:
+    """Fail on the first tensor that is not finite or errs more than `OperatorResult.problem`
+    allows.
 
     Args:
         comparisons: what a check yields.
-        bounds: name of a tensor -> arguments of `Comparison.problem` for it.
+        bounds: name of a tensor -> arguments of `OperatorResult.problem` for it.
     """
     for comparison in comparisons:
         assert comparison.fused.isfinite().all(), f"{comparison.name}: not finite"

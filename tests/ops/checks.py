@@ -20,7 +20,7 @@ from sage_fast.ops.transition_score import (
     transition_score_reference,
 )
 from sage_fast.ops.transition_step import transition_step_reference
-from sage_fast.tools.operators import Comparison, Layout, as_it_is, double
+from sage_fast.tools.operators import MemoryLayout, OperatorResult, as_it_is, double
 
 Kernels = Callable[[str], Callable[..., Any]]
 """Name of an operator, or of its backward such as `norm_rotate_backward` -> the function of one
@@ -32,25 +32,25 @@ def compare(
     function: Callable[..., Any],
     reference: Callable[..., Any],
     *arguments: Any,
-) -> Iterator[Comparison]:
+) -> Iterator[OperatorResult]:
     """Compare each output of `function` with those of `reference`, in the same dtypes and in
     float64."""
     results = (function(*arguments), reference(*arguments), reference(*double(*arguments)))
     outputs = ((result,) if isinstance(result, Tensor) else result for result in results)
     for name, *values in zip(names, *outputs, strict=True):
-        yield Comparison(name, *values)
+        yield OperatorResult(name, *values)
 
 
 def check_transition_step(
-    kernels: Kernels, layout: Layout, *arguments: Any
-) -> Iterator[Comparison]:
+    kernels: Kernels, layout: MemoryLayout, *arguments: Any
+) -> Iterator[OperatorResult]:
     x, v, v_uncond, guidance, coefs, step, _ = arguments
     x_next, logp = kernels("transition_step")(*arguments)
     (plain, _), (exact, _) = (
         transition_step_reference(*arguments),
         transition_step_reference(*double(*arguments)),
     )
-    yield Comparison("x_next", x_next, plain, exact)
+    yield OperatorResult("x_next", x_next, plain, exact)
     # The log-prob belongs to the value as stored, so the references score that value.
     plain, exact = (
         transition_score_reference(
@@ -58,12 +58,12 @@ def check_transition_step(
         )[0]
         for before, after in ((x, x_next), (x.double(), x_next.double()))
     )
-    yield Comparison("logp", logp, plain, exact)
+    yield OperatorResult("logp", logp, plain, exact)
 
 
 def check_transition_score(
-    kernels: Kernels, layout: Layout, *arguments: Any
-) -> Iterator[Comparison]:
+    kernels: Kernels, layout: MemoryLayout, *arguments: Any
+) -> Iterator[OperatorResult]:
     names = ("logp", "kl_anchor", "kl_old", "error_plus", "error_minus")
     yield from compare(names, kernels("transition_score"), transition_score_reference, *arguments)
     x = arguments[0]
@@ -74,7 +74,9 @@ def check_transition_score(
     )
 
 
-def check_norm_modulate(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
+def check_norm_modulate(
+    kernels: Kernels, layout: MemoryLayout, *arguments: Any
+) -> Iterator[OperatorResult]:
     yield from compare(["out"], kernels("norm_modulate"), norm_modulate_reference, *arguments)
     x, scale, _, eps = arguments
     grad, backward = layout(torch.randn_like(x)), kernels("norm_modulate_backward")
@@ -86,10 +88,12 @@ def check_norm_modulate(kernels: Kernels, layout: Layout, *arguments: Any) -> It
             )  # fmt: skip
 
 
-def check_gated_norm(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
+def check_gated_norm(
+    kernels: Kernels, layout: MemoryLayout, *arguments: Any
+) -> Iterator[OperatorResult]:
     _, y, gate, scale, shift, eps = arguments
     total, out = kernels("gated_norm")(*arguments)
-    yield Comparison(
+    yield OperatorResult(
         "sum",
         total,
         gated_norm_reference(*arguments)[0],
@@ -106,8 +110,8 @@ def check_gated_norm(kernels: Kernels, layout: Layout, *arguments: Any) -> Itera
 
 
 def check_gated_sum(
-    kernels: Kernels, layout: Layout, x: Tensor, y: Tensor, gate: Tensor
-) -> Iterator[Comparison]:
+    kernels: Kernels, layout: MemoryLayout, x: Tensor, y: Tensor, gate: Tensor
+) -> Iterator[OperatorResult]:
     yield from compare(["sum"], kernels("gated_sum"), gated_sum_reference, x, y, gate)
     grad, backward = layout(torch.randn_like(y)), kernels("gated_sum_backward")
     for kept in (None, y):
@@ -117,8 +121,8 @@ def check_gated_sum(
 
 
 def check_norm_rotate(
-    kernels: Kernels, layout: Layout, joint: Tensor, text: Tensor, *arguments: Any
-) -> Iterator[Comparison]:
+    kernels: Kernels, layout: MemoryLayout, joint: Tensor, text: Tensor, *arguments: Any
+) -> Iterator[OperatorResult]:
     """Compare the operator on `joint`, which holds text already."""
     yield from compare(
         ["query", "key"], kernels("norm_rotate"), norm_rotate_reference, joint, *arguments
@@ -133,8 +137,8 @@ def check_norm_rotate(
 
 
 def check_adapter_rows(
-    kernels: Kernels, layout: Layout, x: Tensor, down: Tensor, _: bool
-) -> Iterator[Comparison]:
+    kernels: Kernels, layout: MemoryLayout, x: Tensor, down: Tensor, _: bool
+) -> Iterator[OperatorResult]:
     for gelu in (False, True):
         yield from compare(["out"], kernels("adapter_rows"), adapter_rows_reference, x, down, gelu)
     gate = layout(torch.randn_like(x[:, :1]).flatten(1)) if x.shape[1] else x[:, 0:0].sum(1)
@@ -164,8 +168,8 @@ def check_adapter_rows(
 
 
 def check_norm_silu(
-    kernels: Kernels, layout: Layout, x: Tensor, gamma: Tensor, scale: float, _: Tensor
-) -> Iterator[Comparison]:
+    kernels: Kernels, layout: MemoryLayout, x: Tensor, gamma: Tensor, scale: float, _: Tensor
+) -> Iterator[OperatorResult]:
     """Compare the operator inside a border, which stays zero."""
 
     def padded(function: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -182,7 +186,7 @@ def check_norm_silu(
     )
 
 
-CHECKS: dict[str, Callable[..., Iterator[Comparison]]] = {
+CHECKS: dict[str, Callable[..., Iterator[OperatorResult]]] = {
     "transition_step": check_transition_step,
     "transition_score": check_transition_score,
     "adapter_rows": check_adapter_rows,
@@ -196,7 +200,7 @@ CHECKS: dict[str, Callable[..., Iterator[Comparison]]] = {
 
 
 def check(
-    operator: str, kernels: Kernels, arguments: Sequence[Any], layout: Layout = as_it_is
-) -> Iterator[Comparison]:
+    operator: str, kernels: Kernels, arguments: Sequence[Any], layout: MemoryLayout = as_it_is
+) -> Iterator[OperatorResult]:
     """Compare every output and gradient of an implementation, with random upstream gradients."""
     return CHECKS[operator](kernels, layout, *arguments)

@@ -27,14 +27,14 @@ from sage_fast.benchmarks.compile_report import (
     ARCHITECTURES,
     RANKS,
     SPECIALISATIONS,
-    Row,
+    CompiledKernel,
     Specialisation,
     format_table,
 )
 from sage_fast.kernels.adapter_rows import MAX_RANK, adapter_rows_backward, options, rank_block
 from sage_fast.kernels.common import _reduce_kernel
 
-from sage_fast.algorithm.resolved import Resolved
+from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.models.load import load_model
 from sage_fast.rewards import CompositeReward
 from sage_fast.testbed.world import train_prompts
@@ -129,17 +129,17 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[Row]]:
+def compiled() -> dict[str, list[CompiledKernel]]:
     result = run(PROGRAM, json.dumps(SHIPPED))
     assert result.returncode == 0, result.stderr
     return {
-        name: [Row(**row) for row in rows]
+        name: [CompiledKernel(**row) for row in rows]
         for name, rows in json.loads(result.stdout.splitlines()[-1]).items()
     }
 
 
 @pytest.fixture(scope="module")
-def rows(compiled) -> list[Row]:
+def rows(compiled) -> list[CompiledKernel]:
     return compiled["shipped"]
 
 
@@ -380,7 +380,9 @@ def test_what_an_iteration_launches_is_listed(
     )  # fmt: skip
     model = load_model(config.model, config.sampling, CPU, seed=0)
     prompts, reward = train_prompts(), CompositeReward(BrightnessReward(), config.reward)
-    trainer = Trainer(Resolved(config), model, reward, prompts, embeddings(prompts, torch.bfloat16))
+    trainer = Trainer(
+        ResolvedConfig(config), model, reward, prompts, embeddings(prompts, torch.bfloat16)
+    )
     with Launches(monkeypatch) as launches:
         assert trainer.iteration(0)["grad_norm"] > 0
     assert {"_norm_rotate_bwd_kernel", "_norm_modulate_bwd_kernel"} <= {

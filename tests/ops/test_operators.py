@@ -21,7 +21,7 @@ from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, sigma_schedule
 from sage_fast.ops import implementation
 from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
-from sage_fast.tools.operators import OPERATORS, UNIT, Comparison, inputs, registered, wrong
+from sage_fast.tools.operators import OPERATORS, UNIT, OperatorResult, inputs, registered, wrong
 from tests.ops.accuracy import assert_accurate
 from tests.ops.checks import Kernels, check
 
@@ -300,7 +300,8 @@ def test_noise_is_that_of_the_reference(
     if dtype == FP32:
         exact = philox_normal(seed, step, (numel,), dtype=torch.float64)
         assert_accurate(
-            [Comparison("noise", noise, expected, exact)], noise={"absolute": 1e-6, "relative": 0.0}
+            [OperatorResult("noise", noise, expected, exact)],
+            noise={"absolute": 1e-6, "relative": 0.0},
         )
     else:  # the same number, rounded once
         assert ((noise.float() - expected).abs() <= expected.abs() * 2.0**-8 + 5e-6).all()

@@ -33,7 +33,7 @@ from sage_fast.ops import _dispatch  # noqa: E402
 from sage_fast.ops.adapter_rows import adapter_rows_backward_reference  # noqa: E402
 from sage_fast.ops.philox import philox4x32  # noqa: E402
 from sage_fast.ops.transition_step import transition_step_reference  # noqa: E402
-from sage_fast.tools.operators import UNIT, Comparison, inputs  # noqa: E402
+from sage_fast.tools.operators import UNIT, OperatorResult, inputs  # noqa: E402
 from tests.ops.accuracy import assert_accurate, launcher  # noqa: E402
 from tests.ops.checks import check  # noqa: E402
 
@@ -117,7 +117,7 @@ def test_gradients_of_two_adapters_of_different_ranks(dtype, ranks):
         if grad.dtype == torch.float64:
             rest[2] = gelu(rest[1], approximate="tanh")
         results.append([grad, *function(grad, *rest)])
-    assert_accurate(map(Comparison, ("dx", "dA", "dB"), *results))
+    assert_accurate(map(OperatorResult, ("dx", "dA", "dB"), *results))
 
 
 PTX = {"ex2": np.exp2, "rcp": np.reciprocal, "add": np.add, "mul": np.multiply, "min": np.fmin}
@@ -185,7 +185,7 @@ def test_gelu_in_assembly_far_from_zero(dtype, assembly):
     out = adapter_rows.adapter_rows(x[None], x[:0], True)
     assert_accurate(
         [
-            Comparison(
+            OperatorResult(
                 "gelu", out[0], gelu(x, approximate="tanh"), gelu(x.double(), approximate="tanh")
             )
         ]
@@ -196,7 +196,7 @@ def test_gelu_in_assembly_far_from_zero(dtype, assembly):
         torch.ops.aten.gelu_backward(torch.ones_like(v), v, approximate="tanh")
         for v in (x.double(), x)
     )
-    assert_accurate([Comparison("slope", grad, plain, exact)])
+    assert_accurate([OperatorResult("slope", grad, plain, exact)])
     assert grad[0, :3].tolist() == [1, 1, 1]
     assert not grad[0, 125:128].any()
 

@@ -15,7 +15,7 @@ from sage_fast.config.loader import load
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import load_setup, resolve
-from sage_fast.models.load import find_spec
+from sage_fast.models.find import find_spec
 from sage_fast.run_folder import read_scores
 from sage_fast.testbed import BASE, BASE_I2V
 from sage_fast.testbed.rewards_i2v import TestbedImageReward

@@ -94,7 +94,7 @@ def _does_not_run(device: torch.device) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend:
+class AttentionRow:
     """An attention kernel; callable as an `Attention`.
 
     Attributes:
@@ -127,24 +127,24 @@ class Backend:
 
 
 ATTENTION = {
-    "sdpa": Backend(
+    "sdpa": AttentionRow(
         attend=sdpa, operators=("scaled_dot_product",), cuda=False, half=False, is_reference=True
     ),
-    "cudnn": Backend(attend=_cudnn, operators=("scaled_dot_product",), lacks=_cudnn_lacks),
-    "flash": Backend(
+    "cudnn": AttentionRow(attend=_cudnn, operators=("scaled_dot_product",), lacks=_cudnn_lacks),
+    "flash": AttentionRow(
         attend=_from_package("flash_attn:flash_attn_func"),
         operators=("flash_attn::",),
         package="flash_attn",
         install="pip install 'sage-fast[flash-attn]' --no-build-isolation",
     ),
-    "flash3": Backend(
+    "flash3": AttentionRow(
         attend=_from_package("flash_attn_interface:flash_attn_func"),
         operators=("flash_attn_3::", "flash_attn3::"),
         package="flash_attn_interface",
         install="build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
         lacks=_needs_hopper,
     ),
-    "flash4": Backend(
+    "flash4": AttentionRow(
         attend=_from_package("sage_fast.models.attention.flash4:attention"),
         operators=("sage_fast_flash4::",),
         sums_dq_in_float32=True,
@@ -152,7 +152,7 @@ ATTENTION = {
         install="pip install 'sage-fast[flash-attn-4]'",
         lacks=_needs_hopper,
     ),
-    "xformers": Backend(
+    "xformers": AttentionRow(
         attend=_from_package("xformers.ops:memory_efficient_attention"),
         operators=("efficient_attention", "xformers_flash::", "xformers_flash3::"),
         half=False,
@@ -192,7 +192,7 @@ def _is_installed(package: str) -> bool:
     return spec.origin is not None
 
 
-def _lack(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
+def _lack(backend: AttentionRow, device: torch.device, dtype: torch.dtype) -> str:
     """Return why a backend cannot serve activations of `dtype` here; empty if it can."""
     if not backend.cuda and device.type != "cuda":
         return ""

@@ -82,7 +82,7 @@ def _package() -> tuple[Callable[..., Any], Callable[..., Any], Path | None]:
 
 
 @contextlib.contextmanager
-def _one_compiles(*kernel: object) -> Iterator[None]:
+def compile_lock(*kernel: object) -> Iterator[None]:
     """Run the first call of a kernel alone on this machine: the first process compiles, the others
     read its cache."""
     folder = None if kernel in _called else _package()[2]
@@ -97,7 +97,7 @@ def _one_compiles(*kernel: object) -> Iterator[None]:
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output `[B, S, H, D]` and the log-sum-exp, float32 `[B, H, S]`, computed without
     gradients too."""
-    with torch.no_grad(), _one_compiles("forward", query.dtype, query.shape[3]):
+    with torch.no_grad(), compile_lock("forward", query.dtype, query.shape[3]):
         out, log_sum_exp = _package()[0](query, key, value, return_lse=True)
     return out, log_sum_exp
 
@@ -111,7 +111,7 @@ def _backward(
         warnings.warn(
             "with warn_only the backward of FlashAttention 4 is not deterministic", stacklevel=2
         )
-    with _one_compiles("backward", query.dtype, query.shape[3], deterministic):
+    with compile_lock("backward", query.dtype, query.shape[3], deterministic):
         dq, dk, dv = _package()[1](
             query, key, value, out, gradient, log_sum_exp, deterministic=deterministic
         )

@@ -40,7 +40,8 @@ class SequenceParallel:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self._mesh = DeviceMesh.from_group(group, device.type)
         self._group = group
 
@@ -49,8 +50,10 @@ class SequenceParallel:
         the last token."""
         count = tokens.shape[1]
         share = -(-count // self.size)
-        own = tokens[:, self.rank * share : (self.rank + 1) * share]
-        return F.pad(own, [0, 0] * (tokens.ndim - 2) + [0, share - own.shape[1]])
+        local = tokens[:, self.rank * share : (self.rank + 1) * share]
+        # F.pad counts from the last dimension: none for those after the tokens
+        unpadded = [0, 0] * (tokens.ndim - 2)
+        return F.pad(local, [*unpadded, 0, share - local.shape[1]])
 
     def whole(self, part: Tensor, count: int) -> Tensor:
         """Join the parts of all ranks to `count` tokens; the backward sums the ranks' gradients."""
@@ -71,13 +74,14 @@ class SequenceParallel:
             (queries, keys, values `[B, S, H, D]` of this rank's video and text tokens) -> `[B, S,
             H, D]`.
         """
-        runs = self._runs(video, text)
+        segments = self._segments(video, text)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            query, key, value = (_Exchange.apply(t, self._group, 2, 1) for t in (query, key, value))
-            return _Exchange.apply(
-                _without_padding(query, key, value, kernel, runs), self._group, 1, 2
-            )
+            query = _Exchange.apply(query, self._group, 2, 1)
+            key = _Exchange.apply(key, self._group, 2, 1)
+            value = _Exchange.apply(value, self._group, 2, 1)
+            out = _without_padding(query, key, value, kernel, segments)
+            return _Exchange.apply(out, self._group, 1, 2)
 
         return attend
 
@@ -86,9 +90,9 @@ class SequenceParallel:
         share = -(-count // self.size)
         return min(max(count - rank * share, 0), share)
 
-    def _runs(self, video: int, text: int) -> list[int]:
-        """Return the lengths of the alternating runs of tokens and padding in the joined parts of
-        all ranks."""
+    def _segments(self, video: int, text: int) -> list[int]:
+        """Return the lengths of the alternating segments of tokens and padding in the joined parts
+        of all ranks."""
         lengths = []
         for rank in range(self.size):
             for count in (video, text):
@@ -96,8 +100,8 @@ class SequenceParallel:
                 lengths += [("token", real), ("padding", -(-count // self.size) - real)]
         present = [(kind, length) for kind, length in lengths if length]
         return [
-            sum(length for _, length in run)
-            for _, run in itertools.groupby(present, key=lambda pair: pair[0])
+            sum(length for _, length in segment)
+            for _, segment in itertools.groupby(present, key=lambda pair: pair[0])
         ]
 
 
@@ -109,7 +113,9 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, joined: int
     ) -> Tensor:
-        ctx.group, ctx.cut, ctx.joined = group, cut, joined
+        ctx.group = group
+        ctx.cut = cut
+        ctx.joined = joined
         sent = torch.stack(tensor.chunk(dist.get_world_size(group), cut))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
@@ -121,21 +127,24 @@ class _Exchange(torch.autograd.Function):
 
 
 def _without_padding(
-    query: Tensor, key: Tensor, value: Tensor, kernel: Attention, runs: Sequence[int]
+    query: Tensor, key: Tensor, value: Tensor, kernel: Attention, segments: Sequence[int]
 ) -> Tensor:
     """Run `kernel` on `[B, S, H, D]` without the padding; outputs are zero where it was.
 
     Args:
         kernel: attention over whole sequences.
-        runs: lengths of the alternating runs of tokens and padding.
+        segments: lengths of the alternating segments of tokens and padding.
     """
-    if len(runs) == 1:
+    if len(segments) == 1:
         return kernel(query, key, value)
-    query, key, value = (_joined(t.split(runs, dim=1)[::2]) for t in (query, key, value))
+    query = _joined(query.split(segments, dim=1)[::2])
+    key = _joined(key.split(segments, dim=1)[::2])
+    value = _joined(value.split(segments, dim=1)[::2])
     out = kernel(query, key, value)
-    parts = list(out.split(runs[::2], dim=1))
-    for place, length in enumerate(runs[1::2]):
-        parts.insert(2 * place + 1, out.new_zeros(len(out), length, *out.shape[2:]))
+
+    parts = list(out.split(segments[::2], dim=1))
+    for i, length in enumerate(segments[1::2]):
+        parts.insert(2 * i + 1, out.new_zeros(len(out), length, *out.shape[2:]))
     return torch.cat(parts, dim=1)
 
 

@@ -39,11 +39,12 @@ class Trial:
 
     def why_skipped(self, needs_agreement: bool) -> str:
         """Return why `auto` skips it; empty if it does not."""
-        differs = (
+        if self.problem or self.agrees or not needs_agreement:
+            return self.problem
+        return (
             "its output under no_grad is not that with gradients to the bit: rollouts and training "
             "would disagree"
         )
-        return self.problem or differs * (needs_agreement and not self.agrees)
 
 
 def fastest(trials: Mapping[str, Trial]) -> str:
@@ -98,12 +99,13 @@ def try_attention(
             forward_and_backward()
             synchronize(device)
             times.append(1e3 * (time.perf_counter() - start))
-    except (
-        Exception
-    ) as error:  # whatever a broken package raises, from ImportError to a compiler's own
+    # whatever a broken package raises, from ImportError to a compiler's own
+    except Exception as error:
         return Trial(problem=f"it does not run: {in_one_line(error)}")
-    limit, largest = LARGEST_ERROR[dtype], max(errors.values())
-    if wrong := [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]:
+    limit = LARGEST_ERROR[dtype]
+    largest = max(errors.values())
+    wrong = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]
+    if wrong:
         why = (
             f"it is wrong: relative error against SDPA in float32 of {', '.join(wrong)}, expected "
             f"at most {limit:.0e}"
@@ -119,7 +121,7 @@ def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor)
     Heads are independent. Two of them in float32 cover the whole sequence and both ends of the
     layout at a fraction of the cost.
     """
-    largest = [0.0] * len(results)
+    largest = [0.0 for _ in results]
     for batch, head in ((0, 0), (-1, -1)):
         q, k, v, up = (
             t.detach()[batch, :, head].float()[None, :, None] for t in (*inputs, upstream)

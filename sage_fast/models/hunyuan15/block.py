@@ -36,14 +36,10 @@ class TextToVideoBlock(nn.Module):
         self.attn: Any = block.attn
         self.video_qkv = FusedLinear(self.attn, "to_q", "to_k", "to_v")
         self.text_qkv = FusedLinear(self.attn, "add_q_proj", "add_k_proj", "add_v_proj")
-        self.video_out, self.text_out = (
-            FusedLinear(self.attn.to_out, "0"),
-            FusedLinear(self.attn, "to_add_out"),
-        )
-        self.video_ff, self.text_ff = (
-            FeedForward(FusedLinear(ff.net[0], "proj"), FusedLinear(ff.net, "2"))
-            for ff in (block.ff, block.ff_context)
-        )
+        self.video_out = FusedLinear(self.attn.to_out, "0")
+        self.text_out = FusedLinear(self.attn, "to_add_out")
+        self.video_ff = _feed_forward(block.ff)
+        self.text_ff = _feed_forward(block.ff_context)
 
     def forward(
         self,
@@ -92,7 +88,7 @@ class TextToVideoBlock(nn.Module):
         )
         return video, self.text_ff(normed, text, text_ff_gate)
 
-    skips_its_end = forward
+    omits_last_matmul = forward
     """A recomputation (`is_recomputing`) leaves out what only the results of this function need."""
 
     def _attend(
@@ -116,3 +112,7 @@ class TextToVideoBlock(nn.Module):
         out = attention(query, key, value).flatten(2)
         video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)
         return video_out, text_out
+
+
+def _feed_forward(ff: Any) -> FeedForward:
+    return FeedForward(FusedLinear(ff.net[0], "proj"), FusedLinear(ff.net, "2"))

@@ -46,7 +46,8 @@ class TextEmbedding(Condition):
 
     @property
     def tokens(self) -> int:
-        return len(self.text) + len(self.glyphs) + (0 if self.image is None else len(self.image))
+        of_text = len(self.text) + len(self.glyphs)
+        return of_text if self.image is None else of_text + len(self.image)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shap
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import UserError
 
-SHARE = 0.5
+MEMORY_FRACTION = 0.5
 """Share of the memory free at the first decode; the rest is for the concurrent rollout and for
 training."""
-ENOUGH = {"cpu": 16 * 2**20, "cuda": 8 * 2**30}
+TARGET_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 8 * 2**30}
 """Bytes beyond which larger portions should not be faster. CPU: what its caches hold. CUDA: not
 measured; an activation of the last stage then exceeds a gigabyte, which fills any GPU."""
 
@@ -37,9 +37,10 @@ class DecodePlan:
 
     def __str__(self) -> str:
         """Return one line for the start of a run."""
-        videos = f"{self.samples} video{'s' * (self.samples > 1)}"
-        frames = f"{self.frames} latent frame{'s' * (self.frames > 1)}"
-        return f"{videos} and {frames} at a time, {self.bytes / 2**20:,.0f} MiB"
+        videos = "video" if self.samples == 1 else "videos"
+        frames = "latent frame" if self.frames == 1 else "latent frames"
+        size = f"{self.bytes / 2**20:,.0f} MiB"
+        return f"{self.samples} {videos} and {self.frames} {frames} at a time, {size}"
 
 
 def choose(
@@ -56,14 +57,14 @@ def choose(
         vae: the autoencoder.
         latents: (C, T, H, W) of one video.
         itemsize: bytes per value.
-        free: bytes of free memory, of which SHARE may be used.
+        free: bytes of free memory, of which MEMORY_FRACTION may be used.
         enough: bytes beyond which portions do not grow for speed alone.
 
     Raises:
         UserError: not even one latent frame at a time fits.
     """
     _, total, height, width = latents
-    limit = int(SHARE * free)
+    limit = int(MEMORY_FRACTION * free)
     target = min(limit, enough)
     for pieces in range(1, total + 1):
         frames = -(-total // pieces)
@@ -74,8 +75,9 @@ def choose(
             return DecodePlan(samples=samples, frames=frames, bytes=samples * needed)
     raise UserError(
         f"decoding latents of {total} x {height} x {width} frame by frame needs "
-        f"{needed / 2**20:,.0f} MiB, and {SHARE:.0%} of the free memory is {limit / 2**20:,.0f} "
-        "MiB; choose smaller sampling.height, sampling.width or sampling.num_frames"
+        f"{needed / 2**20:,.0f} MiB, and {MEMORY_FRACTION:.0%} of the free memory is "
+        f"{limit / 2**20:,.0f} MiB; choose smaller sampling.height, sampling.width or "
+        "sampling.num_frames"
     )
 
 
@@ -105,7 +107,7 @@ class VideoDecoder(Decoder):
         """
         if latents not in self.plans:
             device = self.vae.device
-            enough = ENOUGH.get(device.type, ENOUGH["cuda"])
+            enough = TARGET_CHUNK_BYTES.get(device.type, TARGET_CHUNK_BYTES["cuda"])
             self.plans[latents] = choose(
                 self.vae, latents, self.vae.dtype.itemsize, free_bytes(device), enough
             )

@@ -305,7 +305,8 @@ def encoder_version(path: str, parts: Sequence[str] = PARTS) -> str | None:
             f"model.path = {path!r}: cannot read the encoders: {reason(error)}"
         ) from error
     code = (ENCODING, diffusers.__version__, transformers.__version__)
-    return hashlib.sha256(repr((code, sorted(contents.items()))).encode()).hexdigest()[:32]
+    described = repr((code, sorted(contents.items())))
+    return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
 def _blob(file: Path) -> Path:
@@ -341,7 +342,9 @@ def _check_tokens(pipeline: Any) -> None:
     first, second = pipeline.tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"]
-    start = next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), -1)
+    # where two chats that differ in the prompt alone begin to differ
+    differing = [i for i, (a, b) in enumerate(zip(first, second)) if a != b]
+    start = differing[0] if differing else -1
     crop = pipeline.prompt_template_encode_start_idx
     if start != crop:
         harm = (
@@ -363,8 +366,9 @@ def _encode(
     text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(
         caption.text, device=device, batch_size=1
     )
-    own, quoted = text[0][text_mask[0].bool()].cpu(), glyphs[0][glyphs_mask[0].bool()].cpu()
-    embedding = TextEmbedding(text=own, glyphs=quoted, notes=_cuts(pipeline, caption.text))
+    words = text[0][text_mask[0].bool()].cpu()
+    quoted = glyphs[0][glyphs_mask[0].bool()].cpu()
+    embedding = TextEmbedding(text=words, glyphs=quoted, notes=_cuts(pipeline, caption.text))
     if size is None:
         return embedding
     image = encode_image(pipeline, read_image(caption.image), size, device, text.dtype)

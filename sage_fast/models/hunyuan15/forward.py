@@ -219,8 +219,8 @@ class TextToVideoForward(nn.Module):
             weight = proj.weight.flatten(1)
             hidden = F.linear(x.flatten(2).transpose(1, 2), weight[:, :channels], proj.bias)
             if frame is not None:
-                given = frame.flatten(2).transpose(1, 2)
-                hidden[:, : given.shape[1]] += F.linear(given, weight[:, channels:])
+                inputs = frame.flatten(2).transpose(1, 2)
+                hidden[:, : inputs.shape[1]] += F.linear(inputs, weight[:, channels:])
             return hidden
         extra = x.new_zeros(len(x), self.transformer.config.in_channels - channels, *x.shape[2:])
         if frame is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sage_fast.models.attention.backends import ATTENTION, REFERENCE, Attention
 from sage_fast.models.hunyuan15.conditioning import BatchConditions, Images, Inputs, TextEmbedding
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
-from sage_fast.models.interface import Key
+from sage_fast.models.interface import ConditionKey
 from sage_fast.models.policy import Policy
 
 
@@ -115,24 +115,25 @@ class ConditionTable:
     def __init__(
         self, policy: HunyuanVideo15Policy, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]
     ) -> None:
-        self.policy, self.embeddings = policy, embeddings
+        self.policy = policy
+        self.embeddings = embeddings
         self.sigmas = sigmas.to(policy.device, torch.float32)
         times = 1000 * self.sigmas
         with policy._autocast():
             self.modulation, self.final = policy.forward.modulation(
                 times, policy.dtype, policy.step_ends(times)
             )
-        self._contexts: dict[Key, Tensor] = {}  # glyph and text tokens `[T, L, d]`
-        self._images: dict[Key, Images] = {}
+        self._contexts: dict[ConditionKey, Tensor] = {}  # glyph and text tokens `[T, L, d]`
+        self._images: dict[ConditionKey, Images] = {}
 
-    def of(self, keys: Sequence[Key]) -> BatchConditions:
+    def of(self, keys: Sequence[ConditionKey]) -> BatchConditions:
         """Return the conditions of a batch, whose prompts have one number of tokens."""
         negatives = [self.embeddings[key].negative for key in keys]
         return self._batch(keys)._replace(
             negative=self._batch(negatives) if self.policy.uses_guidance else None
         )
 
-    def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
+    def at(self, keys: Sequence[ConditionKey], steps: Tensor) -> Inputs:
         """Return rows of the table; if the weights behind it are trained, recompute them with
         gradients."""
         return (
@@ -141,7 +142,7 @@ class ConditionTable:
             else self.trained(keys, steps)
         )
 
-    def trained(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
+    def trained(self, keys: Sequence[ConditionKey], steps: Tensor) -> Inputs:
         """Compute the conditions at `steps` with gradients."""
         texts = [self.embeddings[key] for key in keys]
         negatives = (
@@ -154,7 +155,7 @@ class ConditionTable:
             sigma, texts, negatives, None if ends is None else ends[steps].expand(len(keys))
         )
 
-    def _batch(self, keys: Sequence[Key]) -> BatchConditions:
+    def _batch(self, keys: Sequence[ConditionKey]) -> BatchConditions:
         self._fill(keys)
         keys = keys[:1] if len(set(keys)) == 1 else keys
         context = torch.stack([self._contexts[key] for key in keys], dim=1)
@@ -163,10 +164,10 @@ class ConditionTable:
         return BatchConditions(self.modulation, self.final, context, images)
 
     @torch.no_grad()
-    def _fill(self, keys: Sequence[Key]) -> None:
+    def _fill(self, keys: Sequence[ConditionKey]) -> None:
         """Compute missing contexts, prompts of equal length together."""
         policy, times = self.policy, 1000 * self.sigmas
-        missing: dict[tuple[int, int], list[Key]] = defaultdict(list)
+        missing: dict[tuple[int, int], list[ConditionKey]] = defaultdict(list)
         for key in dict.fromkeys(keys):
             if key not in self._contexts:
                 embedding = self.embeddings[key]

@@ -200,14 +200,16 @@ class HunyuanVideo15(Spec):
                 key: parameter.default
                 for key, parameter in inspect.signature(cls).parameters.items()
             }
-            value, published = getattr(sampling, setting), stated.pop(setting, usual[setting])
+            value = getattr(sampling, setting)
+            published = stated.pop(setting, usual[setting])
             if published != value:
-                has = f"{'shift ' * (part == 'scheduler')}{_number(published)}"
-                off = " (off: a model distilled from guidance)" * (
-                    part == "guider" and published == 1
-                )
+                has = _number(published)
+                if part == "scheduler":
+                    has = f"shift {has}"
+                elif published == 1:
+                    has = f"{has} (off: a model distilled from guidance)"
                 notes.append(
-                    f"sampling.{setting} = {value:g}, and the checkpoint's {part} has {has}{off}"
+                    f"sampling.{setting} = {value:g}, and the checkpoint's {part} has {has}"
                 )
             idle = () if stated.get("use_dynamic_shifting") else DYNAMIC
             odd = [
@@ -245,9 +247,9 @@ class HunyuanVideo15(Spec):
         )
 
     def size_arguments(self, sampling: SamplingConfig) -> str:
-        given = super().size_arguments(sampling)
+        arguments = super().size_arguments(sampling)
         # the image has the shape
-        return f"num_frames={sampling.num_frames}" if self.takes_images else given
+        return f"num_frames={sampling.num_frames}" if self.takes_images else arguments
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int]:
         joint = self.tokens(self.latent_shape(sampling)) + self.prompt_tokens
@@ -356,9 +358,10 @@ def forward_flops(
     patch = config["patch_size_t"] * config["patch_size"] ** 2
     embed = 2 * tokens * d * patch * (config["in_channels"] + config["out_channels"])
     project = 2 * text_tokens * d * config["text_embed_dim"]
-    image = (
-        2 * image_tokens * (seen := config["image_embed_dim"]) * (seen + d) if image_tokens else 0
-    )
+    image = 0
+    if image_tokens:
+        width = config["image_embed_dim"]
+        image = 2 * image_tokens * width * (width + d)
     return float(blocks + refiner + embed + project + image)
 
 

@@ -14,7 +14,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from sage_fast.models.lora.reader import Fault, Layout, read_adapter
+from sage_fast.models.lora.reader import LoraFormatError, LoraLayout, read_adapter
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import save_tensors, why_no_file
 
@@ -63,7 +63,7 @@ def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) ->
             raise UserError(f"model.lora_targets = {targets!r}: {error}") from error
 
 
-def load_lora(network: Any, path: Path, part: str, layouts: Iterable[Layout] = ()) -> None:
+def load_lora(network: Any, path: Path, part: str, layouts: Iterable[LoraLayout] = ()) -> None:
     """Freeze the network and add the LoRA adapter at `path`, a file or a folder, in float32 and
     trainable.
 
@@ -87,7 +87,7 @@ def load_lora(network: Any, path: Path, part: str, layouts: Iterable[Layout] = (
     }
     try:
         tensors, config = read_adapter(file, part, layers, layouts)
-    except Fault as fault:
+    except LoraFormatError as fault:
         raise UserError(f"model.weights = {str(path)!r}{fault}") from fault
     with torch.random.fork_rng(devices=[]):  # peft draws weights, which are replaced
         _add(network, config)

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
-from sage_fast.models.lora.reader import Fault, open_adapter
+from sage_fast.models.lora.reader import LoraFormatError, open_adapter
 from sage_fast.models.spec import ExportTarget
 from sage_fast.util.errors import UserError, first_line
 
@@ -30,7 +30,7 @@ def read_lora(file: Path) -> tuple[dict[str, Tensor], LoraConfig]:
     try:
         tensors, header = open_adapter(file)
         return tensors, LoraConfig(**json.loads(header[LORA_ADAPTER_METADATA_KEY]))
-    except (Fault, KeyError, ValueError, TypeError) as error:
+    except (LoraFormatError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{file}: not a LoRA as a run saves it: {first_line(error)}") from error
 
 

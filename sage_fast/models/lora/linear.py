@@ -16,6 +16,7 @@ changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +65,12 @@ class FusedLinear(nn.Module):
 
     def __init__(self, parent: nn.Module, *names: str) -> None:
         super().__init__()
-        self.parent, self.names = parent, names
+        self.parent = parent
+        self.names = names
         self.pad = 0
         self._adapters: list[_Adapter | None] = []
-        self._columns: list[
-            tuple[int, int, float]
-        ] = []  # per adapter: first and last + 1 column of y, scale
+        # per adapter: first and last + 1 column of y, scale
+        self._columns: list[tuple[int, int, float]] = []
         self._buffer = self._bias = torch.empty(0)
         self._seen: list[object] = []
 
@@ -95,7 +96,8 @@ class FusedLinear(nn.Module):
         if seen == self._seen:
             return
         self._seen = []  # stays empty if anything below fails
-        adapters, bases = [_adapter(layer) for layer in layers], [_base(layer) for layer in layers]
+        adapters = [_adapter(layer) for layer in layers]
+        bases = [_base(layer) for layer in layers]
         alone = any(
             (adapter is None and base is not layer)
             or base.weight.dtype != dtype
@@ -105,7 +107,9 @@ class FusedLinear(nn.Module):
             for layer, base, adapter in zip(layers, bases, adapters)
         )
         if alone or not any(adapters):
-            self.pad, self._adapters, self._seen = 0, [], seen
+            self.pad = 0
+            self._adapters = []
+            self._seen = seen
             return
         if not self._is_joined(bases, adapters):
             self._join(bases, adapters)
@@ -129,7 +133,7 @@ class FusedLinear(nn.Module):
     def _is_joined(self, bases: list[Any], adapters: list[_Adapter | None]) -> bool:
         """Whether `_buffer` is laid out for these adapters and its left part is still the layers'
         weight."""
-        if [a and len(a.down) for a in adapters] != [a and len(a.down) for a in self._adapters]:
+        if _ranks(adapters) != _ranks(self._adapters):
             return False
         parts = self._buffer[: len(self._buffer) - self.pad].split(
             [base.out_features for base in bases]
@@ -183,6 +187,11 @@ class FusedLinear(nn.Module):
         return _FusedLoraLinear.apply(
             x, self._buffer, self._bias, self._columns, has_product, *self.factors
         )
+
+
+def _ranks(adapters: Sequence[_Adapter | None]) -> list[int | None]:
+    """Return the rank of each adapter; None for a layer without one."""
+    return [None if adapter is None else len(adapter.down) for adapter in adapters]
 
 
 def _signature(layer: Any) -> tuple[object, ...]:
@@ -283,11 +292,9 @@ class _FusedLoraLinear(torch.autograd.Function):
         `has_product` says whether x A^T stands in the padding already.
         """
         bias, columns, has_product, *factors = rest
-        ctx.pad, ctx.columns, ctx.ranks = (
-            len(buffer) - len(bias),
-            columns,
-            [len(a) for a in factors[::2]],
-        )
+        ctx.pad = len(buffer) - len(bias)
+        ctx.columns = columns
+        ctx.ranks = [len(a) for a in factors[::2]]
         weight, down = _views(buffer, ctx.pad)
         if not has_product:
             _write_product(x, down)
@@ -335,13 +342,16 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stream: Tensor, gate: Tensor, *rest: Any) -> Tensor:
-        up_buffer, up_bias, buffer, bias, ctx.up_scale, ctx.scale, trains, *factors = rest
-        ctx.up_pad, ctx.pad = len(up_buffer) - len(up_bias), len(buffer) - len(bias)
-        ctx.up_rank, ctx.rank = (len(a) for a in factors[::2])
-        (up_weight, up_down), (weight, down) = (
-            _views(up_buffer, ctx.up_pad),
-            _views(buffer, ctx.pad),
-        )
+        up_buffer, up_bias, buffer, bias, up_scale, scale, trains, *factors = rest
+        up_a, _, a, _ = factors
+        ctx.up_scale = up_scale
+        ctx.scale = scale
+        ctx.up_pad = len(up_buffer) - len(up_bias)
+        ctx.pad = len(buffer) - len(bias)
+        ctx.up_rank = len(up_a)
+        ctx.rank = len(a)
+        up_weight, up_down = _views(up_buffer, ctx.up_pad)
+        weight, down = _views(buffer, ctx.pad)
         _write_product(x, up_down)
         inner = F.linear(x, up_weight, up_bias)
         hidden = torch.ops.sage_fast.adapter_rows(inner, down, True)
@@ -420,7 +430,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, up: FusedLinear, down: FusedLinear) -> None:
         super().__init__()
-        self.up, self.down = up, down
+        self.up = up
+        self.down = down
 
     def forward(self, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
         """Return stream + gate down(gelu(up(x))).
@@ -447,7 +458,7 @@ class FeedForward(nn.Module):
             hidden = F.gelu(up(x), approximate="tanh")
         return gated_sum(stream, down.unpadded(hidden), gate)
 
-    skips_its_end = forward
+    omits_last_matmul = forward
 
 
 def _is_at_hand(layer: nn.Module) -> bool:

@@ -59,10 +59,10 @@ FACTOR = re.compile(
 """Name of a tensor. peft names the adapter too, as in `to_q.lora_A.default.weight`."""
 KINDS = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B", "alpha": "alpha"}
 PREFIXES = r"base_model\.model\.|model\.|diffusion_model\.|lora_unet_|lora_transformer_"
-Layout = Callable[[str], ExportTarget]
+LoraLayout = Callable[[str], ExportTarget]
 
 
-class Fault(Exception):
+class LoraFormatError(Exception):
     """What is wrong with a file, as the end of a sentence that begins with its name."""
 
 
@@ -70,17 +70,17 @@ def open_adapter(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the header of a safetensors file.
 
     Raises:
-        Fault: it is damaged.
+        LoraFormatError: it is damaged.
     """
     try:
         with safe_open(file, "pt") as opened:
             return load_file(file), opened.metadata() or {}
     except SafetensorError as error:
-        raise Fault(f": not a safetensors file: {error}") from error
+        raise LoraFormatError(f": not a safetensors file: {error}") from error
 
 
 def read_adapter(
-    file: Path, part: str, layers: Mapping[str, torch.Size], layouts: Iterable[Layout]
+    file: Path, part: str, layers: Mapping[str, torch.Size], layouts: Iterable[LoraLayout]
 ) -> tuple[dict[str, Tensor], LoraConfig]:
     """Read a LoRA; return its float32 factors under diffusers' names, and a configuration of
     nothing else.
@@ -91,15 +91,15 @@ def read_adapter(
         layouts: the other layouts of the checkpoint.
 
     Raises:
-        Fault: it is damaged, no LoRA, made for another model, or has a field that cannot be
-            honoured.
+        LoraFormatError: it is damaged, no LoRA, made for another model, or has a field that cannot
+            be honoured.
     """
     tensors, header = open_adapter(file)
     groups, odd = _groups(tensors)
     if not any("A" in group for group in groups.values()):
-        raise Fault(": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
+        raise LoraFormatError(": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
     if odd:
-        raise Fault(
+        raise LoraFormatError(
             f": holds {odd[0]!r}; expected nothing but `<layer>.lora_A.weight` and "
             "`<layer>.lora_B.weight`"
         )
@@ -117,23 +117,26 @@ def read_adapter(
                 f"note: model.weights = {file}: states no alpha, so that the rank is taken for it"
             )
         )
-    known, factors, alphas = (
-        _known(layers, layouts),
-        dict[str, tuple[Tensor, Tensor]](),
-        dict[str, float](),
-    )
+    known = _known(layers, layouts)
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    alphas: dict[str, float] = {}
     file_ranks = {len(group["A"]) for group in groups.values() if "A" in group and group["A"].ndim}
     for name, group in groups.items():
         bare = re.sub(rf"^(?:{re.escape(part)}\.|{PREFIXES})*", "", name)
         a, b = _factors(name, group)
         alpha = _alpha(bare, group.get("alpha"), fields, len(a), file_ranks)
-        for layer, down, up in _split(name, a, b, known.get(bare.replace(".", "_"), ()), layers):
+        targets = known.get(bare.replace(".", "_"), ())
+        for layer, down, up in _split(name, a, b, targets, layers):
             if layer in factors:
-                raise Fault(f": holds the layer {layer} twice")
+                raise LoraFormatError(f": holds the layer {layer} twice")
             factors[layer] = down.float().contiguous(), up.float().contiguous()
-            alphas[layer] = alpha * (len(down) / len(a)) ** (0.5 if fields.get("use_rslora") else 1)
+            # The scale of the update stays: alpha / rank, or with rsLoRA alpha / sqrt(rank).
+            exponent = 0.5 if fields.get("use_rslora") else 1
+            alphas[layer] = alpha * (len(down) / len(a)) ** exponent
     ranks = {layer: len(down) for layer, (down, _) in factors.items()}
-    r, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    # the most common ones; the patterns hold the others
+    r = Counter(ranks.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -142,28 +145,30 @@ def read_adapter(
         use_rslora=bool(fields.get("use_rslora")),
         target_modules="|".join(map(re.escape, factors)),
     )
-    return {
-        f"{layer}.lora_{x}.weight": t for layer, pair in factors.items() for x, t in zip("AB", pair)
-    }, config
+    found = {}
+    for layer, (down, up) in factors.items():
+        found[f"{layer}.lora_A.weight"] = down
+        found[f"{layer}.lora_B.weight"] = up
+    return found, config
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Return layer -> its tensors A, B and alpha, and the names that are none of these.
 
     Raises:
-        Fault: a layer has one twice, or the file holds more than one adapter.
+        LoraFormatError: a layer has one twice, or the file holds more than one adapter.
     """
     matches = {key: FACTOR.fullmatch(key) for key in tensors}
     names = sorted({match["adapter"] for match in matches.values() if match and match["adapter"]})
     if len(names) > 1:
-        raise Fault(f": holds the adapters {', '.join(names)}; expected one")
+        raise LoraFormatError(f": holds the adapters {', '.join(names)}; expected one")
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, match in matches.items():
         if match is None:
             continue
         layer, kind = match["layer"], KINDS[match["factor"] or match["alpha"]]
         if kind in groups[layer]:
-            raise Fault(f": holds {kind} of {layer} twice")
+            raise LoraFormatError(f": holds {kind} of {layer} twice")
         groups[layer][kind] = tensors[key]
     return groups, [key for key, match in matches.items() if match is None]
 
@@ -181,7 +186,7 @@ def _fields(
             ambiguous.
 
     Raises:
-        Fault: it cannot be read, or a field cannot be honoured.
+        LoraFormatError: it cannot be read, or a field cannot be honoured.
     """
 
     def of_part(entries: Mapping[str, Any]) -> dict[str, Any]:  # a pipeline names each part's
@@ -199,19 +204,21 @@ def _fields(
         entries = {key.removeprefix(f"{part}."): value for key, value in header.items()}
         plain = {key: _plain(value) for key, value in entries.items() if key in HEADER}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Fault(f": its configuration cannot be read: {error}") from error
+        raise LoraFormatError(f": its configuration cannot be read: {error}") from error
     for key, value in plain.items():
         field = HEADER[key]
         differs = value is not None and fields.setdefault(field, value) != value
         if differs and (alpha_acts or field not in ("lora_alpha", "alpha_pattern")):
-            raise Fault(f": states {field} twice, as {fields[field]!r} and {value!r}")
+            raise LoraFormatError(f": states {field} twice, as {fields[field]!r} and {value!r}")
     defaults = vars(LoraConfig()) | {"peft_type": "LORA"}
     if not isinstance(fields.get("use_rslora", False), bool):
-        raise Fault(f": its use_rslora is {fields['use_rslora']!r}; expected true or false")
+        raise LoraFormatError(
+            f": its use_rslora is {fields['use_rslora']!r}; expected true or false"
+        )
     for key, value in fields.items():
         acts = value and key not in ACTING | IDLE and value != defaults.get(key)
         if acts and not (key == "init_lora_weights" and value in INITIALISATIONS):
-            raise Fault(
+            raise LoraFormatError(
                 f": its {key} is {value!r}, which changes the result and cannot be honoured here"
             )
     return fields
@@ -225,7 +232,7 @@ def _plain(value: str) -> Any:
 
 
 def _known(
-    layers: Iterable[str], layouts: Iterable[Layout]
+    layers: Iterable[str], layouts: Iterable[LoraLayout]
 ) -> dict[str, list[tuple[str, ExportTarget]]]:
     """Return the inverse of the tables by which `export` writes.
 
@@ -249,23 +256,28 @@ def _factors(name: str, group: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return A and B of a layer of a file.
 
     Raises:
-        Fault: one is missing, not finite, of an unknown type, or they do not fit each other.
+        LoraFormatError: one is missing, not finite, of an unknown type, or they do not fit each
+            other.
     """
     for kind in "AB":
         if kind not in group:
             there = next(f"lora_{other}.weight" if other in "AB" else other for other in group)
-            raise Fault(f": {name}.{there} is there and {name}.lora_{kind}.weight is missing")
+            raise LoraFormatError(
+                f": {name}.{there} is there and {name}.lora_{kind}.weight is missing"
+            )
         if group[kind].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise Fault(
+            raise LoraFormatError(
                 f": {name}.lora_{kind}.weight is {group[kind].dtype}; expected float32, bfloat16 "
                 "or float16"
             )
         if not group[kind].isfinite().all():
-            raise Fault(f": {name}.lora_{kind}.weight is not finite")
+            raise LoraFormatError(f": {name}.lora_{kind}.weight is not finite")
     a, b = group["A"], group["B"]
     if a.ndim < 2 or b.ndim < 2 or not 0 < len(a) == b.shape[1]:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
-        raise Fault(f": the factors of {name} have the shapes {shapes}; expected one rank above 0")
+        raise LoraFormatError(
+            f": the factors of {name} have the shapes {shapes}; expected one rank above 0"
+        )
     return a, b
 
 
@@ -283,18 +295,18 @@ def _split(
     its layer.
 
     Raises:
-        Fault: our model has no such layer, or one of another size.
+        LoraFormatError: our model has no such layer, or one of another size.
     """
     another = f" was made for another model: {name}.lora_"
     if not targets:
-        raise Fault(f"{another}A.weight has shape {list(a.shape)}, no such layer here")
+        raise LoraFormatError(f"{another}A.weight has shape {list(a.shape)}, no such layer here")
     fused = targets[0][1].fused
     for layer, target in targets:
         shape = layers[layer]
         for kind, factor, axis, width in (("A", a, 1, shape[1]), ("B", b, 0, shape[0] * fused)):
             kernel = shape[2:] if kind == "A" else torch.Size([1] * len(shape[2:]))
             if factor.shape[axis] != width or factor.shape[2:] != kernel:
-                raise Fault(
+                raise LoraFormatError(
                     f"{another}{kind}.weight has shape {list(factor.shape)}, expected width {width}"
                 )
         up = b.chunk(fused)[target.position]
@@ -308,10 +320,15 @@ def _ranks(parts: Sequence[Tensor]) -> Tensor:
     """Return which ranks are whose, bool `[parts, ranks]`, of the rows of B of each part of a
     layer."""
     used = torch.stack([part.any(0) for part in parts])
-    idle, spare = (~used.any(1)).nonzero(), (~used.any(0)).nonzero()
+    if len(parts) == 1:
+        return used.new_ones(used.shape)
+    idle = (~used.any(1)).nonzero()
+    spare = (~used.any(0)).nonzero()
     for i, part in enumerate(idle):
-        used[part, spare.chunk(len(idle))[i] if len(spare) % len(idle) == 0 else spare] = True
-    return used if len(parts) > 1 else used.new_ones(used.shape)
+        # in equal shares if that comes out even
+        mine = spare.chunk(len(idle))[i] if len(spare) % len(idle) == 0 else spare
+        used[part, mine] = True
+    return used
 
 
 def _alpha(
@@ -325,7 +342,8 @@ def _alpha(
         file_ranks: ranks of all layers of the file.
 
     Raises:
-        Fault: it is no number above 0, or it is that of another rank than the tensors have.
+        LoraFormatError: it is no number above 0, or it is that of another rank than the tensors
+            have.
     """
     if stated is not None:
         return _checked_alpha(layer, stated.squeeze().tolist())
@@ -336,14 +354,16 @@ def _alpha(
             values = dict(fields.get(pattern, {}))
             key = get_pattern_key(list(values), layer)
         except (re.error, TypeError, ValueError) as error:
-            raise Fault(f": its {pattern} is no mapping of regular expressions: {error}") from error
+            raise LoraFormatError(
+                f": its {pattern} is no mapping of regular expressions: {error}"
+            ) from error
         return values.get(key, fields.get(field)), key in values
 
     # A configuration's alpha counts for its own rank: with another one, the scale alpha / rank
     # would be a guess.
     r, is_own = of_layer("r", "rank_pattern")
     if r not in (None, rank) and (is_own or r not in file_ranks):
-        raise Fault(f": its r is {r!r}, and the factors of {layer} have rank {rank}")
+        raise LoraFormatError(f": its r is {r!r}, and the factors of {layer} have rank {rank}")
     alpha, _ = of_layer("lora_alpha", "alpha_pattern")
     return rank if alpha is None else _checked_alpha(layer, alpha)
 
@@ -351,5 +371,5 @@ def _alpha(
 def _checked_alpha(layer: str, alpha: Any) -> float:
     # beyond, sums overflow
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
-        raise Fault(f": the alpha of {layer} is {alpha!r}; expected a number above 0")
+        raise LoraFormatError(f": the alpha of {layer} is {alpha!r}; expected a number above 0")
     return alpha

@@ -1,0 +1,160 @@
+"""Find the specification of the model that `model.path` names, from its configuration files."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusers import ConfigMixin
+
+from sage_fast.config.fields import is_hub_id
+from sage_fast.models.hub import reachable
+from sage_fast.models.random_weights import is_random
+from sage_fast.models.registry import CHECKPOINTS, SHIPPED, default_family, family, split_path
+from sage_fast.models.spec import Spec
+from sage_fast.util.errors import UserError, first_line, nearest
+
+JSON_TYPES: dict[type, Any] = {
+    int: (int, float),
+    float: (int, float),
+    str: str,
+    tuple: (list, tuple),
+}
+"""Type of a field's default -> what config.json may hold."""
+FILE_SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".bin")
+"""Ends of the names of checkpoints in a single file, which are refused."""
+
+
+class _ConfigReader(ConfigMixin):
+    """Reader for the config.json of any part."""
+
+    config_name = "config.json"
+
+
+def read_config(setting: str, source: str, part: str) -> dict[str, Any]:
+    """Read the config.json of a part, from a folder or the hub.
+
+    Raises:
+        UserError: it is missing or cannot be read.
+    """
+    if Path(source).is_dir() and not (Path(source) / part / "config.json").is_file():
+        raise UserError(
+            f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is "
+            "missing"
+        )
+    try:
+        config = _ConfigReader.load_config(source, subfolder=part)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{setting} = {source!r}: cannot read the {part}'s config.json: {first_line(error)}"
+        ) from error
+    if not isinstance(config, dict):
+        raise UserError(f"{setting} = {source!r}: the {part}'s config.json holds no mapping")
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{setting} = {source!r}: its {part} is quantized; expected weights in float32 or "
+            "bfloat16"
+        )
+    return config
+
+
+def find_spec(path: str, *, fetch: bool = False) -> Spec:
+    """Return the spec of the model that `model.path` names, from its configuration files alone.
+
+    Args:
+        path: one of `CHECKPOINTS`, a folder, a hub id, `random:NAME`, or any of these prefixed with
+            `package.module:Name:`.
+        fetch: download missing configuration files from the hub. Otherwise a hub id gets the
+            published sizes of the family in its prefix, or of the default family.
+
+    Raises:
+        UserError: `path` is neither a checkpoint folder nor shaped like a hub id, names an unknown
+            random model, has no matching family, or is a checkpoint for another task.
+    """
+    setting = f"model.path = {path!r}"
+    named, path = split_path(path)
+    if is_random(path):
+        return _find_random(path)
+    # settings name a folder of theirs by its whole path
+    if is_hub_id(path) and Path(path).is_dir():
+        raise UserError(
+            f"{setting}: a hub id, and a folder of that name is in the current folder but not "
+            f"beside the settings; --model.path ./{path} is the folder"
+        )
+
+    path = str(CHECKPOINTS.get(path, path))
+    if Path(path).is_file() or Path(path).suffix in FILE_SUFFIXES:
+        raise UserError(f"{setting}: a single file; expected a folder in diffusers format")
+    if not Path(path).is_dir():
+        if not is_hub_id(path):
+            raise UserError(
+                f"{setting}: no such folder; {nearest(Path(path).name, CHECKPOINTS)}; or a local "
+                "folder in diffusers format, or a hub id such as "
+                f"{(named or default_family()).published}"
+            )
+        if not fetch:
+            return (named or default_family())(path)
+
+    source = reachable(path)
+    cls = named or _family_in(setting, source)
+    spec = cls(path, _read_configs(setting, cls, source))
+    _check_fields(setting, spec)
+    spec.check()
+    return spec
+
+
+def _read_configs(setting: str, cls: type[Spec], source: str) -> dict[str, dict[str, Any]]:
+    """Read the config.json of each network and of the autoencoder, whose class is checked."""
+    configs = {}
+    for part in (*cls.networks, "vae"):
+        configs[part] = read_config("model.path", cls.source(part, source), part)
+
+    kind = configs["vae"].get("_class_name")
+    known = cls.autoencoder.__name__
+    if kind not in (None, known):
+        raise UserError(f"{setting}: its vae is a {kind}; expected {known}")
+    return configs
+
+
+def _check_fields(setting: str, spec: Spec) -> None:
+    """Check that the known fields of each config.json have the types of their defaults."""
+    classes: Mapping[str, type] = {**spec.networks, "vae": spec.autoencoder}
+    for part, cls in classes.items():
+        defaults = inspect.signature(cls).parameters
+        for key, value in spec.known_fields(part).items():
+            usual = defaults[key].default
+            if not isinstance(value, JSON_TYPES.get(type(usual), object)):
+                raise UserError(
+                    f"{setting}: {part}/config.json describes no model: {key} is {value!r}; "
+                    f"expected a value like {usual!r}"
+                )
+
+
+def _family_in(setting: str, source: str) -> type[Spec]:
+    """Return the family whose first network is in a checkpoint."""
+    found: list[str | None] = []
+    problems = []
+    for class_name, name in SHIPPED.items():
+        cls = family(name)
+        try:
+            config = read_config("model.path", source, cls.main_network())
+            found.append(config.get("_class_name"))
+        except UserError as error:
+            problems.append(error)
+        if class_name in found:
+            return cls
+    if not found:
+        raise problems[0]
+    raise UserError(f"{setting} holds a {found[0]}; expected one of {list(SHIPPED)}")
+
+
+def _find_random(path: str) -> Spec:
+    randoms: dict[str, type[Spec]] = {}
+    for shipped in SHIPPED.values():
+        cls = family(shipped)
+        randoms |= dict.fromkeys(cls.randoms, cls)
+    if path not in randoms:
+        raise UserError(f"model.path = {path!r}: {nearest(path, randoms)}")
+    return randoms[path](path)
