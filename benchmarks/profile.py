@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
-from sage_fast.run.sources import check_folder, load_source
+from sage_fast.commands.sources import check_folder, load_source
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedFile, TypedPath
 
@@ -40,7 +40,12 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if options.signal is not None or options.against is not None:
         from sage_fast.benchmarks import signal_meter
 
-        return signal_meter.run(options, overrides)
+        signal_meter.check_options(options)
+        # no update follows that rounding could spoil
+        ungated = {**overrides, "train.parity_gate": "false"}
+        sources = [options.config] if options.against is None else [options.config, options.against]
+        configs = {source: load_source("profile", source, ungated) for source in sources}
+        return signal_meter.run(options, overrides, configs)
     config = load_source("profile", options.config, overrides)
     from sage_fast.benchmarks.phases import format_profile, profile_iteration
 

@@ -33,14 +33,13 @@ from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_trainable
 from sage_fast.config.engines import ENGINES
-from sage_fast.config.schema import TrainConfig
+from sage_fast.config.schema import Config, TrainConfig
 from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
 from sage_fast.ops import implementation
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.run.fail_fast import fail_fast
-from sage_fast.run.sources import load_source
 from sage_fast.tools.harness import head_line
 from sage_fast.tools.plan import plan, seconds_on_a_gpu
 from sage_fast.trainer import Trainer
@@ -191,11 +190,11 @@ def _statistics(gram: Tensor, costs: Tensor) -> Tensor:
     return torch.cat([rows.flatten(), cosine])
 
 
-def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    """Measure what the options of `sage-fast profile` say, and print the table.
+def check_options(options: argparse.Namespace) -> None:
+    """Check the options of `sage-fast profile` before anything is loaded.
 
     Raises:
-        UserError: as `measure_signal`, or an option is impossible.
+        UserError: an option is impossible.
     """
     if options.signal is not None and (options.signal < 3 or options.window_only):
         raise UserError(
@@ -208,14 +207,23 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
             f"--against {options.against}: expected another configuration than CONFIG, and "
             "--signal K"
         )
-    sources = [options.config] + [options.against] * (options.against is not None)
-    # no update follows that rounding could spoil
-    ungated = {**overrides, "train.parity_gate": "false"}
-    configs = [load_source("profile", source, ungated) for source in sources]
-    timeout = configs[0].timeout_minutes
+
+
+def run(
+    options: argparse.Namespace, overrides: Mapping[str, str], configs: Mapping[str, Config]
+) -> None:
+    """Measure what the options of `sage-fast profile` say, and print the table.
+
+    Args:
+        configs: source, as given -> its settings; the first is measured, a second compared with it.
+
+    Raises:
+        UserError: as `measure_signal`.
+    """
+    timeout = next(iter(configs.values())).timeout_minutes
     with fail_fast(timeout):
         initialize(timeout)
-        measured = {source: check_trainable(config) for source, config in zip(sources, configs)}
+        measured = {source: check_trainable(config) for source, config in configs.items()}
         result = measure_signal(
             measured, overrides, folder=options.folder, count=options.signal, warmup=options.warmup
         )
@@ -253,7 +261,9 @@ def check(measured: Sequence[Resolved], count: int) -> None:
             "number of trained "
             "weights and the seed have to agree: " + " and ".join(sorted(trained))
         )
-    what = f"{count} iterations without an update" + " of each configuration" * (len(measured) > 1)
+    what = f"{count} iterations without an update"
+    if len(measured) > 1:
+        what += " of each configuration"
     price = (
         f"about {hours:.2g} GPU-hours at the rates measured on an H200, {format_bytes(size)} of "
         "gradients on the host"

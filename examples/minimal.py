@@ -17,10 +17,9 @@ from torch import Tensor
 from sage_fast.algorithm.advantages import group_advantages
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.loader import build
-from sage_fast.loading import load_setup, resolve
+from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.ops import transition_score
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.loading import Setup
 
 STEPS, ETA, SHIFT = 6, 0.7, 5.0  # denoising steps, noise of the sampler, timestep shift
 PROMPTS, GROUP = 2, 8  # groups of an iteration, videos of a group

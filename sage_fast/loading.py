@@ -199,6 +199,21 @@ def contents_of(
     return found
 
 
+def _contents_of_run(
+    config: Config,
+    prompts: Mapping[str, Sequence[Prompt]],
+    policy: Policy,
+    objects: Mapping[str, Any] | None,
+) -> dict[str, str]:
+    """Return `contents_of` all that a run reads, its checkpoint included."""
+    weights = config.model.weights
+    found = contents_of(prompts, weights, config.named_rewards, config.plugins, objects)
+    # where all networks are in `model.weights`, nothing of the checkpoint is left
+    if config.model.trains_adapter or weights is None:
+        found["model.path"] = contents_of_networks(policy)
+    return found
+
+
 def contents_of_networks(policy: Policy) -> str:
     """Return a digest of the weights that a checkpoint holds, in words, as `contents_of` does for
     files.
@@ -314,16 +329,7 @@ def load_setup(
     sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
     contents = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
-        contents = contents_of(
-            sets,
-            config.model.weights,
-            config.named_rewards,
-            config.plugins,
-            reward_objects,
-        )
-        # else the networks are `model.weights`
-        if config.model.trains_adapter or config.model.weights is None:
-            contents["model.path"] = contents_of_networks(model.policy)
+        contents = _contents_of_run(config, sets, model.policy, reward_objects)
     return Setup(
         resolved=resolved,
         model=model,

@@ -26,10 +26,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from sage_fast.commands.sources import load_run
 from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.report.charts import BLUE, GREEN, GREY
 from sage_fast.report.page import Trained, read_run, write_report
-from sage_fast.run.sources import load_run
 from sage_fast.run_folder import RunFolder
 from sage_fast.testbed.rewards import measure
 from sage_fast.util.videos import evenly_spaced, pixels

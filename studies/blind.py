@@ -16,11 +16,11 @@ import numpy as np
 from scipy import special
 
 from sage_fast.cli import guarded
+from sage_fast.commands.sources import labelled
 from sage_fast.eval.scores import MIN_PROMPTS, UPPER, clustered_variance, t_quantile
 from sage_fast.eval.videoset import Key, VideoSet
 from sage_fast.report.comparison_page import read_sets
 from sage_fast.report.html import data_address, render
-from sage_fast.run.sources import labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_atomic, write_json
 from sage_fast.util.paths import TypedFile, expand_options
@@ -324,10 +324,8 @@ def format_win_rates(rates: Sequence[WinRate], voters: int) -> str:
                 f"  {rate.criterion:<20}{100 * rate.share:>7.1f} %  {interval:<18}{counts}"
             )
     over = "over prompts and voters" if voters >= MIN_VOTERS else "over prompts, for these voters"
-    lines.append(
-        f"{voters} voter{'s' * (voters != 1)}; no preference counts half; intervals by Wilson, "
-        f"{over}"
-    )
+    counted = "1 voter" if voters == 1 else f"{voters} voters"
+    lines.append(f"{counted}; no preference counts half; intervals by Wilson, {over}")
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from hypothesis import settings as case_settings
 from hypothesis import strategies as st
 
 from sage_fast.cli import main
+from sage_fast.commands.sources import load_run, resumed_settings
 from sage_fast.config.command_line import split_settings
 from sage_fast.config.fields import sections, settings_of
 from sage_fast.config.loader import build, dump, load
@@ -31,7 +32,6 @@ from sage_fast.data.prompts import KEYS, read_prompts
 from sage_fast.eval.comparison import compare
 from sage_fast.report.comparison_page import write_comparison
 from sage_fast.report.page import checks, read_run, write_report
-from sage_fast.run.sources import load_run, resumed_settings
 from sage_fast.run_folder import read_scores
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, read_metrics
@@ -40,8 +40,8 @@ from tests.test_scores import pair, scores
 
 
 def cases(count: int) -> Callable[[Any], Any]:
-    """So many examples, always the same ones, however slow the machine is; `make test` takes the
-    first fifth."""
+    """So many examples, always the same ones, however slow the machine is; `make test-all`
+    takes the first fifth."""
     count = count if "SAGE_FAST_SOAK" in os.environ else count // 5
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     chosen = case_settings(

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from sage_fast.cli import main
+from sage_fast.commands.sources import labelled
 from sage_fast.eval.comparison import compare, format_table
 from sage_fast.eval.gains import hacking, hacking_in_run, table
 from sage_fast.eval.playback import for_browser, read_video
@@ -23,7 +24,6 @@ from sage_fast.eval.video_folder import read_folder, write_folder
 from sage_fast.eval.videoset import VideoSet, from_evaluation
 from sage_fast.report import charts
 from sage_fast.rewards import Judge
-from sage_fast.run.sources import labelled
 from sage_fast.util.errors import UserError
 from sage_fast.util.videos import save_mp4
 from tests.test_report import row, write_rows

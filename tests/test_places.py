@@ -230,7 +230,7 @@ def test_every_path_of_an_option_is_expanded(command: str, home: Path) -> None:
 
 
 def test_sources_are_expanded(home: Path) -> None:
-    from sage_fast.run.sources import labelled
+    from sage_fast.commands.sources import labelled
 
     assert labelled(["~/a", "second=~/b", "$RUNS/c"]) == {
         "a": f"{home}/a",

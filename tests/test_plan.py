@@ -333,7 +333,7 @@ def test_rewards_take_memory_on_their_ranks() -> None:
     assert sum(reward_sizes(workers.named_rewards).values()) == 2 * 4 * 986_109_441
     unknown = build(SIZE | {"reward.name": "tests.tiny:BrightnessReward"})
     text = format_plan(plan(unknown, rewards=reward_sizes(unknown.named_rewards)))
-    assert "Not counted: reward tests.tiny:BrightnessReward, fragmentation." in text
+    assert f"Not counted: reward {unknown.reward.name}, fragmentation." in text
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Callable, Mapping
 
-from sage_fast.run.sources import check_folder, existing, labelled
+from sage_fast.commands.sources import check_folder, existing, labelled
 from sage_fast.util.files import VIDEOS
 from sage_fast.util.paths import TypedFile
 

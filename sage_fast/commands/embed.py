@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sage_fast.commands.sources import load_run
 from sage_fast.data.prompts import captions_of, read_prompts
-from sage_fast.run.sources import load_run
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedPath

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
-from sage_fast.run.sources import existing
+from sage_fast.commands.sources import existing
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import printable
 from sage_fast.util.files import check_new_folder

@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 
 from sage_fast.commands.card import model_card
+from sage_fast.commands.sources import run_and_weights
 from sage_fast.config.fields import is_hub_id
 from sage_fast.models.load import find_spec
 from sage_fast.models.lora.adapter import LORA_FILE, lora_files, write_adapter
 from sage_fast.models.lora.convert import converted, read_lora
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
-from sage_fast.run.sources import run_and_weights
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import atomic_path, check_new_folder, copy_folder, save_tensors
 

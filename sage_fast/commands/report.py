@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Callable, Mapping
 
-from sage_fast.run.sources import existing
+from sage_fast.commands.sources import existing
 from sage_fast.util.errors import printable
 from sage_fast.util.paths import TypedPath
 

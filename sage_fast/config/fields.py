@@ -48,6 +48,7 @@ KINDS = {
     types.NoneType: "null",
     list[str]: "a list of text, such as [one, two]",
     list[dict[str, Any]]: "a list of mappings, such as [{name: one}, {name: two}]",
+    list[Any]: "a list, such as [my_module:Name]",
     dict[str, Any]: "a mapping of names to values, such as {name: 1}",
     dict[str, float]: "a mapping of names to numbers, such as {name: 1}",
 }

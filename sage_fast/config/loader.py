@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import os
 import re
 import reprlib
 import textwrap
@@ -109,11 +110,10 @@ _SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardE
 
 def load(
     path: str | Path | None,
-    overrides: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     overlays: Sequence[Mapping[str, Any]] = (),
 ) -> Config:
-    """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the
-    result.
+    """Read a YAML file, apply `overrides` and check the result.
 
     What a file names is relative to that file, and what an override names to the current folder:
     sage_fast/config/places.py. `overlays` are taken as they are.
@@ -125,6 +125,8 @@ def load(
 
     Args:
         path: None for the defaults.
+        overrides: dotted keys or nested mappings, such as `{"train.iterations": 50}`. A text is
+            read as on the command line, where `"50"` is a number too.
         overlays: settings as in a file. They win over the file, and the overrides win over them.
 
     Raises:
@@ -133,9 +135,21 @@ def load(
     """
     of_file = _read(Path(path)) if path else {}
     of_overlays = [leaves(overlay) for overlay in overlays]
-    typed = {key: _typed(key, text) for key, text in (overrides or {}).items()}
+    typed = {key: _typed(key, value) for key, value in leaves(dict(overrides or {})).items()}
     of_command_line = placed(typed, Path.cwd(), is_file=False)
-    return build(_merged(of_file, *of_overlays, of_command_line))
+    return _checked(_merged(of_file, *of_overlays, of_command_line))
+
+
+def build(settings: Mapping[str, Any]) -> Config:
+    """Return a checked `Config` from dotted keys or nested mappings, over the defaults.
+
+    What they name is relative to the current folder, as on the command line.
+
+    Raises:
+        UserError: unknown key (names the nearest one), wrong type, invalid value.
+    """
+    plain = {key: _plain(value) for key, value in leaves(dict(settings)).items()}
+    return _checked(placed(_entries_joined(plain), Path.cwd(), is_file=False))
 
 
 def keys_of(path: Path) -> list[str]:
@@ -379,8 +393,8 @@ def _expanded_chars(node: yaml.Node, known: dict[int, int | None]) -> int:
     return chars
 
 
-def build(settings: Mapping[str, Any]) -> Config:
-    """Return a checked `Config` from dotted keys or nested mappings."""
+def _checked(settings: Mapping[str, Any]) -> Config:
+    """Return a `Config` from settings whose names are placed already."""
     by_section: dict[str, dict[str, Any]] = {name: {} for name in sections(Config)}
     for key, value in leaves(_entries_joined(settings)).items():
         if key not in settings_of(Config):
@@ -396,7 +410,8 @@ def build(settings: Mapping[str, Any]) -> Config:
 def replaced(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return a copy of `config` with some settings changed, as `Config.replace` does."""
     present = leaves(dataclasses.asdict(config))
-    return build(_merged(present, leaves(settings)))
+    plain = {key: _plain(value) for key, value in leaves(dict(settings)).items()}
+    return _checked(_merged(present, placed(plain, Path.cwd(), is_file=False)))
 
 
 def dump(config: Config) -> str:
@@ -414,13 +429,20 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     name = prefix.removesuffix(".")
     if name in sections(Config) and not tree and isinstance(tree, dict | None):
         return {}
-    if isinstance(tree, dict) and tree and name not in settings_of(Config):
+    if isinstance(tree, dict) and tree and not _is_in_setting(name):
         return {
             name: leaf
             for key, value in tree.items()
             for name, leaf in leaves(value, f"{prefix}{key}.").items()
         }
     return {name: tree}
+
+
+def _is_in_setting(name: str) -> bool:
+    """Whether a dotted name is a setting, or an entry of one, such as `reward.args.path`."""
+    parts = name.split(".")
+    outer = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return any(each in settings_of(Config) for each in outer)
 
 
 def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -437,9 +459,22 @@ def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _typed(key: str, text: str) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a value of Python as YAML would hold it: a path as text, a tuple as a list."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _typed(key: str, text: Any) -> Any:
     """Parse the value of an override as YAML; the value of a text setting stays as typed, with its
-    line breaks."""
+    line breaks. What is no text is a value already."""
+    if not isinstance(text, str):
+        return _plain(text)
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
     setting = settings_of(Config).get(key)

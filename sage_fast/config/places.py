@@ -153,6 +153,24 @@ def _plugin(value: Any, folder: Path, is_file: bool) -> Any:
     return value
 
 
+def _callbacks(value: Any, folder: Path, is_file: bool) -> Any:
+    """A list of callbacks: `package.module:name`, or a mapping with a name and arguments."""
+    if not isinstance(value, list):
+        return value
+    placed = []
+    for entry in value:
+        if isinstance(entry, Mapping):
+            entry = dict(entry)
+            if "name" in entry:
+                entry["name"] = _plugin(entry["name"], folder, is_file)
+            if "args" in entry:
+                entry["args"] = _arguments(entry["args"], folder, is_file)
+            placed.append(entry)
+        else:
+            placed.append(_plugin(entry, folder, is_file))
+    return placed
+
+
 def _arguments(value: Any, folder: Path, is_file: bool) -> Any:
     """Arguments of a reward.
 
@@ -204,5 +222,6 @@ PLACES: dict[str, Callable[[Any, Path, bool], Any]] = {
     "plugin": _plugin,
     "arguments": _arguments,
     "rewards": _rewards,
+    "callbacks": _callbacks,
 }
 """What a setting says that it names -> how that is placed."""

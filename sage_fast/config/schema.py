@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from sage_fast.config.engines import ADAPTERS, BYTES
-from sage_fast.config.fields import NAMES, Section, is_finite, names, settings_of, within
+from sage_fast.config.fields import (
+    NAMES,
+    PLACE_FORM,
+    Section,
+    is_finite,
+    names,
+    settings_of,
+    within,
+)
 from sage_fast.config.secrets import bare_address
 from sage_fast.util.errors import UserError, nearest
 
@@ -589,6 +597,54 @@ class TrackingConfig(Section):
     """Project name of the run, in trackers that have projects."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallbackEntry:
+    """A callback of the user's.
+
+    Attributes:
+        name: `package.module:name` of a class, or of an object.
+        args: keyword arguments of the class.
+    """
+
+    name: str
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _callback(value: Any, place: int) -> CallbackEntry:
+    """Return the callback that an entry of `callbacks` names.
+
+    Raises:
+        UserError: the entry has another form.
+    """
+    key = f"callbacks[{place}]"
+    if isinstance(value, str):
+        entry = CallbackEntry(name=value)
+    elif isinstance(value, Mapping):
+        known = [field.name for field in dataclasses.fields(CallbackEntry)]
+        for name in value:
+            if name not in known:
+                raise UserError(f"{key}: unknown key {name!r}; {nearest(str(name), known)}")
+        if "name" not in value:
+            raise UserError(f"{key}: 'name' is missing, such as my_callbacks:MyCallback")
+        entry = CallbackEntry(**value)
+    else:
+        raise UserError(
+            f"{key} = {value!r}: expected 'package.module:name', such as my_callbacks:MyCallback, "
+            "or {name: my_callbacks:MyCallback, args: {...}}"
+        )
+    if not isinstance(entry.name, str) or not PLACE_FORM.fullmatch(entry.name):
+        raise UserError(
+            f"{key} = {entry.name!r}: expected 'package.module:name', such as "
+            "my_callbacks:MyCallback"
+        )
+    if not isinstance(entry.args, Mapping) or not all(isinstance(name, str) for name in entry.args):
+        raise UserError(
+            f"{key}.args = {entry.args!r}: expected a mapping of names to values, such as "
+            "{least: 0.5}"
+        )
+    return entry
+
+
 @dataclasses.dataclass(kw_only=True)
 class Config(Section):
     """The run as a whole."""
@@ -603,6 +659,10 @@ class Config(Section):
     timeout_minutes: float = within(60.0, above=0)
     """Longest time a rank waits for the others, for example while one of them downloads, scores or
     evaluates. Then the run ends."""
+    callbacks: list[Any] = dataclasses.field(default_factory=list, metadata={NAMES: "callbacks"})
+    """Callbacks of your own (docs/how-to/callbacks.md), in the order in which they are called: each
+    `package.module:name`, or with arguments `{name: package.module:name, args: {...}}`. A module
+    beside the settings file is found first."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
@@ -612,6 +672,11 @@ class Config(Section):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for place, value in enumerate(self.callbacks):
+            _callback(value, place)
 
     def replace(self, settings: Mapping[str, Any]) -> Config:
         """Return a copy with some settings changed and the whole checked again.
@@ -630,8 +695,9 @@ class Config(Section):
 
     @property
     def plugins(self) -> dict[str, str]:
-        """Setting -> `package.module:name`, of the choices that are the user's own."""
-        found = {}
+        """Setting -> `package.module:name`, of the choices and callbacks that are the user's
+        own."""
+        found = {key: entry.name for key, entry in self.keyed_callbacks.items()}
         for name, setting in settings_of(Config).items():
             if setting.takes_plugin:
                 section, _, field = name.partition(".")
@@ -639,6 +705,12 @@ class Config(Section):
                 if value not in setting.choices:
                     found[name] = value
         return found
+
+    @property
+    def keyed_callbacks(self) -> dict[str, CallbackEntry]:
+        """Setting -> the callback that it names."""
+        entries = [_callback(value, place) for place, value in enumerate(self.callbacks)]
+        return {f"callbacks[{place}]": entry for place, entry in enumerate(entries)}
 
     @property
     def named_rewards(self) -> dict[str, RewardEntry]:

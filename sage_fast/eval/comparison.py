@@ -24,6 +24,9 @@ class Comparison(NamedTuple):
     notes: list[str]
     warnings: list[str]
 
+    def __str__(self) -> str:
+        return self.text
+
     @property
     def text(self) -> str:
         """The table, notes and warnings, as Markdown for a terminal of 80 columns."""

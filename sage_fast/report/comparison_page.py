@@ -4,7 +4,7 @@ of each run."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +21,22 @@ from sage_fast.util.meters import REWARD_PART
 
 
 def write_evaluation(
-    sets: Sequence[VideoSet],
-    watched: tuple[str, ...],
-    count: int,
-    *,
-    folder: Path | None,
-    json: Path | None,
+    found: Comparison, count: int, *, folder: Path | None, json: Path | None
 ) -> None:
-    """Print the table of an evaluation and write the requested files.
+    """Write the requested files of an evaluation.
 
     Args:
-        watched: prefixes of the scores that nothing trains on.
         count: rows of videos on the page.
         folder: where to write `evaluation.md` and `evaluation.html`.
         json: file for all scores.
-
-    Raises:
-        UserError: a set has no prompt in common with the first.
     """
-    found = compare(sets, watched)
-    print(printable(found.text))
     if json is not None:
         lines = [
             {name: json_value(value) for name, value in dataclasses.asdict(row).items()}
             for row in found.rows
         ]
-        several = {"sources": {side.label: side.evaluation for side in sets}, "table": lines}
-        write_json(several if len(sets) > 1 else sets[0].evaluation, json)
+        several = {"sources": {side.label: side.evaluation for side in found.sets}, "table": lines}
+        write_json(several if len(found.sets) > 1 else found.sets[0].evaluation, json)
     if folder is not None:
         write_atomic(folder / "evaluation.md", f"{found.text}\n")
         _write_page(folder / "evaluation.html", found, count)
@@ -128,13 +117,14 @@ def write_comparison(sources: Mapping[str, Path], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     print(printable(found.text))
     of_runs = {"own": own, "charts": _charts(runs), "settings": settings}
-    _write_page(
-        folder / "comparison.html", found, ROWS * bool(in_common), " · ".join(sources), **of_runs
-    )
+    count = ROWS if in_common else 0
+    page = folder / "comparison.html"
+    _write_page(page, found, count, " · ".join(sources), **of_runs)
+    print(printable(str(page)))
 
 
 def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of_runs: Any) -> None:
-    """Write a self-contained page and print its path.
+    """Write a self-contained page.
 
     Args:
         count: number of rows of videos to show.
@@ -155,7 +145,6 @@ def _write_page(path: Path, found: Comparison, count: int, title: str = "", **of
         **({"own": {}, "charts": [], "settings": []} | of_runs),
     )
     write_atomic(path, page)
-    print(printable(str(path)))
 
 
 def _differing(runs: Mapping[str, Trained]) -> list[list[str]]:

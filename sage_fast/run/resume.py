@@ -170,6 +170,14 @@ RULES = (
         settings=("output",),
     ),
     Rule(
+        kind="converted",
+        why=(
+            "a callback goes on from its state, which the checkpoint holds by its name; one "
+            "without begins anew, with a note"
+        ),
+        settings=("callbacks",),
+    ),
+    Rule(
         kind="free",
         why="a rollout is of its own iteration",
         settings=(

@@ -18,6 +18,7 @@ from sage_fast.callbacks.built_in import built_in
 from sage_fast.callbacks.dispatch import CallbackError, Callbacks
 from sage_fast.callbacks.evaluations import Evaluations, check_pairs
 from sage_fast.callbacks.interface import Callback
+from sage_fast.callbacks.load import load_callbacks
 from sage_fast.callbacks.trackers import check_trackers
 from sage_fast.callbacks.writer import MetricsWriter
 from sage_fast.config.loader import dump, leaves
@@ -34,7 +35,7 @@ from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.stop import Stop
 from sage_fast.run_folder import RunFolder, check_weights, iteration_of
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import log_to, wrapped
+from sage_fast.util.console import leave_logs, log_to, wrapped
 from sage_fast.util.errors import RankError, Stopped
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import (
@@ -82,7 +83,8 @@ def train(
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
     check_here(config, resume=resume)
     evaluations = Evaluations()
-    called = Callbacks(callbacks, built_in(evaluations))
+    users = [*load_callbacks(config), *callbacks]
+    called = Callbacks(users, built_in(config, evaluations))
 
     folder = Path(config.output)
     with Stop(config.train.grace_seconds) as signals, claim.locked(folder) as own_claim:
@@ -104,6 +106,7 @@ def train(
                 run.writer.close()
         barrier()  # wait for rank 0 to write the page
         shutdown()
+    leave_logs()  # what the process does next is not the run's
     return run
 
 

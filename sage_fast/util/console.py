@@ -90,11 +90,13 @@ def log_to_screen(*, quiet: bool = False) -> None:
 def heavy_imports(command: str) -> Iterator[None]:
     """Announce the imports of the block, and run them without the garbage collector."""
     log.info(f"sage-fast {command}: loading PyTorch and diffusers")
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def shows(level: int = logging.INFO) -> bool:

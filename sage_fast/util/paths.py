@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from sage_fast.util.errors import UserError
 
@@ -66,6 +66,30 @@ def expanded(path: str) -> str:
             f"{path!r}: would name a file or folder '~', which a shell takes for your home folder"
         )
     return whole
+
+
+@overload
+def as_path(path: str | os.PathLike[str]) -> Path: ...
+
+
+@overload
+def as_path(path: None) -> None: ...
+
+
+def as_path(path: str | os.PathLike[str] | None) -> Path | None:
+    """Return the path that a call from Python names; a text is `expanded`, as on the command line.
+
+    Raises:
+        UserError: as `expanded`, or it is no path.
+    """
+    if path is None or isinstance(path, Path):
+        return path
+    if isinstance(path, str):
+        return Path(expanded(path))
+    try:
+        return Path(path)
+    except TypeError:
+        raise UserError(f"{path!r}: expected a path") from None
 
 
 def located(path: str, folder: Path) -> str:

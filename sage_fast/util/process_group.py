@@ -3,9 +3,11 @@ together."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from sage_fast.util.errors import RankError, RunError, UserError, first_line
 from sage_fast.util.launchers import check_launch, launched
-from sage_fast.util.ranks import local_device
+from sage_fast.util.ranks import local_device, shutdown
 
 
 def initialize(timeout_minutes: float = 10) -> torch.device:
@@ -56,6 +58,20 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
                 f"rank {own} of {size} cannot join the others at {where}: {first_line(error)}"
             ) from error
     return device
+
+
+@contextlib.contextmanager
+def joined(timeout_minutes: float) -> Iterator[None]:
+    """Join the ranks for a block, and leave them after it unless they had joined before.
+
+    So a call from Python leaves the process as it found it. An error leaves the ranks joined: the
+    others may still read why this one has failed.
+    """
+    had_joined = dist.is_initialized()
+    initialize(timeout_minutes)
+    yield
+    if not had_joined:
+        shutdown()
 
 
 def _await_store(host: str, port: int, timeout: timedelta, rank: int) -> None:

@@ -89,7 +89,8 @@ def load_lora(network: Any, path: Path, part: str, layouts: Iterable[Layout] = (
         tensors, config = read_adapter(file, part, layers, layouts)
     except Fault as fault:
         raise UserError(f"model.weights = {str(path)!r}{fault}") from fault
-    _add(network, config)
+    with torch.random.fork_rng(devices=[]):  # peft draws weights, which are replaced
+        _add(network, config)
     set_peft_model_state_dict(network, tensors, ADAPTER)
 
 

@@ -1,4 +1,4 @@
-"""What the argument of a command names: settings, a run, a checkpoint, or a folder of videos.
+"""What a command or a call from Python names: settings, a run, a checkpoint or videos.
 
 Imports nothing heavy.
 """
@@ -8,19 +8,84 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sage_fast.config.loader import keys_of, load
 from sage_fast.config.schema import Config
 from sage_fast.run_folder import RunFolder, check_weights, fault_of_weights, iteration_of
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError
-from sage_fast.util.paths import expanded
+from sage_fast.util.paths import as_path, expanded
 from sage_fast.util.presence import holds_folder
 
+if TYPE_CHECKING:
+    from sage_fast.run.train import Run
+
 log = logging.getLogger(__name__)
+
+Source: TypeAlias = "str | os.PathLike[str] | Config | Run"
+"""What a call from Python may name: a path as on the command line, settings, or a run."""
+SETTINGS_LABEL = "settings"
+"""Label of a source that is a `Config`, which has no name of its own."""
+
+
+def as_typed(source: Source) -> str | Config:
+    """Return a source as a command has it: settings, or the text of a path.
+
+    Raises:
+        UserError: it is none, or as `expanded`.
+    """
+    if isinstance(source, Config):
+        return source
+    place: Any = getattr(source, "folder", source)  # a run stands for its folder
+    if not isinstance(place, str | os.PathLike):
+        raise UserError(f"{source!r}: expected a path, settings or a run")
+    return str(as_path(place))
+
+
+def labelled_sources(
+    sources: Source | Iterable[Source] | Mapping[str, Source],
+) -> dict[str, str | Config]:
+    """Return label -> source for the sources of a call from Python: one, several, or by their
+    labels.
+
+    Raises:
+        UserError: as `labelled` and `as_typed`, or there is none.
+    """
+    if isinstance(sources, Mapping):
+        found = {str(label): as_typed(source) for label, source in sources.items()}
+    elif isinstance(sources, str) or not isinstance(sources, Iterable):
+        found = _labelled_one_by_one([sources])
+    else:
+        found = _labelled_one_by_one(sources)
+
+    if not found:
+        raise UserError("no source is given; expected a run, settings, a checkpoint or 'base'")
+    return found
+
+
+def _labelled_one_by_one(sources: Iterable[Any]) -> dict[str, str | Config]:
+    found: dict[str, str | Config] = {}
+    for source in sources:
+        if isinstance(source, Config):
+            labels: Mapping[str, str | Config] = {SETTINGS_LABEL: source}
+        elif isinstance(source, str):
+            labels = labelled([source])
+        else:
+            typed = str(as_typed(source))
+            labels = {Path(typed).name or typed: typed}
+
+        for label in labels:
+            if label in found:
+                raise UserError(
+                    f"two sources are called {label!r}; name them, as in {{'before': ...}}"
+                )
+        found |= labels
+    return found
 
 
 def labelled(arguments: Sequence[str]) -> dict[str, str]:
@@ -73,38 +138,55 @@ def run_and_weights(path: Path) -> tuple[RunFolder, Path, int]:
         UserError: the path is no run and no checkpoint, the run has no weights yet, or they are
             damaged.
     """
-    if (run := RunFolder.of_checkpoint(path)) is None:
+    run = RunFolder.of_checkpoint(path)
+    if run is None:
         run = RunFolder(path)
         run.check()
-        return run, *run.newest_weights()
+        weights, iteration = run.newest_weights()
+        return run, weights, iteration
+
     run.check()
-    if fault := fault_of_weights(path):
+    fault = fault_of_weights(path)
+    if fault:
         raise UserError(f"{str(path)!r}: damaged: {fault}")
     return run, path, iteration_of(path)
 
 
-def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | None]:
+def load_run(
+    source: str | Config, overrides: Mapping[str, Any] | None = None
+) -> tuple[Config, int | None]:
     """Load settings from a YAML file, a run folder or a checkpoint in one, with its weights.
 
     `model.weights` in `overrides` replaces the weights of a run.
 
+    Args:
+        source: a path; or settings, which are taken as they are.
+        overrides: as for `load`, by their dotted names.
+
     Returns:
-        The settings, and the iteration of the run's weights; None for a YAML file or overridden
-        weights.
+        The settings, and the iteration of the run's weights; None for settings, a YAML file or
+        overridden weights.
 
     Raises:
         UserError: as `load` and `run_and_weights`, or the named weights are damaged.
     """
+    overrides = overrides or {}
+    if isinstance(source, Config):
+        config = load(None, overrides, overlays=[dataclasses.asdict(source)])
+        check_weights(config.model.weights)
+        return config, None
+
     path = existing(source)
     if path.is_dir() and "model.weights" not in overrides:
         run, weights, iteration = run_and_weights(path)
         return run.settings({"model.weights": str(weights), **overrides}), iteration
+
     config = RunFolder(path).settings(overrides) if path.is_dir() else load(path, overrides)
     check_weights(config.model.weights)
     return config, None
 
 
-def load_source(command: str, source: str, overrides: Mapping[str, str]) -> Config:
+def load_source(command: str, source: str | Config, overrides: Mapping[str, Any]) -> Config:
     """Load the settings of a command's source, and import PyTorch; announce both."""
     config, iteration = load_run(source, overrides)
     if iteration is not None:
@@ -144,26 +226,36 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     own = RunFolder(path if path.is_dir() else path.parent)
     is_run = path.is_dir() or (path == own.config_file and own.holds_record)
     file = own.config_file if is_run else path
-    run = own if is_run and "output" not in overrides else RunFolder(load(file, overrides).output)
+    run = own
+    if not is_run or "output" in overrides:
+        run = RunFolder(load(file, overrides).output)
+
     if not is_run and not run.exists:
         if holds_folder(run.path) and run.remains:
             run.check()  # a run without its settings is none that begins
         return load(file, overrides), [f"no run in {run.path} yet: it begins"]
+
     run.check_resumable()
     # the folder may have moved
     config = dataclasses.replace(run.settings(overrides), output=str(run.path))
     if file.resolve() == run.config_file.resolve():
         return config, []
-    given, lines = load(file), []
+    return config, _ignored_lines(config, file, overrides)
+
+
+def _ignored_lines(config: Config, file: Path, overrides: Mapping[str, str]) -> list[str]:
+    """Return a line for each setting of a file that a resumed run, whose own settings are `config`,
+    ignores."""
+    lines = []
+    settings_of_file = load(file)
     for name in keys_of(file):
-        value, ignored = map(attrgetter(name), (config, given))
-        if (
-            value != ignored
-            and name != "output"
-            and not any(f"{key}.".startswith(f"{name}.") for key in overrides)
-        ):
+        value_of = attrgetter(name)
+        kept, ignored = value_of(config), value_of(settings_of_file)
+        # an entry, such as --reward.weights.red, gives its whole setting
+        is_given = any(f"{key}.".startswith(f"{name}.") for key in overrides)
+        if kept != ignored and name != "output" and not is_given:
             lines.append(
-                f"{name} stays {value!r} as in the run, not {ignored!r} as in {file}; --{name} "
+                f"{name} stays {kept!r} as in the run, not {ignored!r} as in {file}; --{name} "
                 "changes it"
             )
-    return config, lines
+    return lines
