@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config.fields import is_hub_id, own_settings, settings_of
+from sage_fast.config.fields import PLACE_FORM, is_hub_id, own_settings, settings_of
 from sage_fast.config.schema import MODEL_NAMES, PROMPT_SETS, RANDOM, Config, RewardEntry
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import expanded, located, without_dots
@@ -88,6 +88,9 @@ def _placed(key: str, value: Any, folder: Path, is_file: bool) -> Any:
     kind = known[name].names if name is not None else None
     if kind is None:
         return value
+    is_place = isinstance(value, str) and PLACE_FORM.fullmatch(value)
+    if known[name].takes_plugin and not is_place:
+        return value  # a shipped choice, or nothing valid: its check says what is expected
     try:
         return PLACES[kind](value, folder, is_file)
     except UserError as error:
