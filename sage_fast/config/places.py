@@ -84,15 +84,14 @@ def split_family(path: str) -> tuple[str | None, str]:
 
 def _placed(key: str, value: Any, folder: Path, is_file: bool) -> Any:
     known = settings_of(Config)
-    name = next((name for name in known if f"{key}.".startswith(f"{name}.")), None)
-    kind = known[name].names if name is not None else None
-    if kind is None:
+    setting = next((known[name] for name in known if f"{key}.".startswith(f"{name}.")), None)
+    if setting is None or setting.names is None:
         return value
     is_place = isinstance(value, str) and PLACE_FORM.fullmatch(value)
-    if known[name].takes_plugin and not is_place:
+    if setting.takes_plugin and not is_place:
         return value  # a shipped choice, or nothing valid: its check says what is expected
     try:
-        return PLACES[kind](value, folder, is_file)
+        return PLACES[setting.names](value, folder, is_file)
     except UserError as error:
         raise UserError(f"{key} = {error}") from error
 
