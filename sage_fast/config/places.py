@@ -60,6 +60,17 @@ def is_moved(old: Any, new: Any) -> bool:
     return Path(old).name == Path(new).name and not _is_there(old) and _is_there(new)
 
 
+def _is_place(value: Any) -> bool:
+    """Whether a value has the form `package.module:name` of a plug-in."""
+    if not isinstance(value, str):
+        return False
+    try:
+        split_place(value)
+    except UserError:
+        return False
+    return True
+
+
 def _is_there(place: str) -> bool:
     """Whether there is a file, a folder or the module of a plug-in at an absolute place."""
     if os.path.exists(place):
@@ -84,6 +95,8 @@ def _placed(key: str, value: Any, folder: Path, is_file: bool) -> Any:
     kind = known[name].names if name is not None else None
     if kind is None:
         return value
+    if name is not None and known[name].choices and not _is_place(value):
+        return value  # its check says what the choices are
     try:
         return PLACES[kind](value, folder, is_file)
     except UserError as error:
