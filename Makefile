@@ -1,6 +1,7 @@
 # make install    create .venv with pinned versions and the C++ operators
 # make demo       install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
-# make test       install, then check and run the whole test suite
+# make test       install, then check and run the tests that tell in minutes whether the trainer still trains
+# make test-all   install, then run all other tests (tests/tiers.py); `.ci/run` runs both
 # make check      only lint, type check and the tests of the source's layout and names, in seconds
 # make docs       install, build the documentation into site/ (open site/index.html)
 # make soak       inject every fault that a run must survive, 100 of them at random moments (writes the table of
@@ -22,10 +23,11 @@ OUT ?= runs/gpu
 WORKERS ?= 4
 CLAIMS ?= all
 RECIPES ?=
+TIER ?=
 
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test check suite docs soak bench reproduce race gpu gpu-stack clean
+.PHONY: install demo test test-all check suite docs soak bench reproduce race gpu gpu-stack clean
 
 install: $(VENV)/installed
 
@@ -52,12 +54,16 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/style
 
-# The check beside the suite, and four workers on two cores: a test that waits leaves its core to another one.
+# The check beside the tests, and four workers on two cores: a test that waits leaves its core to another one.
 test: install
-	+$(MAKE) --no-print-directory --jobs 2 check suite
+	+$(MAKE) --no-print-directory --jobs 2 check suite TIER="not full"
+
+test-all: install
+	+$(MAKE) --no-print-directory suite TIER="full"
 
 suite: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --ignore=tests/style
+	$(BIN)/python -m pytest -m "$(TIER)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 \
+	  --ignore=tests/style
 
 # Silences the theme's notice of its own end of life, in May 2027.
 docs: install

@@ -79,30 +79,54 @@ class Specialisation:
 
     def __str__(self) -> str:
         if self.outputs:
-            return f"{self.outputs} output{'s' * (self.outputs > 1)}" + ", one step" * self.one_step
-        if "adapter" in self.kernel:
-            return (
-                f"{self.x}, d 8192, rank {self.rank}"
-                + ", GELU" * self.gelu
-                + ", gated" * self.gated
-            )
-        if "silu" in self.kernel:
-            return f"{self.x}, 128 channels last"
-        if "norm" in self.kernel or "gated" in self.kernel:
-            return (
-                f"{self.x}, {NORM_SIZES}"
-                + (f", {self.weights} weights" if self.weights else "")
-                + ", keys" * self.part
-                + "".join(
-                    f", {name}" for name in ("sums", "residual", "gated") if getattr(self, name)
-                )
-                + f", padding {self.pad}" * (self.pad > 0)
-            )
-        parts = [f"{self.x} x", f"{self.v} v"]
-        parts += [name for name in ("guidance", "anchor", "old", "beta") if getattr(self, name)]
-        parts += ["one step"] * self.one_step + ["unaligned"] * (not self.aligned)
-        parts += [f"{self.numel} numel"] * (self.numel != "i32")
+            parts = ["1 output" if self.outputs == 1 else f"{self.outputs} outputs"]
+            if self.one_step:
+                parts.append("one step")
+        elif self.is_adapter:
+            parts = [self.x, "d 8192", f"rank {self.rank}", *self._named("gelu", "gated")]
+        elif "silu" in self.kernel:
+            parts = [self.x, "128 channels last"]
+        elif self.is_norm:
+            parts = self._of_a_norm()
+        else:
+            parts = self._of_a_transition()
         return ", ".join(parts)
+
+    @property
+    def is_adapter(self) -> bool:
+        return "adapter" in self.kernel
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the kernel goes over rows of the transformer's width."""
+        return "norm" in self.kernel or "gated" in self.kernel
+
+    def _named(self, *flags: str) -> list[str]:
+        """Those of the flags that are set, in words."""
+        words = {"gelu": "GELU"}
+        return [words.get(flag, flag) for flag in flags if getattr(self, flag)]
+
+    def _of_a_norm(self) -> list[str]:
+        parts = [self.x, NORM_SIZES]
+        if self.weights:
+            parts.append(f"{self.weights} weights")
+        if self.part:
+            parts.append("keys")
+        parts += self._named("sums", "residual", "gated")
+        if self.pad:
+            parts.append(f"padding {self.pad}")
+        return parts
+
+    def _of_a_transition(self) -> list[str]:
+        parts = [f"{self.x} x", f"{self.v} v"]
+        parts += self._named("guidance", "anchor", "old", "beta")
+        if self.one_step:
+            parts.append("one step")
+        if not self.aligned:
+            parts.append("unaligned")
+        if self.numel != "i32":
+            parts.append(f"{self.numel} numel")
+        return parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,7 +240,39 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
 
 
 def _compile(s: Specialisation, arch: int) -> Any:
+    """Compile one specialisation as its launcher would, for an architecture such as 90."""
     import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            "TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process "
+            "without it"
+        )
+
+    kernel = _kernel(s.kernel)
+    flags, options = _flags_and_options(s, arch)
+    flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    unknown = [name for name in flagged if name not in flags]
+    if unknown:
+        raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
+
+    constants: dict[str, Any] = {name: flags[name] for name in flagged}
+    constants |= dict.fromkeys(_absent(s, "RESIDUAL" in flagged))
+    constants |= dict.fromkeys(_ones(s), 1)
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+
+    signature = {
+        name: "constexpr" if name in constants else _type(s, name) for name in kernel.arg_names
+    }
+    attributes = _divisible(s, signature)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _kernel(name: str) -> Any:
+    """The kernel of that name, whichever module has it."""
     from sage_fast.kernels import (
         adapter_rows,
         common,
@@ -228,14 +284,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         transition_score,
         transition_step,
     )
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    if triton.knobs.runtime.interpret:
-        raise RuntimeError(
-            "TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process "
-            "without it"
-        )
     modules = (
         common,
         adapter_rows,
@@ -247,8 +296,20 @@ def _compile(s: Specialisation, arch: int) -> Any:
         transition_step,
         transition_score,
     )
-    kernel = next(getattr(module, s.kernel) for module in modules if hasattr(module, s.kernel))
-    norm, adapter = "norm" in s.kernel or "gated" in s.kernel, "adapter" in s.kernel
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+
+def _flags_and_options(s: Specialisation, arch: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """Values of every `constexpr` flag that the kernel may have, and Triton's launch options."""
+    from sage_fast.kernels import adapter_rows, common, norm_silu
+
+    if s.is_adapter:
+        itemsize = 4 if s.x == "fp32" else 2
+        options = adapter_rows.options(itemsize, s.rank, _use_of_adapter(s), arch)
+        flags = {name: options.pop(name) for name in ("ROWS", "BLOCK")}
+        flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": adapter_rows.rank_block(s.rank)}
+        return flags, options
+
     _, rows = common.rows_of_programs(TOKENS, 1, sums=s.sums)
     flags = {
         "HAS_GUIDANCE": s.guidance,
@@ -275,87 +336,117 @@ def _compile(s: Specialisation, arch: int) -> Any:
         "CHANNELS": 128,
     }
     wide = "norm" in s.kernel and ("bwd" in s.kernel or "gated" in s.kernel)
-    options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
-    if adapter:
-        use = (
-            "backward"
-            if "bwd" in s.kernel
-            else "gelu"
-            if s.gelu
-            else "gated"
-            if s.gated
-            else "plain"
-        )
-        options = adapter_rows.options(4 if s.x == "fp32" else 2, s.rank, use, arch)
-        flags = {name: options.pop(name) for name in ("ROWS", "BLOCK")}
-        flags |= {"GELU": s.gelu, "GATED": s.gated, "RANK": adapter_rows.rank_block(s.rank)}
-    flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-    if unknown := [name for name in flagged if name not in flags]:
-        raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
-    absent = ["v_uncond_ptr", "guidance", "dv_uncond_ptr"] * (not s.guidance)
-    absent += (
-        ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old) + ["beta"] * (not s.beta)
-    )
-    absent += ["kl_anchor_ptr", "kl_old_ptr", "error_plus_ptr", "error_minus_ptr"] * (
-        s.outputs != 5
-    )
+    return flags, common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
+
+
+def _use_of_adapter(s: Specialisation) -> str:
+    """What the launcher of `adapter_rows` calls this use of its kernels."""
+    if "bwd" in s.kernel:
+        return "backward"
+    if s.gelu:
+        return "gelu"
+    return "gated" if s.gated else "plain"
+
+
+def _absent(s: Specialisation, may_have_residual: bool) -> list[str]:
+    """Arguments that are None."""
+    absent = []
+    if not s.guidance:
+        absent += ["v_uncond_ptr", "guidance", "dv_uncond_ptr"]
+    if not s.anchor:
+        absent += ["v_anchor_ptr"]
+    if not s.old:
+        absent += ["v_old_ptr"]
+    if not s.beta:
+        absent += ["beta"]
+    if s.outputs != 5:
+        absent += ["kl_anchor_ptr", "kl_old_ptr", "error_plus_ptr", "error_minus_ptr"]
+
     if s.kernel == "_gated_sum_bwd_kernel" and not s.sums:
         absent += ["y_ptr"]
-    if "RESIDUAL" in flagged:
-        absent += ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
-        absent += ["y_ptr"] * (not (s.gated and s.sums))
-    constants: dict[str, Any] = {name: flags[name] for name in flagged} | dict.fromkeys(absent)
-    if "_adapter_rows_fwd" in s.kernel:  # A lies in rows, s B of the backward in columns
-        constants |= {"rank_stride" if s.gated else "column_stride": 1} | dict.fromkeys(
-            ["gate_ptr"] * (not s.gated)
-        )
+    if "_adapter_rows_fwd" in s.kernel and not s.gated:
+        absent += ["gate_ptr"]
+    if may_have_residual:
+        if not s.residual:
+            absent += ["residual_ptr"]
+        if not s.gated:
+            absent += ["gate_ptr", "dy_ptr"]
+        if not (s.gated and s.sums):
+            absent += ["y_ptr"]
+    return absent
+
+
+def _ones(s: Specialisation) -> list[str]:
+    """Arguments that are 1, of which Triton makes constants."""
+    ones = []
+    if "_adapter_rows_fwd" in s.kernel:
+        # A lies in rows, the B of the backward in columns
+        ones += ["rank_stride" if s.gated else "column_stride"]
     if "silu" in s.kernel:
-        constants |= dict.fromkeys(("gamma_stride", "x_channel_stride", "out_channel_stride"), 1)
+        ones += ["gamma_stride", "x_channel_stride", "out_channel_stride"]
     if s.numel == "1":
-        constants |= dict.fromkeys(("numel", "programs", "steps"), 1)
-    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        ones += ["numel", "programs", "steps"]
+    return ones
 
-    def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        if not name.endswith("_ptr"):
-            floats = ("eps", "beta", "guidance", "scale", "inverse_numel", "two_over_numel")
-            return s.numel if name == "numel" else "fp32" if name in floats else "i32"
-        if name in ("step_ptr", "seed_ptr"):
-            return "*i64"
-        if (norm or adapter) and name not in (
-            "rotary_ptr",
-            "partial_ptr",
-            "d_down_ptr",
-            "d_up_ptr",
-        ):
-            return f"*{s.weights if s.weights and name.startswith(('video_', 'text_')) else s.x}"
-        if name in ("x_ptr", "x_next_ptr"):
-            return f"*{s.x}"
-        stored = ("v_anchor_ptr", "v_old_ptr")  # in float32 if they are guided
-        velocities = (
-            "v_ptr",
-            "v_uncond_ptr",
-            "dv_ptr",
-            "dv_uncond_ptr",
-            *stored * (not s.guidance),
-        )
-        return f"*{s.v}" if name in velocities else "*fp32"
 
-    # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.
-    sizes = ("_stride", "width", "rank", "channels") if norm or adapter else ()
-    divisible = ("_ptr", *sizes, *(("numel",) if s.aligned else ()))
-    uneven = ["inverse_numel", "two_over_numel", *["out_width", "grad_width"] * (s.pad % 16 > 0)]
-    # rows of A end in padding columns
-    uneven += ["rank", "rank_stride", "column_stride"] * (s.rank % 16 > 0)
-    signature = {name: kind(name) for name in kernel.arg_names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (name, type_name) in enumerate(signature.items())
-        if name.endswith(divisible) and name not in uneven and (norm or type_name != "constexpr")
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+def _type(s: Specialisation, name: str) -> str:
+    """Triton's type of an argument that is no constant."""
+    if not name.endswith("_ptr"):
+        return _type_of_number(s, name)
+    if name in ("step_ptr", "seed_ptr"):
+        return "*i64"
+    if s.is_norm or s.is_adapter:
+        return _type_in_rows(s, name)
+    if name in ("x_ptr", "x_next_ptr"):
+        return f"*{s.x}"
+
+    velocities = ["v_ptr", "v_uncond_ptr", "dv_ptr", "dv_uncond_ptr"]
+    if not s.guidance:  # guided velocities are stored in float32
+        velocities += ["v_anchor_ptr", "v_old_ptr"]
+    return f"*{s.v}" if name in velocities else "*fp32"
+
+
+def _type_of_number(s: Specialisation, name: str) -> str:
+    if name == "numel":
+        return s.numel
+    floats = ("eps", "beta", "guidance", "scale", "inverse_numel", "two_over_numel")
+    return "fp32" if name in floats else "i32"
+
+
+def _type_in_rows(s: Specialisation, name: str) -> str:
+    """Type of a pointer of the kernels that go over rows of tokens."""
+    if name in ("rotary_ptr", "partial_ptr", "d_down_ptr", "d_up_ptr"):
+        return "*fp32"
+    if s.weights and name.startswith(("video_", "text_")):
+        return f"*{s.weights}"
+    return f"*{s.x}"
+
+
+def _divisible(
+    s: Specialisation, signature: dict[str, str]
+) -> dict[tuple[int], list[list[str | int]]]:
+    """Position of each argument that is a multiple of 16 -> Triton's word for it.
+
+    Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects at a launch.
+    """
+    endings = ["_ptr"]
+    if s.is_norm or s.is_adapter:
+        endings += ["_stride", "width", "rank", "channels"]
+    if s.aligned:
+        endings += ["numel"]
+
+    uneven = ["inverse_numel", "two_over_numel"]
+    if s.pad % 16:
+        uneven += ["out_width", "grad_width"]
+    if s.rank % 16:  # rows of A end in padding columns
+        uneven += ["rank", "rank_stride", "column_stride"]
+
+    found: dict[tuple[int], list[list[str | int]]] = {}
+    for i, (name, kind) in enumerate(signature.items()):
+        even = name.endswith(tuple(endings)) and name not in uneven
+        if even and (s.is_norm or kind != "constexpr"):
+            found[i,] = [["tt.divisibility", 16]]
+    return found
 
 
 def _inspect(tool: str, option: str, cubin: bytes) -> str:
@@ -404,15 +495,13 @@ def _special(operations: Sequence[str], itemsize: int) -> float | None:
     operations store."""
     stored = [operation.split(".") for operation in operations if operation.startswith("STG")]
     widths = {"U8": 1, "U16": 2, "64": 8, "128": 16, "256": 32}
-    elements = (
-        sum(next((widths[part] for part in parts if part in widths), 4) for parts in stored)
-        / itemsize
+    stored_bytes = sum(
+        next((widths[part] for part in parts if part in widths), 4) for parts in stored
     )
-    return (
-        sum(operation.startswith("MUFU") for operation in operations) / elements
-        if elements
-        else None
-    )
+    if not stored_bytes:
+        return None
+    special = sum(operation.startswith("MUFU") for operation in operations)
+    return special / (stored_bytes / itemsize)
 
 
 def _widths(ptx: str, access: str) -> list[int]:
@@ -482,6 +571,5 @@ def format_table(rows: Sequence[Row]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |"
         for row in cells
     ]
-    return "\n".join(
-        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
-    )
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])

@@ -149,7 +149,9 @@ def count_block(model: ModelConfig) -> tuple[Traffic, Traffic]:
         with torch.autocast("cpu", torch.bfloat16, enabled=not adapter), Traffic() as there:
             outs = block(video, text, modulation, rotary, attend, False)
         upstream = [torch.randn_like(out) for out in outs]
-        wanted = [video, text, *trained] + [modulation] * modulation.requires_grad
+        wanted = [video, text, *trained]
+        if modulation.requires_grad:
+            wanted.append(modulation)
         with Traffic() as back:
             torch.autograd.grad(outs, wanted, upstream)
     return there, back
@@ -194,8 +196,10 @@ def table() -> str:
     names.sort(key=lambda n: -sum(traffic.bytes[n] for traffic in every))
     largest = [n for n in names if any(t.bytes[n] >= 0.5 * UNIT for t in every)]
     for name in largest:
-        row(f"`{name.replace('narrow ', '')}`" + " with an adapter's factor" * ("narrow" in name),
-            [f"{t.bytes[name] / UNIT:.1f}" if t.bytes[name] else "" for t in every])  # fmt: skip
+        title = f"`{name.replace('narrow ', '')}`"
+        if "narrow" in name:
+            title += " with an adapter's factor"
+        row(title, [f"{t.bytes[name] / UNIT:.1f}" if t.bytes[name] else "" for t in every])
     row(
         "all others",
         [f"{sum(b for n, b in t.bytes.items() if n not in largest) / UNIT:.1f}" for t in every],

@@ -245,11 +245,11 @@ def format_profile(result: Mapping[str, Any]) -> str:
     if peaks := result["peak_bytes"]:
         found = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
         planned = result["planned_bytes"]
-        share = (
-            f"; train is {peaks['train'] / planned:.0%} of the planned {format_bytes(planned)}"
-            * ("train" in peaks)
-        )
-        lines.append(f"peak of allocated memory: {found}{share}")
+        line = f"peak of allocated memory: {found}"
+        if "train" in peaks:
+            share = peaks["train"] / planned
+            line += f"; train is {share:.0%} of the planned {format_bytes(planned)}"
+        lines.append(line)
     if kernels := result.get("kernels"):
         total = sum(row["seconds"] for row in kernels)
         lines += [

@@ -106,13 +106,15 @@ def measure(
     rounds = 1 if warm_ups else max(1, int(min(rounds, fitting)))
     try:
         seconds = interleaved(timers, rounds)
-    except (
-        Exception
-    ) as error:  # GPU faults surface late and nothing runs after one: keep the warm-up times
-        seconds, rounds = {} if warm_ups else steady, 1
-        failed["interleaved"] = "only the second warm-up is timed: " * (not warm_ups) + in_one_line(
-            error
-        )
+    except Exception as error:
+        # GPU faults surface late and nothing runs after one: keep the warm-up times
+        rounds = 1
+        if warm_ups:
+            seconds = {}
+            failed["interleaved"] = in_one_line(error)
+        else:
+            seconds = steady
+            failed["interleaved"] = f"only the second warm-up is timed: {in_one_line(error)}"
     return {
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "peak_bytes": peak,

@@ -261,7 +261,9 @@ def check(measured: Sequence[Resolved], count: int) -> None:
             "number of trained "
             "weights and the seed have to agree: " + " and ".join(sorted(trained))
         )
-    what = f"{count} iterations without an update" + " of each configuration" * (len(measured) > 1)
+    what = f"{count} iterations without an update"
+    if len(measured) > 1:
+        what += " of each configuration"
     price = (
         f"about {hours:.2g} GPU-hours at the rates measured on an H200, {format_bytes(size)} of "
         "gradients on the host"

@@ -75,19 +75,18 @@ def collate(
     """Stack prompts, padded to the longest of them, on `device` in `dtype`."""
     text, text_mask = pad([embedding.text.to(device, dtype) for embedding in embeddings])
     glyphs, glyphs_mask = pad([embedding.glyphs.to(device, dtype) for embedding in embeddings])
-    images, frames = (
-        torch.stack(found).to(device, dtype)
-        if (found := [t for t in tensors if t is not None])
-        else None
-        for tensors in ([e.image for e in embeddings], [e.frame for e in embeddings])
-    )
+
+    def stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        found = [tensor for tensor in tensors if tensor is not None]
+        return torch.stack(found).to(device, dtype) if found else None
+
     return TextBatch(
         text=text,
         text_mask=text_mask,
         glyphs=glyphs,
         glyphs_mask=glyphs_mask,
-        images=images,
-        frames=frames,
+        images=stack([embedding.image for embedding in embeddings]),
+        frames=stack([embedding.frame for embedding in embeddings]),
     )
 
 

@@ -103,7 +103,7 @@ COMMANDS = {
 }
 """Commands by name, in the order the help lists them."""
 
-ELSEWHERE = {
+COMMAND_HINTS = {
     "resume": "sage-fast train RUN --resume",
     "grid": "python -m studies.grid",
     "push": "export and hf upload",
@@ -166,9 +166,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         UserError: no such command, or an unknown option.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        raise UserError(
-            f"no such command; {ELSEWHERE.get(arguments[0]) or nearest(arguments[0], COMMANDS)}"
-        )
+        hint = COMMAND_HINTS.get(arguments[0]) or nearest(arguments[0], COMMANDS)
+        raise UserError(f"no such command; {hint}")
     named = [word for word in arguments if word in COMMANDS][:1]
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     from sage_fast.config.command_line import split_settings
@@ -181,15 +180,14 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
     ).parse_known_args(words)
     if rest:
         word = rest[0].partition("=")[0]
-        close = similar(word.removeprefix("--")) if takes_settings and word.startswith("--") else []
-        hint = (
-            f"did you mean --{' or --'.join(close)}?"
-            if close
-            else f"see sage-fast {options.command} --help"
-        )
-        raise UserError(
-            f"unknown {'option' if word.startswith('-') else 'argument'} {word}; {hint}"
-        )
+        close = []
+        if takes_settings and word.startswith("--"):
+            close = similar(word.removeprefix("--"))
+        hint = f"see sage-fast {options.command} --help"
+        if close:
+            hint = f"did you mean --{' or --'.join(close)}?"
+        kind = "option" if word.startswith("-") else "argument"
+        raise UserError(f"unknown {kind} {word}; {hint}")
     expand_options(options)
     return options, overrides
 
@@ -197,17 +195,23 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a user error, 1 for a failed run."""
     # None if closed, as by `>&-`: files would take their descriptors
-    for name in ("stdin", "stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+    is_own_process = arguments is None
     if arguments is None:
         restart_in_utf8()
-    words = without_local_rank(sys.argv[1:] if arguments is None else arguments)
+        arguments = sys.argv[1:]
+    words = without_local_rank(arguments)
+    command = " ".join(["sage-fast", *words[:1]])
+
     status = 1  # of an exception that keeps its traceback
     try:
-        return (status := guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words)))
+        status = guarded(command, lambda: _run(words))
+        return status
     finally:
-        if arguments is None:  # the process is the command's own
+        if is_own_process:
             # comes each second: the status is to be the command's
             signal.signal(signal.SIGXCPU, signal.SIG_IGN)
             threading.Thread(target=_end, args=(status,), daemon=True).start()
@@ -220,9 +224,11 @@ def _end(status: int) -> None:
     """End the process if threads that Python waits for, such as a reward's, still run after
     `THREAD_GRACE`."""
     threading.Event().wait(THREAD_GRACE)
-    if names := [
-        t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
-    ]:
+    names = []
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            names.append(thread.name)
+    if names:
         print_error(f"note: threads that still run end with the process: {', '.join(names)}")
         atexit._run_exitfuncs()
         os._exit(status)

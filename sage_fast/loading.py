@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sage_fast.algorithm.distilled import check_distilled
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.trainable import check_same_settings
 from sage_fast.config.rank_checks import check_sequence_parallel
-from sage_fast.config.reward_names import place_of_reward
-from sage_fast.config.schema import AttentionBackend, Config, RewardEntry
+from sage_fast.config.schema import AttentionBackend, Config
+from sage_fast.data.contents import contents_of, contents_of_networks
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompt_checks import (
     check_captions,
@@ -34,16 +30,15 @@ from sage_fast.data.prompts import (
 from sage_fast.models.interface import Condition
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
-from sage_fast.models.policy import Policy
+from sage_fast.models.spec import Spec
 from sage_fast.parallel.fit import choose_checkpointing
 from sage_fast.rewards import CompositeReward, load_rewards
 from sage_fast.rewards.interface import Scorer
-from sage_fast.rewards.objects import digest, name_rewards
+from sage_fast.rewards.objects import name_rewards
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.util.captions import Caption, prompt_key, split_key
 from sage_fast.util.files import fingerprint
-from sage_fast.util.plugins import file_of
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import (
     check_agreement,
@@ -158,94 +153,6 @@ class Setup:
         check_agreement(digests, ": copy the prompt file to every node")
 
 
-def contents_of(
-    prompts: Mapping[str, Sequence[Prompt]],
-    weights: str | None,
-    rewards: Mapping[str, RewardEntry],
-    plugins: Mapping[str, str] | None = None,
-    objects: Mapping[str, Any] | None = None,
-) -> dict[str, str]:
-    """Return setting -> what its files and code hold, with a digest: a resume and `compare` tell
-    what has changed.
-
-    Args:
-        prompts: setting -> its prompts.
-        weights: `model.weights`.
-        rewards: setting that holds the name of a reward -> the reward, which is loaded.
-        plugins: setting -> `package.module:name` of a choice of the user's own, such as a sampler.
-        objects: setting that holds the name of a reward -> the reward itself, as
-            `with_reward_objects` returns them.
-    """
-    found = {}
-    for key, each in prompts.items():
-        records = [(prompt.text, prompt.negative, prompt.image, prompt.metadata) for prompt in each]
-        images = [prompt.caption.image for prompt in each if prompt.image]
-        found[key] = f"{len(each)} prompts ({fingerprint(repr(records).encode(), *images)})"
-    if weights is not None:
-        found["model.weights"] = f"weights ({fingerprint(b'', weights)})"
-    for key, entry in rewards.items():
-        if entry.is_object:
-            found[key] = digest((objects or {}).get(key))
-        elif not entry.is_address:
-            file = file_of(place_of_reward(entry.name, key), key)
-            named = [
-                arg for arg in entry.args.values() if isinstance(arg, str) and os.path.isfile(arg)
-            ]
-            found[key] = f"code ({fingerprint(b'', *sorted(_code(file) if file else ()), *named)})"
-    for key, place in (plugins or {}).items():
-        file = file_of(place, key)
-        code = sorted(_code(file)) if file is not None else []
-        found[key] = f"code ({fingerprint(b'', *code)})"
-    return found
-
-
-def contents_of_networks(policy: Policy) -> str:
-    """Return a digest of the weights that a checkpoint holds, in words, as `contents_of` does for
-    files.
-
-    A sum of the bits of each tensor, as integers, reads a model on a GPU in milliseconds. It is the
-    same on every device, and tells another checkpoint from the same one at another place.
-
-    Args:
-        policy: before an engine shards it. An adapter's weights are not the checkpoint's.
-    """
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = []
-    for part, network in policy.networks.items():
-        for name, tensor in network.state_dict().items():
-            if ".lora_" not in name:
-                bits = tensor.detach().contiguous().view(integers[tensor.element_size()])
-                plain = name.replace(".base_layer", "")
-                sums.append(
-                    (
-                        part,
-                        plain,
-                        list(tensor.shape),
-                        str(tensor.dtype),
-                        int(bits.sum(dtype=torch.int64)),
-                    )
-                )
-    return f"weights ({fingerprint(repr(sorted(sums)).encode())})"
-
-
-def _code(file: Path) -> set[Path]:
-    """Return a Python file and the files beside it that it names, directly or through one of
-    them."""
-    found, new = {file}, {file}
-    while new:
-        words = {
-            word
-            for each in new
-            if each.is_file()
-            for word in re.findall(rb"\w+", each.read_bytes())
-        }
-        new = {
-            path for word in words if (path := file.with_name(f"{word.decode()}.py")).is_file()
-        } - found
-        found |= new
-    return found
-
-
 def load_setup(
     resolved: Resolved,
     prompts: Sequence[Prompt | str] | None = None,
@@ -271,71 +178,119 @@ def load_setup(
     config = resolved.config
     spec = find_spec(config.model.path, fetch=True)
     check_distilled(spec.distillation, resolved.objective)
+
     if prompts is None:
         train_prompts, eval_prompts = configured_prompts(config.data)
         check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)
     else:
-        given = (
-            p if isinstance(p, Prompt) else Prompt(text=p, where=f"prompt {p!r}") for p in prompts
-        )
-        train_prompts = eval_prompts = [*given]
-    negatives = negatives_of([*train_prompts, *eval_prompts])
-    check_captions([*train_prompts, *eval_prompts], spec)
-    reward, judge = CompositeReward([], config.reward), None
+        train_prompts = eval_prompts = [_as_prompt(prompt) for prompt in prompts]
+    all_prompts = [*train_prompts, *eval_prompts]
+    keys = [prompt.key for prompt in train_prompts]
+    eval_keys = [prompt.key for prompt in eval_prompts]
+    check_captions(all_prompts, spec)
+
+    reward: Scorer = CompositeReward([], config.reward)
+    judge: Scorer | None = None
     if rewards:
-        keys, eval_keys = (
-            [prompt.key for prompt in group] for group in (train_prompts, eval_prompts)
-        )
-        metadata = metadata_of([*train_prompts, *eval_prompts])
+        metadata = metadata_of(all_prompts)
         reward, judge = load_rewards(config, keys, eval_keys, metadata, spec.fps, reward_objects)
-    settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
+
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
-    row = resolved.objective.surrogate
-    # A limit on the rollout's own steps would act on a rounding difference between rollout and
-    # training.
-    limits = row.uses_ratio or row.uses_kl
-    model = load_model(
-        settings, config.sampling, local_device(), config.seed, needs_agreement=limits, spec=spec
-    )
-    recomputation, left = choose_checkpointing(resolved, model)
-    model.set_checkpointing(recomputation)
-    if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
-        model.notes.append(
-            "negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off"
-        )
-    model.notes += notes_on_prompts(train_prompts, eval_prompts)
-    if prompts is None and (note := shared_prompts(train_prompts, eval_prompts)):
-        model.notes.append(note)
-    if prompts is None and any(prompt.seed is not None for prompt in train_prompts):
-        model.notes.append(
-            f"the seeds in {config.data.prompts} are for evaluation and samples; training draws "
-            "new noise each time"
-        )
-    sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
-    contents = {}
+    model, left = _load_model(resolved, spec, attention)
+    model.notes += _notes(config, model, train_prompts, eval_prompts, are_given=prompts is not None)
+
+    contents: dict[str, str] = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
-        contents = contents_of(
-            sets,
-            config.model.weights,
-            config.named_rewards,
-            config.plugins,
-            reward_objects,
-        )
+        sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
+        weights = config.model.weights
+        contents = contents_of(sets, weights, config.named_rewards, config.plugins, reward_objects)
         # else the networks are `model.weights`
-        if config.model.trains_adapter or config.model.weights is None:
+        if config.model.trains_adapter or weights is None:
             contents["model.path"] = contents_of_networks(model.policy)
+
+    eval_seeds = {}
+    for number, prompt in enumerate(eval_prompts):
+        if prompt.seed is not None:
+            eval_seeds[number] = prompt.seed
+
     return Setup(
         resolved=resolved,
         model=model,
         graphs=step_graphs(model.policy, model.spec.cost(config), left),
         reward=reward,
         judge=judge,
-        prompts=[prompt.key for prompt in train_prompts],
-        eval_prompts=[prompt.key for prompt in eval_prompts],
-        captions=captions_of([*train_prompts, *eval_prompts]),
-        negatives=negatives,
+        prompts=keys,
+        eval_prompts=eval_keys,
+        captions=captions_of(all_prompts),
+        negatives=negatives_of(all_prompts),
         contents=contents,
-        eval_seeds={
-            i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None
-        },
+        eval_seeds=eval_seeds,
     )
+
+
+def _as_prompt(prompt: Prompt | str) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    return Prompt(text=prompt, where=f"prompt {prompt!r}")
+
+
+def _load_model(
+    resolved: Resolved, spec: Spec, attention: AttentionBackend | None
+) -> tuple[Model, Any]:
+    """Load the model and choose what its backward recomputes.
+
+    Returns:
+        The model, and the memory that is left, for CUDA graphs.
+    """
+    config = resolved.config
+    settings = config.model
+    if attention is not None:
+        settings = dataclasses.replace(settings, attention=attention)
+    # Clipping compares rollout and training log-probs, so both must round the same.
+    surrogate = resolved.objective.surrogate
+    needs_agreement = surrogate.uses_ratio or surrogate.uses_kl
+    model = load_model(
+        settings,
+        config.sampling,
+        local_device(),
+        config.seed,
+        needs_agreement=needs_agreement,
+        spec=spec,
+    )
+    plan, left = choose_checkpointing(resolved, model)
+    model.set_checkpointing(plan)
+    return model, left
+
+
+def _notes(
+    config: Config,
+    model: Model,
+    train_prompts: Sequence[Prompt],
+    eval_prompts: Sequence[Prompt],
+    *,
+    are_given: bool,
+) -> list[str]:
+    """Return what is worth knowing of the prompts before a run.
+
+    Args:
+        are_given: whether the prompts are not those of the settings.
+    """
+    notes = []
+    has_negatives = bool(negatives_of([*train_prompts, *eval_prompts]))
+    if has_negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
+        notes.append(
+            "negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off"
+        )
+    notes += notes_on_prompts(train_prompts, eval_prompts)
+    if are_given:
+        return notes
+
+    shared = shared_prompts(train_prompts, eval_prompts)
+    if shared:
+        notes.append(shared)
+    if any(prompt.seed is not None for prompt in train_prompts):
+        notes.append(
+            f"the seeds in {config.data.prompts} are for evaluation and samples; training draws "
+            "new noise each time"
+        )
+    return notes

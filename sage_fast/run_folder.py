@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
-LARGEST = float.fromhex("0x1.fffffep127")
+FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 """Largest float32: scores are float32."""
 STEPS = ("sigmas", "transition_std", "equalizer")
 """Lists of `run.json` with a value for each step of a rollout."""
@@ -59,10 +59,13 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.config_file, self.facts_file = self.path / "config.yaml", self.path / "run.json"
-        self.metrics_file, self.report_file = self.path / "metrics.jsonl", self.path / "report.html"
+        self.config_file = self.path / "config.yaml"
+        self.facts_file = self.path / "run.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.report_file = self.path / "report.html"
         self.lock_file = self.path / "run.lock"
-        self.weights, self.embeddings = self.path / "weights", self.path / "embeddings"
+        self.weights = self.path / "weights"
+        self.embeddings = self.path / "embeddings"
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> RunFolder | None:
@@ -204,28 +207,12 @@ class RunFolder:
         Raises:
             UserError: a field does not hold what a run writes.
         """
-        facts = read_json(self.facts_file) if holds_file(self.facts_file) else {}
-        kinds: dict[str, Any] = {"notes": str, "resumed": dict, "trackers": str} | dict.fromkeys(
-            STEPS, int | float
-        )
-        lists = {name: (facts.get(name) or [], kind) for name, kind in kinds.items()}
-        wrong = [
-            n
-            for n, (values, kind) in lists.items()
-            if not (isinstance(values, list) and _all(values, kind))
-        ]
-        wrong += [n for n in STEPS if n not in wrong and not all(map(math.isfinite, lists[n][0]))]
-        wrong += ["contents"] * (not isinstance(facts.get("contents", {}), dict))
-        if not isinstance(facts.get("checkpoint"), int | None):
-            wrong.append("checkpoint")
-        for start in (facts, *lists["resumed"][0]) if not wrong else ():
-            wrong += [
-                n
-                for n in ("date", "commit", "command", "method")
-                if not isinstance(start.get(n), str | None)
-            ]
-        if wrong:
-            raise UserError(f"{self.facts_file}: {wrong[0]!r} does not hold what it should")
+        if not holds_file(self.facts_file):
+            return {}
+        facts = read_json(self.facts_file)
+        wrong = _wrong_fact(facts)
+        if wrong is not None:
+            raise UserError(f"{self.facts_file}: {wrong!r} does not hold what it should")
         return facts
 
     @functools.cached_property
@@ -387,6 +374,30 @@ class RunFolder:
         return newest
 
 
+def _wrong_fact(facts: Mapping[str, Any]) -> str | None:
+    """Return a field of `run.json` that does not hold what a run writes; None if all do."""
+    kinds: dict[str, Any] = {"notes": str, "resumed": dict, "trackers": str}
+    kinds |= dict.fromkeys(STEPS, int | float)
+    for name, kind in kinds.items():
+        values = facts.get(name) or []
+        if not isinstance(values, list) or not _all(values, kind):
+            return name
+    for name in STEPS:
+        if not all(math.isfinite(value) for value in facts.get(name) or []):
+            return name
+
+    if not isinstance(facts.get("contents", {}), dict):
+        return "contents"
+    if not isinstance(facts.get("checkpoint"), int | None):
+        return "checkpoint"
+
+    for start in (facts, *(facts.get("resumed") or [])):
+        for name in ("date", "commit", "command", "method"):
+            if not isinstance(start.get(name), str | None):
+                return name
+    return None
+
+
 def read_scores(file: Path) -> dict[str, Any]:
     """Read an evaluation, `eval/*.json`.
 
@@ -394,17 +405,15 @@ def read_scores(file: Path) -> dict[str, Any]:
         UserError: the file is cut off or is no evaluation.
     """
     scores = read_json(file)
-    prompts, parts, weights = (
-        scores.get("prompts"),
-        scores.get("parts"),
-        scores.setdefault("weights", {}),
-    )
-    if (
-        not isinstance(prompts, list)
-        or not isinstance(parts, dict)
-        or not isinstance(weights, dict)
-    ):
-        raise UserError(f"{file}: expected a list of prompts, and objects of parts and weights")
+    prompts = scores.get("prompts")
+    parts = scores.get("parts")
+    weights = scores.setdefault("weights", {})
+    expected = f"{file}: expected a list of prompts, and objects of parts and weights"
+    if not isinstance(prompts, list):
+        raise UserError(expected)
+    if not isinstance(parts, dict) or not isinstance(weights, dict):
+        raise UserError(expected)
+
     score = float | int | None
     columns = {
         "prompts": (prompts, str),
@@ -426,7 +435,7 @@ def _all(values: Iterable[object], kind: Any) -> bool:
     """Whether all values are of a type, and the finite numbers among them within float32."""
     return all(
         isinstance(value, kind)
-        and not (isinstance(value, int | float) and LARGEST < abs(value) < math.inf)
+        and not (isinstance(value, int | float) and FLOAT32_MAX < abs(value) < math.inf)
         for value in values
     )
 
@@ -488,14 +497,16 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: the manifest is damaged.
     """
-    files: Any = read_json(folder / MANIFEST).get("files")
-    for entry in files.values() if isinstance(files, dict) else [None]:
-        kinds = (
-            [(key, type(value)) for key, value in entry.items()] if isinstance(entry, dict) else []
-        )
-        if sorted(kinds) != [("bytes", int), ("sha256", str)]:
+    files = read_json(folder / MANIFEST).get("files")
+    if not isinstance(files, dict):
+        raise UserError(NOT_WRITTEN)
+    for entry in files.values():
+        if not isinstance(entry, dict):
             raise UserError(NOT_WRITTEN)
-    return dict(files)
+        kinds = {key: type(value) for key, value in entry.items()}
+        if kinds != {"bytes": int, "sha256": str}:
+            raise UserError(NOT_WRITTEN)
+    return files
 
 
 def files_of(checkpoint: Path) -> list[str]:
@@ -521,7 +532,8 @@ def fault_of(
     if needed not in {None, *expected}:
         return f"it has no {needed}: another version of sage-fast wrote it"
     for name in chosen(sorted(expected)):
-        size, file = expected[name]["bytes"], folder / name
+        size = expected[name]["bytes"]
+        file = folder / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:

@@ -250,10 +250,8 @@ class _Claim:
 
     def __dlpack__(self, **_: Any) -> Any:
         capsule = ctypes.pythonapi.PyCapsule_New
-        capsule.restype, capsule.argtypes = (
-            ctypes.py_object,
-            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-        )
+        capsule.restype = ctypes.py_object
+        capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         return capsule(ctypes.addressof(self.array), b"dltensor", None)
 
 

@@ -34,11 +34,9 @@ def written(page: str) -> str:
         form = next(form for key, form in FORMS.items() if key in result)
         # the rest is for who measured it
         text, *_ = re.split("\n\n(?:trace,|GPU seconds )", form(result))
-        commit, *changed = result["environment"]["commit"].partition("+changes")
-        measured = (
-            f"commit {commit[:7]}{' with changes' * any(changed)}, "
-            f"{result['environment']['date'][:10]}"
-        )
+        commit, changes, _ = result["environment"]["commit"].partition("+changes")
+        state = " with changes" if changes else ""
+        measured = f"commit {commit[:7]}{state}, {result['environment']['date'][:10]}"
         return f"{found[1]}```text\n{text}\n{measured}\n```\n{found[3]}"
 
     return TABLE.sub(table, page)

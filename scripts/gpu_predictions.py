@@ -137,12 +137,11 @@ def lines(out: Path, tiny: bool = False) -> Iterator[str]:
             expected = "not for this"
         try:
             number = value(found)
-            measured = f"{number:.4g}" + "  missed" * missed(expected, number)
-        except (
-            KeyError,
-            StopIteration,
-            ValueError,
-        ):  # a path or a backend that is not there, or did not run
+            measured = f"{number:.4g}"
+            if missed(expected, number):
+                measured += "  missed"
+        except (KeyError, StopIteration, ValueError):
+            # a path or a backend that is not there, or did not run
             measured = "absent"
         yield f"{part:<19}{quantity:<43}{expected:>22}  {measured}"
 

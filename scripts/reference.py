@@ -72,7 +72,9 @@ def commands_page() -> str:
     for name, command in COMMANDS.items():
         actions = _actions(name)
         usage = [name, *(_words(action) for action in actions if not action.option_strings)]
-        usage += ["[OPTION ...]", *["[--SETTING VALUE ...]"] * bool(command.settings)]
+        usage.append("[OPTION ...]")
+        if command.settings:
+            usage.append("[--SETTING VALUE ...]")
         rows = [(f"`{_words(action)}`", _meaning(action)) for action in actions]
         text += (
             f"\n## {name}\n\n{command.help[0].upper() + command.help[1:]}.\n\n`sage-fast "
@@ -95,11 +97,13 @@ def _yaml(value: object) -> str:
 
 
 def _actions(command: str) -> list[argparse.Action]:
-    parser, actions = argparse.ArgumentParser(), []
+    parser = argparse.ArgumentParser()
+    actions: list[argparse.Action] = []
 
     def add(*names: str, **options: object) -> argparse.Action:
-        actions.append(parser.add_argument(*names, **options))  # type: ignore[arg-type]
-        return actions[-1]
+        action = parser.add_argument(*names, **options)  # type: ignore[arg-type]
+        actions.append(action)
+        return action
 
     load(command).add_arguments(add)
     return actions
@@ -109,14 +113,15 @@ def _words(action: argparse.Action) -> str:
     """Return an argument as it is typed: `--folder FOLDER`, `RUN [RUN ...]`."""
     value = str(action.metavar or ",".join(action.choices or []) or action.dest.upper())
     if action.option_strings:
-        return action.option_strings[-1] + f" {value}" * (action.nargs != 0)
+        option = action.option_strings[-1]
+        return option if action.nargs == 0 else f"{option} {value}"
     return {"?": f"[{value}]", "+": f"{value} [{value} ...]"}.get(str(action.nargs), value)
 
 
 def _meaning(action: argparse.Action) -> str:
     text = action.help or ""
     untold = action.default not in (None, False, []) and "default" not in text
-    return text + f" (default: {action.default})" * untold
+    return f"{text} (default: {action.default})" if untold else text
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -324,10 +324,8 @@ def format_win_rates(rates: Sequence[WinRate], voters: int) -> str:
                 f"  {rate.criterion:<20}{100 * rate.share:>7.1f} %  {interval:<18}{counts}"
             )
     over = "over prompts and voters" if voters >= MIN_VOTERS else "over prompts, for these voters"
-    lines.append(
-        f"{voters} voter{'s' * (voters != 1)}; no preference counts half; intervals by Wilson, "
-        f"{over}"
-    )
+    counted = "1 voter" if voters == 1 else f"{voters} voters"
+    lines.append(f"{counted}; no preference counts half; intervals by Wilson, {over}")
     return "\n".join(lines)
 
 

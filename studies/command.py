@@ -36,7 +36,7 @@ def folders_of(options: argparse.Namespace, study: str) -> tuple[Path, Path]:
     Quick runs are kept apart.
     """
     expand_options(options)
-    quick = "-quick" * options.quick
+    quick = "-quick" if options.quick else ""
     folder = Path(options.output or f"runs/{study}{quick}")
     (folder / "results").mkdir(parents=True, exist_ok=True)
     return folder, folder / f"runs{quick}"

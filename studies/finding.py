@@ -93,9 +93,9 @@ class Claim:
     @property
     def label(self) -> str:
         """Kind and source in a few words."""
-        return {"paper": "Paper", "ours": "Ours", "beyond": "Beyond the paper"}[
-            self.kind
-        ] + f", {self.source}" * bool(self.source)
+        kinds = {"paper": "Paper", "ours": "Ours", "beyond": "Beyond the paper"}
+        kind = kinds[self.kind]
+        return f"{kind}, {self.source}" if self.source else kind
 
 
 def corrected(findings: Mapping[Claim, Finding]) -> dict[Claim, Finding]:

@@ -233,8 +233,12 @@ def _run_all(
 
 def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[str]:
     """Return the command line as given, without the options that only this process uses."""
-    settings = [word for key, text in overrides.items() for word in (f"--{key}", text)]
-    return [options.grid, *["--quiet"] * options.quiet, *settings]
+    words = [options.grid]
+    if options.quiet:
+        words.append("--quiet")
+    for key, text in overrides.items():
+        words += [f"--{key}", text]
+    return words
 
 
 def _array_job(

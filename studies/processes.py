@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 from sage_fast.util.errors import SIGNALS, Stopped
@@ -44,19 +44,13 @@ def run_many(
     before = {number: signal.signal(number, forward) for number in taken}
     try:
         while True:
-            while not received and len(running) < workers and (job := next(waiting, None)):
-                name, command = job
-                running[name] = subprocess.Popen(command, start_new_session=True)
-                if received:  # a signal came during the start
-                    running[name].send_signal(received[0])
+            _start(waiting, running, received, workers)
             if not running:
                 break
             time.sleep(0.05)
-            for name, child in list(running.items()):
-                if (status := child.poll()) is not None:
-                    del running[name]
-                    if not received:
-                        ended(name, status)
+            for name, status in _ended(running):
+                if not received:
+                    ended(name, status)
     finally:
         for child in running.values():
             child.terminate()
@@ -65,3 +59,29 @@ def run_many(
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if received:
         raise Stopped(received[0])
+
+
+def _start(
+    waiting: Iterator[tuple[str, Sequence[str]]],
+    running: dict[str, subprocess.Popen[bytes]],
+    received: list[int],
+    workers: int,
+) -> None:
+    """Start commands until `workers` of them run, none waits or a signal has come."""
+    while not received and len(running) < workers:
+        job = next(waiting, None)
+        if job is None:
+            return
+        name, command = job
+        running[name] = subprocess.Popen(command, start_new_session=True)
+        if received:  # the signal came during the start, before `running` had the process
+            running[name].send_signal(received[0])
+
+
+def _ended(running: dict[str, subprocess.Popen[bytes]]) -> Iterator[tuple[str, int]]:
+    """Take the processes that have ended out of `running`, with their statuses."""
+    for name, child in list(running.items()):
+        status = child.poll()
+        if status is not None:
+            del running[name]
+            yield name, status

@@ -226,7 +226,10 @@ def train_runs(
             study,
             str(folder),
         ]
-        command += ["--quick"] * quick + ["--quiet"] * (not shows())
+        if quick:
+            command.append("--quick")
+        if not shows():
+            command.append("--quiet")
         jobs = [(f"process {i + 1}", [*command, *missing[i::workers]]) for i in range(workers)]
         run_many(jobs, _ended, workers=workers)
     return [_read(_file(folder, name), config.seed) for name, config in runs.items()]
@@ -241,9 +244,9 @@ def _file(folder: Path, name: str) -> Path:
 
 def _ended(name: str, status: int) -> None:
     if status:
-        why = "; killed, as by the system when memory runs out: fewer --workers take less" * (
-            status < 0
-        )
+        why = ""
+        if status < 0:
+            why = "; killed, as by the system when memory runs out: fewer --workers take less"
         raise RunError(
             f"{name} ended with status {status}{why}; runs that are whole are kept, and the same "
             "command goes on"

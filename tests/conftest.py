@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 from sage_fast.util import console
-from tests import faults
+from tests import faults, tiers
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, so each has one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -74,11 +74,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 LONGEST = ("survive", "gpu_script", "engine_deepspeed", "ranks", "sequence", "distributed",
     "new_user", "resume",
            "operators", "bench", "cli", "fuzz")  # fmt: skip
-"""Files that take longest, which `make test` begins with: else one core is idle while the other
-ends the last."""
+"""Files that take longest, which a run of several workers begins with: else one core is idle while
+the other ends the last."""
 
 
+def pytest_configure() -> None:
+    tiers.check_names()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if tiers.is_left_out(collection_path, config.option.markexpr) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tiers.mark(item)
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 

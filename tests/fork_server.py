@@ -147,86 +147,115 @@ def _become(question: dict[str, Any], main: Callable[[list[str]], int]) -> None:
 
 def prepare(fault: Fault) -> None:
     """Set up the fault in this process."""
-    import safetensors.torch
+    strikes = Strikes(fault)
+    if fault.at == "write":
+        _tear_writes(strikes)
+    elif fault.at == "save":
+        _tear_saves(strikes)
+    elif fault.at == "loss":
+        _spoil_loss(strikes)
+    else:
+        _interrupt_renames(strikes)
 
-    from sage_fast.trainer import Trainer
 
-    seen = 0
+class Strikes:
+    """When a fault strikes, and what it does then."""
 
-    def happens(name: object) -> bool:
-        nonlocal seen
-        seen += fault.name in str(name)
-        return fault.name in str(name) and seen == fault.nth
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.seen = 0
 
-    def strike(name: object) -> None:
-        if fault.do == "kill":
+    def happens(self, name: object) -> bool:
+        """Count a name that matches; true for the nth."""
+        if self.fault.name not in str(name):
+            return False
+        self.seen += 1
+        return self.seen == self.fault.nth
+
+    def strike(self) -> None:
+        if self.fault.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    class Torn:
-        """A file whose first write stops halfway."""
 
-        def __init__(self, file: Any) -> None:
-            self.file = file
+class Torn:
+    """A file whose first write stops halfway."""
 
-        def __enter__(self) -> Torn:
-            return self
+    def __init__(self, file: Any, strikes: Strikes) -> None:
+        self.file = file
+        self.strikes = strikes
 
-        def __exit__(self, *error: object) -> None:
-            self.file.close()
+    def __enter__(self) -> Torn:
+        return self
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
 
-        def write(self, data: Any) -> None:
-            if "metrics" in str(self.file.name) and not happens(self.file.name):
-                return self.file.write(data)  # a line before the nth
-            self.file.write(data[: len(data) // 2])
-            self.file.flush()
-            strike(self.file.name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
-    if fault.at == "write":
-        original = io.open
+    def write(self, data: Any) -> None:
+        # of metrics.jsonl the lines are counted, not how often it is opened
+        if "metrics" in str(self.file.name) and not self.strikes.happens(self.file.name):
+            return self.file.write(data)
+        self.file.write(data[: len(data) // 2])
+        self.file.flush()
+        self.strikes.strike()
 
-        def torn_open(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-            opened = original(file, mode, *arguments, **options)
-            writes = any(letter in mode for letter in "wxa") and fault.name in str(file)
-            return Torn(opened) if writes and ("metrics" in str(file) or happens(file)) else opened
 
-        io.open = torn_open  # what pathlib calls
-    elif fault.at == "save":
+def _tear_writes(strikes: Strikes) -> None:
+    original = io.open
 
-        def torn(save: Callable[..., None]) -> Callable[..., None]:
-            def saving(state: Any, file: Any, *arguments: Any, **options: Any) -> None:
-                save(state, file, *arguments, **options)
-                if happens(file):
-                    os.truncate(file, os.path.getsize(file) // 2)
-                    strike(file)
+    def torn_open(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        opened = original(file, mode, *arguments, **options)
+        is_written = any(letter in mode for letter in "wxa")
+        if not is_written or strikes.fault.name not in str(file):
+            return opened
+        torn = "metrics" in str(file) or strikes.happens(file)
+        return Torn(opened, strikes) if torn else opened
 
-            return saving
+    io.open = torn_open  # what pathlib calls
 
-        safetensors.torch.save_file = torn(safetensors.torch.save_file)
-    elif fault.at == "loss":
-        loss_of = Trainer._loss
 
-        def not_finite(self: Trainer, *arguments: Any) -> Any:
-            loss, *norms = loss_of(self, *arguments)
-            return replace(loss, total=loss.total * float("nan")) if happens(
-                "loss"
-            ) else loss, *norms
+def _tear_saves(strikes: Strikes) -> None:
+    import safetensors.torch
 
-        Trainer._loss = not_finite
-    else:
-        rename = os.replace
+    save = safetensors.torch.save_file
 
-        def renamed(source: Any, target: Any, **options: Any) -> None:
-            if not happens(target):
-                return rename(source, target, **options)
-            if fault.at == "renamed":
-                rename(source, target, **options)
-            strike(target)
+    def saving(state: Any, file: Any, *arguments: Any, **options: Any) -> None:
+        save(state, file, *arguments, **options)
+        if strikes.happens(file):
+            os.truncate(file, os.path.getsize(file) // 2)
+            strikes.strike()
 
-        os.replace = renamed
+    safetensors.torch.save_file = saving
+
+
+def _spoil_loss(strikes: Strikes) -> None:
+    from sage_fast.trainer import Trainer
+
+    loss_of = Trainer._loss
+
+    def not_finite(self: Trainer, *arguments: Any) -> Any:
+        loss, *norms = loss_of(self, *arguments)
+        if strikes.happens("loss"):
+            loss = replace(loss, total=loss.total * float("nan"))
+        return loss, *norms
+
+    Trainer._loss = not_finite
+
+
+def _interrupt_renames(strikes: Strikes) -> None:
+    rename = os.replace
+
+    def renamed(source: Any, target: Any, **options: Any) -> None:
+        if not strikes.happens(target):
+            return rename(source, target, **options)
+        if strikes.fault.at == "renamed":
+            rename(source, target, **options)
+        strikes.strike()
+
+    os.replace = renamed
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def inductor_in_soak(request: pytest.FixtureRequest) -> None:
-    """Use Inductor in `make soak` alone: in `make test`, test_rollout_benchmark does."""
+    """Use Inductor in `make soak` alone: in `make test-all`, test_rollout_benchmark does."""
     if "SAGE_FAST_SOAK" not in os.environ:
         request.getfixturevalue("dynamo_only")
 

@@ -1,5 +1,6 @@
 """Callbacks of a user's: when they are called and with what, their columns, states and errors."""
 
+import importlib.util
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -582,3 +583,26 @@ def test_one_rank_can_end_a_run(tmp_path: Path) -> None:
     assert statuses == [0, 0], "\n".join(screens(tmp_path))
     assert saved(tmp_path / "run") == [1]
     assert RunFolder(tmp_path / "run").evaluation("after") is not None
+
+
+# -- the documentation -----------------------------------------------------------------------------
+
+
+def test_the_example_ends_when_a_part_falls(tmp_path: Path) -> None:
+    """`docs/how-to/callbacks.md` has the same classes; tests/test_docs.py runs its blocks."""
+    file = Path(__file__).parent.parent / "examples" / "callback.py"
+    spec = importlib.util.spec_from_file_location("callback_example", file)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    run = example.main(str(tmp_path / "run"), iterations=3, most=-100.0)  # at once
+    assert run.iteration == 1
+    assert RunFolder(run.folder).facts["stopped"].startswith("vq has fallen from ")
+    assert read_json(RunFolder(run.folder).checkpoint(1) / STATE)["callbacks"].keys() == {
+        "StopWhenFalling"
+    }
+    (row,) = read_metrics(run.folder / "metrics.jsonl")
+    assert sum(row["advantages"]["counts"]) == run.config.train.samples
+    source = file.read_text()
+    assert [line for line in source.splitlines() if "import" in line] == ["import sage_fast as sf"]

@@ -1,5 +1,5 @@
-"""Starting a run elsewhere: the Slurm script under a pretend Slurm, the Dockerfile, the recipe of
-the docs."""
+"""Starting a run elsewhere: the Slurm script under a pretend Slurm, the files of the image, the
+recipe of the docs."""
 
 import json
 import os
@@ -283,39 +283,6 @@ def test_the_script_passes_shellcheck() -> None:
 
 
 # -- the image -------------------------------------------------------------------------------------
-
-
-def test_the_image_is_installed_as_the_documentation_says() -> None:
-    lines = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
-    assert {name for name, _ in instructions} == {
-        "ARG", "FROM", "SHELL", "WORKDIR", "COPY", "RUN", "ENV", "USER", "CMD"
-    }  # fmt: skip
-    runs = [
-        shlex.split(text) for name, text in instructions if name == "RUN" and text.startswith("pip")
-    ]
-    page = (REPOSITORY / "docs" / "how-to" / "install.md").read_text()
-    stated = [shlex.split(line.split("#")[0]) for line in page.splitlines()
-              if line.startswith("pip install")][:2]  # fmt: skip
-    assert [[word.replace(".[deepspeed]", ".") for word in words] for words in runs] == stated
-    torch = re.search(r"^ARG TORCH=(\d+)\.(\d+)", "\n".join(lines), re.M)
-    assert torch is not None
-    assert (int(torch[1]), int(torch[2])) >= (2, 11)
-    users = [text for name, text in instructions if name == "USER"]
-    assert users
-    assert re.match(r"[1-9]\d*:[1-9]", users[-1]), "not root"
-    own = [line for line in lines if re.match("ARG PIP_CONSTRAINT=|RUN sed|RUN pip", line)]
-    assert own[0] == "ARG PIP_CONSTRAINT=/opt/sage-fast/constraints.txt", (
-        "before anything is installed"
-    )
-    pattern = next(shlex.split(line)[4] for line in own if "sed" in line)
-    pins = [
-        line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line
-    ]
-    dropped = [pin for pin in pins if re.search(pattern.split("/")[1], pin)]
-    assert {pin.partition("==")[0] for pin in dropped} == {"torch", "triton", "setuptools"}
-    # has the compiler
-    assert "devel" in lines[next(i for i, line in enumerate(lines) if line.startswith("ARG"))]
 
 
 def test_the_image_gets_what_the_build_needs() -> None:

@@ -11,9 +11,10 @@ from PIL import Image
 
 from sage_fast.cli import main
 from sage_fast.config.schema import RewardEntry, SamplingConfig, TrainConfig
+from sage_fast.data.contents import contents_of, contents_of_networks
 from sage_fast.data.prompt_checks import shared_prompts
 from sage_fast.data.prompts import Prompt
-from sage_fast.loading import contents_of, contents_of_networks, load_setup, resolve
+from sage_fast.loading import load_setup, resolve
 from sage_fast.models.load import load_model
 from sage_fast.models.model import Model
 from sage_fast.run.claim import run_facts

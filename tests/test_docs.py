@@ -215,29 +215,6 @@ def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:
     assert "strictly decreasing from 1 to 0" in (site / "reference" / "python.html").read_text()
 
 
-@pytest.mark.parametrize("study", ["race", "demo"])
-def test_the_page_of_a_study_begins_with_results_and_ends_with_its_protocol(study: str) -> None:
-    page = (REPOSITORY / "docs" / "results" / f"{study}.md").read_text(encoding="utf-8")
-    headings = re.findall(r"^## (.+)$", page, re.M)
-    assert headings[-2:] == ["How it was made", "Protocol"]
-    protocol = yaml.safe_load(
-        (REPOSITORY / "studies" / study / "protocol.yaml").read_text(encoding="utf-8")
-    )
-    assert page.endswith("## Protocol\n\n" + "\n\n".join(protocol["text"]) + "\n")
-    assert protocol["history"]
-
-
-def test_pages_for_maintainers_stand_apart() -> None:
-    maintaining = re.search(
-        r"^  - Maintaining:\n((?:      - .*\n)+)", (REPOSITORY / "mkdocs.yml").read_text(), re.M
-    )
-    assert maintaining
-    pages = re.findall(r"[\w/-]+\.md", maintaining[1])
-    assert pages == ["how-to/first-gpu.md", "results/searches.md", "reference/faults.md"]
-    _, _, section = (REPOSITORY / "docs" / "index.md").read_text().partition("## Maintaining")
-    assert re.findall(r"\]\((.+?)\)", section) == pages
-
-
 def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(PAGES)
@@ -287,14 +264,6 @@ def test_what_another_trainer_calls_a_setting_is_a_setting() -> None:
     for name in (name.partition(":")[0] for name in names):
         section = name.rpartition(".")[0] or section
         assert f"{section}.{name.rpartition('.')[2]}" in known, name
-
-
-@pytest.mark.parametrize("name", ["paper", "race", "demo", "searches"])
-def test_a_cell_of_the_results_has_one_number_or_an_interval(name: str) -> None:
-    page = (REPOSITORY / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8")
-    cells = re.findall(r"(?<=\| )[^|\n]+(?= \|)", page)
-    assert not [cell for cell in cells if re.match(r"[-+]?[\d.]+(?:,? [-+]?[\d.]+,| \[)", cell)]
-    assert len([cell for cell in cells if re.fullmatch(r"\[[-+]?[\d.]+, [-+]?[\d.]+\]", cell)]) > 3
 
 
 def tables(page: str) -> list[list[str]]:
@@ -389,12 +358,6 @@ def test_the_source_of_every_value_is_named(column: int, name: str) -> None:
         "reward.args",
     }
     assert load(file, stated) == load(file)
-
-
-def test_the_page_has_the_learning_rate_of_the_demo() -> None:
-    page = " ".join((REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text().split())
-    (rate,) = re.findall(r"all of its weights (\S+) \(`demo.yaml`\)", page)
-    assert float(rate) == load(REPOSITORY / "configs" / "demo.yaml").train.learning_rate
 
 
 @pytest.mark.parametrize(

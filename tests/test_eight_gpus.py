@@ -112,10 +112,13 @@ def test_every_command_of_the_page(
 
     code = python.text
     for theirs, ours in (
-        (f'"{PUBLISHED}"', repr(str(model))), ('"cuda"', '"cpu"'), ("height=480, width=832",
-            "height=32, width=32"),
-        ("num_frames=81", "num_frames=5"), ("num_inference_steps=40", "num_inference_steps=2"),
-    ):  # fmt: skip
+        (f'"{PUBLISHED}"', repr(str(model))),
+        ('"cuda"', '"cpu"'),
+        ("height=480", "height=32"),
+        ("width=832", "width=32"),
+        ("num_frames=81", "num_frames=5"),
+        ("num_inference_steps=40", "num_inference_steps=2"),
+    ):
         assert code.count(theirs) == 1
         code = code.replace(theirs, ours)
     names: dict[str, Any] = {}

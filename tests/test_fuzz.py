@@ -40,8 +40,8 @@ from tests.test_scores import pair, scores
 
 
 def cases(count: int) -> Callable[[Any], Any]:
-    """So many examples, always the same ones, however slow the machine is; `make test` takes the
-    first fifth."""
+    """So many examples, always the same ones, however slow the machine is; `make test-all`
+    takes the first fifth."""
     count = count if "SAGE_FAST_SOAK" in os.environ else count // 5
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     chosen = case_settings(

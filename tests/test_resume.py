@@ -413,6 +413,7 @@ def test_damaged_final_weights_are_not_used(run: Path, capsys: pytest.CaptureFix
 # -- evaluations -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "damage",
     [
@@ -442,6 +443,7 @@ def test_a_lost_evaluation_before_training_is_made_from_the_start_weights(
     assert json.loads((run / "eval" / "after.json").read_text())["reward"] != scores["reward"]
 
 
+@pytest.mark.full
 def test_the_start_weights_are_those_of_model_weights_and_not_their_average(
     begun: Path, tmp_path: Path
 ) -> None:
@@ -472,6 +474,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["before", "iteration-000001", "after"])
 @pytest.mark.fault(
     "Ctrl-C in an evaluation before, within and after training",

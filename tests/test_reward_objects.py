@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sage_fast.cli import main
 from sage_fast.config.schema import RewardEntry
-from sage_fast.loading import contents_of, load_setup, resolve, with_reward_objects
+from sage_fast.data.contents import contents_of
+from sage_fast.loading import load_setup, resolve, with_reward_objects
 from sage_fast.rewards import load_reward
 from sage_fast.rewards.objects import digest, import_name
 from sage_fast.run_folder import RunFolder

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_plan import Rollouts, assign_to_ranks
 from sage_fast.algorithm.resolved import Resolved
 from sage_fast.algorithm.transitions import SAMPLERS
-from sage_fast.config.loader import load
 from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import rollout_runs
-from sage_fast.tools.plan import Plan, plan
+from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import Progress
 from sage_fast.util.process_group import initialize
@@ -39,7 +37,6 @@ from tests.tiny import (
     tiny_trainer,
 )
 
-REPOSITORY = Path(__file__).parent.parent
 SHARED: dict[str, Any] = {
     "sampling__shared_initial_noise": True,
     "sampling__steps": 8,
@@ -314,26 +311,6 @@ def test_the_plan_prices_the_rank_with_the_most() -> None:
     assert two.busiest["rollout"] > two.busiest["training"] == 0.5
     config = config.replace({"sampling.shared_initial_noise": False})
     assert plan(config, spec, ranks=2).busiest["rollout"] == 0.5
-
-
-def saved(planned: Plan, steps: int) -> float:
-    """Share of the rollout's forwards that the rank with the most saves, without guidance."""
-    made = planned.busiest["rollout"] * planned.forwards["rollout"]
-    return 1 - made / (planned.busiest["training"] * planned.samples * steps)
-
-
-def test_the_page_has_what_shared_steps_save() -> None:
-    """docs/how-to/choose-settings.md, for `hunyuanvideo15-480p-window.yaml` on 8 GPUs."""
-    page = " ".join((REPOSITORY / "docs" / "how-to" / "choose-settings.md").read_text().split())
-    found = re.findall(
-        r"(\d+) % of the rollout's forwards for groups of 8,.* (\d+) % on the longest", page
-    )
-    file = REPOSITORY / "configs" / "hunyuanvideo15-480p-window.yaml"
-    one_window = {"sampling.window_per_prompt": "false", "train.group_size": "8"}
-    planned = [
-        round(100 * saved(plan(load(file, settings), ranks=8), 20)) for settings in (one_window, {})
-    ]
-    assert [[int(share) for share in row] for row in found] == [planned]
 
 
 ZERO: dict[str, Any] = SHARED | {"sampling__window_per_prompt": True, "sampling__batch_size": 1}

@@ -1,8 +1,8 @@
 """Runs that are killed, stopped, torn and starved at random moments end as if nothing had happened.
 
 `make soak` (SAGE_FAST_SOAK=1) stops runs 50 times with kill -9 and 25 times each with SIGINT and
-SIGTERM; `make test` once with kill -9 and SIGTERM. Ctrl-C stops a run in tests/test_new_user.py and
-tests/test_resume.py too.
+SIGTERM; `make test-all` stops one with SIGTERM and kills one inside ten writes, `make test` inside
+three. Ctrl-C stops a run in tests/test_new_user.py and tests/test_resume.py too.
 """
 
 from __future__ import annotations
@@ -250,21 +250,35 @@ WRITES = [
 """In their order, and whether another one is written in the same way, so that only `make soak` does
 it."""
 INSIDE_WRITES = [fault for fault, alike in WRITES if SOAK or not alike]
+THREE = [
+    Fault("trainable-00001", "save"),
+    Fault("metrics.jsonl", nth=2),
+    Fault("iteration-000002", "rename"),
+]
+"""One in the weights, one in the metrics, one before a checkpoint has its name."""
 
 
 @pytest.mark.fault(
     "kill -9 inside a write", "no partial file under a final name; likewise", len(INSIDE_WRITES)
 )
 def test_kills_inside_each_write(place: Place, reference: Reference) -> None:
+    kill_inside_writes("writes", INSIDE_WRITES, place, reference)
+
+
+def test_three_kills(place: Place, reference: Reference) -> None:
+    """Those that `make test` does."""
+    kill_inside_writes("three", THREE, place, reference)
+
+
+def kill_inside_writes(
+    name: str, faults: Sequence[Fault], place: Place, reference: Reference
+) -> None:
     """Each kill leaves half of a file; all hit the same run, one after the other."""
-    run = place.here / "writes"
-    for fault in INSIDE_WRITES:
-        assert place.server.wait(place.start("writes", fault=fault)) == -signal.SIGKILL, (
-            fault,
-            place.log("writes"),
-        )
-    place.finish("writes")
-    assert outcome(run) == reference.outcome, place.log("writes")
+    for fault in faults:
+        status = place.server.wait(place.start(name, fault=fault))
+        assert status == -signal.SIGKILL, (fault, place.log(name))
+    place.finish(name)
+    assert outcome(place.here / name) == reference.outcome, place.log(name)
 
 
 @pytest.mark.fault(

@@ -156,7 +156,7 @@ class Callbacks:
                 state = _call(callback, "state_dict")
                 try:
                     # a copy: the callback goes on changing its own
-                    found[callback.name] = json.loads(json.dumps(state, allow_nan=False))
+                    found[callback.name] = json.loads(json.dumps(state))
                 except (TypeError, ValueError, RecursionError) as error:
                     raise CallbackError(
                         f"{_label(callback)}, state_dict: expected plain JSON: {error}"

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_GPUS = 2**20
 """Most GPUs of a plan; an iteration has no more samples."""
+DEFAULT_GPU_MEMORY = 80
+"""Memory of a GPU of a plan, in GB."""
 
 
 def add_arguments(add: Callable[..., object]) -> None:
@@ -59,8 +61,11 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    given = options.config, overrides
-    config, notes = resumed_settings(*given) if options.resume else (load(*given), [])
+    notes: list[str] = []
+    if options.resume:
+        config, notes = resumed_settings(options.config, overrides)
+    else:
+        config = load(options.config, overrides)
     _check_gpus(options)
     # alike on all ranks: it begins once all have joined
     resume = options.resume and RunFolder(config.output).exists
@@ -75,8 +80,9 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
             from sage_fast.tools.plan import dry_run
 
         ranks = options.gpus or launched("WORLD_SIZE", 1)
-        memory, price = 1e9 * (options.gpu_memory or 80), options.gpu_price or 0.0
-        print(printable(dry_run(config, ranks, memory, price, resume=resume)))
+        gpu_bytes = 1e9 * (options.gpu_memory or DEFAULT_GPU_MEMORY)
+        price = options.gpu_price or 0.0
+        print(printable(dry_run(config, ranks, gpu_bytes, price, resume=resume)))
         return
     if is_alone:
         check_engine(config.train)
@@ -92,19 +98,27 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         train(config, resume=resume)
 
 
-def _check_gpus(o: argparse.Namespace) -> None:
-    if o.gpus is not None and o.gpus > MAX_GPUS:
-        raise UserError(f"--gpus {reprlib.repr(o.gpus)}: expected at most {MAX_GPUS:,}")
-    for name, value in (
-        ("--gpus", o.gpus),
-        ("--gpu-memory", o.gpu_memory),
-        ("--gpu-price", o.gpu_price),
-    ):
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(
-                f"{name} {value:g}: expected "
-                f"{'at least 1' if name == '--gpus' else 'a number above 0'}"
-            )
-        if value is not None and not o.dry_run:
-            start = f"torchrun --nproc-per-node {o.gpus or 'N'} -m sage_fast train {o.config}"
+def _check_gpus(options: argparse.Namespace) -> None:
+    """Check the options of a plan.
+
+    Raises:
+        UserError: one is out of bounds, or is given without `--dry-run`.
+    """
+    gpus = options.gpus
+    if gpus is not None and gpus > MAX_GPUS:
+        raise UserError(f"--gpus {reprlib.repr(gpus)}: expected at most {MAX_GPUS:,}")
+
+    given = {
+        "--gpus": gpus,
+        "--gpu-memory": options.gpu_memory,
+        "--gpu-price": options.gpu_price,
+    }
+    for name, value in given.items():
+        if value is None:
+            continue
+        if not 0 < value < math.inf:
+            expected = "at least 1" if name == "--gpus" else "a number above 0"
+            raise UserError(f"{name} {value:g}: expected {expected}")
+        if not options.dry_run:
+            start = f"torchrun --nproc-per-node {gpus or 'N'} -m sage_fast train {options.config}"
             raise UserError(f"{name} goes with --dry-run; to train on GPUs: {start}")

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from sage_fast.run_folder import LARGEST
+from sage_fast.run_folder import FLOAT32_MAX
 from sage_fast.util.meters import REWARD_PART
 from sage_fast.util.profiling import PHASES, WAIT
 
@@ -70,9 +70,9 @@ def column(rows: Sequence[MetricsRow], key: str) -> np.ndarray:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    return float(value) if abs(value) <= FLOAT32_MAX else math.nan
 
 
 def is_on(rows: Sequence[MetricsRow], key: str) -> bool:

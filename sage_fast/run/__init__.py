@@ -1,4 +1,4 @@
-"""One run: loading, the training loop, the run folder, checkpoints, evaluations and trackers."""
+"""One run: the loop, its checkpoints and resumes, signals, and the lock on its folder."""
 
 import importlib.util
 from pathlib import Path
@@ -23,9 +23,14 @@ def read_metrics(folder: str | Path) -> Any:
     run = RunFolder(folder)
     run.check()
     names = dict.fromkeys(name for row in run.rows for name in row)
-    columns: dict[str, Any] = {name: [row.get(name) for row in run.rows] for name in names}
-    for name, values in columns.items():
+    columns: dict[str, Any] = {}
+    for name in names:
+        values = [row.get(name) for row in run.rows]
         if all(isinstance(value, int | float | None) for value in values):
             columns[name] = np.array(values, dtype=np.float64)
-    frames = importlib.util.find_spec("pandas") and importlib.import_module("pandas")
-    return frames.DataFrame(columns) if frames else columns
+        else:
+            columns[name] = values
+
+    if importlib.util.find_spec("pandas") is None:
+        return columns
+    return importlib.import_module("pandas").DataFrame(columns)

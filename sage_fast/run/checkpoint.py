@@ -210,11 +210,10 @@ def save_training_state(folder: Path, engine: Engine, anchor: State | None = Non
     All engines write the same files, so a run can resume with another engine.
     """
     states = {"trainable": engine.policy.parts()}
-    states |= {
-        kind: state
-        for kind, state in (("ema", engine.ema), ("anchor", anchor))
-        if state is not None
-    }
+    if engine.ema is not None:
+        states["ema"] = engine.ema
+    if anchor is not None:
+        states["anchor"] = anchor
     steps = {}
     for name, values in engine.optimizer_state.items():
         for key, value in values.items():
@@ -250,45 +249,49 @@ class TrainingState:
         self, folder: Path, engine: Engine, steps: int, files: Collection[str] | None = None
     ) -> None:
         self.steps = steps
+        self.optimizer: dict[str, Any] = {}
         with fail_together():
-            self.optimizer = (
-                read_json(folder / OPTIMIZER) if files is None or OPTIMIZER in files else {}
-            )
-        saved, layout, parts = (
-            SavedParts(folder, files),
-            Layout(engine.policy),
-            engine.policy.parts(),
-        )
-        counts, kinds = self.optimizer.get("steps"), sorted(saved.kinds)
-        known = (
-            self.optimizer.get("optimizer") in [*OPTIMIZERS]
-            and self.optimizer.get("parts", kinds) == kinds
-        )
-        if (
-            not known
-            or not isinstance(counts, dict)
-            or not all(_is_like(step, 0) for step in counts.values())
-        ):
-            raise UserError(f"{OPTIMIZER} does not hold what a run writes, or not what is there")
+            if files is None or OPTIMIZER in files:
+                self.optimizer = read_json(folder / OPTIMIZER)
+        saved = SavedParts(folder, files)
+        layout = Layout(engine.policy)
+        parts = engine.policy.parts()
+        self._check_optimizer(sorted(saved.kinds))
         check_names(parts, saved.kinds.get("trainable", {}))
-        self.moments = {name: {"step": torch.tensor(float(step))} for name, step in counts.items()}
+
+        self.moments: dict[str, dict[str, Any]] = {}
+        for name, step in self.optimizer["steps"].items():
+            self.moments[name] = {"step": torch.tensor(float(step))}
         for kind, slices in saved.kinds.items():
-            if kind.startswith(MOMENT):
-                moments = saved.read(
-                    kind, {name: engine.optimized[name] for name in slices if name in parts}, layout
-                )
-                for name, moment in moments.items():
-                    self.moments.setdefault(name, {})[kind.removeprefix(MOMENT)] = moment
-        if odd := [
-            name
-            for name, held in self.moments.items()
-            if name not in parts or held.keys() not in MOMENTS
-        ]:
-            raise UserError(f"the optimizer's state of {odd[0]} is not whole")
+            if not kind.startswith(MOMENT):
+                continue
+            optimized = {name: engine.optimized[name] for name in slices if name in parts}
+            for name, moment in saved.read(kind, optimized, layout).items():
+                self.moments.setdefault(name, {})[kind.removeprefix(MOMENT)] = moment
+        for name, moments in self.moments.items():
+            if name not in parts or moments.keys() not in MOMENTS:
+                raise UserError(f"the optimizer's state of {name} is not whole")
+
         self.weights = saved.read("trainable", parts, layout)
-        averaged = engine.ema is not None and "ema" in saved.kinds
-        self.ema = saved.read("ema", parts, layout) if averaged else None
-        self.anchor = saved.read("anchor", parts, layout) if "anchor" in saved.kinds else None
+        self.ema: State | None = None
+        if engine.ema is not None and "ema" in saved.kinds:
+            self.ema = saved.read("ema", parts, layout)
+        self.anchor: State | None = None
+        if "anchor" in saved.kinds:
+            self.anchor = saved.read("anchor", parts, layout)
+
+    def _check_optimizer(self, kinds: list[str]) -> None:
+        """Check the content of `OPTIMIZER`.
+
+        Args:
+            kinds: of the parts that are there.
+        """
+        is_known = self.optimizer.get("optimizer") in [*OPTIMIZERS]
+        has_its_parts = self.optimizer.get("parts", kinds) == kinds
+        steps = self.optimizer.get("steps")
+        are_counts = isinstance(steps, dict) and all(_is_like(step, 0) for step in steps.values())
+        if not (is_known and has_its_parts and are_counts):
+            raise UserError(f"{OPTIMIZER} does not hold what a run writes, or not what is there")
 
     def restore(self, engine: Engine) -> State | None:
         """Put it into the engine; return the anchor, if there is one.

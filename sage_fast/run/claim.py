@@ -55,7 +55,7 @@ def check_output(config: Config, *, resume: bool) -> None:
         run.check_resumable()
         check_kept(config)
         check_checkpoints(run)
-        saved = [*map(iteration_of, run.checkpoints())] or [0]
+        saved = [iteration_of(folder) for folder in run.checkpoints()] or [0]
         done = saved[-1]
         if done > config.train.iterations:
             raise UserError(
@@ -116,12 +116,13 @@ def check_metrics(run: RunFolder, done: int) -> None:
         UserError: one is missing, or not in its place.
     """
     found = [row["iteration"] for row in run.rows]
-    if missing := [i for i in range(done) if found[i : i + 1] != [i]]:
-        raise UserError(
-            f"{str(run.metrics_file)!r}: the line of iteration {missing[0]} is missing; put a copy "
-            "of the file there, or start another run with --output and no --resume; nothing was "
-            "changed"
-        )
+    for iteration in range(done):
+        if found[iteration : iteration + 1] != [iteration]:
+            raise UserError(
+                f"{str(run.metrics_file)!r}: the line of iteration {iteration} is missing; put a "
+                "copy of the file there, or start another run with --output and no --resume; "
+                "nothing was changed"
+            )
 
 
 class ClaimLost(RunError):
@@ -227,16 +228,22 @@ def locked(folder: Path) -> Iterator[Claim]:
         UserError: on all ranks, if another run uses the folder.
         OSError: the file system lacks what a run needs, or is full.
     """
-    run, made = RunFolder(folder), [path for path in (folder, *folder.parents) if not path.exists()]
-    lock, claim = FolderLock(run.lock_file), Claim(run.lock_file)
-    refused, failure = None, None
+    run = RunFolder(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = FolderLock(run.lock_file)
+    claim = Claim(run.lock_file)
+
+    refused = None
+    failure = None
     if rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             refused = claim.lock(lock)
         except OSError as error:  # raised only after the broadcast that the other ranks wait for
-            failure, refused = error, f"cannot be locked: {error}"
-    held, refused = rank() == 0 and refused is None, broadcast_object(refused, 0)
+            failure = error
+            refused = f"cannot be locked: {error}"
+    is_locked_here = rank() == 0 and refused is None
+    refused = broadcast_object(refused, 0)
     try:
         if failure is not None:
             raise failure
@@ -248,7 +255,7 @@ def locked(folder: Path) -> Iterator[Claim]:
         probe_run_folder(run)
         yield claim
     finally:
-        if held and not run.exists:
+        if is_locked_here and not run.exists:
             discard(run.lock_file)
             with contextlib.suppress(OSError):  # no longer empty
                 for path in made:
@@ -300,13 +307,16 @@ def replace_settings(config: Config, done: int) -> None:
     The settings of the iterations until then stay in `config.until-<done>.yaml`.
     """
     run = RunFolder(config.output)
-    pairs = {
-        name: [*map(attrgetter(name), (run.settings(), config))] for name in settings_of(Config)
-    }
+    before = run.settings()
     barrier()  # every rank has read the old settings
-    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    for name, (old, new) in changed.items():
-        log.info(f"{name} = {new!r} from here on; it was {old!r}")
+
+    changed = False
+    for name in settings_of(Config):
+        old = attrgetter(name)(before)
+        new = attrgetter(name)(config)
+        if old != new:
+            changed = True
+            log.info(f"{name} = {new!r} from here on; it was {old!r}")
     if rank() == 0:
         until = run.settings_until(done)
         later = [file for iteration, file in run.earlier_settings().items() if iteration >= done]
@@ -413,17 +423,27 @@ def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, 
     that the run had. All other facts come from the newest start. A note says which setting names
     other contents than before.
     """
-    start = {key: facts[key] for key in ("date", "commit", "command")}
-    if not (first := RunFolder(run).facts):
+    first = RunFolder(run).facts
+    if not first:
         return {"run_id": secrets.token_hex(4), **facts}
-    for name, held in first.get("contents", {}).items():
-        if (holds := facts["contents"].get(name, held)) != held:
-            log.info(wrapped(f"note: {name} holds {holds} from here on; it held {held}"))
-    kept = {"run_id": secrets.token_hex(4)} | {
-        key: first[key] for key in ("run_id", *start) if key in first
-    }
-    kept["trackers"] = list(dict.fromkeys([*first.get("trackers", []), *facts.get("trackers", [])]))
-    resumed = [
-        earlier for earlier in first.get("resumed", []) if earlier.get("iteration", 0) <= iteration
-    ]
-    return {**facts, **kept, "resumed": [*resumed, {"iteration": iteration, **start}]}
+
+    for name, before in first.get("contents", {}).items():
+        now = facts["contents"].get(name, before)
+        if now != before:
+            log.info(wrapped(f"note: {name} holds {now} from here on; it held {before}"))
+
+    start = {key: facts[key] for key in ("date", "commit", "command")}
+    kept: dict[str, Any] = {"run_id": secrets.token_hex(4)}
+    for key in ("run_id", *start):
+        if key in first:
+            kept[key] = first[key]
+
+    trackers = [*first.get("trackers", []), *facts.get("trackers", [])]
+    kept["trackers"] = list(dict.fromkeys(trackers))
+
+    resumed = []
+    for earlier in first.get("resumed", []):
+        if earlier.get("iteration", 0) <= iteration:
+            resumed.append(earlier)
+    resumed.append({"iteration": iteration, **start})
+    return {**facts, **kept, "resumed": resumed}

@@ -113,9 +113,10 @@ def pace_warning(resolved: Resolved) -> str | None:
             found.append(f"{name} = {value:g} ({problem})")
     if not found:
         return None
-    updates = _updates(resolved)
-    run = (
-        f"{updates} update{'s' * (updates != 1)}, in {train.iterations} "
-        f"iteration{'s' * (train.iterations != 1)}"
-    )
-    return f"too slow to act within {run}: {'; '.join(found)}"
+    updates = _counted(_updates(resolved), "update")
+    iterations = _counted(train.iterations, "iteration")
+    return f"too slow to act within {updates}, in {iterations}: {'; '.join(found)}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

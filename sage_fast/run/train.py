@@ -84,7 +84,7 @@ def train(
     check_here(config, resume=resume)
     evaluations = Evaluations()
     users = [*load_callbacks(config), *callbacks]
-    called = Callbacks(users, built_in(evaluations))
+    called = Callbacks(users, built_in(config, evaluations))
 
     folder = Path(config.output)
     with Stop(config.train.grace_seconds) as signals, claim.locked(folder) as own_claim:

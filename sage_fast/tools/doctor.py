@@ -13,7 +13,6 @@ import importlib.util
 import itertools
 import logging
 import os
-import pkgutil
 import shutil
 import subprocess
 import time
@@ -66,9 +65,7 @@ def doctor(file: Path | None = None) -> int:
     torch.manual_seed(0)
     done: list[Check] = []
     # The late import keeps the earlier rows if, say, diffusers is missing.
-    selftest = tried(
-        "the package", lambda: pkgutil.resolve_name("sage_fast.tools.selftest:checks")(device)
-    )
+    selftest = tried("the package", lambda: _selftest(device))
     for check in itertools.chain(packages(), tools(device), selftest):
         done.append(check)
         advice = f"\n{'':43}-> {check.advice}" if check.advice else ""
@@ -82,6 +79,12 @@ def doctor(file: Path | None = None) -> int:
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     log.info(f"\n{head_line(about)}\n{summary}, in {time.perf_counter() - start:.0f} s")
     return int(counts["wrong"] > 0)
+
+
+def _selftest(device: torch.device) -> Iterator[Check]:
+    from sage_fast.tools.selftest import checks
+
+    return checks(device)
 
 
 # -- installed packages and tools ------------------------------------------------------------------

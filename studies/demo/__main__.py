@@ -33,7 +33,7 @@ def _study(options: argparse.Namespace) -> int:
 
     folder, archive = folders_of(options, "demo-search")
     made = runs.make(archive, quick=options.quick, workers=workers_of(options))
-    provenance = facts(made.all, f"{PROGRAM}{' --quick' * options.quick}")
+    provenance = facts(made.all, f"{PROGRAM} --quick" if options.quick else PROGRAM)
     material = Material(quick=options.quick, runs=made.all)
     text = runs.protocol_text()
     print(

@@ -87,6 +87,7 @@ def _clip(generator: torch.Generator) -> tuple[Tensor, dict[str, int], float, fl
         corruption, strength = USED[names[i]], strength**1.5  # small strengths are more frequent
         video = corruption.apply(video, strength, generator)
         clean *= 1 - strength
-        legible *= 1 - strength**2 * bool(corruption.erases)  # a weak corruption erases little
+        if corruption.erases:
+            legible *= 1 - strength**2  # a weak corruption erases little
     classes = {name: word for thing in things for name, word in _classes(thing).items()}
     return video.clamp(0, 1), classes, clean, legible

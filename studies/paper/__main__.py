@@ -51,7 +51,8 @@ def _study(options: argparse.Namespace) -> int:
     variants = dict.fromkeys(variant for claim in chosen for variant in claim.variants)
     runs = training.train_variants(variants, archive, quick=options.quick, workers=workers)
     material = Material(quick=options.quick, runs=runs)
-    provenance = facts(runs, f"{PROGRAM} {shlex.join(options.claims)}{' --quick' * options.quick}")
+    quick = ["--quick"] if options.quick else []
+    provenance = facts(runs, f"{PROGRAM} {shlex.join([*options.claims, *quick])}")
     if runs:
         provenance["Base model"] = f"held-out composite {base_score(runs):.3f}"
     if others := [name for name, claim in known.items() if claim not in chosen]:

@@ -73,7 +73,8 @@ def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: 
     if not own_forward:
         return policy.velocity(x, conditioning).double()
     for projection in policy.forward.fused_linears:
-        projection.pad, projection._adapters = 0, []
+        projection.pad = 0
+        projection._adapters = []
     return policy.forward(x.to(policy.dtype), conditioning, policy.attention).double()
 
 

@@ -123,11 +123,12 @@ def base_score(runs: Runs) -> float:
 
 def describe(result: Compared) -> str:
     """Name the margin, and the comparisons that exclude a gain of it."""
+    margin = f"Margin {result.margin:.3f}."
     refuted = [name for name in result.single if result.excludes(name)]
-    which = f" for {', '.join(refuted)}" * (len(refuted) < len(result.single))
-    return f"Margin {result.margin:.3f}." + f" A gain of the margin is excluded{which}." * bool(
-        refuted
-    )
+    if not refuted:
+        return margin
+    which = f" for {', '.join(refuted)}" if len(refuted) < len(result.single) else ""
+    return f"{margin} A gain of the margin is excluded{which}."
 
 
 def comparison_table(result: Compared) -> list[list[str]]:
@@ -333,9 +334,10 @@ def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
         for name, d in compare(versus, runs, part).single.items()
     }
     fell = [name for name, d in holm(judged).items() if d.value < 0 and d.corrected < LEVEL]
+    named = f": {'; '.join(fell)}" if fell else ""
     text = (
         f"{describe(result)} By the judge SAGE-GRPO is significantly behind a baseline in "
-        f"{len(fell)} of {len(judged)} comparisons{': ' * bool(fell)}{'; '.join(fell)}."
+        f"{len(fell)} of {len(judged)} comparisons{named}."
     )
 
     def draw(figure: Figure) -> None:
@@ -356,16 +358,22 @@ def methods(
     )  # fmt: skip
 
 
+def _with_and_without_kl(samplers: Sequence[str], setting: str) -> dict[str, str]:
+    """Row -> variant of each sampler, without a KL and with a fixed one, in a reward setting."""
+    rows = {}
+    for sampler in samplers:
+        rows[f"{sampler}, none"] = f"{sampler}{setting}"
+        rows[f"{sampler}, fixed"] = f"{sampler}-fixed{setting}"
+    return rows
+
+
 METHODS = {
-    "A": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}"
-             for s in SAMPLERS[:3] for kl in ("none", "fixed")},
-          "sage, none": "sage-equalized", "sage, fixed": "fixed", OURS: "dual"},
-    "B": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}-B"
-             for s in SAMPLERS for kl in ("none", "fixed")},
-          OURS: "sage-dual-B"},
-    "published": {**{f"{s}, none": f"{s}-B-published" for s in SAMPLERS[:3]},
-        OURS: "sage-dual-B-published"},
-}  # fmt: skip
+    "A": _with_and_without_kl(SAMPLERS[:3], "")
+    | {"sage, none": "sage-equalized", "sage, fixed": "fixed", OURS: "dual"},
+    "B": _with_and_without_kl(SAMPLERS, "-B") | {OURS: "sage-dual-B"},
+    "published": {f"{sampler}, none": f"{sampler}-B-published" for sampler in SAMPLERS[:3]}
+    | {OURS: "sage-dual-B-published"},
+}
 """Table 2: reward setting -> row -> variant; `published` is setting B with the published eta of
 each."""
 

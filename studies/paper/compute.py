@@ -57,10 +57,11 @@ def _find(material: Material) -> Finding:
     )
     better = [name for name, d in ahead.items() if d.value > 0 and d.corrected < LEVEL]
     best = max(cheaper, key=lambda name: ends[name][0])
+    named = f": {', '.join(better)}" if better else ""
     text = (
         f"Of {len(cheaper)} variants that cost no more, {len(better)} end higher after the "
         "correction"
-        f"{': ' * bool(better)}{', '.join(better)}; {best} has the highest mean, {ahead[best]} (p "
+        f"{named}; {best} has the highest mean, {ahead[best]} (p "
         f"{ahead[best].corrected:.2g}). The front of gain for cost, the best of {len(points)} "
         "means, flatters; "
         f"before iteration {last} the learning rate had not fallen to 0."

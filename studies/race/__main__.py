@@ -56,9 +56,8 @@ def _study(options: argparse.Namespace) -> int:
     for found in (*raced.values(), *again.values()):
         made |= {str(cell): list(trained) for cell, trained in found.search.items()}
         made[str(found.best)] += [*found.final, *found.confirmation]
-    provenance = facts(
-        made, f"{PROGRAM} {shlex.join(options.recipes)}{' --quick' * quick}".rstrip()
-    )
+    words = [*options.recipes, "--quick"] if quick else options.recipes
+    provenance = facts(made, f"{PROGRAM} {shlex.join(words)}".rstrip())
     if others := [name for name in runs.recipes() if name not in recipes]:
         provenance["Not raced here"] = ", ".join(others)
     material = Material(quick=quick, runs=made)

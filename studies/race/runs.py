@@ -126,11 +126,17 @@ def cost(recipe: str, world: str = FIRST) -> float:
 def used(recipe: str, world: str = FIRST, count: int = 0) -> float:
     """Return exaFLOPs of `count` iterations, or of a whole run: without the anchor in those after
     its refresh."""
-    config, parts = _shipped(recipe, world), exaflops(_shipped(recipe, world))
-    count, objective = count or iterations(recipe, world), Objective(config)
+    config = _shipped(recipe, world)
+    parts = exaflops(config)
+    count = count or iterations(recipe, world)
+    of_all = count * sum(parts.values())
+
+    objective = Objective(config)
+    if not (objective.strategy.moves and objective.reuses_velocities):
+        return of_all
     cycle = math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
-    free = math.ceil(count / cycle) * (objective.strategy.moves and objective.reuses_velocities)
-    return count * sum(parts.values()) - free * parts["anchor"]
+    refreshes = math.ceil(count / cycle)
+    return of_all - refreshes * parts["anchor"]
 
 
 @functools.cache

@@ -3,8 +3,6 @@ module each."""
 
 import ast
 
-import pytest
-
 from tests.style.test_rooms import code
 
 FILES = {
@@ -46,17 +44,3 @@ def test_calls_on_files_stand_in_one_module() -> None:
 
 def test_what_a_container_has_is_asked_in_one_module() -> None:
     assert not elsewhere(HOST, "sage_fast.util.container")
-
-
-@pytest.mark.parametrize(
-    "text", ["os.fsync(3)", "path.chmod(1)", "part.replace(path)", "shutil.rmtree(a, True)"]
-)
-def test_such_a_call_is_seen(text: str) -> None:
-    assert called(ast.parse(text, mode="eval").body) in FILES
-
-
-@pytest.mark.parametrize(
-    "text", ["text.replace('a', 'b')", "dataclasses.replace(a, b=1)", "replace(a, b=1)", "open(a)"]
-)
-def test_another_call_is_not(text: str) -> None:
-    assert called(ast.parse(text, mode="eval").body) not in FILES

@@ -63,34 +63,3 @@ def test_text_is_never_read_or_written_by_the_encoding_of_the_locale(folder: str
         for line, call in text_calls(file.read_text(encoding="utf-8"))
     ]
     assert found == [], 'give encoding="utf-8"'
-
-
-@pytest.mark.parametrize(
-    ("source", "is_text"),
-    [
-        ("open(path)", True),
-        ("open(path, 'w')", True),
-        ("open(path, mode='a')", True),
-        ("open(path, 'rb')", False),
-        ("open(path, encoding='utf-8')", False),
-        ("path.open()", True),
-        ("path.open('w')", True),
-        ("path.open('ab', buffering=0)", False),
-        ("io.open(path, 'rb')", False),
-        ("os.open(path, os.O_RDONLY)", False),
-        ("Image.open(path)", False),
-        ("os.fdopen(number, 'w')", True),
-        ("path.read_text()", True),
-        ("path.read_text(errors='replace')", True),
-        ("path.write_text('a', encoding='utf-8')", False),
-        ("tempfile.NamedTemporaryFile('w')", True),
-        ("tempfile.NamedTemporaryFile(suffix='.x')", False),
-        ("subprocess.run(command, text=True)", True),
-        ("subprocess.run(command, capture_output=True)", False),
-        ("logging.FileHandler(path)", True),
-        ("gzip.open(path)", False),
-        ("gzip.open(path, 'rt')", True),
-    ],
-)
-def test_what_counts_as_text(source: str, is_text: bool) -> None:
-    assert bool([*text_calls(source)]) == is_text

@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sage_fast"
 ITS_OWN = ("models/hunyuan15/", "testbed/")
@@ -60,27 +58,3 @@ def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model(
     }
     found["cli.py"] = [name for name in found["cli.py"] if KNOWN.search(configs.sub("", name))]
     assert {file: told for file, told in found.items() if told} == NEEDED
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from sage_fast.models.hunyuan15.conditioning import TextEmbedding",
-        "import sage_fast.testbed.text_encoder",
-        "from sage_fast.testbed import tiny_model",
-        "import models as hunyuan",
-        "make(hunyuan_blocks=2)",
-        "def make(hunyuan): ...",
-        "published = 'a folder of HunyuanVideo 1.5'",
-        "print(f'{path}: no HunyuanVideo checkpoint')",
-        "if spec.title == 'HunyuanVideo 1.5': ...",
-    ],
-)
-def test_model_name_outside_its_package_is_detected(source: str) -> None:
-    assert models_named(source)
-
-
-def test_a_docstring_may_name_a_model_as_an_example() -> None:
-    assert not models_named(
-        '"""As for HunyuanVideo 1.5."""\nMOST = 8192\n"""54 blocks of HunyuanVideo 1.5."""'
-    )
