@@ -345,6 +345,7 @@ def evaluate_and_sample(folder: Path, run: str) -> None:
     print([str(file) for file in files], first.sets[0].scores["reward"])
 
 
+@pytest.mark.full  # test_a_call_leaves_nothing_behind holds it for one process
 def test_ranks_evaluate_and_sample_one_call_after_the_other(
     finished: sf.Run, tmp_path: Path
 ) -> None:

@@ -310,6 +310,7 @@ def test_two_of_one_name_and_what_is_no_callback_are_refused(tmp_path: Path) -> 
     for given, message in (
         ([Columns(), Columns()], "callbacks: two are named 'Columns'; give one of them another"),
         ([Columns], r"callbacks\[0\] is a class: expected an object, such as Columns\(\)"),
+        (Columns(), r"callbacks = .*: expected a list, such as \[Columns\(\)\]"),
         ([print], r"callbacks\[0\] = <built-in function print>: expected an object"),
     ):
         with pytest.raises(UserError, match=message):
@@ -388,13 +389,12 @@ def test_a_resume_restores_states(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "note: the state of these callbacks is lost: gone" in told
 
 
-def test_an_iteration_that_is_rolled_back_rolls_states_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The state is that of the last whole iteration, as the weights are."""
+@pytest.mark.parametrize("hook", ["on_update_start", "on_update_end"])
+def test_an_iteration_that_is_rolled_back_rolls_states_back(hook: str, tmp_path: Path) -> None:
+    """The state is that of the last whole iteration, as the weights are; also before an update."""
     small = config(tmp_path / "run", train__optimizer_steps=2)
-    with pytest.raises(CallbackError, match="Faulty, on_update_end"):
-        train(small, callbacks=[Counting(), Faulty("on_update_end", at=3)])
+    with pytest.raises(CallbackError, match=f"Faulty, {hook}"):
+        train(small, callbacks=[Counting(), Faulty(hook, at=3)])
     counting = Counting()
     train(small, callbacks=[counting], resume=True)
     assert counting.seen == [0, 1]

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -88,6 +90,48 @@ def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
         "sage_fast/configs/demo.yaml",
         "sage_fast/kernels/transition_step.py",
     } <= names
+
+
+def installed_environment(wheel: Path, folder: Path) -> Path:
+    """The Python of a new environment with nothing but the wheel, which finds its dependencies
+    where this process has them."""
+    venv.create(folder, symlinks=True)
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    # A folder that a .pth file names is searched, but its own .pth files, which lead to this
+    # checkout, are not read.
+    dependencies = [path for path in sys.path if Path(path).name.endswith("-packages")]
+    (own / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
+    python = folder / "bin" / "python"
+    install = ["install", "--no-deps", "--no-index", "--no-compile", "--quiet", wheel]
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, *install], check=True)
+    return python
+
+
+def test_the_example_of_the_api_runs_from_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    """In another folder, as docs/reference/python.md begins."""
+    page = (REPOSITORY / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    example = page.partition("```python\n")[2].partition("```")[0]
+    assert "sf.train(" in example
+    assert "sf.sample(" in example
+    (tmp_path / "example.py").write_text(
+        "import sage_fast, sys\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(sage_fast.__file__)\n" + example,
+        encoding="utf-8",
+    )
+    python = installed_environment(wheel, tmp_path / "environment")
+    done = subprocess.run(
+        [python, "example.py"],
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *_, last = done.stdout.splitlines()
+    assert Path(first).is_relative_to(tmp_path / "environment")
+    assert last == "[PosixPath('samples/00-a-red-circle-moves-left-quickly.mp4')]"
+    assert (tmp_path / "runs" / "api" / "report.html").is_file()
 
 
 def test_the_wheel_installs_on_every_later_python(wheel: Path) -> None:

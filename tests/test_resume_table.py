@@ -43,6 +43,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- every setting ---------------------------------------------------------------------------------
 
 OTHERS: dict[str, Any] = KEPT_OTHERS | {
+    "callbacks": ["tests.test_callbacks:Columns"],
     "data.prompts": "testbed:heldout",
     "data.embedding_cache": "elsewhere",
     "reward.weights": {"vq": 2.0},
@@ -167,7 +168,8 @@ def test_everything_in_a_checkpoint_has_a_row(tmp_path: Path) -> None:
             settings(train__ema_decay=0.9, kl__strategy="dual", train__optimizer=optimizer)
         )
         trainer.iteration(0)
-        save_checkpoint(run, 1, trainer.engine, trainer.state_dict(), trainer.anchor)
+        counters = trainer.state_dict() | {"callbacks": {}}  # as a run saves them
+        save_checkpoint(run, 1, trainer.engine, counters, trainer.anchor)
         folder = RunFolder(run).checkpoint(1)
         kinds = {path.name.rsplit("-", 3)[0] for path in (folder / TRAINING).glob("*.safetensors")}
         held |= {*read_json(folder / STATE), *read_json(folder / TRAINING / OPTIMIZER), *kinds}

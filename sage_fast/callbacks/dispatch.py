@@ -65,8 +65,8 @@ class Callbacks:
         """The callbacks in the order in which they are called."""
         return [*self.users, *self.built_in]
 
-    def watch_updates(self) -> bool:
-        """Whether something of the user's is called between two optimizer steps."""
+    def follow_updates(self) -> bool:
+        """Whether a callback of the user's is called after an optimizer step."""
         return any(_overrides(callback, "on_update_end") for callback in self.users)
 
     # -- hooks -------------------------------------------------------------------------------------

@@ -347,8 +347,9 @@ class Trackers:
         self._started: dict[str, Tracker] = {}
         for name, thread in self._threads.items():
             seconds = SECONDS_AT_ENDS if iteration > 0 else None
-            about = name, tracking.project, settings, run, run_id, iteration
-            start = thread.call(TRACKERS.get(name, Tracker), *about, seconds=seconds)
+            kind = TRACKERS.get(name, Tracker)
+            arguments = (name, tracking.project, settings, run, run_id, iteration)
+            start = thread.call(kind, *arguments, seconds=seconds)
             error = (
                 start.exception()
                 if start.done()

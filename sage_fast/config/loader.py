@@ -410,8 +410,8 @@ def _checked(settings: Mapping[str, Any]) -> Config:
 def replaced(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return a copy of `config` with some settings changed, as `Config.replace` does."""
     present = leaves(dataclasses.asdict(config))
-    plain = {key: _plain(value) for key, value in leaves(dict(settings)).items()}
-    return _checked(_merged(present, placed(plain, Path.cwd(), is_file=False)))
+    changed = {key: _plain(value) for key, value in leaves(dict(settings)).items()}
+    return _checked(_merged(present, placed(changed, Path.cwd(), is_file=False)))
 
 
 def dump(config: Config) -> str:

@@ -545,7 +545,8 @@ class TrainConfig(Section):
     keep_checkpoints: int = within(2, least=1)
     """Number of latest checkpoints to keep. A damaged one is skipped for the one before."""
     keep_best: bool = True
-    """Also keep the checkpoint with the highest held-out reward, of those that were evaluated."""
+    """Also save a checkpoint whenever an evaluation finds a higher held-out reward than the saved
+    ones have, and keep the best."""
     grace_seconds: float = within(25.0, above=0)
     """Time from SIGTERM or Ctrl-C to the end of the process. An iteration that does not end within
     half of it is abandoned, and redone after --resume. Slurm, Kubernetes and torchrun kill after 30

@@ -32,7 +32,7 @@ EXIT_GRACE = 1.0
 
 Rank 0 may host the store, where the others look.
 """
-ANSWER = 10.0
+STORE_TIMEOUT_S = 10.0
 """Seconds for the store to answer.
 
 Beyond a link that is down it answers after a quarter of an hour, with an error.
@@ -63,7 +63,7 @@ def fail_fast(timeout_minutes: float) -> Iterator[None]:
             yield
         finally:
             over.set()
-            watch.join(ANSWER)  # ends the process if another rank has failed
+            watch.join(STORE_TIMEOUT_S)  # ends the process if another rank has failed
     except Exception as error:
         log.debug("what ended this rank", exc_info=error)  # for the rank's own log
         if fails_alone():

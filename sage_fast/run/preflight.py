@@ -70,20 +70,21 @@ def check_new(output: str) -> None:
     Raises:
         UserError: it is a file or a link to nothing, or holds a run or other files.
     """
-    run, path = RunFolder(output), Path(output)
-    if (
-        path.is_symlink() or path.exists()
-    ) and not path.is_dir():  # in this order: another rank may just make it
+    run = RunFolder(output)
+    path = Path(output)
+    is_there = path.is_symlink() or path.exists()
+    if is_there and not path.is_dir():  # in this order: another rank may just make it
         found = "a file" if path.exists() else "a link to nothing"
         raise UserError(f"output = {output!r}: {found}; expected a new or empty folder")
-    if path.is_dir() and any(
-        file.name != run.lock_file.name and file.suffix != PARTIAL for file in path.iterdir()
-    ):
-        found = (
-            "a run: continue it with --resume"
-            if run.exists
-            else "other files: it must be new or empty"
-        )
+    if not path.is_dir():
+        return
+
+    for file in path.iterdir():
+        if file.name == run.lock_file.name or file.suffix == PARTIAL:
+            continue
+        found = "other files: it must be new or empty"
+        if run.exists:
+            found = "a run: continue it with --resume"
         raise UserError(
             f"output = {output!r} already holds {found}, or choose another folder with --output; "
             "nothing was changed"

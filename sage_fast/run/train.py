@@ -36,7 +36,7 @@ from sage_fast.run.stop import Stop
 from sage_fast.run_folder import RunFolder, check_weights, iteration_of
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import leave_logs, log_to, wrapped
-from sage_fast.util.errors import RankError, Stopped
+from sage_fast.util.errors import RankError, Stopped, UserError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -83,6 +83,8 @@ def train(
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
     check_here(config, resume=resume)
     evaluations = Evaluations()
+    if isinstance(callbacks, Callback):
+        raise UserError(f"callbacks = {callbacks!r}: expected a list, such as [{callbacks.name}()]")
     users = [*load_callbacks(config), *callbacks]
     called = Callbacks(users, built_in(config, evaluations))
 
@@ -241,7 +243,7 @@ class Run:
             reason: for the screen and `run.json`.
         """
         if self._stop_reason is None:
-            self._stop_reason = reason
+            self._stop_reason = str(reason)
 
     def checkpoint(self, states: dict[str, Any] | None = None) -> None:
         """Save the state between two iterations. Collective.
@@ -315,12 +317,12 @@ class Run:
 
     def _save_last_complete(self, last: _Completed | None, error: BaseException) -> None:
         """Save the last complete iteration of a run that ends early, by `error`."""
+        if self.trainer.mid_iteration and (last is None or not last.restore(self.trainer)):
+            self._say_what_is_lost()
+            return
         states = None
-        if self.trainer.mid_iteration:
-            if last is None or not last.restore(self.trainer):
-                self._say_what_is_lost()
-                return
-            states = last.states
+        if last is not None and last.iteration == self.iteration:
+            states = last.states  # the iteration after it has begun: callbacks are ahead
         try:
             self._checkpoint_in_spite_of_callbacks(states, last)
         except (OSError, RankError) as second:
@@ -411,16 +413,18 @@ class _Completed:
     follows the update: nothing else is likely to fail after it.
 
     Attributes:
+        iteration: complete iterations.
         states: of the callbacks.
     """
 
     def __init__(self, run: Run) -> None:
         trainer = run.trainer
+        self.iteration = run.iteration
         self.states = run.callbacks.states()
         self._counters = trainer.state_dict()
         self._anchor = trainer.anchor  # an anchor is replaced, never changed in place
         may_fail_after_an_update = (
-            trainer.config.train.optimizer_steps > 1 or run.callbacks.watch_updates()
+            trainer.config.train.optimizer_steps > 1 or run.callbacks.follow_updates()
         )
         self._snapshotted = may_fail_after_an_update and trainer.engine.remember()
 

@@ -30,37 +30,31 @@ def save_weights(policy: Policy, folder: Path, state: State | None = None) -> li
     Returns:
         The files that this rank has written.
     """
-    state, layout = policy.parts() if state is None else state, ShardLayout(policy)
+    if state is None:
+        state = policy.parts()
+    layout = ShardLayout(policy)
     with fail_together():
         if rank() == 0:  # before other ranks look for the folders
-            for part in ("",) if policy.trains_adapter else policy.networks:
-                (folder / part).mkdir(parents=True, exist_ok=True)
-    written = list[Path]()
+            folder.mkdir(parents=True, exist_ok=True)
+            if not policy.trains_adapter:
+                for part in policy.networks:
+                    (folder / part).mkdir(exist_ok=True)
+
+    written: list[Path] = []
     for part, network in policy.networks.items():
         prefix = f"{part}." if len(policy.networks) > 1 else ""
-        held = {
-            prefix + name: tensor for name, tensor in network.state_dict(keep_vars=True).items()
-        }
-        saved = {
-            name: tensor
-            for name, tensor in held.items()
-            if not policy.trains_adapter or ".lora_" in name
-        }
-        sizes = {name: policy.states.shape(tensor).numel() for name, tensor in saved.items()}
-        files = 1 if policy.trains_adapter else min(world_size(), len(saved))
-        owners = {
-            name: place % files for place, name in enumerate(sorted(saved, key=lambda n: -sizes[n]))
-        }
-        mine = layout.whole(state, {name: owner for name, owner in owners.items() if name in state})
-        for name, owner in owners.items():
-            if name not in state:
-                whole = policy.states.whole(saved[name])
-                mine |= {name: whole.detach().cpu()} if owner == rank() else {}
+        saved = {}
+        for name, tensor in network.state_dict(keep_vars=True).items():
+            if not policy.trains_adapter or ".lora_" in name:
+                saved[prefix + name] = tensor
+        owners = _owners(policy, saved)
+        mine = _owned(policy, layout, state, saved, owners)
         tensors = {name.removeprefix(prefix): tensor.contiguous() for name, tensor in mine.items()}
+
         with fail_together():
             if not policy.trains_adapter:
-                places = {name.removeprefix(prefix): owner for name, owner in owners.items()}
-                written += _write_network(folder / part, network, tensors, places)
+                own_names = {name.removeprefix(prefix): owner for name, owner in owners.items()}
+                written += _write_network(folder / part, network, tensors, own_names)
             elif rank() == 0:
                 # "auto" would ask the hub, for each checkpoint, whether the base's embeddings have
                 # been resized.
@@ -70,6 +64,36 @@ def save_weights(policy: Policy, folder: Path, state: State | None = None) -> li
                 written.append(folder / lora_files(policy.networks)[part])
                 write_adapter(written[-1], named, network.peft_config[ADAPTER])
     return written
+
+
+def _owners(policy: Policy, saved: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return name of a tensor -> the rank that writes it: rank 0 an adapter, else the ranks in
+    turn, the largest tensors first."""
+    files = 1 if policy.trains_adapter else min(world_size(), len(saved))
+
+    sizes = {name: policy.states.shape(tensor).numel() for name, tensor in saved.items()}
+    largest_first = sorted(saved, key=lambda name: -sizes[name])
+    return {name: number % files for number, name in enumerate(largest_first)}
+
+
+def _owned(
+    policy: Policy,
+    layout: ShardLayout,
+    state: State,
+    saved: Mapping[str, Tensor],
+    owners: Mapping[str, int],
+) -> dict[str, Tensor]:
+    """Return the whole tensors that this rank writes. Collective."""
+    # the trained weights, of which each rank has a part, and then the others
+    trained = {name: owner for name, owner in owners.items() if name in state}
+    found = layout.whole(state, trained)
+    for name, owner in owners.items():
+        if name in state:
+            continue
+        whole = policy.states.whole(saved[name])
+        if owner == rank():
+            found[name] = whole.detach().cpu()
+    return found
 
 
 def _write_network(
@@ -84,7 +108,8 @@ def _write_network(
     Returns:
         The files.
     """
-    count, written = max(owners.values()) + 1, list[Path]()
+    count = max(owners.values()) + 1
+    written: list[Path] = []
     stem, suffix = SAFETENSORS_WEIGHTS_NAME.rsplit(".", 1)
     names = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
     names = names if count > 1 else [SAFETENSORS_WEIGHTS_NAME]
