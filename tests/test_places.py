@@ -44,7 +44,8 @@ def test_every_text_says_what_it_names() -> None:
     }
     named = {name for name, setting in settings_of(Config).items() if setting.names is not None}
     assert texts - named == VALUES
-    assert named - texts == {"reward.args", "reward.several"}
+    choices = {name for name, setting in settings_of(Config).items() if setting.takes_plugin}
+    assert named - texts - choices == {"callbacks", "reward.args", "reward.several"}
     assert {settings_of(Config)[name].names for name in named} == {*PLACES}
 
 
@@ -136,6 +137,10 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "rewards": (
         [{"name": "{0}/my:Mine", "weights": {"a": 1}}],
         [{"name": "{1}/my:Mine", "weights": {"a": 1}}],
+    ),
+    "callbacks": (
+        ["{0}/my:Mine", {"name": "{0}/my:Other", "args": {"file": "~/x"}}],
+        ["{1}/my:Mine", {"name": "{1}/my:Other", "args": {"file": "{home}/x"}}],
     ),
 }
 """Kind of place -> a value, and the value it stands for."""
