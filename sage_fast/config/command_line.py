@@ -27,19 +27,21 @@ def split_settings(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
         UserError: a setting without its value.
     """
     first_names = {name.partition(".")[0] for name in settings_of(Config)}
-    own, settings, rest = [], {}, list(arguments)
+    words: list[str] = []
+    settings: dict[str, str] = {}
+    rest = list(arguments)
     while rest:
         word = rest.pop(0)
         key, assigned, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not ("." in key or key in first_names):
-            own.append(word)
+            words.append(word)
             continue
         if not assigned:
             if not rest or rest[0].startswith("--"):
                 raise UserError(f"{word} needs a value")
             value = rest.pop(0)
         settings[key] = value
-    return own, settings
+    return words, settings
 
 
 METAVARS = {int: "INTEGER", float: "NUMBER", dict: "{NAME: NUMBER, ...}", list: "[...]"}

@@ -26,7 +26,7 @@ from sage_fast.util.errors import UserError, first_line
 from sage_fast.util.files import read_text
 from sage_fast.util.paths import located
 
-LARGEST = 1_000_000
+MAX_YAML_CHARS = 1_000_000
 """Most characters of a YAML text, also with every alias written out."""
 MAX_NUMBER_CHARS = 100
 """Most characters of a whole number; messages show it."""
@@ -133,10 +133,11 @@ def load(
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type,
             invalid value.
     """
-    own = _read(Path(path)) if path else {}
-    layers = [leaves(overlay) for overlay in overlays]
+    of_file = _read(Path(path)) if path else {}
+    of_overlays = [leaves(overlay) for overlay in overlays]
     typed = {key: _typed(key, value) for key, value in leaves(dict(overrides or {})).items()}
-    return _checked(_merged(own, *layers, placed(typed, Path.cwd(), is_file=False)))
+    of_command_line = placed(typed, Path.cwd(), is_file=False)
+    return _checked(_merged(of_file, *of_overlays, of_command_line))
 
 
 def build(settings: Mapping[str, Any]) -> Config:
@@ -160,23 +161,24 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led
     to this one."""
     tree = read_yaml(path)
-    base, own = tree.pop("base", None), leaves(tree)
-    if unknown := [key for key in _entries_joined(own) if key not in settings_of(Config)]:
+    base = tree.pop("base", None)
+    settings = leaves(tree)
+    unknown = [key for key in _entries_joined(settings) if key not in settings_of(Config)]
+    if unknown:
         raise UserError(f"config {path}: {'; '.join(map(_unknown, unknown))}")
     try:
-        own = placed(own, path.parent)
+        settings = placed(settings, path.parent)
     except UserError as error:
         raise UserError(f"config {path}: {error}") from error
     if base is None:
-        return own
-    if not isinstance(base, str) or not base or path.resolve() in above:
-        expected = (
-            "it leads back to this file"
-            if isinstance(base, str) and base
-            else "expected another YAML file"
-        )
-        raise UserError(f"config {path}: base = {base!r}: {expected}")
-    return _merged(_read(Path(located(base, path.parent)), (*above, path.resolve())), own)
+        return settings
+
+    if not isinstance(base, str) or not base:
+        raise UserError(f"config {path}: base = {base!r}: expected another YAML file")
+    if path.resolve() in above:
+        raise UserError(f"config {path}: base = {base!r}: it leads back to this file")
+    base_file = Path(located(base, path.parent))
+    return _merged(_read(base_file, (*above, path.resolve())), settings)
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,16 +188,20 @@ def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     joined: dict[str, Any] = {}
     for layer in layers:
-        own = _entries_joined(layer)
-        # single arguments
-        if not {"reward.args", "reward.name"} & layer.keys() and "reward.args" in own:
+        settings = _entries_joined(layer)
+
+        # Single arguments (`reward.args.fps`) add to those of the layers below, unless this layer
+        # names another reward.
+        has_single_args = "reward.args" in settings and "reward.args" not in layer
+        if has_single_args and "reward.name" not in layer:
             below = settings_of(Config)["reward.args"].checked(joined.get("reward.args", {}))
-            own["reward.args"] = below | own["reward.args"]
-        if own.get("reward.several"):
+            settings["reward.args"] = below | settings["reward.args"]
+
+        if settings.get("reward.several"):
             joined = {key: value for key, value in joined.items() if key not in _SINGLE_REWARD}
-        elif "reward.name" in own:
+        elif "reward.name" in settings:
             joined.pop("reward.several", None)
-        joined |= own
+        joined |= settings
     return joined
 
 
@@ -216,10 +222,10 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         loaded = parse_yaml(read_text(path))
     except ValueError as error:
         raise UserError(f"config {path}: not valid YAML: {error}") from error
-    if not loaded or not isinstance(loaded, dict):
-        raise UserError(
-            f"config {path}: {'expected a mapping of' if loaded else 'holds no'} settings"
-        )
+    if not loaded:
+        raise UserError(f"config {path}: holds no settings")
+    if not isinstance(loaded, dict):
+        raise UserError(f"config {path}: expected a mapping of settings")
     return loaded
 
 
@@ -322,8 +328,8 @@ def parse_yaml(text: str) -> Any:
         NumberError: a number is too long or in base 60; says where, in one line.
         ValueError: says what is wrong and where, in one line.
     """
-    if len(text) > LARGEST:
-        raise ValueError(f"longer than {LARGEST:,} characters")
+    if len(text) > MAX_YAML_CHARS:
+        raise ValueError(f"longer than {MAX_YAML_CHARS:,} characters")
     try:
         return _value_of(text)
     except NumberError:
@@ -350,9 +356,9 @@ def _value_of(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        if _expanded_chars(node, {}) > LARGEST:
+        if _expanded_chars(node, {}) > MAX_YAML_CHARS:
             raise yaml.MarkedYAMLError(
-                problem=f"longer than {LARGEST:,} characters with every alias written out",
+                problem=f"longer than {MAX_YAML_CHARS:,} characters with every alias written out",
                 problem_mark=node.start_mark,
             )
         return loader.construct_document(node)
@@ -389,20 +395,23 @@ def _expanded_chars(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 def _checked(settings: Mapping[str, Any]) -> Config:
     """Return a `Config` from settings whose names are placed already."""
-    given: dict[str, dict[str, Any]] = {name: {} for name in sections(Config)}
+    by_section: dict[str, dict[str, Any]] = {name: {} for name in sections(Config)}
     for key, value in leaves(_entries_joined(settings)).items():
         if key not in settings_of(Config):
             raise UserError(_unknown(key))
-        section, _, field = key.rpartition(".")
-        given[section][field] = value
-    inside = {name: section(**given[name]) for name, section in sections(Config).items() if name}
-    return Config(**given[""], **inside)
+        section_of_key, _, field = key.rpartition(".")
+        by_section[section_of_key][field] = value
+
+    of_tree = by_section.pop("")
+    made = {name: sections(Config)[name](**fields) for name, fields in by_section.items()}
+    return Config(**of_tree, **made)
 
 
 def replaced(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return a copy of `config` with some settings changed, as `Config.replace` does."""
     present = leaves(dataclasses.asdict(config))
-    return build(_merged(present, leaves(settings)))
+    plain = {key: _plain(value) for key, value in leaves(dict(settings)).items()}
+    return _checked(_merged(present, placed(plain, Path.cwd(), is_file=False)))
 
 
 def dump(config: Config) -> str:
@@ -492,11 +501,10 @@ def _unknown(key: str) -> str:
             f"{key!r} is a section of settings: "
             f"{', '.join(s.name for s in own_settings(sections(Config)[key]))}"
         )
-    question = (
-        f"did you mean {' or '.join(map(repr, close))}?"
-        if (close := similar(key))
-        else "--help lists them"
-    )
+    close = similar(key)
+    question = "--help lists them"
+    if close:
+        question = f"did you mean {' or '.join(map(repr, close))}?"
     return f"unknown setting {textwrap.shorten(key, 60)!r}; {question}"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config.fields import is_hub_id, own_settings, settings_of
+from sage_fast.config.fields import PLACE_FORM, is_hub_id, own_settings, settings_of
 from sage_fast.config.schema import MODEL_NAMES, PROMPT_SETS, RANDOM, Config, RewardEntry
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import expanded, located, without_dots
@@ -52,12 +52,16 @@ def is_moved(old: Any, new: Any) -> bool:
             old[key] == new[key] or is_moved(old[key], new[key]) for key in old
         )
     if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(a == b or is_moved(a, b) for a, b in zip(old, new))
-    if not (
-        isinstance(old, str) and isinstance(new, str) and os.path.isabs(old) and os.path.isabs(new)
-    ):
+        if len(old) != len(new):
+            return False
+        return all(a == b or is_moved(a, b) for a, b in zip(old, new))
+    if not _is_absolute(old) or not _is_absolute(new):
         return False
     return Path(old).name == Path(new).name and not _is_there(old) and _is_there(new)
+
+
+def _is_absolute(value: Any) -> bool:
+    return isinstance(value, str) and os.path.isabs(value)
 
 
 def _is_there(place: str) -> bool:
@@ -80,12 +84,14 @@ def split_family(path: str) -> tuple[str | None, str]:
 
 def _placed(key: str, value: Any, folder: Path, is_file: bool) -> Any:
     known = settings_of(Config)
-    name = next((name for name in known if f"{key}.".startswith(f"{name}.")), None)
-    kind = known[name].names if name is not None else None
-    if kind is None:
+    setting = next((known[name] for name in known if f"{key}.".startswith(f"{name}.")), None)
+    if setting is None or setting.names is None:
         return value
+    is_place = isinstance(value, str) and PLACE_FORM.fullmatch(value)
+    if setting.takes_plugin and not is_place:
+        return value  # a shipped choice, or nothing valid: its check says what is expected
     try:
-        return PLACES[kind](value, folder, is_file)
+        return PLACES[setting.names](value, folder, is_file)
     except UserError as error:
         raise UserError(f"{key} = {error}") from error
 
@@ -107,11 +113,9 @@ def _file(value: Any, folder: Path, is_file: bool) -> Any:
 def _prompts(value: Any, folder: Path, is_file: bool) -> Any:
     """A prompt file, or a shipped set."""
     prefixes = tuple({name.partition(":")[0] + ":" for name in PROMPT_SETS})
-    return (
-        value
-        if isinstance(value, str) and value.startswith(prefixes)
-        else _file(value, folder, is_file)
-    )
+    if isinstance(value, str) and value.startswith(prefixes):
+        return value
+    return _file(value, folder, is_file)
 
 
 def _model(value: Any, folder: Path, is_file: bool) -> Any:
@@ -142,12 +146,8 @@ def _plugin(value: Any, folder: Path, is_file: bool) -> Any:
     if find_module(module, folder) is not None:
         return f"{folder}/{module}:{name}"
     here = Path.cwd()
-    if (
-        is_file
-        and here != folder
-        and find_module(module, here) is not None
-        and not is_importable(module)
-    ):
+    is_here_alone = here != folder and find_module(module, here) is not None
+    if is_file and is_here_alone and not is_importable(module):
         raise UserError(
             f"{value!r}: no module {module!r} is installed or in {folder}, the folder of the "
             "settings; the current folder has one: give the name as an option to take that"
@@ -210,10 +210,10 @@ def _rewards(value: Any, folder: Path, is_file: bool) -> Any:
 
 def _reward(entry: Mapping[str, Any], folder: Path, is_file: bool) -> dict[str, Any]:
     kinds = {setting.field: setting.names for setting in own_settings(RewardEntry) if setting.names}
-    return {
-        key: PLACES[kinds[key]](value, folder, is_file) if key in kinds else value
-        for key, value in entry.items()
-    }
+    found = {}
+    for key, value in entry.items():
+        found[key] = PLACES[kinds[key]](value, folder, is_file) if key in kinds else value
+    return found
 
 
 PLACES: dict[str, Callable[[Any, Path, bool], Any]] = {

@@ -99,15 +99,16 @@ def check_ranks(train: TrainConfig, size: int, ranks: int) -> None:
     Raises:
         UserError: it has too few, or as `check_sequence_parallel`.
     """
-    groups, samples = check_sequence_parallel(size, ranks), train.samples
+    groups = check_sequence_parallel(size, ranks)
+    samples = train.samples
     if samples < groups:
-        sharing = next((n for n in (2, 4, 8) if ranks % n == 0 and ranks // n <= samples), None)
+        sizes = [n for n in (2, 4, 8) if ranks % n == 0 and ranks // n <= samples]
+        sharing = f", or model.sequence_parallel = {sizes[0]}" if sizes else ""
         raise UserError(
             f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = "
             f"{train.group_size}: {samples} samples an iteration for {groups} ranks; expected at "
             f"least one each. The nearest is {samples} ranks, or train.prompts_per_iteration = "
-            f"{-(-groups // train.group_size)}"
-            + (f", or model.sequence_parallel = {sharing}" if sharing else "")
+            f"{-(-groups // train.group_size)}{sharing}"
         )
 
 

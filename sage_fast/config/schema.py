@@ -46,9 +46,10 @@ EngineName = Literal["plain", "zero1", "zero2", "zero3"]
 OnFailure = Literal["drop", "stop"]
 
 
-MOST_SAMPLES, MOST_PIXELS = 2**20, 2**34
-"""Most samples of an iteration, each of which is planned, and most pixels of all frames of a video.
-"""
+MOST_SAMPLES = 2**20
+"""Maximum number of samples per iteration, each of which is planned."""
+MOST_PIXELS = 2**34
+"""Maximum number of pixels of a video, all frames together."""
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
 OBJECT = "object:"
@@ -233,8 +234,8 @@ class RewardEntry(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # the name itself may hold a secret
-        if self.is_address and (bare := bare_address(self.name)) != self.name:
+        bare = bare_address(self.name)  # the name itself may hold a secret
+        if self.is_address and bare != self.name:
             name = "reward.name" if isinstance(self, RewardConfig) else "name"
             raise UserError(
                 f"{name} = {bare!r}: expected this address alone, without a user or a query"
@@ -319,17 +320,16 @@ class RewardConfig(RewardEntry):
         Raises:
             UserError: an entry has an unknown key or a wrong value.
         """
-        return (
-            [_entry(values, place) for place, values in enumerate(self.several)]
-            if self.several
-            else [self]
-        )
+        if not self.several:
+            return [self]
+        return [_entry(values, number) for number, values in enumerate(self.several)]
 
     @property
     def keyed_entries(self) -> dict[str, RewardEntry]:
         """The setting that holds the name of a reward -> the reward."""
-        keys = [f"reward.several[{i}].name" for i in range(len(self.several))] or ["reward.name"]
-        return dict(zip(keys, self.entries))
+        if not self.several:
+            return {"reward.name": self}
+        return {f"reward.several[{i}].name": entry for i, entry in enumerate(self.entries)}
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -350,11 +350,14 @@ class RewardConfig(RewardEntry):
         return weights
 
 
-def _entry(values: Mapping[str, Any], place: int) -> RewardEntry:
-    fields, key = (
-        [field.name for field in dataclasses.fields(RewardEntry)],
-        f"reward.several[{place}]",
-    )
+def _entry(values: Mapping[str, Any], number: int) -> RewardEntry:
+    """Return the reward with this number in `reward.several`.
+
+    Raises:
+        UserError: an unknown or missing key, or a wrong value.
+    """
+    key = f"reward.several[{number}]"
+    fields = [field.name for field in dataclasses.fields(RewardEntry)]
     for name in values:
         if name not in fields:
             raise UserError(f"{key}: unknown key {name!r}; {nearest(name, fields)}")
@@ -713,18 +716,14 @@ class Config(Section):
     @property
     def named_rewards(self) -> dict[str, RewardEntry]:
         """Setting that holds the name of a reward -> the reward, with `eval.judge`."""
-        judge = (
-            {}
-            if self.eval.judge is None
-            else {"eval.judge": RewardEntry(name=self.eval.judge, weights={})}
-        )
-        return self.reward.keyed_entries | judge
+        found = dict(self.reward.keyed_entries)
+        if self.eval.judge is not None:
+            found["eval.judge"] = RewardEntry(name=self.eval.judge, weights={})
+        return found
 
     @property
     def eval_guidance_scale(self) -> float:
         """Guidance scale of evaluations."""
-        return (
-            self.sampling.guidance_scale
-            if self.eval.guidance_scale is None
-            else self.eval.guidance_scale
-        )
+        if self.eval.guidance_scale is None:
+            return self.sampling.guidance_scale
+        return self.eval.guidance_scale

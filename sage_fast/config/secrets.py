@@ -40,7 +40,8 @@ def from_environment(value: Any, name: str) -> Any:
         return [from_environment(item, f"{name}.{place}") for place, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    if lacking := [variable for variable in _VARIABLE.findall(value) if variable not in os.environ]:
+    lacking = [variable for variable in _VARIABLE.findall(value) if variable not in os.environ]
+    if lacking:
         raise UserError(f"{name} = {value!r}: there is no environment variable {lacking[0]}")
     return _VARIABLE.sub(lambda found: secret(found[1]), value)
 
@@ -48,11 +49,22 @@ def from_environment(value: Any, name: str) -> Any:
 def secret(variable: str) -> str:
     """Read an environment variable whose value `names_for_values` then masks; return "" if it is
     not set."""
-    bare = (value := os.environ.get(variable, "")).strip()
+    value = os.environ.get(variable, "")
+    bare = value.strip()
     data = bare.encode(errors="surrogateescape")
-    quoted = html.escape(bare), urllib.parse.quote(data), urllib.parse.quote(data, safe="")
-    written = repr(bare)[1:-1], repr(data)[2:-1], data.decode("latin-1")
-    _given.update(dict.fromkeys((value, bare, json.dumps(bare)[1:-1], *written, *quoted), variable))
+    as_written = [
+        value,
+        bare,
+        json.dumps(bare)[1:-1],
+        repr(bare)[1:-1],
+        repr(data)[2:-1],
+        data.decode("latin-1"),
+        html.escape(bare),
+        urllib.parse.quote(data),
+        urllib.parse.quote(data, safe=""),
+    ]
+    for text in as_written:
+        _given[text] = variable
     return value
 
 
@@ -63,9 +75,9 @@ def names_for_values(text: str) -> str:
     Letters may be of any case. At the end of a text, where an answer may be cut, `2 * SHORTEST` of
     them are enough.
     """
-    for value in sorted(
-        (value for value in _given if len(value) >= SHORTEST), key=len, reverse=True
-    ):
+    masked = [value for value in _given if len(value) >= SHORTEST]
+    # the longest first: one may hold another
+    for value in sorted(masked, key=len, reverse=True):
         text = _pattern(value).sub(f"${{{_given[value]}}}", text)
     return text
 
@@ -73,9 +85,8 @@ def names_for_values(text: str) -> str:
 @functools.cache
 def _pattern(value: str) -> re.Pattern[str]:
     """Return the pattern of a value, or of its beginning at the end of a text."""
-    cuts = [
-        re.escape(value[:length]) + "$" for length in range(len(value) - 1, 2 * SHORTEST - 1, -1)
-    ]
+    lengths = range(len(value) - 1, 2 * SHORTEST - 1, -1)
+    cuts = [re.escape(value[:length]) + "$" for length in lengths]
     return re.compile("|".join([re.escape(value), *cuts]), flags=re.IGNORECASE)
 
 

@@ -99,13 +99,7 @@ def encode_cached(
         UserError: an encoder gives values that are not finite; they are not kept.
     """
     files = {} if cache is None else _files(cache, model, captions)
-    known = {
-        key: kind(**tensors) for key, file in files.items() if (tensors := _read(file)) is not None
-    }
-    if unsound := [file for key, file in files.items() if key not in known and file.exists()]:
-        log.warning(
-            f"note: {len(unsound)} embeddings are damaged and are made again: {unsound[0]} ..."
-        )
+    known = _read_known(files, kind)
     held = all_gather_object([key in known for key in captions])
     turns = itertools.cycle(range(world_size()))
     # key that some rank lacks -> a rank that has it, or the next in turn, which encodes it
@@ -133,12 +127,31 @@ def encode_cached(
                 known[key] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
     firsts: dict[str, str] = {}  # checksum -> the first prompt with that embedding
-    for key, condition in known.items() if rank() == 0 else ():
-        if (earlier := firsts.setdefault(_checksum(Path(), condition.tensors()), key)) != key:
-            log.warning(
-                wrapped(f"note: the model cannot tell prompts {earlier!r} and {key!r} apart")
-            )
+    if rank() == 0:
+        for key, condition in known.items():
+            earlier = firsts.setdefault(_checksum(Path(), condition.tensors()), key)
+            if earlier != key:
+                log.warning(
+                    wrapped(f"note: the model cannot tell prompts {earlier!r} and {key!r} apart")
+                )
     return {key: known[key] for key in captions}
+
+
+def _read_known(files: Mapping[str, Path], kind: type[Condition]) -> dict[str, Any]:
+    """Return key -> embedding, of those that can be read; name a file that is damaged."""
+    known = {}
+    damaged = []
+    for key, file in files.items():
+        tensors = _read(file)
+        if tensors is not None:
+            known[key] = kind(**tensors)
+        elif file.exists():
+            damaged.append(file)
+    if damaged:
+        log.warning(
+            f"note: {len(damaged)} embeddings are damaged and are made again: {damaged[0]} ..."
+        )
+    return known
 
 
 def _write(condition: Condition, file: Path) -> None:
@@ -160,11 +173,9 @@ def _read(file: Path) -> dict[str, Tensor] | None:
         tensors = load_file(file)
     except (FileNotFoundError, SafetensorError):
         return None
-    if written != _checksum(file, tensors) or not all(
-        tensor.isfinite().all() for tensor in tensors.values()
-    ):
-        return None
-    return tensors
+    is_whole = written == _checksum(file, tensors)
+    is_finite = all(tensor.isfinite().all() for tensor in tensors.values())
+    return tensors if is_whole and is_finite else None
 
 
 def _checksum(file: Path, tensors: Mapping[str, Tensor]) -> str:

@@ -43,12 +43,9 @@ def notes_on_prompts(*sets: Sequence[Prompt]) -> list[str]:
     each kind."""
     notes: dict[str, None] = {}
     for prompts in sets:
-        texts = [
-            (text, prompt.where)
-            for prompt in prompts
-            for text in (prompt.text, prompt.negative)
-            if text
-        ]
+        texts = []
+        for prompt in prompts:
+            texts += [(text, prompt.where) for text in (prompt.text, prompt.negative) if text]
         notes |= dict.fromkeys(notes_on_words(texts))
     return [*notes]
 
@@ -57,11 +54,11 @@ def shared_prompts(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str | 
     """Return a note on held-out prompts that are trained on; None if there are none."""
     keys = {prompt.key for prompt in train}
     shared = [prompt.key for prompt in heldout if prompt.key in keys]
-    among = f"{len(shared)} of {len(heldout)} prompts of data.eval_prompts are also in data.prompts"
+    if not shared:
+        return None
     return (
-        f"{among}, such as {shared[0]!r}: their scores say little about new prompts"
-        if shared
-        else None
+        f"{len(shared)} of {len(heldout)} prompts of data.eval_prompts are also in data.prompts, "
+        f"such as {shared[0]!r}: their scores say little about new prompts"
     )
 
 

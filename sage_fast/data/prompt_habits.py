@@ -290,7 +290,10 @@ def check_words(text: str, where: str) -> None:
         UserError: it holds one of the refused `HABITS`.
     """
     for habit in HABITS:
-        if habit.refused and (found := habit.found(text)):
+        if not habit.refused:
+            continue
+        found = habit.found(text)
+        if found:
             raise UserError(
                 f"{where}: {_quoted(found)} is {habit.what}; expected words alone: {habit.instead}"
             )
@@ -304,11 +307,17 @@ def notes_on_words(texts: Sequence[tuple[str, str]]) -> list[str]:
     """
     notes = []
     for habit in HABITS:
-        places = {where: found for text, where in texts if (found := habit.found(text))}
-        if habit.refused or not places:
+        if habit.refused:
             continue
-        where, found = next(iter(places.items()))
-        others = f", and {len(places) - 1} more such" if len(places) > 1 else ""
+        found_at = {}
+        for text, where in texts:
+            found = habit.found(text)
+            if found:
+                found_at[where] = found
+        if not found_at:
+            continue
+        where, found = next(iter(found_at.items()))
+        others = f", and {len(found_at) - 1} more such" if len(found_at) > 1 else ""
         notes.append(
             f"{where}: {_quoted(found)} looks like {habit.what}{others}; encoded as words: "
             f"{habit.instead}"

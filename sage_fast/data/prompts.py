@@ -24,7 +24,7 @@ from sage_fast.util.paths import expanded
 KEYS = ("prompt", "negative_prompt", "seed", "image")
 OTHERS_KEYS = {"negative": "negative_prompt", "negprompt": "negative_prompt", "prompts": "prompt"}
 """Keys of other programs, as `squeezed`, -> which of `KEYS` they stand for."""
-UNREAD = (
+UNSUPPORTED_SUFFIXES = (
     ".json",
     ".ndjson",
     ".jsonlines",
@@ -95,13 +95,13 @@ class Prompt:
                 holds an option, a wildcard or another instruction of `prompt_habits`; or the image
                 cannot be used.
         """
-        if not any(
-            unicodedata.category(letter)[0] not in "CMZ" and letter not in BLANKS
-            for letter in self.text
-        ):
-            invisible = ", or all of its characters are invisible" * bool(self.text)
-            raise UserError(f"{self.where}: the prompt is empty{invisible}")
-        if "\0" in (texts := self.text + self.negative) or not is_unicode(texts):
+        if not any(map(_is_visible, self.text)):
+            problem = "the prompt is empty"
+            if self.text:
+                problem += ", or all of its characters are invisible"
+            raise UserError(f"{self.where}: {problem}")
+        texts = self.text + self.negative
+        if "\0" in texts or not is_unicode(texts):
             raise UserError(
                 f"{self.where}: the prompt holds a NUL or half of a character; expected text"
             )
@@ -125,6 +125,11 @@ class Prompt:
         return Prompt(text=text, image=self.image, folder=self.folder, where=self.where)
 
 
+def _is_visible(letter: str) -> bool:
+    """Whether a letter shows something: no control character, mark, space or blank."""
+    return unicodedata.category(letter)[0] not in "CMZ" and letter not in BLANKS
+
+
 def read_prompts(source: str) -> list[Prompt]:
     """Read the prompts of a UTF-8 file, or of a shipped set.
 
@@ -145,12 +150,15 @@ def read_prompts(source: str) -> list[Prompt]:
     if source.startswith(tuple(f"{name.partition(':')[0]}:" for name in SETS)):
         raise UserError(f"prompts {source!r}: {nearest(source, SETS)}; or a file")
     suffix = Path(source).suffix.lower()
-    if suffix in UNREAD:
+    if suffix in UNSUPPORTED_SUFFIXES:
         raise UserError(f"prompt file {source!r}: expected {FORMATS}; the nearest is .jsonl")
     # splitlines() also splits at form feeds, ... A mark may be anywhere in a file that was put
     # together from several.
     split = re.split("\r\n|\r|\n", _text_of(source).replace("\ufeff", ""))
-    lines = [(number, line.strip()) for number, line in enumerate(split, start=1) if line.strip()]
+    lines = []
+    for number, line in enumerate(split, start=1):
+        if line.strip():
+            lines.append((number, line.strip()))
     if not lines:
         raise UserError(f"prompt file {source!r} is empty; expected at least one prompt")
     for number, line in lines:
@@ -198,13 +206,18 @@ def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
 def metadata_of(prompts: Iterable[Prompt]) -> dict[str, Fields]:
     """Return key -> metadata for the prompts that have any, the path of the image included; errors
     as `_firsts`."""
-    return {
-        key: metadata for key, first in _firsts(prompts).items() if (metadata := _metadata(first))
-    }
+    found = {}
+    for key, first in _firsts(prompts).items():
+        metadata = _metadata(first)
+        if metadata:
+            found[key] = metadata
+    return found
 
 
 def _metadata(prompt: Prompt) -> Fields:
-    return {**prompt.metadata, "image": prompt.caption.image} if prompt.image else prompt.metadata
+    if not prompt.image:
+        return prompt.metadata
+    return {**prompt.metadata, "image": prompt.caption.image}
 
 
 def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
@@ -217,15 +230,14 @@ def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
     known: dict[str, Prompt] = {}
     for prompt in prompts:
         first = known.setdefault(prompt.key, prompt)
-        own, other = (
-            {"negative_prompt": record.negative, **_metadata(record)} for record in (prompt, first)
-        )
-        for key in own | other:
-            if own.get(key) != other.get(key):
+        values = {"negative_prompt": prompt.negative, **_metadata(prompt)}
+        earlier = {"negative_prompt": first.negative, **_metadata(first)}
+        for key in values | earlier:
+            if values.get(key) != earlier.get(key):
                 name = textwrap.shorten(key, 60)
                 raise UserError(
-                    f"{prompt.where}: {name} = {repr(own.get(key))[:200]}; the same prompt has "
-                    f"{repr(other.get(key))[:200]} in {first.where}; expected one {name} for a "
+                    f"{prompt.where}: {name} = {repr(values.get(key))[:200]}; the same prompt has "
+                    f"{repr(earlier.get(key))[:200]} in {first.where}; expected one {name} for a "
                     "prompt everywhere"
                 )
     return known
@@ -240,11 +252,9 @@ def _text_of(source: str) -> str:
     if not found:
         close = difflib.get_close_matches(path.name, SETS, n=1)
         hint = f", or {close[0]!r}" if close else ""
-        relative = (
-            "; a relative path in a settings file means the folder of that file"
-            if path.is_absolute()
-            else ""
-        )
+        relative = ""
+        if path.is_absolute():
+            relative = "; a relative path in a settings file means the folder of that file"
         raise UserError(
             f"prompt file {source!r}: {why_no_file(path)}; expected {FORMATS}{hint}{relative}"
         )
@@ -303,27 +313,28 @@ def _prompt(fields: Fields, where: str, folder: str) -> Prompt:
             )
     if "prompt" not in fields:
         raise UserError(f"{where}: 'prompt' is missing")
-    text, negative, image = (
-        _text(fields, key, where) for key in ("prompt", "negative_prompt", "image")
-    )
-    seed = fields.get("seed")
-    if seed is not None and (
-        not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63
-    ):
-        raise UserError(
-            f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1"
-        )
     found = Prompt(
-        text=text,
-        negative=negative,
-        image=image,
+        text=_text(fields, "prompt", where),
+        negative=_text(fields, "negative_prompt", where),
+        image=_text(fields, "image", where),
         folder=folder,
-        seed=seed,
+        seed=_seed(fields, where),
         metadata=metadata,
         where=where,
     )
     found.check()
     return found
+
+
+def _seed(fields: Fields, where: str) -> int | None:
+    seed = fields.get("seed")
+    if seed is None:
+        return None
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise UserError(
+            f"{where}: seed = {repr(seed)[:60]}: expected a whole number from 0 to 2^63 - 1"
+        )
+    return seed
 
 
 def _text(fields: Fields, key: str, where: str) -> str:

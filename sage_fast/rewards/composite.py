@@ -236,7 +236,8 @@ class CompositeReward:
         request = self._request(videos, keys, fps, seed=0)
         owners: dict[str, str] = {}
         for caller in self.callers:
-            entry, where = caller.entry, f"{caller.key} = {caller.entry.name!r}"
+            entry = caller.entry
+            where = f"{caller.key} = {entry.name!r}"
             check_prompts(
                 entry, caller.key, {prompt: self.metadata.get(prompt, {}) for prompt in prompts}
             )
@@ -248,7 +249,8 @@ class CompositeReward:
                 raise UserError(
                     str(error) if not_created else f"{where}: failed on {made_up}: {error}"
                 ) from error
-            if missing := sorted(entry.needed - parts.keys()):
+            missing = sorted(entry.needed - parts.keys())
+            if missing:
                 section = caller.key.removesuffix("name")
                 raise UserError(
                     f"{section}weights names {missing[0]!r}; reward {entry.name!r} returns "
@@ -260,7 +262,8 @@ class CompositeReward:
                         f"{where}: part {part!r} is {parts[part].tolist()} on {made_up}; expected "
                         "numbers"
                     )
-            if fault := self._fault_of_names(caller, parts, owners):
+            fault = self._fault_of_names(caller, parts, owners)
+            if fault:
                 raise UserError(f"{where}: {fault}")
             owners |= dict.fromkeys(map(entry.named, parts), caller.key)
         self.owners = owners
@@ -374,9 +377,8 @@ class CompositeReward:
         composite = torch.zeros(len(prompts))
         for part, weight in self.weights.items():
             if weight != 0:
-                composite = composite + weight * parts.get(
-                    part, torch.full_like(composite, torch.nan)
-                )
+                lacking = torch.full_like(composite, torch.nan)
+                composite = composite + weight * parts.get(part, lacking)
         for i in (~composite.isfinite()).nonzero().flatten().tolist():
             why.setdefault(i, f"the composite is {float(composite[i])}")
         for i, reason in sorted(why.items()):
@@ -493,8 +495,10 @@ def _check_no_folders(reward: CompositeReward) -> None:
     Raises:
         UserError: there are such parts.
     """
-    if found := name_in_name(reward.parts):
-        who, (folder, inside) = " and ".join(map(repr, reward.names)), found
+    found = name_in_name(reward.parts)
+    if found:
+        folder, inside = found
+        who = " and ".join(map(repr, reward.names))
         raise UserError(
             f"reward {who}: part {folder!r} is the folder of part {inside!r}, which trackers "
             f"cannot hold; expected another name, such as {folder + '_mean'!r}"

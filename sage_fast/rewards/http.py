@@ -49,8 +49,10 @@ MAX_TENSOR_HEADER_BYTES = 4096
 SECONDS_TO_FIND = 20.0
 """How long a server that has never answered is tried, so that a wrong address fails early in a run.
 """
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
-"""Seconds before a request is sent again: the first wait, and the cap on doubling."""
+FIRST_WAIT = 0.5
+"""Seconds before a request is sent again the first time; each further wait is twice as long."""
+LONGEST_WAIT = 30.0
+"""Longest wait in seconds."""
 _JITTER = random.Random()
 """Numbers of its own: those of the process belong to the run."""
 DTYPES = {torch.float16: 1.0, torch.float32: 1.0, torch.uint8: 255.0}
@@ -87,7 +89,9 @@ class Client(Backend):
             raise UserError(
                 f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000"
             )
-        self.url, self.address, self._answered = url, url.rstrip("/") + path, False
+        self.url = url
+        self.address = url.rstrip("/") + path
+        self._answered = False
         self._tls = ssl.create_default_context()  # the system's certificates
 
     async def post(self, body: bytes, seconds: float, key: str) -> Any:
@@ -101,7 +105,9 @@ class Client(Backend):
         Raises:
             RewardFailure: no answer in time, or the server answered with an error; its own words.
         """
-        begun, wait, last = time.monotonic(), FIRST_WAIT, "no whole answer"
+        begun = time.monotonic()
+        wait = FIRST_WAIT
+        last = "no whole answer"
         try:
             async with _limited(seconds):
                 while True:
@@ -121,7 +127,8 @@ class Client(Backend):
 
     async def _attempt(self, body: bytes, key: str) -> Any:
         headers = [(b"Content-Type", b"application/json"), (b"Accept-Encoding", b"identity")]
-        headers += [(b"Authorization", f"Bearer {key}".encode())] if key else []
+        if key:
+            headers.append((b"Authorization", f"Bearer {key}".encode()))
         text = bytearray()
         try:
             async with (
@@ -219,7 +226,8 @@ def format_request(request: Request, name: str) -> bytes:
     if request.fps is not None:
         content["fps"] = request.fps
     head = json.dumps(content)
-    encoded = base64.b64encode(save({"videos": request.videos.detach().cpu().half().contiguous()}))
+    videos = request.videos.detach().cpu().half().contiguous()
+    encoded = base64.b64encode(save({"videos": videos}))
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
 
 
@@ -236,8 +244,9 @@ def read_request(body: bytes) -> tuple[str, Request]:
         if values > MAX_JSON_VALUES:
             raise ValueError(f"more than {MAX_JSON_VALUES:,} values beside the videos")
         content = json.loads(body)
-        name, prompts = content["id"], content["prompts"]
-        metadata = content.get("metadata", [{}] * len(prompts))
+        name = content["id"]
+        prompts = content["prompts"]
+        metadata = content.get("metadata", [{} for _ in prompts])
         fps = content.get("fps")
         seed = content.get("seed", 0)
         texts = isinstance(prompts, list) and all(
@@ -252,16 +261,11 @@ def read_request(body: bytes) -> tuple[str, Request]:
         if fps is not None and not (_is_number_or_null(fps) and fps > 0):
             raise ValueError(f"fps = {str(fps)[:60]}: expected frames per second above 0")
         videos = _videos_of(base64.b64decode(content["videos"], validate=True))
-        if (
-            videos.ndim != 5
-            or videos.shape[2] != 3
-            or not videos.numel()
-            or len(videos) != len(prompts)
-        ):
+        are_videos = videos.ndim == 5 and videos.shape[2] == 3 and videos.numel() > 0
+        if not are_videos or len(videos) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
-        if len(metadata) != len(prompts) or not all(
-            isinstance(of_one, dict) for of_one in metadata
-        ):
+        are_objects = all(isinstance(of_one, dict) for of_one in metadata)
+        if len(metadata) != len(prompts) or not are_objects:
             raise ValueError(f"metadata that is no list of {len(prompts)} objects")
         scaled = videos.float() / DTYPES[videos.dtype]
         return name, Request(videos=scaled, prompts=prompts, metadata=metadata, fps=fps, seed=seed)
@@ -309,22 +313,16 @@ def read_response(got: Any, name: str, url: str, count: int) -> dict[str, list[f
     Raises:
         RewardFailure: it is anything else, or answers another request.
     """
-    if (
-        not isinstance(got, dict)
-        or got.get("schema") != SCHEMA
-        or not isinstance(got.get("parts"), dict)
-    ):
+    is_ours = isinstance(got, dict) and got.get("schema") == SCHEMA
+    if not is_ours or not isinstance(got.get("parts"), dict):
         raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {shown(got)}")
     if got.get("id") != name:
         raise RewardFailure(f"{url}: answers request {shown(got.get('id'))} instead of {name!r}")
     if len(got["parts"]) > MAX_PARTS:
         raise RewardFailure(f"{url}: {len(got['parts']):,} parts; expected at most {MAX_PARTS}")
     for part, values in got["parts"].items():
-        if (
-            not isinstance(values, list)
-            or len(values) != count
-            or not all(map(_is_number_or_null, values))
-        ):
+        is_list = isinstance(values, list) and len(values) == count
+        if not is_list or not all(map(_is_number_or_null, values)):
             raise RewardFailure(
                 f"{url}: part {shown(part)}: expected a list of {count} numbers or null, got "
                 f"{shown(values)}"

@@ -221,9 +221,12 @@ def check_prompts(entry: RewardEntry, key: str, prompts: Mapping[str, Metadata])
     Raises:
         UserError: it cannot; names the prompt.
     """
-    # a user's own may not run here
-    shipped: Any = find_reward(entry, key)[0] if entry.name in SHIPPED else None
-    for prompt, metadata in prompts.items() if hasattr(shipped, "check_prompt") else ():
+    if entry.name not in SHIPPED:
+        return  # a user's own may not run here
+    shipped: Any = find_reward(entry, key)[0]
+    if not hasattr(shipped, "check_prompt"):
+        return
+    for prompt, metadata in prompts.items():
         try:
             shipped.check_prompt(split_key(prompt)[0], metadata)
         except ValueError as error:
@@ -249,14 +252,19 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
         UserError: there is no such reward, an argument is unknown or missing, or a folder or file
             is missing.
     """
-    notes, (reward, args) = [], find_reward(entry, key)
+    reward, args = find_reward(entry, key)
     if entry.is_address or entry.name in CLIENTS:  # it loads nothing and opens no connection
         load_reward(entry, key)
-    for name, patterns in getattr(reward, "files", {}).items() if isinstance(reward, type) else ():
+    files = getattr(reward, "files", {}) if isinstance(reward, type) else {}
+    notes = []
+    for name, patterns in files.items():
         source = args.get(name, inspect.signature(reward).parameters[name].default)
+        if source is None:
+            continue
         setting = f"{key.removesuffix('name')}args.{name}" if key.endswith("name") else name
-        given = str(entry.args.get(name, source))  # with ${NAME}, not its value
-        if source is not None and (note := _check_files(str(source), given, patterns, setting)):
+        as_written = str(entry.args.get(name, source))  # with ${NAME}, not its value
+        note = _check_files(str(source), as_written, patterns, setting)
+        if note is not None:
             notes.append(note)
     return notes
 

@@ -83,7 +83,10 @@ class RewardServer(uvicorn.Server):
         device: str = "cpu",
         largest: int = MAX_REQUEST_BYTES,
     ) -> None:
-        self.reward, self.device, self.largest, self.token = reward, device, largest, token()
+        self.reward = reward
+        self.device = device
+        self.largest = largest
+        self.token = token()
         self.turns = asyncio.Semaphore(reward.at_a_time)
         self.places = asyncio.Semaphore(reward.at_a_time + MAX_WAITING)
         self.socket = socket.create_server((host, port))
@@ -204,11 +207,11 @@ async def _read(request: Request) -> bytes:
 
 
 async def _refuse(request: Request, error: HTTPException | ClientDisconnect) -> Response:
-    status, why = (
-        (error.status_code, error.detail)
-        if isinstance(error, HTTPException)
-        else (400, "client disconnected")
-    )
+    status = 400
+    why = "client disconnected"
+    if isinstance(error, HTTPException):
+        status = error.status_code
+        why = error.detail
     with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(SECONDS_TO_DRAIN):
             async for _ in request.stream():

@@ -79,11 +79,12 @@ def measure(videos: Tensor) -> Measurement:
     center = centroid(lit)
     palette = [pixels.new_tensor(color) - BACKGROUND for color in COLORS.values()]
     velocity, residual = line_fit(center)
+    height, width = lit.shape[2:]
+    overlaps = [soft_iou(lit, coverage(shape, center, height, width)) for shape in SHAPES]
+    purities = [purity(pixels, lit, full) for full in palette]
     return Measurement(
-        overlap=torch.stack(
-            [soft_iou(lit, coverage(shape, center, *lit.shape[2:])) for shape in SHAPES], dim=-1
-        ),
-        purity=torch.stack([purity(pixels, lit, full) for full in palette], dim=-1),
+        overlap=torch.stack(overlaps, dim=-1),
+        purity=torch.stack(purities, dim=-1),
         presence=presence(lit, center),
         area=lit.sum(dim=(2, 3)),
         tint=tint(pixels, lit),
@@ -94,7 +95,9 @@ def measure(videos: Tensor) -> Measurement:
 
 def visual_quality(seen: Measurement) -> Tensor:
     """Return [B]: overlap with the best shape times purity of the best colour, mean over frames."""
-    return (seen.overlap.amax(dim=-1) * seen.purity.amax(dim=-1)).mean(dim=1)
+    best_overlap = seen.overlap.amax(dim=-1)
+    best_purity = seen.purity.amax(dim=-1)
+    return (best_overlap * best_purity).mean(dim=1)
 
 
 def motion_quality(seen: Measurement) -> Tensor:
@@ -164,16 +167,17 @@ def centroid(lit: Tensor) -> Tensor:
     # seems to move.
     prior = 1e-2
     middle = lit.new_tensor([lit.shape[3] / 2, lit.shape[2] / 2])
-    moment = torch.stack(
-        [(weight.sum(dim=2) * x).sum(dim=2), (weight.sum(dim=3) * y).sum(dim=2)], dim=-1
-    )
+    moment_x = (weight.sum(dim=2) * x).sum(dim=2)
+    moment_y = (weight.sum(dim=3) * y).sum(dim=2)
+    moment = torch.stack([moment_x, moment_y], dim=-1)
     return (moment + prior * middle) / (total + prior)[..., None]
 
 
 def soft_iou(lit: Tensor, drawn: Tensor) -> Tensor:
     """Return the soft intersection over union, [B, F]."""
     both = torch.minimum(lit, drawn).sum(dim=(2, 3))
-    return both / (lit.sum(dim=(2, 3)) + drawn.sum(dim=(2, 3)) - both).clamp(min=1.0)
+    either = lit.sum(dim=(2, 3)) + drawn.sum(dim=(2, 3)) - both
+    return both / either.clamp(min=1.0)
 
 
 def lit_pixels(videos: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +191,8 @@ def lit_pixels(videos: Tensor) -> tuple[Tensor, Tensor]:
 def presence(lit: Tensor, center: Tensor) -> Tensor:
     """Return [B, F] in [0, 1]: one compact thing of the right size is around `center`."""
     area = lit.sum(dim=(2, 3))
-    nearby = (lit * window(center, *lit.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
+    height, width = lit.shape[2:]
+    nearby = (lit * window(center, height, width)).sum(dim=(2, 3)) / area.clamp(min=1.0)
     # 1 at the right area, less on both sides
     size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA
     return nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)
@@ -195,9 +200,9 @@ def presence(lit: Tensor, center: Tensor) -> Tensor:
 
 def tint(pixels: Tensor, lit: Tensor) -> Tensor:
     """Return the mean RGB above the background of the lit pixels, [B, F, 3]."""
-    return (pixels * lit[:, :, None]).sum(dim=(3, 4)) / lit.square().sum(dim=(2, 3)).clamp(
-        min=1e-3
-    )[..., None]
+    total = (pixels * lit[:, :, None]).sum(dim=(3, 4))
+    weight = lit.square().sum(dim=(2, 3)).clamp(min=1e-3)
+    return total / weight[..., None]
 
 
 def purity(pixels: Tensor, lit: Tensor, full: Tensor) -> Tensor:
@@ -208,8 +213,10 @@ def purity(pixels: Tensor, lit: Tensor, full: Tensor) -> Tensor:
         full: RGB above the background, [3] or a row per video [B, 1, 3].
     """
     weight = lit / lit.sum(dim=(2, 3), keepdim=True).clamp(min=1.0)
-    distance2 = (pixels - lit[:, :, None] * full[..., None, None]).square().sum(dim=2)
-    return (weight * torch.exp(distance2 / (-2 * COLOR_TOLERANCE**2))).sum(dim=(2, 3))
+    expected = lit[:, :, None] * full[..., None, None]
+    distance2 = (pixels - expected).square().sum(dim=2)
+    closeness = torch.exp(distance2 / (-2 * COLOR_TOLERANCE**2))
+    return (weight * closeness).sum(dim=(2, 3))
 
 
 def window(center: Tensor, height: int, width: int) -> Tensor:
