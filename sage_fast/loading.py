@@ -13,7 +13,7 @@ from sage_fast.algorithm.trainable import check_same_settings
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.rank_checks import check_sequence_parallel
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.data.contents import contents_of, contents_of_networks
+from sage_fast.data.contents import contents_of_run
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompt_checks import (
     check_captions,
@@ -207,14 +207,7 @@ def load_setup(
     contents: dict[str, str] = {}
     if rewards and rank() == 0:  # which writes run.json; weights may have many gigabytes to read
         sets = {"data.prompts": train_prompts, "data.eval_prompts": eval_prompts}
-        weights = config.model.weights
-        contents = contents_of(sets, weights, config.named_rewards, config.plugins, reward_objects)
-        deepspeed = config.train.deepspeed_config
-        if isinstance(deepspeed, str):
-            contents["train.deepspeed_config"] = f"settings ({fingerprint(b'', deepspeed)})"
-        # else the networks are `model.weights`
-        if config.model.trains_adapter or weights is None:
-            contents["model.path"] = contents_of_networks(model.policy)
+        contents = contents_of_run(config, sets, model.policy, reward_objects)
 
     eval_seeds = {}
     for number, prompt in enumerate(eval_prompts):

@@ -25,7 +25,7 @@ GROUP = "sage_fast.rewards"
 """Entry-point group for other packages: name = "package.module:Class"."""
 
 
-def place_of_reward(name: str, setting: str) -> str:
+def reward_import_path(name: str, setting: str) -> str:
     """Return the `package.module:name` of a reward.
 
     Args:

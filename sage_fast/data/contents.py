@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from sage_fast.config.reward_names import place_of_reward
-from sage_fast.config.schema import RewardEntry
+from sage_fast.config.reward_names import reward_import_path
+from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.data.prompts import Prompt
 from sage_fast.models.policy import Policy
 from sage_fast.rewards.objects import digest
@@ -52,7 +52,7 @@ def contents_of(
         if entry.is_object:
             found[key] = digest((objects or {}).get(key))
         elif not entry.is_address:
-            code = _code_of(place_of_reward(entry.name, key), key)
+            code = _code_of(reward_import_path(entry.name, key), key)
             named = []  # files that arguments name
             for value in entry.args.values():
                 if isinstance(value, str) and os.path.isfile(value):
@@ -61,6 +61,24 @@ def contents_of(
 
     for key, place in (plugins or {}).items():
         found[key] = f"code ({fingerprint(b'', *_code_of(place, key))})"
+    return found
+
+
+def contents_of_run(
+    config: Config,
+    prompts: Mapping[str, Sequence[Prompt]],
+    policy: Policy,
+    objects: Mapping[str, Any] | None,
+) -> dict[str, str]:
+    """Return `contents_of` all that a run reads, its checkpoint included."""
+    weights = config.model.weights
+    found = contents_of(prompts, weights, config.named_rewards, config.plugins, objects)
+    deepspeed = config.train.deepspeed_config
+    if isinstance(deepspeed, str):  # a mapping is compared as a setting
+        found["train.deepspeed_config"] = f"settings ({fingerprint(b'', deepspeed)})"
+    # where all networks are in `model.weights`, nothing of the checkpoint is left
+    if config.model.trains_adapter or weights is None:
+        found["model.path"] = contents_of_networks(policy)
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from sage_fast.config.fields import is_hub_id, require
-from sage_fast.config.reward_names import CLIENTS, SHIPPED, place_of_reward
+from sage_fast.config.reward_names import CLIENTS, SHIPPED, reward_import_path
 from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment, names_for_values
 from sage_fast.rewards.failure_policy import failure
@@ -107,7 +107,7 @@ def _imported(entry: RewardEntry, setting: str) -> Any:
     Raises:
         UserError: there is no such reward, its module fails, or it cannot be called.
     """
-    place = place_of_reward(entry.name, setting)
+    place = reward_import_path(entry.name, setting)
     try:
         with guarded(f"reward {entry.name!r}"):
             seed_random_numbers(CREATION_SEED)

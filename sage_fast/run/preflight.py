@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.places import split_family
-from sage_fast.config.reward_names import place_of_reward
+from sage_fast.config.reward_names import reward_import_path
 from sage_fast.config.schema import MODEL_NAMES, RANDOM, DataConfig, ModelConfig, RewardEntry
 from sage_fast.data.prompts import configured_prompts
 from sage_fast.run_folder import RunFolder
@@ -35,7 +35,7 @@ def check_named(model: ModelConfig, data: DataConfig, rewards: Mapping[str, Rewa
     for key, entry in rewards.items():
         if not entry.is_address:
             check_place(
-                place_of_reward(entry.name, f"{key} = {entry.name!r}"), f"{key} = {entry.name!r}"
+                reward_import_path(entry.name, f"{key} = {entry.name!r}"), f"{key} = {entry.name!r}"
             )
     _check_model(model.path)
     weights = model.weights
