@@ -121,7 +121,7 @@ class RunFolder:
         """
         self.check(
             f"; output = {str(self.path)!r}: no run to resume there; leave --resume out to start "
-            "one"
+            "one (in Python, resume=True)"
         )
 
     def check(self, otherwise: str = "") -> None:

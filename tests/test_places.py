@@ -346,6 +346,16 @@ def test_a_written_configuration_means_the_same_from_anywhere(
     assert load(tmp_path / "run" / "config.yaml") == config
 
 
+def test_a_word_in_the_config_of_a_run_is_no_folder_of_the_run(tmp_path: Path) -> None:
+    """A resume reads `eval` beside the folder `eval` of the run."""
+    (tmp_path / "eval").mkdir()
+    file = tmp_path / "config.yaml"
+    file.write_text("reward: {args: {mode: eval}}", encoding="utf-8")
+    assert load(file).reward.args == {"mode": str(tmp_path / "eval")}
+    (tmp_path / "run.json").write_text("{}", encoding="utf-8")
+    assert load(file).reward.args == {"mode": "eval"}
+
+
 def test_an_argument_that_only_the_current_folder_has_is_not_taken(
     folders: tuple[Path, Path],
 ) -> None:

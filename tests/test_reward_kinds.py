@@ -108,6 +108,13 @@ def test_a_worker_draws_what_the_runs_own_process_draws() -> None:
 # -- networks in training mode ---------------------------------------------------------------------
 
 
+def test_the_networks_of_a_script_are_not_those_of_its_reward() -> None:
+    """A notebook holds the policy of its last run in a variable that the reward does not name."""
+    names: dict[str, Any] = {"mine": torch.nn.Linear(1, 1), "policy": torch.nn.Linear(1, 1)}
+    exec("def score(videos, prompts): return mine(videos)", names)
+    assert in_process._networks_of(names["score"]) == [names["mine"]]
+
+
 def network() -> nn.Module:
     return nn.Sequential(
         nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)

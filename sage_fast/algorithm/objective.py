@@ -201,12 +201,12 @@ def _as_surrogate(settings: ObjectiveConfig, found: Any) -> SurrogateRow:
 
     scored = _made_up_scored()
     shape = list(scored.advantage.shape)
-    value = called(found.value, scored, settings)
+    value = called(found.value, scored, settings, form="value(scored, objective) -> [B]")
     if not isinstance(value, Tensor) or list(value.shape) != shape:
         raise ValueError(f"value: expected a tensor {shape}; it returned {value!r:.80}")
     if not value.requires_grad:
         raise ValueError("value: has no gradient in log_ratio, so nothing would be trained")
-    mask = called(found.clipped, scored, settings)
+    mask = called(found.clipped, scored, settings, form="clipped(scored, objective) -> [B]")
     if not isinstance(mask, Tensor) or list(mask.shape) != shape:
         raise ValueError(f"clipped: expected a mask {shape}; it returned {mask!r:.80}")
     return found

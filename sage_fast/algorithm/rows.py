@@ -82,13 +82,16 @@ def _imported(place: str, setting: str) -> Any:
     return found
 
 
-def called(function: Callable[..., Any], *arguments: Any) -> Any:
+def called(function: Callable[..., Any], *arguments: Any, form: str) -> Any:
     """Call a user's function.
 
+    Args:
+        form: what it takes and returns, for the message.
+
     Raises:
-        ValueError: it failed; says where and why in one line.
+        ValueError: it failed; says where and why in one line, and what was expected.
     """
     try:
         return function(*arguments)
     except Exception as error:
-        raise ValueError(first_line(failure(error))) from error
+        raise ValueError(f"{first_line(failure(error))}; expected {form}") from error

@@ -210,7 +210,7 @@ def _step_of(row: SamplerRow, s: Tensor, n: Tensor, eta: float) -> tuple[Tensor,
             least 0.
     """
     shape = list(s.shape)
-    returned = called(row.step, s, n, eta)
+    returned = called(row.step, s, n, eta, form="a function (s, n, eta) -> a, b, c")
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise ValueError(f"expected three tensors a, b, c; it returned {returned!r:.80}")
     for name, value in zip("abc", returned):

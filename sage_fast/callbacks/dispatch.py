@@ -188,7 +188,7 @@ def _check_callback(callback: object, place: str) -> None:
     if isinstance(callback, type) and issubclass(callback, Callback):
         raise UserError(f"{place} is a class: expected an object, such as {callback.__name__}()")
     if not isinstance(callback, Callback):
-        raise UserError(f"{place} = {callback!r}: expected an object of a class of sf.Callback's")
+        raise UserError(f"{place} = {callback!r}: expected an object of a subclass of sf.Callback")
 
 
 def _label(callback: Callback) -> str:

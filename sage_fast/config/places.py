@@ -187,6 +187,8 @@ def _arguments(value: Any, folder: Path, is_file: bool) -> Any:
         return value
     if value.startswith("~/"):
         return expanded(value)
+    if is_file and (folder / "run.json").exists():
+        return value  # in a run's folder paths are whole, and a word such as `eval` is no path
     whole = without_dots(folder / value)
     if os.path.exists(whole):
         return whole

@@ -38,8 +38,8 @@ def reward_import_path(name: str, setting: str) -> str:
         known = name.removeprefix(OBJECT)
         raise UserError(
             f"{setting}: the program that trained gave this reward as an object; expected "
-            f"package.module:name of it, such as my_rewards:{known}, or reward_funcs={known} in "
-            "Python"
+            f"package.module:name of it, such as my_rewards:{known}; sf.train also takes the "
+            f"object, reward_funcs={known}"
         )
     if ":" in name:
         return name

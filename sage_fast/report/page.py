@@ -232,7 +232,9 @@ def write_report(folder: Path, running: bool = False) -> Path:
         "report.html.j2",
         name=folder.resolve().name,
         running=running,
-        status=_status(run.rows, settings.get("train.iterations"), running),
+        status=_status(
+            run.rows, settings.get("train.iterations"), running, run.facts.get("stopped")
+        ),
         method=run.facts.get("method"),
         table=pairs,
         last=sides[-1].label if sides else "",
@@ -300,11 +302,15 @@ def _training_samples(run: RunFolder, notes: list[str]) -> dict[str, Any] | None
     return {"iteration": iteration, "cards": training_cards(videos, notes)}
 
 
-def _status(rows: Sequence[MetricsRow], planned: object, running: bool) -> str:
+def _status(
+    rows: Sequence[MetricsRow], planned: object, running: bool, stopped: object = None
+) -> str:
     done = len(rows)
     if not done:
         return "No iteration has been completed yet."
     if isinstance(planned, int) and done < planned:
+        if stopped and not running:  # by a callback
+            return f"Ended after {done} of {planned} iterations: {stopped}"
         state = "Running" if running else "Stopped early, or still running"
         return f"{state}: {done} of {planned} iterations."
     seconds = float(np.nansum(column(rows, "time/total")))

@@ -211,12 +211,13 @@ def _evaluation_mode(name: str, reward: Any) -> Iterator[None]:
 
 
 def _networks_of(reward: Any) -> list[nn.Module]:
-    """Return the networks that a reward holds: in its attributes, or for a function in its module
-    and closure."""
+    """Return the networks that a reward holds: in its attributes, or for a function in its closure
+    and in what its code names of its module. A script's other variables are not the reward's."""
     owner = getattr(reward, "__self__", reward)  # of a method
     if not inspect.isfunction(owner):
         return _networks_in(owner)
-    values = [*owner.__globals__.values(), *vars(owner).values()]
+    named = [owner.__globals__.get(name) for name in owner.__code__.co_names]
+    values = [*named, *vars(owner).values()]
     for cell in owner.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             values.append(cell.cell_contents)
