@@ -19,9 +19,9 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.rollout.step import denoise
-from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
+from tests.tiny import embeddings, keys_of, perturb, settings, tiny_model, tiny_trainer
 
-PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
+PROMPTS = keys_of(["a red circle moves left quickly", "a blue square moves up slowly"])
 SYNCHRONISING = {
     "_local_scalar_dense",
     "nonzero",
@@ -87,7 +87,7 @@ def inputs(prompts: list[str]) -> tuple[Tensor, Tensor, list[TextEmbedding]]:
 
 
 @pytest.mark.parametrize("pair", ["lora", "full"], indirect=True)
-@pytest.mark.parametrize("prompts", [PROMPTS, [""]], ids=["two prompts", "an empty one"])
+@pytest.mark.parametrize("prompts", [PROMPTS, keys_of([""])], ids=["two prompts", "an empty one"])
 def test_values_and_gradients(pair: tuple[Any, HunyuanVideo15Policy], prompts: list[str]) -> None:
     stock, ours = pair
     x, sigma, text = inputs(prompts)

@@ -27,15 +27,18 @@ from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.testbed.tiny_model import LATENT_SHAPE
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import PretendCuda
-from tests.tiny import embeddings, settings, tiny_model, tiny_trainer, with_images
+from tests.tiny import embeddings, keys_of, settings, tiny_model, tiny_trainer, with_images
 
-PROMPTS = [
-    "a red circle moves left quickly",
-    "a blue square moves up slowly",
-    "a green circle moves down slowly",
-]
+PROMPTS = keys_of(
+    [
+        "a red circle moves left quickly",
+        "a blue square moves up slowly",
+        "a green circle moves down slowly",
+    ]
+)
 STEPS = 5
 POOL = 2**29  # bytes by which each recording is said to enlarge the pool
 
@@ -60,7 +63,7 @@ def roll(
     index: int = 0,
     graphs: StepGraphs | None = None,
     table: TransitionTable = TABLE,
-    texts: Mapping[str, Any] | None = None,
+    texts: Mapping[PromptKey, Any] | None = None,
 ) -> list[Tensor]:
     """The last latents of a sample per prompt, and all tensors of every step; `index` seeds the
     noise."""
@@ -84,7 +87,7 @@ def roll(
 
 def difference(
     graphs: StepGraphs,
-    batches: Sequence[Sequence[str]],
+    batches: Sequence[Sequence[PromptKey]],
     table: TransitionTable = TABLE,
     images: bool = False,
 ) -> str:
@@ -106,7 +109,7 @@ def difference(
     return ""
 
 
-def twice(policy: HunyuanVideo15Policy, prompts: list[str], graphs: StepGraphs) -> Any:
+def twice(policy: HunyuanVideo15Policy, prompts: list[PromptKey], graphs: StepGraphs) -> Any:
     """The second rollout of a shape, which is recorded."""
     roll(policy, prompts, 0, graphs)
     return roll(policy, prompts, 0, graphs)

@@ -46,6 +46,7 @@ from tests.tiny import (
     FEW_STEPS,
     BrightnessReward,
     arguments,
+    keys_of,
     planned,
     settings,
     tiny_trainer,
@@ -85,7 +86,7 @@ BASE: dict[str, Any] = {
 def first_prompts(**given: Any) -> set[str]:
     """The first prompt of each iteration; no other prompt of these iterations is one of them."""
     config = settings(**BASE | given)
-    plans = [planned(config, train_prompts(), index) for index in range(ITERATIONS)]
+    plans = [planned(config, keys_of(train_prompts()), index) for index in range(ITERATIONS)]
     return {plan.samples[0].prompt for plan in plans}
 
 

@@ -30,9 +30,9 @@ from sage_fast.models.lora.adapter import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.run.weights import save_weights
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError
-from tests.tiny import captions
+from tests.tiny import captions, keys_of
 from tests.tiny_checkpoint import (
     GUIDANCE_SCALE,
     IMAGE_DIM,
@@ -323,12 +323,11 @@ def test_cache_is_read_without_the_encoders(
         return lambda caption: calls.append(caption.text) or embeddings[caption.text]
 
     def check(found: dict[str, TextEmbedding]) -> None:
-        assert list(found) == [PLAIN, QUOTED]
-        for prompt in found:
-            torch.testing.assert_close(found[prompt].text, embeddings[prompt].text, rtol=0, atol=0)
-            torch.testing.assert_close(
-                found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0
-            )
+        assert list(found) == keys_of([PLAIN, QUOTED])
+        for key, read in found.items():
+            made = embeddings[key.text]
+            torch.testing.assert_close(read.text, made.text, rtol=0, atol=0)
+            torch.testing.assert_close(read.glyphs, made.glyphs, rtol=0, atol=0)
 
     found = encode_cached(captions(PLAIN, QUOTED, PLAIN), factory, tmp_path, "m", TextEmbedding)
     check(found)
@@ -390,7 +389,7 @@ def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
     damage(*sorted(sound))
     caplog.set_level("INFO")
     caplog.clear()
-    assert torch.equal(encode()[PLAIN].text, embeddings[PLAIN].text)
+    assert torch.equal(encode()[PromptKey(PLAIN)].text, embeddings[PLAIN].text)
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == sound
     [line] = caplog.messages
     assert f"{sorted(sound)[0].name}" in line

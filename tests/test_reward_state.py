@@ -22,6 +22,7 @@ from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer
 from sage_fast.util import guard
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.guard import SETTINGS, guarded
 from sage_fast.util.plugins import import_plugin
@@ -198,7 +199,7 @@ def test_a_setting_is_put_back_and_named_once(
     write(**{place: LINES[setting]})
     reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}))
     for _ in range(2):
-        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+        reward(torch.rand(1, 2, 3, 8, 8), [PromptKey("a")])
     if (setting, place) == ("torch.set_grad_enabled", "call"):
         return  # a call is without gradients anyway
     (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
@@ -239,7 +240,7 @@ def test_what_a_call_changes_for_good_ends_the_run_and_drops_nothing() -> None:
     with pytest.raises(
         UserError, match=r"reward 'bright:Bright' changes torch\.set_default_device"
     ):
-        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+        reward(torch.rand(1, 2, 3, 8, 8), [PromptKey("a")])
     reward.callers[0]._backends[0].reward.entered.__exit__(None, None, None)  # type: ignore[attr-defined]
 
 
@@ -274,7 +275,7 @@ def test_what_harms_no_run_is_not_noted(
     reward = CompositeReward.of(
         RewardConfig(name="bright:Bright", weights={"bright": 1.0}, retries=0)
     )
-    scores = reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+    scores = reward(torch.rand(1, 2, 3, 8, 8), [PromptKey("a")])
     assert scores.notes == ()
     assert [
         record.getMessage() for record in caplog.records if "changes" in record.getMessage()
@@ -365,4 +366,6 @@ def test_metadata_are_a_copy_as_well() -> None:
 
     known = {"a": {"tags": []}}
     composite = CompositeReward(reward, RewardConfig(name="r", weights={"a": 1.0}), known)  # type: ignore[arg-type]
-    assert [composite(torch.rand(1, 1, 3, 8, 8), ["a"]).rewards.item() for _ in range(2)] == [1, 1]
+    assert [
+        composite(torch.rand(1, 1, 3, 8, 8), [PromptKey("a")]).rewards.item() for _ in range(2)
+    ] == [1, 1]

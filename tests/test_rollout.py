@@ -15,9 +15,9 @@ from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.testbed.tiny_model import LATENT_SHAPE
 from sage_fast.util.seeding import sample_seeds
-from tests.tiny import embeddings, settings, tiny_model
+from tests.tiny import embeddings, keys_of, settings, tiny_model
 
-PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
+PROMPTS = keys_of(["a red circle moves left quickly", "a blue square moves up slowly"])
 CPU = torch.device("cpu")
 
 

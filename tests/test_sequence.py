@@ -35,6 +35,7 @@ from sage_fast.util.ranks import all_reduce, join_sequence_group, rank, sequence
 from tests.ranks import run_ranks, screens
 from tests.tiny import (
     embeddings,
+    keys_of,
     rounding_of_advantages,
     settings,
     tiny_model,
@@ -107,12 +108,11 @@ def forwards(folder: Path) -> None:
         model = tiny_model(settings(model__tuning=tuning, sampling__guidance_scale=guidance))
         for p in model.policy.parameters().values():
             p.data.add_(0.05 * torch.randn(p.shape))
-        chosen = embeddings(PROMPTS[prompts])
+        keys = keys_of(PROMPTS[prompts])
+        chosen = embeddings(keys)
         if prompts == "images":
             chosen = with_images(chosen, *latents[1:])
-        text, negative = (
-            [chosen[prompt] for prompt in names] for names in (PROMPTS[prompts], ["", ""])
-        )
+        text, negative = ([chosen[key] for key in named] for named in (keys, keys_of(["", ""])))
         x = torch.randn(2, 32, *latents)
         upstream = torch.randn_like(x)
         conditions = (torch.rand(2), text, negative if guidance != 1 else None)

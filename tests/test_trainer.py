@@ -33,9 +33,16 @@ from sage_fast.run.facts import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError
-from tests.tiny import BrightnessReward, planned, rounding_of_advantages, settings, tiny_trainer
+from tests.tiny import (
+    BrightnessReward,
+    keys_of,
+    planned,
+    rounding_of_advantages,
+    settings,
+    tiny_trainer,
+)
 
-PROMPTS = train_prompts()
+PROMPTS = keys_of(train_prompts())
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
