@@ -498,7 +498,7 @@ def test_a_cached_embedding_that_is_not_finite_is_made_again(tmp_path: Path) -> 
     spoilt["text"][0, 0] = torch.nan
     file.write_bytes(save(spoilt, {"sha256": embeddings._checksum(file, spoilt)}))
     found = encode_cached(captions, lambda: lambda caption: right, tmp_path, "m", TextEmbedding)
-    assert torch.equal(found["a cat"].text, right.text)
+    assert torch.equal(found[PromptKey("a cat")].text, right.text)
     assert file.read_bytes() == content
 
 

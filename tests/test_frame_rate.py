@@ -29,10 +29,10 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.captions import PromptKey
 from sage_fast.util.videos import save_mp4
 from tests.reward_faults import request
-from tests.tiny import settings
+from tests.tiny import keys_of, settings
 
 VIDEOS = torch.linspace(0, 1, 6)[:, None, None, None, None].expand(6, 5, 3, 16, 16).clone()
-PROMPTS = list("abcdef")
+PROMPTS = keys_of("abcdef")
 FRAMES_ALONE = {
     "testbed": "speeds are in pixels a frame",
     "testbed-i2v": "speeds are in pixels a frame",

@@ -110,7 +110,7 @@ def test_the_image_is_in_every_key_of_a_prompt_and_in_its_metadata(there: Path) 
 
 @pytest.mark.parametrize("image", ["ball.png", "/a/b c.png", "a]b.png", "[image.png", "ä\n.png"])
 @pytest.mark.parametrize("text", ["", "a", "a [image: x] b", "two\nlines"])
-def test_a_key_is_split_into_what_it_was_made_of(text: str, image: str) -> None:
+def test_a_key_that_is_written_is_read_back(text: str, image: str) -> None:
     for key in (PromptKey(text, image), PromptKey(text)):
         assert PromptKey.parse(str(key)) == key
 

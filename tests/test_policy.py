@@ -498,8 +498,9 @@ def test_ode_rollout_reproduces_the_pipeline(
     model = load(checkpoint, guidance_scale)
     latents = initial_latents(torch.tensor([1, 2]), SPACE, CPU)
     table = transition_table(sigma_schedule(steps, SHIFT), "ode", 0.0)
-    conditions = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
-    samples = zip(prompts, torch.tensor([1, 2]).split(1), latents.split(1))
+    known = {PromptKey(text): embedding for text, embedding in embeddings.items()}
+    conditions = model.policy.conditioning_table(table.sigmas[:-1], known)
+    samples = zip(keys_of(prompts), torch.tensor([1, 2]).split(1), latents.split(1))
     ours = torch.cat(
         [
             rollout(model.policy, table, table.coefficients(), conditions, [key], *sample)

@@ -88,7 +88,7 @@ class OneGroupIsEqual(BrightnessReward):
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         first = {
-            planned(settings(), keys_of(train_prompts()), index).samples[0].prompt
+            planned(settings(), keys_of(train_prompts()), index).samples[0].prompt.text
             for index in range(2)
         }
         equal = torch.tensor([prompt in first for prompt in prompts])

@@ -222,6 +222,7 @@ import os, sys
 import torch
 from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import CompositeReward
+from sage_fast.util.captions import PromptKey
 
 def reward(videos, prompts):
     os.fork()
@@ -435,6 +436,7 @@ import os, sys
 import torch
 from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import CompositeReward
+from sage_fast.util.captions import PromptKey
 reward = CompositeReward.of(RewardConfig(name="in_c:reward", weights={"a": 1.0}, workers=1))
 reward.submit(torch.rand(1, 2, 3, 8, 8), [PromptKey("a")])
 print(reward.callers[0]._backends[0]._process.pid, flush=True)

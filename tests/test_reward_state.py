@@ -364,7 +364,8 @@ def test_metadata_are_a_copy_as_well() -> None:
             )
         }
 
-    known = {"a": {"tags": []}}
+    key = PromptKey("a")
+    known = {key: {"tags": []}}
     composite = CompositeReward(reward, RewardConfig(name="r", weights={"a": 1.0}), known)  # type: ignore[arg-type]
     assert [
         composite(torch.rand(1, 1, 3, 8, 8), [PromptKey("a")]).rewards.item() for _ in range(2)

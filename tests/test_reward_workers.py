@@ -847,6 +847,7 @@ def test_what_the_code_of_a_reward_has_started_ends_with_the_run(
     code = (
         "from sage_fast.config.schema import RewardConfig\n"
         "from sage_fast.rewards import CompositeReward\n"
+        "from sage_fast.util.captions import PromptKey\n"
         "import torch\n"
         "if __name__ == '__main__':\n"
         f"    config = RewardConfig(name='starts:score', weights={{'a': 1.0}}, workers={workers})\n"

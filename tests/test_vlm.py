@@ -25,6 +25,7 @@ from sage_fast.rewards.shipped.vlm import TEMPLATES, VLMReward
 from sage_fast.run.resume import _compared
 from sage_fast.util.errors import UserError
 from tests.reward_faults import request
+from tests.tiny import keys_of
 
 GREY = torch.tensor([0.1, 0.3, 0.5, 0.8])
 VIDEOS = GREY[:, None, None, None, None].expand(4, 20, 3, 32, 48).clone()
@@ -250,20 +251,22 @@ def test_a_wrong_key_or_model_ends_the_run_before_it_begins(
     key = {"api_key": "${JUDGE_KEY}"}
     monkeypatch.setenv("JUDGE_KEY", "sk-wrong")
     with pytest.raises(UserError, match=r"status 401: Incorrect API key provided: \$\{JUDGE_KEY\}"):
-        CompositeReward.of(config(vlm, args=key)).check(sampling, ["a cat"])
+        CompositeReward.of(config(vlm, args=key)).check(sampling, keys_of(["a cat"]))
     monkeypatch.setenv("JUDGE_KEY", "sk-\nsecret")
     with pytest.raises(UserError, match="the token is no text that HTTP can send") as error:
-        CompositeReward.of(config(vlm, args=key)).check(sampling, ["a cat"])
+        CompositeReward.of(config(vlm, args=key)).check(sampling, keys_of(["a cat"]))
     assert "secret" not in str(error.value)
     monkeypatch.setenv("JUDGE_KEY", vlm.key)
     with pytest.raises(UserError, match="status 404: The model `other` does not exist"):
-        CompositeReward.of(config(vlm, args=key | {"model": "other"})).check(sampling, ["a cat"])
+        CompositeReward.of(config(vlm, args=key | {"model": "other"})).check(
+            sampling, keys_of(["a cat"])
+        )
     with pytest.raises(UserError, match=r"status 404: .*Not Found"):
         CompositeReward.of(config(vlm, args=key | {"url": vlm.url.removesuffix("/v1")})).check(
-            sampling, ["a cat"]
+            sampling, keys_of(["a cat"])
         )
     reward = CompositeReward.of(config(vlm, args=key))
-    reward.check(sampling, ["a cat"])
+    reward.check(sampling, keys_of(["a cat"]))
     assert reward.parts == ["alignment", "physics", "style"]
 
 

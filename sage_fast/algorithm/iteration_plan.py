@@ -30,7 +30,7 @@ class Sample:
     Attributes:
         group: index of the group, one for each prompt of the iteration.
         index: index within the group.
-        prompt: prompt of the group, and key of its condition.
+        prompt: key of the group's prompt, and of its condition.
         seed: key of the noise.
         latent_seed: key of the initial latents; the same for the whole group with shared initial
             noise.

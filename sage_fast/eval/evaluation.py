@@ -193,7 +193,8 @@ def score_videos(
         rewards: as returned by `rewards_of`.
         videos_of: returns the videos with these numbers, indexed from 0 on each rank.
         kept: number of this rank's first videos to return, float32 `[F, 3, H, W]`.
-        save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
+        save: called with the number, written key and video (on the CPU) of each of this rank's
+            videos.
         collective: whether `videos_of` runs forwards that other ranks wait for; an error of this
             rank then waits.
     """

@@ -176,6 +176,7 @@ class Scorer(Protocol):
         """Start to score `videos [B, F, 3, H, W]`.
 
         Args:
+            prompts: keys of their prompts.
             fps: frames per second of the videos; None: not known.
             seed: of the random numbers that a reward draws.
         """

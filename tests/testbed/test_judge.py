@@ -28,9 +28,9 @@ from sage_fast.testbed.world import (
     parse,
 )
 from sage_fast.util.errors import RewardError, UserError
-from tests.tiny import keys_of
 from studies.testbed.corruptions import CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
 from studies.testbed.render import render
+from tests.tiny import keys_of
 
 JUDGE = TestbedJudge()
 SCENES = all_scenes()
