@@ -89,7 +89,9 @@ def inputs(prompts: list[PromptKey]) -> tuple[Tensor, Tensor, list[TextEmbedding
 
 @pytest.mark.parametrize("pair", ["lora", "full"], indirect=True)
 @pytest.mark.parametrize("prompts", [PROMPTS, keys_of([""])], ids=["two prompts", "an empty one"])
-def test_values_and_gradients(pair: tuple[Any, HunyuanVideo15Policy], prompts: list[str]) -> None:
+def test_values_and_gradients(
+    pair: tuple[Any, HunyuanVideo15Policy], prompts: list[PromptKey]
+) -> None:
     stock, ours = pair
     x, sigma, text = inputs(prompts)
     upstream = torch.randn_like(x)

@@ -59,7 +59,7 @@ TABLE = transition_table(sigma_schedule(STEPS, 3.0), "sage", 0.7)
 
 def roll(
     policy: Policy,
-    prompts: Sequence[str],
+    prompts: Sequence[PromptKey],
     index: int = 0,
     graphs: StepGraphs | None = None,
     table: TransitionTable = TABLE,
@@ -212,12 +212,12 @@ def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> N
     policy = tiny_model(settings()).policy
     lengths = {f"{count} words": count for count in (5, 9, 40)}
     texts = {
-        p: TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8))
+        PromptKey(p): TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8))
         for p, n in {"": 1, **lengths}.items()
     }
 
     def rolled(graphs: StepGraphs | None, prompt: str) -> list[Tensor]:
-        return roll(policy, [prompt] * 2, 0, graphs, texts=texts)
+        return roll(policy, [PromptKey(prompt)] * 2, 0, graphs, texts=texts)
 
     def kept(graphs: StepGraphs) -> int:
         return graphs._kept(graphs._graphs.values()) - graphs._pool

@@ -87,7 +87,7 @@ def first_prompts(**given: Any) -> set[str]:
     """The first prompt of each iteration; no other prompt of these iterations is one of them."""
     config = settings(**BASE | given)
     plans = [planned(config, keys_of(train_prompts()), index) for index in range(ITERATIONS)]
-    return {plan.samples[0].prompt for plan in plans}
+    return {plan.samples[0].prompt.text for plan in plans}
 
 
 class Equal(BrightnessReward):

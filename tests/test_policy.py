@@ -322,7 +322,7 @@ def test_cache_is_read_without_the_encoders(
         calls.append("load")
         return lambda caption: calls.append(caption.text) or embeddings[caption.text]
 
-    def check(found: dict[str, TextEmbedding]) -> None:
+    def check(found: dict[PromptKey, TextEmbedding]) -> None:
         assert list(found) == keys_of([PLAIN, QUOTED])
         for key, read in found.items():
             made = embeddings[key.text]
@@ -375,7 +375,7 @@ def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
     damage: Callable[[Path, Path], None], tmp_path: Path, embeddings: dict[str, TextEmbedding],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    def encode() -> dict[str, TextEmbedding]:
+    def encode() -> dict[PromptKey, TextEmbedding]:
         return encode_cached(
             captions(PLAIN, QUOTED),
             lambda: lambda read: embeddings[read.text],

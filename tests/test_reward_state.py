@@ -26,7 +26,7 @@ from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.guard import SETTINGS, guarded
 from sage_fast.util.plugins import import_plugin
-from tests.tiny import settings
+from tests.tiny import keys_of, settings
 
 REWARD = """
 import torch
@@ -337,8 +337,9 @@ def test_each_reader_gets_what_was_decoded(
     videos = torch.rand(2, 3, 3, 8, 8)
     before = videos.clone()
     composite = CompositeReward(reward, RewardConfig(name="writes", weights={"a": 1.0}))
+    keys = keys_of(["a", "b"])
     for _ in range(2):
-        assert composite(videos, ["a", "b"]).rewards.tolist() == before.mean((1, 2, 3, 4)).tolist()
+        assert composite(videos, keys).rewards.tolist() == before.mean((1, 2, 3, 4)).tolist()
     assert torch.equal(videos, before)
     (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
     assert note == "note: reward 'writes' writes into the videos, of which it has a copy"
@@ -350,7 +351,7 @@ def test_a_reward_that_only_reads_is_told_nothing(caplog: pytest.LogCaptureFixtu
     composite = CompositeReward(
         lambda v, p: {"a": v[:, 0, 0, 0, 1]}, RewardConfig(name="reads", weights={"a": 1.0})
     )
-    assert composite(videos, ["a", "b"]).dropped == 0
+    assert composite(videos, keys_of(["a", "b"])).dropped == 0
     assert not caplog.records
 
 

@@ -273,7 +273,7 @@ def test_a_call_that_failed_keeps_no_videos() -> None:
     kept = weakref.ref(videos)
     gc.disable()
     try:
-        scores = reward(videos, ["x", "x"])
+        scores = reward(videos, keys_of(["x", "x"]))
         del videos
         wait_until(lambda: kept() is None)
         assert scores.dropped == 2
@@ -472,8 +472,9 @@ def test_what_is_no_http_ends_its_connection(head: bytes, server: RewardServer) 
 
 
 def test_requests_that_are_none() -> None:
-    sound = json.loads(reward_http.format_request(request(VIDEOS[:2], PROMPTS[:2]), "id"))
-    assert read_request(json.dumps(sound).encode())[1].prompts == PROMPTS[:2]
+    texts = ["prompt 0", "prompt 1"]
+    sound = json.loads(reward_http.format_request(request(VIDEOS[:2], texts), "id"))
+    assert read_request(json.dumps(sound).encode())[1].prompts == texts
 
     def videos(kind: str, shape: list[int]) -> str:
         header = json.dumps(

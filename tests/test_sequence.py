@@ -29,6 +29,7 @@ from sage_fast.models.model import Model
 from sage_fast.rewards.composite import Pending
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import RewardError, RunError, UserError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import all_reduce, join_sequence_group, rank, sequence_group, shutdown
@@ -201,7 +202,7 @@ def evaluations_that_fail(folder: Path) -> list[str]:
     setup.encode(folder)
     submit = setup.reward.submit
 
-    def overdue(videos: Tensor, prompts: Sequence[str], *rest: Any) -> Pending:
+    def overdue(videos: Tensor, prompts: Sequence[PromptKey], *rest: Any) -> Pending:
         if rank() == 1:
             raise RewardError("gave no answer")
         return submit(videos, prompts, *rest)

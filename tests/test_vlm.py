@@ -130,7 +130,7 @@ def test_each_video_keeps_its_own_scores(vlm: VLM) -> None:
     """The published request: 16 of 20 frames as JPEG, then the text; all videos of a call at
     once."""
     vlm.together = threading.Barrier(4)
-    scores = CompositeReward.of(config(vlm))(VIDEOS, PROMPTS)
+    scores = CompositeReward.of(config(vlm))(VIDEOS, keys_of(PROMPTS))
     torch.testing.assert_close(scores.rewards, torch.tensor(EXPECTED), rtol=0, atol=4.1 / 255)
     assert scores.parts["physics"].tolist() == pytest.approx([3.0987] * 4)
     assert scores.parts["style"].tolist() == [2] * 4
@@ -161,7 +161,7 @@ def test_frames_are_evenly_spaced_from_the_first_on(vlm: VLM) -> None:
         )
     ]
     args = {"num_frames": 4, "template": "general", "extra_body": {"max_tokens": 64, "seed": 1}}
-    scores = CompositeReward.of(config(vlm, args=args))(video, ["a cat"])
+    scores = CompositeReward.of(config(vlm, args=args))(video, keys_of(["a cat"]))
     assert {part: values.item() for part, values in scores.parts.items()} == {
         "alignment": 9,
         "motion": 7.25,
@@ -181,7 +181,7 @@ def test_an_answer_that_does_not_parse_costs_its_own_video_alone(vlm: VLM) -> No
     vlm.plan = {"a dog": [(200, "A fine dog.")], "a cow": [(200, "Hm."), (200, ANSWER.format(2))]}
     videos = VIDEOS.clone()
     videos[3, 7] = torch.nan
-    scores = CompositeReward.of(config(vlm))(videos, PROMPTS)
+    scores = CompositeReward.of(config(vlm))(videos, keys_of(PROMPTS))
     assert scores.rewards.isnan().tolist() == [False, True, False, True]
     assert (scores.dropped, scores.retried) == (2, 3)
     assert vlm.captions() == ["a cat", "a cow", "a cow", "a dog", "a dog"]
@@ -196,7 +196,7 @@ def test_a_busy_server_is_asked_again_for_what_is_missing(
 ) -> None:
     monkeypatch.setattr("sage_fast.rewards.http.FIRST_WAIT", 0.01)
     vlm.plan["a cow"] = [(429, "Rate limit"), (503, "Loading"), (200, ANSWER.format(3))]
-    scores = CompositeReward.of(config(vlm))(VIDEOS, PROMPTS)
+    scores = CompositeReward.of(config(vlm))(VIDEOS, keys_of(PROMPTS))
     assert (scores.retried, scores.dropped, scores.notes) == (0, 0, ())
     assert scores.rewards[2] == 3
     assert vlm.captions() == ["a cat", "a cow", "a cow", "a cow", "a dog", "a hen"]
