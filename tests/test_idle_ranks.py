@@ -236,10 +236,10 @@ def train(case: Case) -> Record:
         trainer.policy.sequence = SequenceParallel(group, CPU)
     if case.situation == LENGTHS:
         trainer.embeddings = {
-            prompt: TextEmbedding(
-                text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs
+            key: TextEmbedding(
+                text=known.text.repeat(1 + 3 * (len(key.text) % 3), 1), glyphs=known.glyphs
             )
-            for prompt, known in trainer.embeddings.items()
+            for key, known in trainer.embeddings.items()
         }
     if case.situation == IMAGES:
         torch.manual_seed(7)

@@ -160,10 +160,10 @@ def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
     trainer: Trainer = tiny_trainer(config, reward())
     if lengths:
         trainer.embeddings = {
-            prompt: TextEmbedding(
-                text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs
+            key: TextEmbedding(
+                text=known.text.repeat(1 + 3 * (len(key.text) % 3), 1), glyphs=known.glyphs
             )
-            for prompt, known in trainer.embeddings.items()
+            for key, known in trainer.embeddings.items()
         }
         trainer.replay.lengths = pass_lengths(
             trainer.embeddings, guided=trainer.policy.uses_guidance
