@@ -19,7 +19,7 @@ from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec
 from sage_fast.tools.harness import usual_dtype
 from sage_fast.tools.operators import OPERATORS, inputs
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 
 PROMPT = "a red circle moves left quickly"
 TESTBED = "random:testbed"
@@ -51,10 +51,10 @@ def random_policy(spec: Spec, device: torch.device) -> Policy:
     return spec.policy(networks, dtype=dtype, guidance_scale=1.0)
 
 
-def conditions(spec: Spec, policy: Policy) -> dict[str, Condition]:
-    """Return prompt -> condition, for `PROMPT` and the empty one."""
+def conditions(spec: Spec, policy: Policy) -> dict[PromptKey, Condition]:
+    """Return key -> condition, for `PROMPT` and the empty one."""
     condition = spec.load_encoder(policy.dtype, policy.device, SamplingConfig())(Caption(PROMPT))
-    return {"": condition, PROMPT: condition}
+    return {PromptKey(""): condition, PromptKey(PROMPT): condition}
 
 
 def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int]:
@@ -69,13 +69,14 @@ def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int
         spec, sampling = shallow(TESTBED), SamplingConfig(num_frames=17, height=32, width=32)
     policy, count = random_policy(spec, device), sampling.batch_size
     known = conditions(spec, policy)
+    key = PromptKey(PROMPT)
     x = torch.randn(count, *spec.latent_shape(sampling), device=device)
-    tokens = spec.tokens(x.shape[1:]) + known[PROMPT].tokens
+    tokens = spec.tokens(x.shape[1:]) + known[key].tokens
     if (shape := spec.attention_shape(sampling)) is not None:
         policy.attention = ATTENTION[
             fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))
         ]
     with torch.no_grad():
         table = policy.conditioning_table(torch.tensor([0.7]), known)
-        inputs = table.of([PROMPT] * count).at(torch.zeros(1, dtype=torch.int64, device=device))
+        inputs = table.of([key] * count).at(torch.zeros(1, dtype=torch.int64, device=device))
     return torch.no_grad()(lambda: policy.velocity(x, inputs)), count * tokens

@@ -36,6 +36,7 @@ from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.rollout.step import denoise
 from sage_fast.testbed.tiny_model import LATENT_SHAPE, Testbed
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import in_one_line
 
 ATTENTIONS = {"eager cudnn": "cudnn", "eager flash4": "flash4"}
@@ -200,8 +201,8 @@ class Rung:
         prompt, negative = (
             TextEmbedding(text=t, glyphs=torch.zeros(0, config.text_embed_2_dim)) for t in texts
         )
-        self.embeddings = {"prompt": prompt, prompt.negative: negative}
-        self.prompts = ["prompt"] * size.batch
+        self.embeddings = {PromptKey("prompt"): prompt, prompt.negative: negative}
+        self.prompts = [PromptKey("prompt")] * size.batch
         self.shape = (config.out_channels, *size.space)
         self.table = transition_table(sigma_schedule(size.steps, 5.0), "sage", 0.5)
         self.coefs = self.table.coefficients().to(device)

@@ -20,6 +20,7 @@ from sage_fast.config.loader import build
 from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.ops import transition_score
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.captions import PromptKey
 
 STEPS, ETA, SHIFT = 6, 0.7, 5.0  # denoising steps, noise of the sampler, timestep shift
 PROMPTS, GROUP = 2, 8  # groups of an iteration, videos of a group
@@ -104,7 +105,7 @@ def main(iterations: int) -> list[float]:
 
 def policy_loss(
     setup: Setup,
-    prompts: list[str],
+    prompts: list[PromptKey],
     stored: Transition,
     coefs: Tensor,
     equalizer: Tensor,

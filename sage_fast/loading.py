@@ -40,7 +40,7 @@ from sage_fast.rewards.interface import Scorer
 from sage_fast.rewards.objects import name_rewards
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import step_graphs
-from sage_fast.util.captions import Caption, prompt_key, split_key
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.files import fingerprint
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import (
@@ -103,15 +103,15 @@ class Setup:
     resolved: ResolvedConfig
     model: Model
     reward: Scorer
-    prompts: list[str]
-    eval_prompts: list[str]
+    prompts: list[PromptKey]
+    eval_prompts: list[PromptKey]
     judge: Scorer | None = None
     graphs: StepGraphs | None = None
-    captions: dict[str, Caption] = dataclasses.field(default_factory=dict)
-    negatives: dict[str, str] = dataclasses.field(default_factory=dict)
+    captions: dict[PromptKey, Caption] = dataclasses.field(default_factory=dict)
+    negatives: dict[PromptKey, str] = dataclasses.field(default_factory=dict)
     contents: dict[str, str] = dataclasses.field(default_factory=dict)
     eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
-    embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
+    embeddings: dict[PromptKey, Condition] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> Config:
@@ -135,12 +135,10 @@ class Setup:
             cache_key(spec, self.config.model.dtype, folder, sampling),
             spec.condition,
         )
-        self.embeddings = {
-            key: dataclasses.replace(
-                made, negative=prompt_key(self.negatives.get(key, ""), image=split_key(key)[1])
-            )
-            for key, made in found.items()
-        }
+        self.embeddings = {}
+        for key, made in found.items():
+            negative = PromptKey(self.negatives.get(key, ""), key.image)
+            self.embeddings[key] = dataclasses.replace(made, negative=negative)
 
     def _check_same_prompts(self) -> None:
         """Check that all ranks have read the same prompts: each node may have a copy of the file.

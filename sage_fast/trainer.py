@@ -51,6 +51,7 @@ from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.samples import SampleRollouts
 from sage_fast.rollout.scoring import VideoScorer, gather_checked
 from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_device
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.console import Progress, wrapped
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.profiling import annotate
@@ -96,7 +97,7 @@ class Trainer:
         resolved: settings of the run.
         model: policy and decoder.
         reward: composite reward.
-        prompts: training prompts.
+        prompts: keys of the training prompts.
         embeddings: key -> condition, for every training prompt, including the negative and the
             empty one.
         graphs: CUDA graphs to replay rollout steps from.
@@ -124,7 +125,7 @@ class Trainer:
         resolved: ResolvedConfig,
         model: Model,
         reward: Scorer,
-        prompts: Sequence[str],
+        prompts: Sequence[PromptKey],
         embeddings: Mapping[Any, Condition],
         *,
         graphs: StepGraphs | None = None,
@@ -229,7 +230,7 @@ class Trainer:
             prompt_offset=self.prompt_order.offset,
         )
 
-    def _tokens(self, prompt: str) -> int:
+    def _tokens(self, prompt: PromptKey) -> int:
         """Token count of one forward (both CFG passes)."""
         video = self.model.spec.tokens(self.latent_shape)
         return sum(video + text for text in self.replay.lengths[prompt])

@@ -32,6 +32,7 @@ from sage_fast.report.charts import BLUE, GREEN, GREY
 from sage_fast.report.page import RunReport, read_run, write_report
 from sage_fast.run_folder import RunFolder
 from sage_fast.testbed.rewards import measure
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.videos import evenly_spaced, pixels
 from studies.drawn import picture
 from studies.testbed.look import drawn_by, mean_parts
@@ -62,7 +63,8 @@ class Clips:
 
 
 def scored(setup: Setup, videos: Tensor, prompts: list[str]) -> Clips:
-    rewards = setup.reward.submit(videos, prompts).result().rewards
+    keys = [PromptKey(text) for text in prompts]
+    rewards = setup.reward.submit(videos, keys).result().rewards
     return Clips(videos=videos, rewards=rewards, parts=mean_parts(measure(videos), prompts))
 
 

@@ -22,7 +22,7 @@ from sage_fast.rewards import CompositeReward, Scores, join_scores
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.testbed.tiny_model import load_vae
 from sage_fast.util.meters import Stopwatch
-from tests.tiny import BrightnessReward, settings, tiny_model, tiny_trainer
+from tests.tiny import BrightnessReward, keys_of, settings, tiny_model, tiny_trainer
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -246,7 +246,7 @@ def test_chunks_score_as_one_batch_and_are_held_one_at_a_time() -> None:
     config = settings()
     model = tiny_model(config)
     latents = torch.randn(7, *model.spec.latent_shape(config.sampling))
-    prompts = [f"prompt {i}" for i in range(7)]
+    prompts = keys_of(f"prompt {i}" for i in range(7))
     reward = OneChunk()
     scorer = VideoScorer(model.decoder, CompositeReward(reward, config.reward), Stopwatch(CPU))
     for start in range(0, 7, 3):

@@ -32,10 +32,11 @@ from sage_fast.testbed.tiny_model import TestbedTransformer
 from sage_fast.tools.plan import dry_run
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
-from tests.tiny import CPU, BrightnessReward, embeddings, settings
+from tests.tiny import CPU, BrightnessReward, embeddings, keys_of, settings
 from tests.tiny_checkpoint import SHIFT, write_tiny_checkpoint
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
+KEYS = keys_of(PROMPTS)
 SPACE = (32, 2, 3, 4)
 PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_"
 STEP_DISTILLED = Distillation(steps=(8, 12), mean_velocity=True)
@@ -112,9 +113,7 @@ def test_values_and_gradients(pair: tuple[StockPolicy, HunyuanVideo15Policy]) ->
     )
     found = []
     for policy in pair:
-        v = policy.velocity(
-            x, policy.conditioning_table(sigmas, embeddings(PROMPTS)).at(PROMPTS, steps)
-        )
+        v = policy.velocity(x, policy.conditioning_table(sigmas, embeddings(KEYS)).at(KEYS, steps))
         named = dict(policy.transformer.named_parameters())
         found.append(
             (
@@ -143,9 +142,9 @@ def test_the_table_knows_each_end(pair: tuple[StockPolicy, HunyuanVideo15Policy]
     sigmas, x, texts = (
         torch.tensor([0.95, 0.6, 0.2]),
         torch.randn(3, 32, 5, 4, 4),
-        embeddings(PROMPTS),
+        embeddings(KEYS),
     )
-    prompts = [PROMPTS[0]] * 3
+    prompts = [KEYS[0]] * 3
     table, ends = policy.conditioning_table(sigmas, texts), torch.tensor([0.6, 0.2, 0.0])
     for steps in ([1], [2, 0, 1]):
         fresh = table.trained(prompts, torch.tensor(steps))
@@ -174,7 +173,7 @@ def test_an_iteration(checkpoint: Path, overrides: dict[str, Any]) -> None:
     setup = load_setup(resolve(config), PROMPTS, rewards=False)
     setup.encode()
     reward = CompositeReward(BrightnessReward(), config.reward)
-    trainer = Trainer(setup.resolved, setup.model, reward, PROMPTS, setup.embeddings)
+    trainer = Trainer(setup.resolved, setup.model, reward, setup.prompts, setup.embeddings)
     embedder = trainer.policy.networks["transformer"].time_embed.timestep_embedder_r
     before = embedder.linear_1.weight.clone()
     row = trainer.iteration(0)

@@ -22,7 +22,7 @@ from sage_fast.models.hunyuan15.encoder import encoder_version
 from sage_fast.rewards.shipped.clip import CLIPScoreReward
 from sage_fast.rewards.shipped.videoalign import VideoAlignReward
 from sage_fast.testbed import BASE, BASE_I2V
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -481,7 +481,7 @@ def test_an_embedding_that_is_not_finite_names_its_encoder_and_is_not_kept(
     def encoder(caption: Caption) -> TextEmbedding:
         return TextEmbedding(**(odd if caption.text == "a dog" else tensors))
 
-    captions = {text: Caption(text) for text in ("a cat", "a dog", "a bird")}
+    captions = {PromptKey(text): Caption(text) for text in ("a cat", "a dog", "a bird")}
     text = refusal(lambda: encode_cached(captions, lambda: encoder, tmp_path, "m", TextEmbedding))
     assert text == f"{part} gives values that are not finite for prompt 'a dog'"
     assert len(list(tmp_path.iterdir())) == 1, "what was encoded before is kept, and nothing else"
@@ -490,7 +490,7 @@ def test_an_embedding_that_is_not_finite_names_its_encoder_and_is_not_kept(
 def test_a_cached_embedding_that_is_not_finite_is_made_again(tmp_path: Path) -> None:
     """Such as one that another version has kept."""
     right = TextEmbedding(text=torch.ones(2, 4), glyphs=torch.zeros(0, 4))
-    captions = {"a cat": Caption("a cat")}
+    captions = {PromptKey("a cat"): Caption("a cat")}
     encode_cached(captions, lambda: lambda caption: right, tmp_path, "m", TextEmbedding)
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
@@ -498,7 +498,7 @@ def test_a_cached_embedding_that_is_not_finite_is_made_again(tmp_path: Path) -> 
     spoilt["text"][0, 0] = torch.nan
     file.write_bytes(save(spoilt, {"sha256": embeddings._checksum(file, spoilt)}))
     found = encode_cached(captions, lambda: lambda caption: right, tmp_path, "m", TextEmbedding)
-    assert torch.equal(found["a cat"].text, right.text)
+    assert torch.equal(found[PromptKey("a cat")].text, right.text)
     assert file.read_bytes() == content
 
 

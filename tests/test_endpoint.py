@@ -15,6 +15,7 @@ from sage_fast.ops.philox import philox_normal
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.endpoint import turn_to_endpoints
 from sage_fast.rollout.trajectories import Trajectories
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, shutdown
@@ -50,7 +51,10 @@ def turned(jacobian: Tensor, samples: int) -> tuple[Tensor, Tensor]:
         seeds,
         seeds,
     )
-    rows = [Sample(group=0, index=i, prompt="", seed=i, latent_seed=0) for i in range(samples)]
+    rows = [
+        Sample(group=0, index=i, prompt=PromptKey(""), seed=i, latent_seed=0)
+        for i in range(samples)
+    ]
     plan = SimpleNamespace(
         rollouts=SimpleNamespace(group_size=samples),
         tables=[SimpleNamespace(c=torch.tensor([0.3]))],

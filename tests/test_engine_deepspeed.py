@@ -31,7 +31,14 @@ from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import shutdown
 from tests import zero_runs
 from tests.ranks import command_on_ranks, run_ranks, screens
-from tests.tiny import FEW_STEPS, arguments, embeddings, settings, tiny_model, tiny_trainer
+from tests.tiny import (
+    FEW_STEPS,
+    arguments,
+    embedding,
+    settings,
+    tiny_model,
+    tiny_trainer,
+)
 from tests.zero_runs import SETTINGS, NamedReward, resume
 
 REPOSITORY = Path(__file__).parent.parent
@@ -460,7 +467,7 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
 def test_text_that_is_not_there_gives_its_embedder_a_gradient_of_zero() -> None:
     """With it, ranks with glyphs in their prompts and ranks without reduce the same weights."""
     model = tiny_model(settings(model__tuning="full"))
-    forward, text = model.policy.forward, [embeddings([])[""]]
+    forward, text = model.policy.forward, [embedding("")]
     plain = forward.context(torch.tensor([400.0]), text)
     context = forward.context(torch.tensor([400.0]), text, every=True)
     assert torch.equal(context, plain)

@@ -30,7 +30,7 @@ from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, shutdown
 from tests import zero_runs
 from tests.ranks import run_ranks, screens
-from tests.tiny import CPU, embeddings, settings, tiny_model
+from tests.tiny import CPU, embedding, settings, tiny_model
 from tests.zero_runs import mixed_trainer
 
 RANKS = 4
@@ -89,7 +89,7 @@ def test_the_root_has_an_argument_for_fsdp2_to_move_to_the_gpu(
 def loss(policy: HunyuanVideo15Policy, seed: int, *, frozen: bool) -> Tensor:
     """A loss of one transition with guidance; of the blocks' weights alone if the conditions are
     frozen."""
-    text, negative = ([embeddings([WORDS])[words]] for words in (WORDS, ""))
+    text, negative = ([embedding(words)] for words in (WORDS, ""))
     with torch.set_grad_enabled(not frozen):
         inputs = policy.condition(torch.tensor([0.4]), text, negative)
     x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(seed))
@@ -329,7 +329,7 @@ def collectives(folder: Path, mode: str) -> None:
             train__engine="zero3",
         )
     )
-    policy, text = trainer.policy, [embeddings([WORDS])[WORDS]]
+    policy, text = trainer.policy, [embedding(WORDS)]
     x, sigma, found = torch.randn(1, 32, 5, 4, 4), torch.tensor([0.4]), {}
     with torch.no_grad():
         with Collectives() as of_anchor:

@@ -19,9 +19,10 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.models.hunyuan15.conditioning import TextEmbedding
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.rollout.step import denoise
-from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
+from sage_fast.util.captions import PromptKey
+from tests.tiny import embeddings, keys_of, perturb, settings, tiny_model, tiny_trainer
 
-PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
+PROMPTS = keys_of(["a red circle moves left quickly", "a blue square moves up slowly"])
 SYNCHRONISING = {
     "_local_scalar_dense",
     "nonzero",
@@ -80,15 +81,17 @@ def test_a_policy_leaves_the_transformer_as_it_was(pair: tuple[Any, HunyuanVideo
     assert called == list(range(len(transformer.transformer_blocks)))
 
 
-def inputs(prompts: list[str]) -> tuple[Tensor, Tensor, list[TextEmbedding]]:
+def inputs(prompts: list[PromptKey]) -> tuple[Tensor, Tensor, list[TextEmbedding]]:
     texts = embeddings(prompts)
     x = torch.randn(len(prompts), 32, 5, 4, 4)
     return x, torch.rand(len(prompts)), [texts[prompt] for prompt in prompts]
 
 
 @pytest.mark.parametrize("pair", ["lora", "full"], indirect=True)
-@pytest.mark.parametrize("prompts", [PROMPTS, [""]], ids=["two prompts", "an empty one"])
-def test_values_and_gradients(pair: tuple[Any, HunyuanVideo15Policy], prompts: list[str]) -> None:
+@pytest.mark.parametrize("prompts", [PROMPTS, keys_of([""])], ids=["two prompts", "an empty one"])
+def test_values_and_gradients(
+    pair: tuple[Any, HunyuanVideo15Policy], prompts: list[PromptKey]
+) -> None:
     stock, ours = pair
     x, sigma, text = inputs(prompts)
     upstream = torch.randn_like(x)
@@ -146,16 +149,22 @@ def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) 
     assert theirs.largest_mask >= 2 * (80 + 7) ** 2
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS[:1] * 3, [*PROMPTS, PROMPTS[0]]], ids=str)
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS[:1] * 3, [*PROMPTS, PROMPTS[0]]], ids=["one prompt", "two prompts"]
+)
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_tabulated_conditioning_is_that_of_the_step(prompts: list[str], guidance: float) -> None:
+def test_tabulated_conditioning_is_that_of_the_step(
+    prompts: list[PromptKey], guidance: float
+) -> None:
     """Rollouts ask for one step of all samples, training for a step of each."""
     policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
     sigmas = torch.tensor([0.95, 0.6, 0.2])
     texts = embeddings(prompts)
     conditions = policy.conditioning_table(sigmas, texts).of(prompts)
     x = torch.randn(3, 32, 5, 4, 4)
-    text, negative = ([texts[p] for p in wanted] for wanted in (prompts, [""] * len(prompts)))
+    text, negative = (
+        [texts[p] for p in wanted] for wanted in (prompts, keys_of([""] * len(prompts)))
+    )
     for steps in ([1], [2, 0, 1]):
         fresh = policy.condition(sigmas[steps].expand(3), text, negative if guidance != 1 else None)
         tabulated = conditions.at(torch.tensor(steps))

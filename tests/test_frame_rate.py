@@ -26,12 +26,13 @@ from sage_fast.rewards.load import find_reward, score_of
 from sage_fast.rewards.server import RewardServer
 from sage_fast.rewards.shipped.frame_reward import FrameReward
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.videos import save_mp4
 from tests.reward_faults import request
-from tests.tiny import settings
+from tests.tiny import keys_of, settings
 
 VIDEOS = torch.linspace(0, 1, 6)[:, None, None, None, None].expand(6, 5, 3, 16, 16).clone()
-PROMPTS = list("abcdef")
+PROMPTS = keys_of("abcdef")
 FRAMES_ALONE = {
     "testbed": "speeds are in pixels a frame",
     "testbed-i2v": "speeds are in pixels a frame",
@@ -107,8 +108,8 @@ def test_each_call_is_told_the_rate_of_its_videos(reward: CompositeReward) -> No
 
 def test_a_default_of_the_reward_stays_where_no_rate_is_known() -> None:
     reward = CompositeReward(Usual().score, RewardConfig(name="x", weights={"fps": 1.0}))  # type: ignore[arg-type]
-    assert reward(VIDEOS[:1], ["a"]).parts["fps"].tolist() == [15.0]
-    assert reward(VIDEOS[:1], ["a"], 10.0).parts["fps"].tolist() == [10.0]
+    assert reward(VIDEOS[:1], [PromptKey("a")]).parts["fps"].tolist() == [15.0]
+    assert reward(VIDEOS[:1], [PromptKey("a")], 10.0).parts["fps"].tolist() == [10.0]
 
 
 def test_a_request_has_the_rate_where_it_is_known() -> None:

@@ -27,15 +27,18 @@ from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.testbed.tiny_model import LATENT_SHAPE
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import PretendCuda
-from tests.tiny import embeddings, settings, tiny_model, tiny_trainer, with_images
+from tests.tiny import embeddings, keys_of, settings, tiny_model, tiny_trainer, with_images
 
-PROMPTS = [
-    "a red circle moves left quickly",
-    "a blue square moves up slowly",
-    "a green circle moves down slowly",
-]
+PROMPTS = keys_of(
+    [
+        "a red circle moves left quickly",
+        "a blue square moves up slowly",
+        "a green circle moves down slowly",
+    ]
+)
 STEPS = 5
 POOL = 2**29  # bytes by which each recording is said to enlarge the pool
 
@@ -56,11 +59,11 @@ TABLE = transition_table(sigma_schedule(STEPS, 3.0), "sage", 0.7)
 
 def roll(
     policy: Policy,
-    prompts: Sequence[str],
+    prompts: Sequence[PromptKey],
     index: int = 0,
     graphs: StepGraphs | None = None,
     table: TransitionTable = TABLE,
-    texts: Mapping[str, Any] | None = None,
+    texts: Mapping[PromptKey, Any] | None = None,
 ) -> list[Tensor]:
     """The last latents of a sample per prompt, and all tensors of every step; `index` seeds the
     noise."""
@@ -84,7 +87,7 @@ def roll(
 
 def difference(
     graphs: StepGraphs,
-    batches: Sequence[Sequence[str]],
+    batches: Sequence[Sequence[PromptKey]],
     table: TransitionTable = TABLE,
     images: bool = False,
 ) -> str:
@@ -106,7 +109,7 @@ def difference(
     return ""
 
 
-def twice(policy: HunyuanVideo15Policy, prompts: list[str], graphs: StepGraphs) -> Any:
+def twice(policy: HunyuanVideo15Policy, prompts: list[PromptKey], graphs: StepGraphs) -> Any:
     """The second rollout of a shape, which is recorded."""
     roll(policy, prompts, 0, graphs)
     return roll(policy, prompts, 0, graphs)
@@ -209,12 +212,12 @@ def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> N
     policy = tiny_model(settings()).policy
     lengths = {f"{count} words": count for count in (5, 9, 40)}
     texts = {
-        p: TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8))
+        PromptKey(p): TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8))
         for p, n in {"": 1, **lengths}.items()
     }
 
     def rolled(graphs: StepGraphs | None, prompt: str) -> list[Tensor]:
-        return roll(policy, [prompt] * 2, 0, graphs, texts=texts)
+        return roll(policy, [PromptKey(prompt)] * 2, 0, graphs, texts=texts)
 
     def kept(graphs: StepGraphs) -> int:
         return graphs._kept(graphs._graphs.values()) - graphs._pool

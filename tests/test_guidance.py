@@ -17,9 +17,10 @@ from sage_fast.ops.guidance import guided
 from sage_fast.rollout.replay import Replay
 from sage_fast.run.messages import config_warnings, guidance_warning
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import PromptKey
 from tests.tiny import perturb, settings, tiny_trainer
 
-PROMPT = "a red circle moves left quickly"
+PROMPT = PromptKey("a red circle moves left quickly")
 
 
 def setup_of(trainer: Trainer) -> Setup:

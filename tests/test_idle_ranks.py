@@ -46,6 +46,7 @@ from tests.tiny import (
     FEW_STEPS,
     BrightnessReward,
     arguments,
+    keys_of,
     planned,
     settings,
     tiny_trainer,
@@ -85,8 +86,8 @@ BASE: dict[str, Any] = {
 def first_prompts(**given: Any) -> set[str]:
     """The first prompt of each iteration; no other prompt of these iterations is one of them."""
     config = settings(**BASE | given)
-    plans = [planned(config, train_prompts(), index) for index in range(ITERATIONS)]
-    return {plan.samples[0].prompt for plan in plans}
+    plans = [planned(config, keys_of(train_prompts()), index) for index in range(ITERATIONS)]
+    return {plan.samples[0].prompt.text for plan in plans}
 
 
 class Equal(BrightnessReward):
@@ -235,10 +236,10 @@ def train(case: Case) -> Record:
         trainer.policy.sequence = SequenceParallel(group, CPU)
     if case.situation == LENGTHS:
         trainer.embeddings = {
-            prompt: TextEmbedding(
-                text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs
+            key: TextEmbedding(
+                text=known.text.repeat(1 + 3 * (len(key.text) % 3), 1), glyphs=known.glyphs
             )
-            for prompt, known in trainer.embeddings.items()
+            for key, known in trainer.embeddings.items()
         }
     if case.situation == IMAGES:
         torch.manual_seed(7)

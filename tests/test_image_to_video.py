@@ -28,7 +28,7 @@ from sage_fast.models.lora.adapter import LORA_FILE
 from sage_fast.models.model import Model
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.run.weights import save_weights
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.files import read_json, read_metrics
 from tests.ranks import command_on_ranks
 from tests.tiny import settings
@@ -154,7 +154,7 @@ def test_what_the_encoder_gives_is_what_the_pipeline_reads(
 def test_images_are_cached_with_their_prompts(
     embeddings: dict[str, TextEmbedding], tmp_path: Path
 ) -> None:
-    captions = {key: Caption(key) for key in KEYS}
+    captions = {PromptKey(key): Caption(key) for key in KEYS}
     read = [
         encode_cached(
             captions, lambda: lambda caption: embeddings[caption.text], tmp_path, "m", TextEmbedding
@@ -163,10 +163,10 @@ def test_images_are_cached_with_their_prompts(
     ]
     for found in read:
         for key in KEYS:
-            assert found[key].tensors().keys() == {"text", "glyphs", "image", "frame"}
+            read_back = found[PromptKey(key)].tensors()
+            assert read_back.keys() == {"text", "glyphs", "image", "frame"}
             assert all(
-                torch.equal(t, embeddings[key].tensors()[name])
-                for name, t in found[key].tensors().items()
+                torch.equal(t, embeddings[key].tensors()[name]) for name, t in read_back.items()
             )
     half = embeddings[PLAIN].to(CPU, torch.bfloat16)
     assert {t.dtype for t in half.tensors().values()} == {torch.bfloat16}

@@ -38,7 +38,7 @@ from sage_fast.report.html import image_address
 from sage_fast.rewards import CompositeReward
 from sage_fast.rewards.server import RewardServer
 from sage_fast.run_folder import RunFolder
-from sage_fast.util.captions import Caption, prompt_key, split_key
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
 from sage_fast.util.images import read_image
@@ -81,10 +81,10 @@ def test_an_image_is_beside_its_prompt_file(there: Path) -> None:
     ]
     first, second = read_prompts(write(there / "data" / "p.jsonl", *rows))
     assert (first.key, first.caption) == (
-        f"{BALL} [image: images/ball.png]",
+        PromptKey(BALL, "images/ball.png"),
         Caption(BALL, str(near)),
     )
-    assert (second.key, second.caption) == (f"{BALL} [image: {far}]", Caption(BALL, str(far)))
+    assert (second.key, second.caption) == (PromptKey(BALL, str(far)), Caption(BALL, str(far)))
     os.chdir(there / "data")
     assert [prompt.caption for prompt in read_prompts("p.jsonl")] == [first.caption, second.caption]
 
@@ -96,13 +96,13 @@ def test_the_image_is_in_every_key_of_a_prompt_and_in_its_metadata(there: Path) 
         {"prompt": BALL, "image": "b.png", "negative_prompt": "fog"},
     ]
     prompts = read_prompts(write(there / "p.jsonl", *rows))
-    a, b = (f"{BALL} [image: {name}]" for name in ("a.png", "b.png"))
+    a, b = (PromptKey(BALL, name) for name in ("a.png", "b.png"))
     assert captions_of(prompts) == {
-        "[image: a.png]": Caption("", paths[0]),
-        "[image: b.png]": Caption("", paths[1]),
+        PromptKey("", "a.png"): Caption("", paths[0]),
+        PromptKey("", "b.png"): Caption("", paths[1]),
         a: Caption(BALL, paths[0]),
         b: Caption(BALL, paths[1]),
-        "fog [image: b.png]": Caption("fog", paths[1]),
+        PromptKey("fog", "b.png"): Caption("fog", paths[1]),
     }
     assert negatives_of(prompts) == {b: "fog"}
     assert metadata_of(prompts) == {a: {"speed": 2, "image": paths[0]}, b: {"image": paths[1]}}
@@ -110,9 +110,9 @@ def test_the_image_is_in_every_key_of_a_prompt_and_in_its_metadata(there: Path) 
 
 @pytest.mark.parametrize("image", ["ball.png", "/a/b c.png", "a]b.png", "[image.png", "ä\n.png"])
 @pytest.mark.parametrize("text", ["", "a", "a [image: x] b", "two\nlines"])
-def test_a_key_is_split_into_what_it_was_made_of(text: str, image: str) -> None:
-    assert split_key(prompt_key(text, image)) == (text, image)
-    assert split_key(prompt_key(text, "")) == (text, "")
+def test_a_key_that_is_written_is_read_back(text: str, image: str) -> None:
+    for key in (PromptKey(text, image), PromptKey(text)):
+        assert PromptKey.parse(str(key)) == key
 
 
 def truncated(path: Path) -> None:
@@ -226,11 +226,12 @@ def test_links_are_followed_as_the_system_does(there: Path) -> None:
     (prompt,) = read_prompts("data/p.jsonl")
     assert read_image(prompt.caption.image).getpixel((0, 0)) == (255, 0, 0)
     (there / "data" / "a.png").touch()
+    written = str(prompt.key)
     videos = VideoSet(
-        label="a", prompts=[prompt.key], files=[Path("data/a.png")], images={prompt.key: "ball.png"}
+        label="a", prompts=[written], files=[Path("data/a.png")], images={written: "ball.png"}
     )
     write_folder(videos, Path("data"))
-    assert read_image(read_folder("a", Path("data")).images[prompt.key]).getpixel((0, 0)) == (
+    assert read_image(read_folder("a", Path("data")).images[written]).getpixel((0, 0)) == (
         0,
         0,
         255,
@@ -349,23 +350,24 @@ def test_the_cache_follows_what_an_image_shows_and_its_size(
         for name, color in (("a.png", "red"), ("b.png", "green"), ("c.png", "red"))
     )
     captions = {
-        "a": Caption(BALL, a),
-        "b": Caption(BALL, b),
-        "c": Caption(BALL, same),
-        "": Caption(""),
+        PromptKey(BALL, "a"): Caption(BALL, a),
+        PromptKey(BALL, "b"): Caption(BALL, b),
+        PromptKey(BALL, "c"): Caption(BALL, same),
+        PromptKey(""): Caption(""),
     }
     encode_cached(captions, lambda: encode, there / "cache", "m", TextEmbedding)
     encoded.clear()
     assert len([*(there / "cache").iterdir()]) == 3
     found = encode_cached(captions, lambda: encode, there / "cache", "m", TextEmbedding)
     assert not encoded
-    assert torch.equal(found["a"].text, found["c"].text)
-    assert not torch.equal(found["a"].text, found["b"].text)
+    red, green, same_red, _ = found.values()
+    assert torch.equal(red.text, same_red.text)
+    assert not torch.equal(red.text, green.text)
     text = sage_fast.data.embeddings._digest("m", "")
     assert (there / "cache" / f"{text}.safetensors").is_file()
     picture(Path(a), "blue")
     encode_cached(captions, lambda: encode, there / "cache", "m", TextEmbedding)
-    assert encoded == [captions["a"]]
+    assert encoded == [captions[PromptKey(BALL, "a")]]
     for spec, count in ((find_spec(I2V), 2), (find_spec("random:testbed"), 1)):
         names = {
             cache_key(spec, "float32", there / "cache", SamplingConfig(height=h)) for h in (32, 64)
@@ -598,8 +600,9 @@ def test_a_reward_is_told_the_text_and_the_image(how: str, folder: Path) -> None
             stack.callback(setattr, server, "should_exit", True)
             config = dataclasses.replace(config, name=server.address)
         reward = CompositeReward.of(config, metadata=metadata)
-        reward.check(SamplingConfig(num_frames=5, height=32, width=32), KEYS)
-        scores = reward(torch.rand(3, 5, 3, 32, 32), [KEYS[1], KEYS[0], KEYS[1]])
+        red, blue = (PromptKey.parse(written) for written in KEYS)
+        reward.check(SamplingConfig(num_frames=5, height=32, width=32), [red, blue])
+        scores = reward(torch.rand(3, 5, 3, 32, 32), [blue, red, blue])
     assert scores.rewards.tolist() == [0, 1, 0]
 
 

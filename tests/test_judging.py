@@ -28,7 +28,7 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.videos import save_mp4
 from tests.test_report import row, write_rows
 from tests.test_scores import evaluation, scores
-from tests.tiny import settings
+from tests.tiny import keys_of, settings
 
 PAPER = str(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml")
 SMALL = [
@@ -701,7 +701,8 @@ def test_another_reward_scores_the_videos_that_a_run_has_kept(
     assert "gain over before" in capsys.readouterr().out
     found = json.loads((tmp_path / "x.json").read_text())["sources"]["after"]
     videos = torch.stack([read_video(file) for file in kept[1].shown.values()])
-    expected = Judge("testbed-judge", settings().reward)(videos, kept[1].prompts).parts["alignment"]
+    judge_here = Judge("testbed-judge", settings().reward)
+    expected = judge_here(videos, keys_of(kept[1].prompts)).parts["alignment"]
     assert found["reward"] == pytest.approx(expected.tolist(), rel=1e-4)
 
 

@@ -28,7 +28,7 @@ from sage_fast.rewards.shipped import ocr as ocr_module
 from sage_fast.rewards.shipped.ocr import OCRReward, quoted, similarity
 from sage_fast.run import read_metrics
 from sage_fast.util.errors import UserError
-from tests.tiny import settings
+from tests.tiny import keys_of, settings
 
 REPOSITORY = Path(__file__).parents[1]
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -283,8 +283,8 @@ def test_the_shipped_prompts_have_texts() -> None:
 def test_it_is_a_reward_by_its_name(tmp_path: Path) -> None:
     config = RewardConfig(name="ocr", args={"num_frames": 1}, weights={"ocr": 1.0})
     composite = CompositeReward.of(config)
-    composite.check(SamplingConfig(num_frames=5, height=32, width=32), ['"A"'])
-    found = composite(torch.stack([frame("OPEN"), frame()])[:, None], ['"OPEN"', '"OPEN"'])
+    composite.check(SamplingConfig(num_frames=5, height=32, width=32), keys_of(['"A"']))
+    found = composite(torch.stack([frame("OPEN"), frame()])[:, None], keys_of(['"OPEN"', '"OPEN"']))
     assert found.rewards.tolist() == [1, 0]
     with pytest.raises(UserError, match="num_frames = 0: expected at least 1"):
         CompositeReward.of(RewardConfig(name="ocr", args={"num_frames": 0}))

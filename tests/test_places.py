@@ -21,6 +21,7 @@ from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.models.find import find_spec
 from sage_fast.models.registry import CHECKPOINTS
 from sage_fast.rewards import load_reward
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import TypedFile, TypedPath, expanded
 from sage_fast.util.plugins import import_plugin, split_place
@@ -553,7 +554,7 @@ def test_a_worker_imports_the_same_file(
     assert load_reward(RewardEntry(name=config.name))(torch.zeros(1, 5, 3, 8, 8), ["a"]).keys() == {
         "b"
     }
-    scores = CompositeReward.of(config)(torch.ones(1, 5, 3, 8, 8), ["a"])
+    scores = CompositeReward.of(config)(torch.ones(1, 5, 3, 8, 8), [PromptKey("a")])
     assert scores.rewards.tolist() == [1.0]
 
 

@@ -43,8 +43,11 @@ from sage_fast.tools.plan import (
     plan,
     reward_sizes,
 )
+from sage_fast.util.captions import PromptKey
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
+
+EMPTY = PromptKey("")
 
 ROOT = Path(__file__).parent.parent
 SIZE = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832}
@@ -463,9 +466,9 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
         )
         set_checkpointing(transformer, mode)
         policy = HunyuanVideo15Policy(transformer, dtype=dtype)
-        embeddings = {"": TextEmbedding(text=torch.randn(4, 32), glyphs=torch.zeros(0, 8))}
+        embeddings = {EMPTY: TextEmbedding(text=torch.randn(4, 32), glyphs=torch.zeros(0, 8))}
         sigma = torch.tensor([0.5])
-        at = policy.conditioning_table(sigma, embeddings).of([""]).at(torch.tensor([0]))
+        at = policy.conditioning_table(sigma, embeddings).of([EMPTY]).at(torch.tensor([0]))
         x = torch.randn(1, 32, frames, 16, 16)
         policy.forward.refresh()
         for p in policy.parameters().values():
@@ -476,7 +479,7 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
             x, *transformer.parameters(), *weights, *gradients, policy.forward._rotary_of(x)
         ) as live:
             if tuning == "full":
-                at = policy.condition(sigma, [embeddings[""]])
+                at = policy.condition(sigma, [embeddings[EMPTY]])
             policy.velocity(x, at).float().square().mean().backward()
         peaks[frames] = live.peak
     architecture = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 3}
@@ -526,10 +529,10 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
         {"image": torch.randn(image, 8), "frame": torch.randn(32, 1, 16, 16)} if image else {}
     )
     embeddings = {
-        "": TextEmbedding(text=torch.randn(text, 32), glyphs=torch.zeros(0, 8), **pictured)
+        EMPTY: TextEmbedding(text=torch.randn(text, 32), glyphs=torch.zeros(0, 8), **pictured)
     }
     table = transition_table(sigma_schedule(steps, 3.0), "sage", 0.7)
-    conditions = policy.conditioning_table(table.sigmas[:-1], embeddings).of([""] * batch)
+    conditions = policy.conditioning_table(table.sigmas[:-1], embeddings).of([EMPTY] * batch)
     x, step = torch.randn(batch, 32, 8, 16, 16), torch.zeros(1, dtype=torch.int64)
     coefs, seeds = table.coefficients(), torch.zeros(batch, dtype=torch.int64)
     denoise(policy, coefs, conditions.at(step), seeds, x, step)  # makes the rotary table

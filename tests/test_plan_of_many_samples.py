@@ -13,6 +13,7 @@ from sage_fast.algorithm.iteration_plan import Rollouts, assign_to_ranks, plan_i
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.config.loader import build
 from sage_fast.util.seeding import permutation
+from tests.tiny import keys_of
 
 
 def assigned_by_the_rules(
@@ -91,7 +92,7 @@ def test_updates_are_the_parts_of_each_samples_own_order(count: int) -> None:
     resolved = resolved_of(
         3, 4, **{"sampling.sde_window": 5, "train.optimizer_steps": count, "seed": count}
     )
-    plan = plan_iteration(resolved, ["a", "bb"], len, 2, ranks=2)
+    plan = plan_iteration(resolved, keys_of(["a", "bb"]), lambda key: len(key.text), 2, ranks=2)
     kept = [number % 5 != 1 for number in range(len(plan.samples))]
     orders = []
     for sample in plan.samples:
@@ -126,7 +127,7 @@ def lines_run(prompts: int, group_size: int) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        plan = plan_iteration(resolved, ["a"], len, 0, ranks=4)
+        plan = plan_iteration(resolved, keys_of(["a"]), lambda key: len(key.text), 0, ranks=4)
         plan.forwards()
         plan.updates([True] * len(plan.samples))
     finally:

@@ -30,9 +30,9 @@ from sage_fast.models.lora.adapter import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.run.weights import save_weights
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError
-from tests.tiny import captions
+from tests.tiny import captions, keys_of
 from tests.tiny_checkpoint import (
     GUIDANCE_SCALE,
     IMAGE_DIM,
@@ -322,13 +322,12 @@ def test_cache_is_read_without_the_encoders(
         calls.append("load")
         return lambda caption: calls.append(caption.text) or embeddings[caption.text]
 
-    def check(found: dict[str, TextEmbedding]) -> None:
-        assert list(found) == [PLAIN, QUOTED]
-        for prompt in found:
-            torch.testing.assert_close(found[prompt].text, embeddings[prompt].text, rtol=0, atol=0)
-            torch.testing.assert_close(
-                found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0
-            )
+    def check(found: dict[PromptKey, TextEmbedding]) -> None:
+        assert list(found) == keys_of([PLAIN, QUOTED])
+        for key, read in found.items():
+            made = embeddings[key.text]
+            torch.testing.assert_close(read.text, made.text, rtol=0, atol=0)
+            torch.testing.assert_close(read.glyphs, made.glyphs, rtol=0, atol=0)
 
     found = encode_cached(captions(PLAIN, QUOTED, PLAIN), factory, tmp_path, "m", TextEmbedding)
     check(found)
@@ -376,7 +375,7 @@ def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
     damage: Callable[[Path, Path], None], tmp_path: Path, embeddings: dict[str, TextEmbedding],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    def encode() -> dict[str, TextEmbedding]:
+    def encode() -> dict[PromptKey, TextEmbedding]:
         return encode_cached(
             captions(PLAIN, QUOTED),
             lambda: lambda read: embeddings[read.text],
@@ -390,7 +389,7 @@ def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
     damage(*sorted(sound))
     caplog.set_level("INFO")
     caplog.clear()
-    assert torch.equal(encode()[PLAIN].text, embeddings[PLAIN].text)
+    assert torch.equal(encode()[PromptKey(PLAIN)].text, embeddings[PLAIN].text)
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == sound
     [line] = caplog.messages
     assert f"{sorted(sound)[0].name}" in line
@@ -499,8 +498,9 @@ def test_ode_rollout_reproduces_the_pipeline(
     model = load(checkpoint, guidance_scale)
     latents = initial_latents(torch.tensor([1, 2]), SPACE, CPU)
     table = transition_table(sigma_schedule(steps, SHIFT), "ode", 0.0)
-    conditions = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
-    samples = zip(prompts, torch.tensor([1, 2]).split(1), latents.split(1))
+    known = {PromptKey(text): embedding for text, embedding in embeddings.items()}
+    conditions = model.policy.conditioning_table(table.sigmas[:-1], known)
+    samples = zip(keys_of(prompts), torch.tensor([1, 2]).split(1), latents.split(1))
     ours = torch.cat(
         [
             rollout(model.policy, table, table.coefficients(), conditions, [key], *sample)

@@ -37,12 +37,13 @@ from sage_fast.rollout.step import denoise
 from sage_fast.testbed.tiny_model import LATENT_SHAPE
 from sage_fast.tools.operators import OPERATORS
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import CUDA, CudaTensor, PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, with_images
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
-PROMPT = "a red circle moves left quickly"
+PROMPT = PromptKey("a red circle moves left quickly")
 
 
 FEW = {

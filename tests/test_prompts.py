@@ -31,11 +31,11 @@ from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
 from sage_fast.models.interface import pass_lengths
 from sage_fast.models.load import load_model
 from sage_fast.trainer import Trainer
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
 from tests.test_docs import REPOSITORY, blocks
-from tests.tiny import CPU, arguments, captions, embeddings, settings, tiny_model
+from tests.tiny import CPU, arguments, captions, embeddings, keys_of, settings, tiny_model
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 CAT, DOG = "a cat, asleep", 'a dog under a sign that says "open"'
@@ -124,7 +124,7 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
     expected = [Prompt(text=CAT, negative="blurry", seed=7), Prompt(text=DOG)]
     assert read_prompts(str(tmp_path / "P.JSONL")) == expected
     assert [p.text for p in read_prompts(str(tmp_path / "p.txt"))] == [CAT, DOG]
-    assert negatives_of(expected) == {CAT: "blurry"}
+    assert negatives_of(expected) == {PromptKey(CAT): "blurry"}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_further_keys_are_metadata(tmp_path: Path) -> None:
         "target": {"text": "open", "box": [1, None]},
         "note": None,
     }
-    assert metadata_of([prompt, Prompt(text=DOG), prompt]) == {CAT: prompt.metadata}
+    assert metadata_of([prompt, Prompt(text=DOG), prompt]) == {PromptKey(CAT): prompt.metadata}
     other = Prompt(text=CAT, metadata={"speed": 3}, where="test.jsonl, line 2")
     with pytest.raises(
         UserError, match=r"test.jsonl, line 2: speed = 3; the same prompt has 2.5 in .*p.json"
@@ -248,8 +248,10 @@ def test_further_keys_are_metadata(tmp_path: Path) -> None:
 
 # -- negative prompts and seeds --------------------------------------------------------------------
 
-RED, BLUE, GREEN = (f"a {color} circle moves left quickly" for color in ("red", "blue", "green"))
-LONG, OTHER = "a red circle", "a blue circle"
+RED, BLUE, GREEN = keys_of(
+    f"a {color} circle moves left quickly" for color in ("red", "blue", "green")
+)
+LONG, OTHER = keys_of(["a red circle", "a blue circle"])
 
 
 def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
@@ -265,19 +267,22 @@ def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
         for key, away in ((RED, LONG), (BLUE, OTHER))
     }
     assert pass_lengths(known, guided=True)[RED] == (known[RED].tokens, known[LONG].tokens)
-    assert pass_lengths(known, guided=True)[GREEN] == (known[GREEN].tokens, known[""].tokens)
+    assert pass_lengths(known, guided=True)[GREEN] == (
+        known[GREEN].tokens,
+        known[PromptKey("")].tokens,
+    )
     sigmas = torch.tensor([0.9, 0.4])
     table = policy.conditioning_table(sigmas, known)
     x = torch.randn(2, policy.transformer.config.out_channels, 2, 4, 4)
 
-    def by_hand(row: int, prompt: str, negative: str, step: int) -> torch.Tensor:
+    def by_hand(row: int, prompt: PromptKey, negative: PromptKey, step: int) -> torch.Tensor:
         text, away = ([known[key]] for key in (prompt, negative))
         at = policy.condition(sigmas[step : step + 1], text, away)
         return policy.guided_velocity(x[row : row + 1], at)
 
     for step in range(2):
         expected = torch.cat([by_hand(0, RED, LONG, step), by_hand(1, BLUE, OTHER, step)])
-        other = torch.cat([by_hand(0, RED, OTHER, step), by_hand(1, BLUE, "", step)])
+        other = torch.cat([by_hand(0, RED, OTHER, step), by_hand(1, BLUE, PromptKey(""), step)])
         together = policy.guided_velocity(x, table.of([RED, BLUE]).at(torch.tensor([step])))
         torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-5)
         assert (expected - other).abs().amax((1, 2, 3, 4)).min() > 1e-2
@@ -289,12 +294,15 @@ def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     lines = [
-        {"prompt": RED, "negative_prompt": LONG, "seed": 3},
-        {"prompt": BLUE, "negative_prompt": "a blue circle moves"},
-        {"prompt": GREEN},
+        {"prompt": RED.text, "negative_prompt": LONG.text, "seed": 3},
+        {"prompt": BLUE.text, "negative_prompt": "a blue circle moves"},
+        {"prompt": GREEN.text},
     ]
     Path("train.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    heldout = [{"prompt": RED, "seed": 11, "negative_prompt": LONG}, {"prompt": GREEN}]
+    heldout = [
+        {"prompt": RED.text, "seed": 11, "negative_prompt": LONG.text},
+        {"prompt": GREEN.text},
+    ]
     Path("heldout.jsonl").write_text("\n".join(map(json.dumps, heldout)))
     return tmp_path
 
@@ -319,9 +327,10 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
     config = tiny_config(model__tuning=tuning, train__prompts_per_iteration=2, train__group_size=2)
     setup = load_setup(resolve(config))
     setup.encode()
-    assert {text: known.negative for text, known in setup.embeddings.items() if known.negative} == {
+    negatives = {key: known.negative for key, known in setup.embeddings.items()}
+    assert {key: negative for key, negative in negatives.items() if negative.text} == {
         RED: LONG,
-        BLUE: "a blue circle moves",
+        BLUE: PromptKey("a blue circle moves"),
     }
     trainer = Trainer(setup.resolved, setup.model, setup.reward, setup.prompts, setup.embeddings)
     row = trainer.iteration(0)
@@ -332,8 +341,8 @@ def test_seeds_of_prompts(files: Path) -> None:
     """The seed of a record is that of its first video, whatever the run's seed and the place in the
     file."""
     setup = load_setup(resolve(tiny_config(eval__seeds_per_prompt=2)))
-    texts, seeds = prompts_and_seeds(setup)
-    assert texts == [RED, GREEN, RED, GREEN]
+    keys, seeds = prompts_and_seeds(setup)
+    assert keys == [RED, GREEN, RED, GREEN]
     assert seeds[0] == 11
     other = load_setup(resolve(tiny_config(eval__seeds_per_prompt=2, seed=5)))
     changed = (prompts_and_seeds(other)[1] != seeds).tolist()
@@ -465,7 +474,7 @@ def test_prompts_with_one_embedding_are_told(there: Path, caplog: pytest.LogCapt
     prompts = [begin + "one", begin + "two", "a cat", "a dog"]
     encode = load_encoder("model", torch.float32, CPU)
     found = encode_cached(captions(*prompts), lambda: encode, None, "m", TextEmbedding)
-    assert torch.equal(found[prompts[0]].text, found[prompts[1]].text)
+    assert torch.equal(found[PromptKey(prompts[0])].text, found[PromptKey(prompts[1])].text)
     lines = [" ".join(message.split()) for message in caplog.messages if "cannot tell" in message]
     assert len(lines) == 1
     assert f"cannot tell prompts '{begin}one' and '{begin}two' apart" in lines[0]
@@ -497,10 +506,11 @@ def test_the_cache_holds_what_the_encoders_give(there: Path) -> None:
     found = encode_cached(captions(DOG, ""), no_encoder, there / "cache",
                           cache_key(model.spec, "float32", there / "cache", SamplingConfig()),
                           TextEmbedding)  # fmt: skip
-    assert len(found[DOG].glyphs) > 0
+    assert len(found[PromptKey(DOG)].glyphs) > 0
     for prompt in (DOG, ""):
-        assert torch.equal(found[prompt].text, encode(Caption(prompt)).text)
-        assert torch.equal(found[prompt].glyphs, encode(Caption(prompt)).glyphs)
+        cached = found[PromptKey(prompt)]
+        assert torch.equal(cached.text, encode(Caption(prompt)).text)
+        assert torch.equal(cached.glyphs, encode(Caption(prompt)).glyphs)
 
 
 def test_a_changed_encoder_is_not_served_what_another_gave(there: Path) -> None:

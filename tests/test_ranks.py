@@ -49,6 +49,7 @@ from tests.tiny import (
     BrightnessReward,
     arguments,
     captions,
+    keys_of,
     planned,
     rounding_of_advantages,
     settings,
@@ -87,7 +88,8 @@ class OneGroupIsEqual(BrightnessReward):
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         first = {
-            planned(settings(), train_prompts(), index).samples[0].prompt for index in range(2)
+            planned(settings(), keys_of(train_prompts()), index).samples[0].prompt.text
+            for index in range(2)
         }
         equal = torch.tensor([prompt in first for prompt in prompts])
         return {
@@ -158,10 +160,10 @@ def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
     trainer: Trainer = tiny_trainer(config, reward())
     if lengths:
         trainer.embeddings = {
-            prompt: TextEmbedding(
-                text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs
+            key: TextEmbedding(
+                text=known.text.repeat(1 + 3 * (len(key.text) % 3), 1), glyphs=known.glyphs
             )
-            for prompt, known in trainer.embeddings.items()
+            for key, known in trainer.embeddings.items()
         }
         trainer.replay.lengths = pass_lengths(
             trainer.embeddings, guided=trainer.policy.uses_guidance
@@ -214,10 +216,9 @@ def encode(folder: Path) -> Record:
     def round_of(prompts: list[str], cache: Path | None) -> list[str]:
         encoded.clear()
         found = encode_cached(captions(*prompts), factory, cache, "m", TextEmbedding)
-        assert list(found) == prompts
-        assert all(
-            found[prompt].text.tolist() == [[float(len(prompt))] * 3] * 2 for prompt in prompts
-        )
+        assert list(found) == keys_of(prompts)
+        for key, condition in found.items():
+            assert condition.text.tolist() == [[float(len(key.text))] * 3] * 2
         return list(encoded)
 
     prompts = ["a" * length for length in range(1, 8)]

@@ -23,6 +23,7 @@ from sage_fast.run.claim import check_output
 from sage_fast.run.resume import CHECKPOINT, KINDS, RULES, rule_of
 from sage_fast.run_folder import STATE, TRAINING, RunFolder
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
 from tests.test_cli import PAPER, SMALL
@@ -257,7 +258,7 @@ def resumed(
     return second
 
 
-def taken(trainer: Trainer, iterations: range) -> list[str]:
+def taken(trainer: Trainer, iterations: range) -> list[PromptKey]:
     plans = [trainer.plan(index) for index in iterations]
     return [sample.prompt for plan in plans for sample in plan.samples if sample.index == 0]
 

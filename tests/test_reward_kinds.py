@@ -31,13 +31,15 @@ from sage_fast.rewards.failure_policy import MAX_TEXT, RewardFailure
 from sage_fast.rewards.http import MAX_JSON_VALUES, read_request, read_response
 from sage_fast.rewards.in_process import MAX_PARTS, InProcess, checked
 from sage_fast.util import guard
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from tests.reward_faults import request
+from tests.tiny import keys_of
 from tests.waits import HANG, wait_until
 
 SMALL = SamplingConfig(num_frames=5, height=16, width=16)
 VIDEOS = torch.rand(4, 5, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-PROMPTS = ["a", "b", "c", "d"]
+PROMPTS = keys_of(["a", "b", "c", "d"])
 
 
 @pytest.fixture(autouse=True)
@@ -227,13 +229,14 @@ import os, sys
 import torch
 from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import CompositeReward
+from sage_fast.util.captions import PromptKey
 
 def reward(videos, prompts):
     os.fork()
     return {"a": torch.ones(len(prompts))}
 
 composite = CompositeReward(reward, RewardConfig(name="my:reward", weights={"a": 1.0}))
-scores = composite(torch.rand(1, 2, 3, 8, 8), ["p"])
+scores = composite(torch.rand(1, 2, 3, 8, 8), [PromptKey("p")])
 print("one run", flush=True)
 """
 
@@ -415,7 +418,7 @@ def test_a_worker_that_is_stopped_is_ended_in_time() -> None:
         timeout_seconds=30,
     )
     reward = CompositeReward.of(settings)
-    pid = int(reward(VIDEOS[:1], ["a"]).parts["pid"][0])
+    pid = int(reward(VIDEOS[:1], [PromptKey("a")]).parts["pid"][0])
     os.kill(pid, signal.SIGSTOP)
     caller = reward.callers[0]
     large = torch.rand(1, 40, 3, 64, 64)
@@ -424,7 +427,7 @@ def test_a_worker_that_is_stopped_is_ended_in_time() -> None:
     ):
         caller._backends[0].score(request(large), 0.5)
     assert not Path("/proc", str(pid)).exists()
-    assert reward(large, ["a"]).dropped == 0, "a new process scores the next one"
+    assert reward(large, [PromptKey("a")]).dropped == 0, "a new process scores the next one"
     caller.close()
 
 
@@ -440,8 +443,9 @@ import os, sys
 import torch
 from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import CompositeReward
+from sage_fast.util.captions import PromptKey
 reward = CompositeReward.of(RewardConfig(name="in_c:reward", weights={"a": 1.0}, workers=1))
-reward.submit(torch.rand(1, 2, 3, 8, 8), ["a"])
+reward.submit(torch.rand(1, 2, 3, 8, 8), [PromptKey("a")])
 print(reward.callers[0]._backends[0]._process.pid, flush=True)
 input()
 """
@@ -512,7 +516,7 @@ def test_whatever_a_reward_raises_is_a_failure_of_the_call(what: str, workers: i
     settings = RewardConfig(
         name="tests.test_reward_kinds:raises", weights={"a": 1.0}, workers=workers, retries=0
     )
-    scores = CompositeReward.of(settings)(VIDEOS[:1], [what])
+    scores = CompositeReward.of(settings)(VIDEOS[:1], keys_of([what]))
     assert scores.dropped == 1
     assert type(ERRORS[what]).__name__ in scores.notes[0]
 
@@ -676,7 +680,7 @@ def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
     )
     reward = CompositeReward.of(settings)
     told = tmp_path / "pid"
-    pending = reward.submit(VIDEOS[:1], [str(told)])
+    pending = reward.submit(VIDEOS[:1], keys_of([str(told)]))
     wait_until(lambda: told.is_file() and told.read_text(encoding="utf-8") != "")
     reward.callers[0]._backends[0]._kill()  # as when its time is over
     assert pending.result().dropped == 1

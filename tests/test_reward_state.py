@@ -22,10 +22,11 @@ from sage_fast.loading import load_setup, resolve
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer
 from sage_fast.util import guard
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.guard import SETTINGS, guarded
 from sage_fast.util.plugins import import_plugin
-from tests.tiny import settings
+from tests.tiny import keys_of, settings
 
 REWARD = """
 import torch
@@ -198,7 +199,7 @@ def test_a_setting_is_put_back_and_named_once(
     write(**{place: LINES[setting]})
     reward = CompositeReward.of(RewardConfig(name="bright:Bright", weights={"bright": 1.0}))
     for _ in range(2):
-        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+        reward(torch.rand(1, 2, 3, 8, 8), [PromptKey("a")])
     if (setting, place) == ("torch.set_grad_enabled", "call"):
         return  # a call is without gradients anyway
     (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
@@ -239,7 +240,7 @@ def test_what_a_call_changes_for_good_ends_the_run_and_drops_nothing() -> None:
     with pytest.raises(
         UserError, match=r"reward 'bright:Bright' changes torch\.set_default_device"
     ):
-        reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+        reward(torch.rand(1, 2, 3, 8, 8), [PromptKey("a")])
     reward.callers[0]._backends[0].reward.entered.__exit__(None, None, None)  # type: ignore[attr-defined]
 
 
@@ -274,7 +275,7 @@ def test_what_harms_no_run_is_not_noted(
     reward = CompositeReward.of(
         RewardConfig(name="bright:Bright", weights={"bright": 1.0}, retries=0)
     )
-    scores = reward(torch.rand(1, 2, 3, 8, 8), ["a"])
+    scores = reward(torch.rand(1, 2, 3, 8, 8), [PromptKey("a")])
     assert scores.notes == ()
     assert [
         record.getMessage() for record in caplog.records if "changes" in record.getMessage()
@@ -336,8 +337,9 @@ def test_each_reader_gets_what_was_decoded(
     videos = torch.rand(2, 3, 3, 8, 8)
     before = videos.clone()
     composite = CompositeReward(reward, RewardConfig(name="writes", weights={"a": 1.0}))
+    keys = keys_of(["a", "b"])
     for _ in range(2):
-        assert composite(videos, ["a", "b"]).rewards.tolist() == before.mean((1, 2, 3, 4)).tolist()
+        assert composite(videos, keys).rewards.tolist() == before.mean((1, 2, 3, 4)).tolist()
     assert torch.equal(videos, before)
     (note,) = (" ".join(record.getMessage().split()) for record in caplog.records)
     assert note == "note: reward 'writes' writes into the videos, of which it has a copy"
@@ -349,7 +351,7 @@ def test_a_reward_that_only_reads_is_told_nothing(caplog: pytest.LogCaptureFixtu
     composite = CompositeReward(
         lambda v, p: {"a": v[:, 0, 0, 0, 1]}, RewardConfig(name="reads", weights={"a": 1.0})
     )
-    assert composite(videos, ["a", "b"]).dropped == 0
+    assert composite(videos, keys_of(["a", "b"])).dropped == 0
     assert not caplog.records
 
 
@@ -363,6 +365,9 @@ def test_metadata_are_a_copy_as_well() -> None:
             )
         }
 
-    known = {"a": {"tags": []}}
+    key = PromptKey("a")
+    known = {key: {"tags": []}}
     composite = CompositeReward(reward, RewardConfig(name="r", weights={"a": 1.0}), known)  # type: ignore[arg-type]
-    assert [composite(torch.rand(1, 1, 3, 8, 8), ["a"]).rewards.item() for _ in range(2)] == [1, 1]
+    assert [
+        composite(torch.rand(1, 1, 3, 8, 8), [PromptKey("a")]).rewards.item() for _ in range(2)
+    ] == [1, 1]

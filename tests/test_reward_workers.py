@@ -36,14 +36,16 @@ from sage_fast.rewards.in_process import checked
 from sage_fast.rewards.interface import Request
 from sage_fast.rewards.server import RewardServer
 from sage_fast.rewards.worker import Worker
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from tests.reward_faults import Fingerprint, Returns, fingerprints, request
+from tests.tiny import keys_of
 from tests.waits import HANG, wait_until
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL = SamplingConfig(num_frames=5, height=16, width=16)
 VIDEOS = torch.rand(8, 5, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-PROMPTS = [f"prompt {i}" for i in range(8)]
+PROMPTS = keys_of(f"prompt {i}" for i in range(8))
 
 
 def config(**settings: Any) -> RewardConfig:
@@ -233,7 +235,7 @@ def test_all_processes_make_their_reward_before_the_first_call(
 def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
     why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: no 'hwo'; .*did you mean 'how'"
     with pytest.raises(UserError, match=why):
-        process(args={"hwo": 1}).check(SMALL, ["a"])
+        process(args={"hwo": 1}).check(SMALL, [PromptKey("a")])
 
 
 def test_scores_are_made_beside_what_comes_next_and_the_queue_is_bounded() -> None:
@@ -271,7 +273,7 @@ def test_a_call_that_failed_keeps_no_videos() -> None:
     kept = weakref.ref(videos)
     gc.disable()
     try:
-        scores = reward(videos, ["x", "x"])
+        scores = reward(videos, keys_of(["x", "x"]))
         del videos
         wait_until(lambda: kept() is None)
         assert scores.dropped == 2
@@ -307,7 +309,7 @@ def test_what_is_no_score_is_found_before_the_run(what: str, why: str) -> None:
         name="tests.reward_faults:Returns", args={"what": what}, weights={"a": 1.0}
     )
     with pytest.raises(UserError, match=rf"reward.*tests.reward_faults:Returns.*{why}|{why}"):
-        CompositeReward.of(settings).check(SMALL, ["a"])
+        CompositeReward.of(settings).check(SMALL, [PromptKey("a")])
 
 
 def test_forks_of_a_reward_and_what_is_printed_do_no_harm(process: Any) -> None:
@@ -335,7 +337,7 @@ def test_several_rewards_with_weights_and_prefix() -> None:
         {"name": "tests.reward_faults:Returns", "args": {"what": "ints"}, "weights": {"a": 0}},
     ])  # fmt: skip
     reward = CompositeReward.of(settings)
-    reward.check(SMALL, ["a"])
+    reward.check(SMALL, [PromptKey("a")])
     assert reward.parts == ["a", "print", "second_print", "second_watched", "watched"]
     prints = fingerprints(VIDEOS[:4])
     scores = reward(VIDEOS[:4], PROMPTS[:4])
@@ -349,7 +351,7 @@ def test_several_rewards_with_weights_and_prefix() -> None:
     with pytest.raises(
         UserError, match=r"\[1\].name = .*returns 'print', and so does .*; give one a prefix"
     ):
-        twice.check(SMALL, ["a"])
+        twice.check(SMALL, [PromptKey("a")])
 
 
 # -- HTTP ------------------------------------------------------------------------------------------
@@ -388,7 +390,7 @@ def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match=r"http://127.0.0.1:9: no scores within \d s; last: ConnectError"
     ):
-        reward.check(SMALL, ["a"])
+        reward.check(SMALL, [PromptKey("a")])
     with pytest.raises(
         UserError, match=r"^reward.name = 'http://': 'http://': expected an address such as [^\n]*$"
     ):
@@ -470,8 +472,9 @@ def test_what_is_no_http_ends_its_connection(head: bytes, server: RewardServer) 
 
 
 def test_requests_that_are_none() -> None:
-    sound = json.loads(reward_http.format_request(request(VIDEOS[:2], PROMPTS[:2]), "id"))
-    assert read_request(json.dumps(sound).encode())[1].prompts == PROMPTS[:2]
+    texts = ["prompt 0", "prompt 1"]
+    sound = json.loads(reward_http.format_request(request(VIDEOS[:2], texts), "id"))
+    assert read_request(json.dumps(sound).encode())[1].prompts == texts
 
     def videos(kind: str, shape: list[int]) -> str:
         header = json.dumps(
@@ -568,7 +571,9 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(
     """A cut answer is no verdict of the reward: no video is dropped and no failure counted."""
     monkeypatch.setattr(reward_http, "FIRST_WAIT", 0.05)
     peer = Peer([cut], [b"HTTP/1.0 200 OK\r\n\r\n" + SOUND])
-    scores = CompositeReward.of(config(name=peer.url, timeout_seconds=20))(VIDEOS[:1], ["a"])
+    scores = CompositeReward.of(config(name=peer.url, timeout_seconds=20))(
+        VIDEOS[:1], [PromptKey("a")]
+    )
     assert (scores.rewards.tolist(), scores.retried, peer.count) == ([0.5], 0, 2)
 
 
@@ -805,7 +810,8 @@ def test_no_process_outlives_its_owner(how: str, tmp_path: Path) -> None:
         "import sys; from tests.test_reward_workers import *\n"
         f"args = {{'folder': {str(tmp_path)!r}, 'plan': ['2 {how}']}}\n"
         "reward = CompositeReward.of(config(workers=1, args=args))\n"
-        "print(reward(VIDEOS[:1], ['a']).dropped, flush=True); reward.submit(VIDEOS[:1], ['b']); "
+        "print(reward(VIDEOS[:1], [PromptKey('a')]).dropped, flush=True); "
+        "reward.submit(VIDEOS[:1], [PromptKey('b')]); "
         "input()\n"
     )
     parent = subprocess.Popen(
@@ -842,11 +848,12 @@ def test_what_the_code_of_a_reward_has_started_ends_with_the_run(
     code = (
         "from sage_fast.config.schema import RewardConfig\n"
         "from sage_fast.rewards import CompositeReward\n"
+        "from sage_fast.util.captions import PromptKey\n"
         "import torch\n"
         "if __name__ == '__main__':\n"
         f"    config = RewardConfig(name='starts:score', weights={{'a': 1.0}}, workers={workers})\n"
         "    reward = CompositeReward.of(config)\n"
-        "    assert reward(torch.rand(1, 5, 3, 8, 8), ['a']).rewards.tolist() == [1]\n"
+        "    assert reward(torch.rand(1, 5, 3, 8, 8), [PromptKey('a')]).rewards.tolist() == [1]\n"
     )
     (tmp_path / "program.py").write_text(code)
     done = subprocess.run(

@@ -15,6 +15,7 @@ from sage_fast.rewards.in_process import InProcess
 from sage_fast.rewards.load import dry_run_reward
 from sage_fast.util.errors import RewardError, UserError
 from tests.reward_faults import request
+from tests.tiny import keys_of
 from tests.waits import HANG
 
 
@@ -147,7 +148,7 @@ def test_whatever_a_reward_raises_is_a_reward_error() -> None:
         r"not"
     )
     with pytest.raises(RewardError, match=where) as error:
-        composite(torch.zeros(2, 5, 3, 8, 8), ["a", "b"])
+        composite(torch.zeros(2, 5, 3, 8, 8), keys_of(["a", "b"]))
     assert 'return {"red": torch.tensor([float(' in str(error.value), "the line of its own source"
     assert "sage_fast/rewards" not in str(error.value), "none of ours"
 

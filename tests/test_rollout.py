@@ -14,10 +14,11 @@ from sage_fast.ops.philox import philox_normal
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.testbed.tiny_model import LATENT_SHAPE
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.seeding import sample_seeds
-from tests.tiny import embeddings, settings, tiny_model
+from tests.tiny import embeddings, keys_of, settings, tiny_model
 
-PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
+PROMPTS = keys_of(["a red circle moves left quickly", "a blue square moves up slowly"])
 CPU = torch.device("cpu")
 
 
@@ -60,7 +61,7 @@ def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None
     rows, sigmas, coefs, policy, _ = roll(seeds, sampler, guidance)
     texts = embeddings(PROMPTS)
     text = [texts[PROMPTS[i % 2]] for i in range(4)]
-    negative = [texts[""]] * 4
+    negative = [texts[PromptKey("")]] * 4
     assert rows.log_probs
     for t in sorted({t for _, t in rows.trained}):
         micro = [(i, t) for i in range(4)]

@@ -24,6 +24,7 @@ from sage_fast.testbed.rewards import TestbedReward
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from tests.test_cli import PAPER, SMALL
+from tests.tiny import keys_of
 
 SECRET = "sk-7 'q\"z"
 ARGS: dict[str, Any] = {"token": "${SAGE_KEY}", "service": {"api_key": "${SAGE_KEY}", "fps": 2}}
@@ -112,9 +113,9 @@ def test_a_variable_of_a_process_or_of_an_address(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         UserError, match=r"^reward\.name = 'tests.*': args\.token = .* variable SAGE_KEY"
     ):
-        reward.check(sampling, ["a"])
+        reward.check(sampling, keys_of(["a"]))
     monkeypatch.setenv("SAGE_KEY", SECRET)
-    reward.check(sampling, ["a red circle moves left quickly"])
+    reward.check(sampling, keys_of(["a red circle moves left quickly"]))
     assert "vq" in reward.parts
 
 
@@ -175,7 +176,9 @@ def test_errors_of_a_reward_name_the_variable(
     with pytest.raises(
         UserError, match=r"no answer from https://me:\$\{SAGE_KEY\}@there"
     ) as caught:
-        CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
+        CompositeReward.of(entry).check(
+            SamplingConfig(num_frames=1, height=32, width=32), keys_of(["a"])
+        )
     assert "sk-7" not in str(caught.value)
 
 
@@ -203,7 +206,9 @@ def test_what_a_reward_returns_shows_no_secret(
         weights={"a": 1.0},
     )
     with pytest.raises(UserError) as caught:
-        CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
+        CompositeReward.of(entry).check(
+            SamplingConfig(num_frames=1, height=32, width=32), keys_of(["a"])
+        )
     assert "returned" in str(caught.value) or "expected" in str(caught.value)
     assert "sk-" not in str(caught.value)
 

@@ -29,12 +29,14 @@ from sage_fast.models.model import Model
 from sage_fast.rewards.composite import Pending
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import RewardError, RunError, UserError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import all_reduce, join_sequence_group, rank, sequence_group, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import (
     embeddings,
+    keys_of,
     rounding_of_advantages,
     settings,
     tiny_model,
@@ -107,12 +109,11 @@ def forwards(folder: Path) -> None:
         model = tiny_model(settings(model__tuning=tuning, sampling__guidance_scale=guidance))
         for p in model.policy.parameters().values():
             p.data.add_(0.05 * torch.randn(p.shape))
-        chosen = embeddings(PROMPTS[prompts])
+        keys = keys_of(PROMPTS[prompts])
+        chosen = embeddings(keys)
         if prompts == "images":
             chosen = with_images(chosen, *latents[1:])
-        text, negative = (
-            [chosen[prompt] for prompt in names] for names in (PROMPTS[prompts], ["", ""])
-        )
+        text, negative = ([chosen[key] for key in named] for named in (keys, keys_of(["", ""])))
         x = torch.randn(2, 32, *latents)
         upstream = torch.randn_like(x)
         conditions = (torch.rand(2), text, negative if guidance != 1 else None)
@@ -201,7 +202,7 @@ def evaluations_that_fail(folder: Path) -> list[str]:
     setup.encode(folder)
     submit = setup.reward.submit
 
-    def overdue(videos: Tensor, prompts: Sequence[str], *rest: Any) -> Pending:
+    def overdue(videos: Tensor, prompts: Sequence[PromptKey], *rest: Any) -> Pending:
         if rank() == 1:
             raise RewardError("gave no answer")
         return submit(videos, prompts, *rest)

@@ -43,7 +43,7 @@ from sage_fast.util.launchers import GROUP
 from sage_fast.util.meters import name_in_name
 from sage_fast.util.profiling import PHASES, WAIT
 from tests.test_docs import REPOSITORY, SMALL, blocks, commands, tables
-from tests.tiny import BASE_SETTINGS, arguments, settings, tiny_trainer, train
+from tests.tiny import BASE_SETTINGS, arguments, keys_of, settings, tiny_trainer, train
 from tests.waits import wait_until
 
 
@@ -204,10 +204,9 @@ def test_parts_that_no_tracker_can_hold_together_are_refused(key: str) -> None:
         "part 'clip' is the folder of part 'clip/first', which trackers cannot hold; expected "
         "another name"
     )
+    prompts = keys_of(["a red circle moves left slowly"])
     with pytest.raises(UserError, match=message):
-        load_rewards(
-            config, ["a red circle moves left slowly"], ["a red circle moves left slowly"], {}
-        )
+        load_rewards(config, prompts, prompts, {})
 
 
 def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:

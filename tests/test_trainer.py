@@ -33,9 +33,16 @@ from sage_fast.run.facts import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError
-from tests.tiny import BrightnessReward, planned, rounding_of_advantages, settings, tiny_trainer
+from tests.tiny import (
+    BrightnessReward,
+    keys_of,
+    planned,
+    rounding_of_advantages,
+    settings,
+    tiny_trainer,
+)
 
-PROMPTS = train_prompts()
+PROMPTS = keys_of(train_prompts())
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -289,7 +296,7 @@ def test_missing_reward_part() -> None:
         UserError,
         match=r"reward.weights names 'aesthetics'; reward 'testbed' returns \['mq', 'ta', 'vq'",
     ):
-        tiny_trainer(config).reward.check(config.sampling, ["a"])
+        tiny_trainer(config).reward.check(config.sampling, keys_of(["a"]))
     with pytest.raises(RewardError, match=r"without \['aesthetics'\]"):
         tiny_trainer(config).iteration(0)
 
@@ -628,7 +635,7 @@ def test_videos_come_back_in_the_order_of_the_prompts() -> None:
     """Videos are sampled by length and returned in the order of the call; each is what it is
     alone."""
     setup = setup_of(1, sampling__batch_size=2)
-    prompts = ["a red circle moves left quickly", "", "a blue square moves up slowly", ""]
+    prompts = keys_of(["a red circle moves left quickly", "", "a blue square moves up slowly", ""])
     seeds = torch.arange(4)
     videos = generate(setup, prompts, seeds)
     for i, prompt in enumerate(prompts):

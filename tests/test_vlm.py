@@ -25,6 +25,7 @@ from sage_fast.rewards.shipped.vlm import TEMPLATES, VLMReward
 from sage_fast.run.resume import _compared
 from sage_fast.util.errors import UserError
 from tests.reward_faults import request
+from tests.tiny import keys_of
 
 GREY = torch.tensor([0.1, 0.3, 0.5, 0.8])
 VIDEOS = GREY[:, None, None, None, None].expand(4, 20, 3, 32, 48).clone()
@@ -129,7 +130,7 @@ def test_each_video_keeps_its_own_scores(vlm: VLM) -> None:
     """The published request: 16 of 20 frames as JPEG, then the text; all videos of a call at
     once."""
     vlm.together = threading.Barrier(4)
-    scores = CompositeReward.of(config(vlm))(VIDEOS, PROMPTS)
+    scores = CompositeReward.of(config(vlm))(VIDEOS, keys_of(PROMPTS))
     torch.testing.assert_close(scores.rewards, torch.tensor(EXPECTED), rtol=0, atol=4.1 / 255)
     assert scores.parts["physics"].tolist() == pytest.approx([3.0987] * 4)
     assert scores.parts["style"].tolist() == [2] * 4
@@ -160,7 +161,7 @@ def test_frames_are_evenly_spaced_from_the_first_on(vlm: VLM) -> None:
         )
     ]
     args = {"num_frames": 4, "template": "general", "extra_body": {"max_tokens": 64, "seed": 1}}
-    scores = CompositeReward.of(config(vlm, args=args))(video, ["a cat"])
+    scores = CompositeReward.of(config(vlm, args=args))(video, keys_of(["a cat"]))
     assert {part: values.item() for part, values in scores.parts.items()} == {
         "alignment": 9,
         "motion": 7.25,
@@ -180,7 +181,7 @@ def test_an_answer_that_does_not_parse_costs_its_own_video_alone(vlm: VLM) -> No
     vlm.plan = {"a dog": [(200, "A fine dog.")], "a cow": [(200, "Hm."), (200, ANSWER.format(2))]}
     videos = VIDEOS.clone()
     videos[3, 7] = torch.nan
-    scores = CompositeReward.of(config(vlm))(videos, PROMPTS)
+    scores = CompositeReward.of(config(vlm))(videos, keys_of(PROMPTS))
     assert scores.rewards.isnan().tolist() == [False, True, False, True]
     assert (scores.dropped, scores.retried) == (2, 3)
     assert vlm.captions() == ["a cat", "a cow", "a cow", "a dog", "a dog"]
@@ -195,7 +196,7 @@ def test_a_busy_server_is_asked_again_for_what_is_missing(
 ) -> None:
     monkeypatch.setattr("sage_fast.rewards.http.FIRST_WAIT", 0.01)
     vlm.plan["a cow"] = [(429, "Rate limit"), (503, "Loading"), (200, ANSWER.format(3))]
-    scores = CompositeReward.of(config(vlm))(VIDEOS, PROMPTS)
+    scores = CompositeReward.of(config(vlm))(VIDEOS, keys_of(PROMPTS))
     assert (scores.retried, scores.dropped, scores.notes) == (0, 0, ())
     assert scores.rewards[2] == 3
     assert vlm.captions() == ["a cat", "a cow", "a cow", "a cow", "a dog", "a hen"]
@@ -250,20 +251,22 @@ def test_a_wrong_key_or_model_ends_the_run_before_it_begins(
     key = {"api_key": "${JUDGE_KEY}"}
     monkeypatch.setenv("JUDGE_KEY", "sk-wrong")
     with pytest.raises(UserError, match=r"status 401: Incorrect API key provided: \$\{JUDGE_KEY\}"):
-        CompositeReward.of(config(vlm, args=key)).check(sampling, ["a cat"])
+        CompositeReward.of(config(vlm, args=key)).check(sampling, keys_of(["a cat"]))
     monkeypatch.setenv("JUDGE_KEY", "sk-\nsecret")
     with pytest.raises(UserError, match="the token is no text that HTTP can send") as error:
-        CompositeReward.of(config(vlm, args=key)).check(sampling, ["a cat"])
+        CompositeReward.of(config(vlm, args=key)).check(sampling, keys_of(["a cat"]))
     assert "secret" not in str(error.value)
     monkeypatch.setenv("JUDGE_KEY", vlm.key)
     with pytest.raises(UserError, match="status 404: The model `other` does not exist"):
-        CompositeReward.of(config(vlm, args=key | {"model": "other"})).check(sampling, ["a cat"])
+        CompositeReward.of(config(vlm, args=key | {"model": "other"})).check(
+            sampling, keys_of(["a cat"])
+        )
     with pytest.raises(UserError, match=r"status 404: .*Not Found"):
         CompositeReward.of(config(vlm, args=key | {"url": vlm.url.removesuffix("/v1")})).check(
-            sampling, ["a cat"]
+            sampling, keys_of(["a cat"])
         )
     reward = CompositeReward.of(config(vlm, args=key))
-    reward.check(sampling, ["a cat"])
+    reward.check(sampling, keys_of(["a cat"]))
     assert reward.parts == ["alignment", "physics", "style"]
 
 

@@ -15,7 +15,7 @@ from sage_fast.rollout.parity import check_parity
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
-from tests.tiny import planned, settings, tiny_trainer
+from tests.tiny import keys_of, planned, settings, tiny_trainer
 
 ALONE: dict[str, Any] = {
     # its last step adds no noise, so the last window trains one step less
@@ -147,7 +147,7 @@ def test_the_anchor_runs_in_the_windows_alone() -> None:
 
 
 def test_windows_of_unequal_length_are_spread_over_all_updates() -> None:
-    of_iteration = planned(settings(**ALONE, train__optimizer_steps=2), ["a", "b", "c"], 0)
+    of_iteration = planned(settings(**ALONE, train__optimizer_steps=2), keys_of(["a", "b", "c"]), 0)
     steps, updates = of_iteration.trained, of_iteration.updates([True] * 8)
     assert {len(of_group) for of_group in steps} == {2, 3}
     assert [{sample for sample, _ in update} for update in updates] == [set(range(8))] * 2

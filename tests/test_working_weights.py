@@ -27,7 +27,7 @@ from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, shutdown
 from tests.ranks import run_ranks, screens
-from tests.tiny import embeddings, settings, tiny_model
+from tests.tiny import embedding, settings, tiny_model
 from tests.zero_runs import mixed_trainer
 
 pytestmark = pytest.mark.skipif(
@@ -67,7 +67,7 @@ def mixed_policy(name: str) -> HunyuanVideo15Policy:
 
 
 def loss_of(policy: HunyuanVideo15Policy, number: int) -> Tensor:
-    text = [embeddings([WORDS], torch.bfloat16)[WORDS]]
+    text = [embedding(WORDS, torch.bfloat16)]
     x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(number))
     return policy.velocity(x, policy.condition(torch.tensor([0.4]), text)).float().square().mean()
 

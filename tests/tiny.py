@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ from sage_fast.testbed.text_encoder import embed
 from sage_fast.testbed.tiny_model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 
 CPU = torch.device("cpu")
 BASE_SETTINGS: dict[str, Any] = {
@@ -134,18 +134,25 @@ def tiny_model(
     return model
 
 
+def keys_of(texts: Iterable[str]) -> list[PromptKey]:
+    """Keys of prompts without an image."""
+    return [PromptKey(text) for text in texts]
+
+
+def embedding(text: str, dtype: torch.dtype = torch.float32) -> TextEmbedding:
+    return TextEmbedding(text=embed(text).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype))
+
+
 def embeddings(
-    prompts: Sequence[str], dtype: torch.dtype = torch.float32
-) -> dict[str, TextEmbedding]:
-    return {
-        p: TextEmbedding(text=embed(p).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype))
-        for p in ["", *prompts]
-    }
+    prompts: Sequence[PromptKey], dtype: torch.dtype = torch.float32
+) -> dict[PromptKey, TextEmbedding]:
+    """Key -> embedding of its text, for these prompts and the empty one."""
+    return {key: embedding(key.text, dtype) for key in [PromptKey(""), *prompts]}
 
 
 def with_images(
-    texts: Mapping[str, TextEmbedding], height: int = 4, width: int = 4
-) -> dict[str, TextEmbedding]:
+    texts: Mapping[PromptKey, TextEmbedding], height: int = 4, width: int = 4
+) -> dict[PromptKey, TextEmbedding]:
     """Give each prompt a random image of its own; height and width are those of latents."""
     return {
         prompt: dataclasses.replace(
@@ -155,9 +162,9 @@ def with_images(
     }
 
 
-def captions(*texts: str) -> dict[str, Caption]:
+def captions(*texts: str) -> dict[PromptKey, Caption]:
     """Key -> caption of prompts without an image."""
-    return {text: Caption(text) for text in texts}
+    return {PromptKey(text): Caption(text) for text in texts}
 
 
 def resolved(objective: ObjectiveConfig, kl: KLConfig | None = None) -> Objective:
@@ -173,7 +180,7 @@ def tiny_trainer(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> Trainer:
-    prompts = train_prompts()
+    prompts = keys_of(train_prompts())
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
     return Trainer(
         ResolvedConfig(config),
@@ -184,7 +191,7 @@ def tiny_trainer(
     )
 
 
-def planned(config: Config, prompts: Sequence[str], iteration: int = 0) -> IterationPlan:
+def planned(config: Config, prompts: Sequence[PromptKey], iteration: int = 0) -> IterationPlan:
     """The plan of an iteration on one rank, with prompts of one length."""
     return plan_iteration(ResolvedConfig(config), prompts, lambda prompt: 1, iteration)
 

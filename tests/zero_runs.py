@@ -42,7 +42,15 @@ from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.process_group import initialize
 from sage_fast.util.ranks import rank, shutdown, world_size
 from tests import tiny
-from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
+from tests.tiny import (
+    BrightnessReward,
+    embedding,
+    embeddings,
+    keys_of,
+    settings,
+    tiny_model,
+    tiny_trainer,
+)
 
 SETTINGS: dict[str, Any] = {
     "train__optimizer_steps": 2,
@@ -120,7 +128,7 @@ class Peak(TorchDispatchMode):
 def mixed_trainer(config: Config) -> Trainer:
     """A trainer of float32 weights that run in bfloat16 under autocast, as full tuning on GPUs
     does."""
-    model, prompts = tiny_model(config, torch.bfloat16), train_prompts()
+    model, prompts = tiny_model(config, torch.bfloat16), keys_of(train_prompts())
     model.policy.networks["transformer"].float()
     reward = CompositeReward(BrightnessReward(), config.reward)
     return Trainer(
@@ -198,7 +206,7 @@ def resume(trainer: Trainer, run: Path) -> None:
 
 def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
     """Yield a loss of all weights, one of the blocks' weights alone, and one that is NaN."""
-    text = [embeddings(["a red circle moves left quickly"])["a red circle moves left quickly"]]
+    text = [embedding("a red circle moves left quickly")]
     x, sigma = (
         torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(5)),
         torch.tensor([0.4]),
@@ -269,7 +277,7 @@ def muon_step(engine: Engine, number: int, ranks: Sequence[int]) -> dict[str, Te
     """Update by the mean of two losses, with this process computing those of `ranks`; return the
     whole weights."""
     policy, words = engine.policy, "a red circle moves left quickly"
-    text = [embeddings([words])[words]]
+    text = [embedding(words)]
     for place in ranks:
         x = torch.randn(
             1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(10 * number + place)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.config.schema import Config
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.seeding import derive_seed, permutation, sample_seeds
 
 Transition = tuple[int, int]
@@ -29,7 +30,7 @@ class Sample:
     Attributes:
         group: index of the group, one for each prompt of the iteration.
         index: index within the group.
-        prompt: prompt of the group, and key of its condition.
+        prompt: key of the group's prompt, and of its condition.
         seed: key of the noise.
         latent_seed: key of the initial latents; the same for the whole group with shared initial
             noise.
@@ -37,7 +38,7 @@ class Sample:
 
     group: int
     index: int
-    prompt: str
+    prompt: PromptKey
     seed: int
     latent_seed: int
 
@@ -337,8 +338,8 @@ def _cut(length: int, count: int) -> list[int]:
 
 def plan_iteration(
     resolved: ResolvedConfig,
-    prompts: Sequence[str],
-    tokens: Callable[[str], int],
+    prompts: Sequence[PromptKey],
+    tokens: Callable[[PromptKey], int],
     index: int,
     *,
     ranks: int = 1,
@@ -349,7 +350,7 @@ def plan_iteration(
 
     Args:
         resolved: settings of the run.
-        prompts: training prompts.
+        prompts: keys of the training prompts.
         tokens: returns the token count of a forward with a prompt (both CFG passes).
         index: number of the iteration.
         ranks: data-parallel ranks, which share the samples.
@@ -386,7 +387,7 @@ def plan_iteration(
     )
 
 
-def _samples(config: Config, prompts: Sequence[str], index: int) -> list[Sample]:
+def _samples(config: Config, prompts: Sequence[PromptKey], index: int) -> list[Sample]:
     """Return the samples of iteration `index`, one group for each prompt."""
     samples = []
     for group, prompt in enumerate(prompts):

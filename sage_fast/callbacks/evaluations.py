@@ -115,7 +115,8 @@ def check_pairs(setup: Setup, run: Path) -> bool:
         return False
     keys, seeds = prompts_and_seeds(setup)
     evaluated = (before["prompts"], before.get("negatives", {}), before["seeds"])
-    if evaluated != (keys, negatives_for(setup, keys), seeds.tolist()):
+    prompts = [str(key) for key in keys]
+    if evaluated != (prompts, negatives_for(setup, keys), seeds.tolist()):
         raise UserError(
             f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than "
             f"those that the run in {str(run)!r} was evaluated on before training; restore the "

@@ -136,7 +136,8 @@ def _sample(
             videos = generate(setup, keys, seeds)
             files: list[Path] = []
             if rank() == 0:  # every rank has the same videos
-                files = save_videos(videos, keys, folder, setup.model.spec.fps)
+                names = [str(key) for key in keys]
+                files = save_videos(videos, names, folder, setup.model.spec.fps)
         return broadcast_object(files, 0)
 
 

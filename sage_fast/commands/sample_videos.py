@@ -10,11 +10,12 @@ from torch import Tensor
 from sage_fast.eval.evaluation import video_chunks
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.loading import Setup
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.files import atomic_path
 from sage_fast.util.videos import numbered, save_video
 
 
-def generate(setup: Setup, prompts: Sequence[str], seeds: Tensor) -> list[Tensor]:
+def generate(setup: Setup, prompts: Sequence[PromptKey], seeds: Tensor) -> list[Tensor]:
     """Collect the videos of `video_chunks` in prompt order, each `[F, 3, H, W]` on the CPU."""
     videos: dict[int, Tensor] = {}
     with setup.model.policy.at_guidance(setup.config.eval_guidance_scale):

@@ -18,7 +18,7 @@ from torch import Tensor
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.interface import Condition, Encoder
 from sage_fast.models.spec import Spec
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.console import Progress, wrapped
 from sage_fast.util.files import write_atomic
 from sage_fast.util.ranks import all_gather_object, broadcast_object, rank, world_size
@@ -30,7 +30,7 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _files(cache: Path, model: str, captions: Mapping[str, Caption]) -> dict[str, Path]:
+def _files(cache: Path, model: str, captions: Mapping[PromptKey, Caption]) -> dict[PromptKey, Path]:
     """Return key -> the file of its embedding, which follows from the model, the text, and what is
     in the image."""
     images = {
@@ -74,12 +74,12 @@ def cache_key(spec: Spec, dtype: str, cache: Path | None, sampling: SamplingConf
 
 
 def encode_cached(
-    captions: Mapping[str, Caption],
+    captions: Mapping[PromptKey, Caption],
     encoder_factory: Callable[[], Encoder],
     cache: Path | None,
     model: str,
     kind: type[Condition],
-) -> dict[str, Any]:
+) -> dict[PromptKey, Any]:
     """Return key -> embedding on every rank, from `cache` or from the rank that encodes them.
     Collective.
 
@@ -126,18 +126,21 @@ def encode_cached(
                 tensors = _read(files[key]) if key in files else None
                 known[key] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
-    firsts: dict[str, str] = {}  # checksum -> the first prompt with that embedding
+    firsts: dict[str, PromptKey] = {}  # checksum -> the first prompt with that embedding
     if rank() == 0:
         for key, condition in known.items():
             earlier = firsts.setdefault(_checksum(Path(), condition.tensors()), key)
             if earlier != key:
                 log.warning(
-                    wrapped(f"note: the model cannot tell prompts {earlier!r} and {key!r} apart")
+                    wrapped(
+                        f"note: the model cannot tell prompts {str(earlier)!r} and {str(key)!r} "
+                        "apart"
+                    )
                 )
     return {key: known[key] for key in captions}
 
 
-def _read_known(files: Mapping[str, Path], kind: type[Condition]) -> dict[str, Any]:
+def _read_known(files: Mapping[PromptKey, Path], kind: type[Condition]) -> dict[PromptKey, Any]:
     """Return key -> embedding, of those that can be read; name a file that is damaged."""
     known = {}
     damaged = []

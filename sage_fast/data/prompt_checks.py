@@ -58,7 +58,7 @@ def shared_prompts(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str | 
         return None
     return (
         f"{len(shared)} of {len(heldout)} prompts of data.eval_prompts are also in data.prompts, "
-        f"such as {shared[0]!r}: their scores say little about new prompts"
+        f"such as {str(shared[0])!r}: their scores say little about new prompts"
     )
 
 

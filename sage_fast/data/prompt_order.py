@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from sage_fast.util.captions import PromptKey
+
 
 class PromptOrder:
     """The prompts that a run has taken: iterations take them one after another, in a new shuffle
@@ -16,13 +18,14 @@ class PromptOrder:
     prompts than before begin a new epoch.
 
     Args:
-        prompts: training prompts, in the order of their file.
+        prompts: keys of the training prompts, in the order of their file.
         per_iteration: prompts an iteration takes.
     """
 
-    def __init__(self, prompts: Sequence[str], per_iteration: int) -> None:
+    def __init__(self, prompts: Sequence[PromptKey], per_iteration: int) -> None:
         self.count = len(prompts)
-        self.digest = hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16]
+        written = "\0".join(str(prompt) for prompt in prompts)
+        self.digest = hashlib.sha256(written.encode()).hexdigest()[:16]
         self.per_iteration = per_iteration
         self.since = 0
         """Iteration since which `per_iteration` are taken."""

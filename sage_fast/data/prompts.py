@@ -15,7 +15,7 @@ from pathlib import Path
 from sage_fast.config.fields import is_unicode
 from sage_fast.config.schema import DataConfig
 from sage_fast.data.prompt_habits import check_lines, check_words, meant_key
-from sage_fast.util.captions import Caption, prompt_key, split_key
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import why_no_file
 from sage_fast.util.images import check_image
@@ -76,9 +76,9 @@ class Prompt:
     where: str = dataclasses.field(default="", compare=False)
 
     @property
-    def key(self) -> str:
+    def key(self) -> PromptKey:
         """Name of the prompt everywhere else: its text, and its image if it has one."""
-        return prompt_key(self.text, self.image)
+        return PromptKey(self.text, self.image)
 
     @property
     def caption(self) -> Caption:
@@ -105,13 +105,14 @@ class Prompt:
             raise UserError(
                 f"{self.where}: the prompt holds a NUL or half of a character; expected text"
             )
-        keys = self.key, self.saying(self.negative).key
-        if wrong := [key for key in keys if split_key(key)[1] != self.image]:
-            raise UserError(
-                f"{self.where}: {textwrap.shorten(wrong[0], 60)!r} ends like the name of a prompt "
-                "with an image; "
-                'expected the image in the key "image" of a .jsonl file'
-            )
+        for key in (self.key, self.saying(self.negative).key):
+            # what files hold of it would be read back as the key of another prompt
+            if PromptKey.parse(str(key)).image != self.image:
+                raise UserError(
+                    f"{self.where}: {textwrap.shorten(str(key), 60)!r} ends like the name of a "
+                    "prompt with an image; "
+                    'expected the image in the key "image" of a .jsonl file'
+                )
         for text in (self.text, self.negative):
             check_words(text, self.where)
         if self.image:
@@ -182,7 +183,7 @@ def configured_prompts(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
     return read_prompts(data.prompts), read_prompts(data.eval_prompts)
 
 
-def captions_of(prompts: Sequence[Prompt]) -> dict[str, Caption]:
+def captions_of(prompts: Sequence[Prompt]) -> dict[PromptKey, Caption]:
     """Return key -> caption of all that a run of these prompts embeds: empty, given and negative
     prompts.
 
@@ -198,12 +199,12 @@ def captions_of(prompts: Sequence[Prompt]) -> dict[str, Caption]:
     }
 
 
-def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
+def negatives_of(prompts: Iterable[Prompt]) -> dict[PromptKey, str]:
     """Return key -> negative prompt for the prompts that have one; errors as `_firsts`."""
     return {key: first.negative for key, first in _firsts(prompts).items() if first.negative}
 
 
-def metadata_of(prompts: Iterable[Prompt]) -> dict[str, Fields]:
+def metadata_of(prompts: Iterable[Prompt]) -> dict[PromptKey, Fields]:
     """Return key -> metadata for the prompts that have any, the path of the image included; errors
     as `_firsts`."""
     found = {}
@@ -220,14 +221,14 @@ def _metadata(prompt: Prompt) -> Fields:
     return {**prompt.metadata, "image": prompt.caption.image}
 
 
-def _firsts(prompts: Iterable[Prompt]) -> dict[str, Prompt]:
+def _firsts(prompts: Iterable[Prompt]) -> dict[PromptKey, Prompt]:
     """Return key -> its first record.
 
     Raises:
         UserError: another record of the prompt has other values. Sampling, training and evaluation
             must use the same policy and the same reward for a prompt.
     """
-    known: dict[str, Prompt] = {}
+    known: dict[PromptKey, Prompt] = {}
     for prompt in prompts:
         first = known.setdefault(prompt.key, prompt)
         values = {"negative_prompt": prompt.negative, **_metadata(prompt)}

@@ -26,6 +26,7 @@ from sage_fast.loading import Setup, load_setup, resolve
 from sage_fast.models.find import find_spec
 from sage_fast.rewards import Judge, load_rewards
 from sage_fast.rewards.interface import Scorer
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, check_new_folder, writing
 from sage_fast.util.process_group import initialize
@@ -102,7 +103,7 @@ class _Evaluator:
             check_task(heldout, find_spec(path, fetch=True))
         in_folders = [prompt for found in self.folders.values() for prompt in found.prompts]
         if paths:
-            self.prompts = {prompt.key for prompt in heldout[: config.eval.num_prompts]}
+            self.prompts = {str(prompt.key) for prompt in heldout[: config.eval.num_prompts]}
         else:
             self.prompts = set(in_folders)
         if paths and self.folders:
@@ -112,13 +113,16 @@ class _Evaluator:
             )
         for found in self.folders.values():
             self._check_prompts(found)
-        metadata: dict[str, Mapping[str, object]] = {}
+        metadata: dict[PromptKey, Mapping[str, object]] = {}
         for found in self.folders.values():
-            for key, path in found.images.items():
-                metadata[key] = {"image": path}
+            for prompt, path in found.images.items():
+                metadata[PromptKey.parse(prompt)] = {"image": path}
         metadata |= metadata_of([*train, *heldout])
         device = str(local_device())
-        known = [prompt.key for prompt in heldout] if paths else in_folders
+        if paths:
+            known = [prompt.key for prompt in heldout]
+        else:
+            known = [PromptKey.parse(prompt) for prompt in in_folders]
         further: dict[str, Scorer] = {}
         for label, name in scorers.items():
             scorer = Judge(name, config.reward, device, "--scorer", metadata)
@@ -198,7 +202,8 @@ class _Evaluator:
         def read(share: range) -> Chunks:
             return _batches(files[share.start : share.stop], self.config.sampling.batch_size)
 
-        result, _ = score_videos(self.rewards, found.prompts, seeds, read)
+        keys = [PromptKey.parse(prompt) for prompt in found.prompts]
+        result, _ = score_videos(self.rewards, keys, seeds, read)
         scores = from_evaluation("", result, {}).scores
         return dataclasses.replace(found, scores=scores, evaluation=result)
 

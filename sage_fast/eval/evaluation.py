@@ -16,7 +16,7 @@ from sage_fast.models.interface import pass_lengths
 from sage_fast.rewards.interface import Pending, Scorer, join_scores
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import gather_checked
-from sage_fast.util.captions import split_key
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError
 from sage_fast.util.files import json_value
@@ -51,7 +51,7 @@ their negative prompts and to the paths of their images.
 @torch.no_grad()
 def video_chunks(
     setup: Setup,
-    prompts: Sequence[str],
+    prompts: Sequence[PromptKey],
     seeds: Tensor,
     *,
     pause: Callable[[], object] = lambda: None,
@@ -72,7 +72,7 @@ def video_chunks(
     runs = bucket_by_length([lengths[prompts[i]] for i in order], sampling.batch_size)
     dummy = setup.eval_prompts[0]  # which every rank has, with an image where the model takes one
 
-    def generate(keys: Sequence[str], own: Tensor) -> Tensor:
+    def generate(keys: Sequence[PromptKey], own: Tensor) -> Tensor:
         conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
         x = initial_latents(own, shape, device)
         return rollout(
@@ -96,7 +96,7 @@ def video_chunks(
             yield Chunk(chosen, model.decoder(latents), model.spec.fps)
 
 
-def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
+def prompts_and_seeds(setup: Setup) -> tuple[list[PromptKey], Tensor]:
     """Return the prompts and seeds (int64 `[N]`) of the N videos of an evaluation.
 
     A prompt with a seed of its own uses that seed, then seeds derived from it alone: they are the
@@ -113,7 +113,7 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
             return torch.tensor([own])
         return sample_seeds(own, 0, 0, range(k, k + 1), "evaluation")
 
-    prompts: list[str] = []
+    prompts: list[PromptKey] = []
     seeds: list[Tensor] = []
     for k in range(config.eval.seeds_per_prompt):
         for number, prompt in enumerate(chosen):
@@ -122,9 +122,9 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
     return prompts, torch.cat(seeds)
 
 
-def negatives_for(setup: Setup, keys: Sequence[str]) -> dict[str, str]:
-    """Return prompt -> negative prompt for those of `keys` that have one."""
-    return {key: setup.negatives[key] for key in keys if key in setup.negatives}
+def negatives_for(setup: Setup, keys: Sequence[PromptKey]) -> dict[str, str]:
+    """Return prompt, as files hold it, -> negative prompt for those of `keys` that have one."""
+    return {str(key): setup.negatives[key] for key in keys if key in setup.negatives}
 
 
 def evaluate(
@@ -160,7 +160,7 @@ def evaluate(
             rewards, keys, seeds.tolist(), sample, kept=kept, save=save, collective=waits
         )
     scores |= {"iteration": iteration, "negatives": negatives_for(setup, keys)}
-    images = {key: setup.captions[key].image for key in keys if split_key(key)[1]}
+    images = {str(key): setup.captions[key].image for key in keys if key.image}
     if images:
         scores["images"] = images
     return scores, videos
@@ -176,7 +176,7 @@ def rewards_of(reward: Scorer, judge: Scorer | None) -> dict[str, Scorer]:
 
 def score_videos(
     rewards: Mapping[str, Scorer],
-    prompts: Sequence[str],
+    prompts: Sequence[PromptKey],
     seeds: Sequence[int],
     videos_of: Callable[[range], Chunks],
     *,
@@ -193,7 +193,8 @@ def score_videos(
         rewards: as returned by `rewards_of`.
         videos_of: returns the videos with these numbers, indexed from 0 on each rank.
         kept: number of this rank's first videos to return, float32 `[F, 3, H, W]`.
-        save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
+        save: called with the number, written key and video (on the CPU) of each of this rank's
+            videos.
         collective: whether `videos_of` runs forwards that other ranks wait for; an error of this
             rank then waits.
     """
@@ -216,7 +217,7 @@ def score_videos(
                     )
                 if save is not None and sequence_rank() == 0:
                     for i, video in zip(indices, chunk.cpu()):
-                        save(share[i], keys[i], video)
+                        save(share[i], str(keys[i]), video)
             except (RewardError, OSError) as error:
                 if not collective:
                     raise
@@ -239,7 +240,7 @@ def score_videos(
     }
     scores = {
         "iteration": 0,
-        "prompts": list(prompts),
+        "prompts": [str(prompt) for prompt in prompts],
         "negatives": {},
         "seeds": list(seeds),
         "weights": dict(rewards[""].weights),

@@ -21,7 +21,7 @@ from typing import Any
 
 from sage_fast.data.prompt_habits import meant_key
 from sage_fast.eval.videoset import VideoSet
-from sage_fast.util.captions import split_key
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, why_no_file, write_atomic
 
@@ -70,7 +70,7 @@ def read_folder(label: str, folder: Path) -> VideoSet:
             )
         files.append(file)
         image = values.get("image")
-        if image and split_key(prompt)[1]:
+        if image and PromptKey.parse(prompt).image:
             images[prompt] = os.path.realpath(folder / image)
     _note_others(index, files)
     by_column = {name: [row[place] for row in rows] for place, name in enumerate(columns)}

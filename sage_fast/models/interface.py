@@ -17,14 +17,12 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from sage_fast.util.captions import Caption
+from sage_fast.util.captions import Caption, PromptKey
 from sage_fast.util.encoders import check_finite
 
 ConditionKey = Hashable
-"""Opaque key of a sample's condition.
-
-A text prompt is its own key; see `sage_fast.util.captions` for images.
-"""
+"""Opaque key of a sample's condition: a `PromptKey`, where the condition is that of a prompt."""
+EMPTY_PROMPT = PromptKey("")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class Condition:
     """
 
     encoders: ClassVar[Mapping[str, str]] = {}
-    negative: ConditionKey = ""
+    negative: ConditionKey = EMPTY_PROMPT
     notes: Any = ()
 
     @property
@@ -59,7 +57,7 @@ class Condition:
             UserError: a tensor has values that are not finite.
         """
         for name, tensor in self.tensors().items():
-            check_finite(tensor, self.encoders.get(name, name), f"prompt {key!r}")
+            check_finite(tensor, self.encoders.get(name, name), f"prompt {str(key)!r}")
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         return dataclasses.replace(

@@ -33,7 +33,7 @@ from sage_fast.rewards.interface import (
 )
 from sage_fast.rewards.load import check_prompts, device_of, load_reward
 from sage_fast.rewards.worker import Worker
-from sage_fast.util.captions import split_key
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import RewardError, UserError, first_line
 from sage_fast.util.futures import fulfil
 from sage_fast.util.launchers import launched
@@ -162,7 +162,7 @@ class CompositeReward:
         self,
         reward: Reward | Sequence[RewardCaller],
         config: RewardConfig,
-        metadata: Mapping[str, Metadata] | None = None,
+        metadata: Mapping[PromptKey, Metadata] | None = None,
     ) -> None:
         if not isinstance(reward, Sequence):
             backend = InProcess(config.name, reward)
@@ -179,7 +179,7 @@ class CompositeReward:
         cls,
         config: RewardConfig,
         device: str = "cpu",
-        metadata: Mapping[str, Metadata] | None = None,
+        metadata: Mapping[PromptKey, Metadata] | None = None,
         *,
         least_workers: int = 0,
         objects: Mapping[str, Any] | None = None,
@@ -216,7 +216,7 @@ class CompositeReward:
     def check(
         self,
         sampling: SamplingConfig,
-        prompts: Sequence[str],
+        prompts: Sequence[PromptKey],
         device: str = "cpu",
         fps: float = USUAL_FPS,
     ) -> None:
@@ -241,7 +241,7 @@ class CompositeReward:
             check_prompts(
                 entry, caller.key, {prompt: self.metadata.get(prompt, {}) for prompt in prompts}
             )
-            made_up = f"made-up videos {list(videos.shape)} of {keys[0]!r}"
+            made_up = f"made-up videos {list(videos.shape)} of {str(keys[0])!r}"
             try:
                 parts = caller.call(request).result()
             except RewardFailure as error:
@@ -272,7 +272,7 @@ class CompositeReward:
     # -- scores ------------------------------------------------------------------------------------
 
     def submit(
-        self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0
+        self, videos: Tensor, prompts: Sequence[PromptKey], fps: float | None = None, seed: int = 0
     ) -> Pending:
         """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process,
         else right away.
@@ -291,7 +291,7 @@ class CompositeReward:
         )
 
     def __call__(
-        self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0
+        self, videos: Tensor, prompts: Sequence[PromptKey], fps: float | None = None, seed: int = 0
     ) -> Scores:
         """Call `submit` and wait for the scores."""
         return self.submit(videos, prompts, fps, seed).result()
@@ -340,14 +340,14 @@ class CompositeReward:
         return None
 
     def _request(
-        self, videos: Tensor, keys: Sequence[str], fps: float | None, seed: int
+        self, videos: Tensor, keys: Sequence[PromptKey], fps: float | None, seed: int
     ) -> Request:
         """Return what rewards get: videos, texts and metadata."""
-        texts = [split_key(key)[0] for key in keys]
+        texts = [key.text for key in keys]
         metadata = [self.metadata.get(key, {}) for key in keys]
         return Request(videos=videos, prompts=texts, metadata=metadata, fps=fps, seed=seed)
 
-    def _join(self, prompts: list[str], outcomes: list[Outcome]) -> Scores:
+    def _join(self, prompts: list[PromptKey], outcomes: list[Outcome]) -> Scores:
         """Join the rewards' results to the composite and all parts; all are NaN for a video without
         a score.
 
@@ -384,8 +384,8 @@ class CompositeReward:
         for i, reason in sorted(why.items()):
             if self.config.on_failure == "stop":
                 hint = "reward.on_failure = 'drop' would skip such samples and count them"
-                raise RewardError(f"no score for prompt {prompts[i]!r}: {reason}\n{hint}")
-            notes.append(f"dropped a sample of {prompts[i]!r}: {first_line(reason)}")
+                raise RewardError(f"no score for prompt {str(prompts[i])!r}: {reason}\n{hint}")
+            notes.append(f"dropped a sample of {str(prompts[i])!r}: {first_line(reason)}")
         failed = torch.zeros(len(prompts), dtype=torch.bool)
         failed[list(why)] = True
         return Scores(
@@ -435,7 +435,7 @@ class Judge(CompositeReward):
         policy: RewardConfig,
         device: str = "cpu",
         key: str = "eval.judge",
-        metadata: Mapping[str, Metadata] | None = None,
+        metadata: Mapping[PromptKey, Metadata] | None = None,
     ) -> None:
         entry = RewardEntry(name=name, weights={})
         caller = RewardCaller(entry, key, connect(entry, key, device), policy, needed=None)
@@ -460,9 +460,9 @@ def dummy_videos(sampling: SamplingConfig) -> Tensor:
 
 def load_rewards(
     config: Config,
-    prompts: Sequence[str],
-    eval_prompts: Sequence[str],
-    metadata: Mapping[str, Metadata],
+    prompts: Sequence[PromptKey],
+    eval_prompts: Sequence[PromptKey],
+    metadata: Mapping[PromptKey, Metadata],
     fps: float = USUAL_FPS,
     objects: Mapping[str, Any] | None = None,
 ) -> tuple[CompositeReward, Judge | None]:

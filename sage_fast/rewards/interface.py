@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sage_fast.util.captions import PromptKey
+
 Metadata = Mapping[str, Any]
 """The further keys of a prompt's record in a JSON-lines file."""
 RESERVED_NAMES = ("reward", "overall", "file", "prompt", "image", "seed", "judge", "videos")
@@ -169,11 +171,12 @@ class Scorer(Protocol):
     weights: Mapping[str, float]
 
     def submit(
-        self, videos: Tensor, prompts: Sequence[str], fps: float | None = None, seed: int = 0
+        self, videos: Tensor, prompts: Sequence[PromptKey], fps: float | None = None, seed: int = 0
     ) -> Pending:
         """Start to score `videos [B, F, 3, H, W]`.
 
         Args:
+            prompts: keys of their prompts.
             fps: frames per second of the videos; None: not known.
             seed: of the random numbers that a reward draws.
         """

@@ -21,7 +21,7 @@ from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment, names_for_values
 from sage_fast.rewards.failure_policy import failure
 from sage_fast.rewards.interface import Metadata
-from sage_fast.util.captions import split_key
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.guard import guarded, seed_random_numbers
 from sage_fast.util.plugins import import_plugin, split_place
@@ -210,7 +210,7 @@ def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
     return device
 
 
-def check_prompts(entry: RewardEntry, key: str, prompts: Mapping[str, Metadata]) -> None:
+def check_prompts(entry: RewardEntry, key: str, prompts: Mapping[PromptKey, Metadata]) -> None:
     """Check that a shipped reward can score every prompt, if its class says which:
     `check_prompt(text, metadata)`.
 
@@ -228,9 +228,9 @@ def check_prompts(entry: RewardEntry, key: str, prompts: Mapping[str, Metadata])
         return
     for prompt, metadata in prompts.items():
         try:
-            shipped.check_prompt(split_key(prompt)[0], metadata)
+            shipped.check_prompt(prompt.text, metadata)
         except ValueError as error:
-            raise UserError(f"{key} = {entry.name!r}: prompt {prompt!r}: {error}") from error
+            raise UserError(f"{key} = {entry.name!r}: prompt {str(prompt)!r}: {error}") from error
 
 
 # -- dry run ---------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from sage_fast.rewards.failure_policy import RewardFailure
 from sage_fast.rewards.in_process import InProcess, own_name
 from sage_fast.rewards.interface import USUAL_FPS, Metadata, Request
 from sage_fast.rewards.load import device_of, load_reward
-from sage_fast.util.captions import split_key
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import fingerprint
 from sage_fast.util.plugins import find_module
@@ -34,8 +34,8 @@ from sage_fast.util.plugins import find_module
 def name_rewards(
     config: Config,
     reward_funcs: object,
-    prompts: Sequence[str],
-    metadata: Mapping[str, Metadata],
+    prompts: Sequence[PromptKey],
+    metadata: Mapping[PromptKey, Metadata],
     device: str = "cpu",
 ) -> tuple[Config, dict[str, Any]]:
     """Put rewards that are objects into the settings; they replace `reward.name` and
@@ -180,8 +180,8 @@ def _parts_of(
     entry: RewardEntry,
     reward: Any,
     config: Config,
-    prompts: Sequence[str],
-    metadata: Mapping[str, Metadata],
+    prompts: Sequence[PromptKey],
+    metadata: Mapping[PromptKey, Metadata],
     device: str,
 ) -> list[str]:
     """Return the names of the parts that a reward returns for made-up videos.
@@ -193,7 +193,7 @@ def _parts_of(
     keys = [prompts[i % len(prompts)] for i in range(len(videos))]
     request = Request(
         videos=videos,
-        prompts=[split_key(key)[0] for key in keys],
+        prompts=[key.text for key in keys],
         metadata=[metadata.get(key, {}) for key in keys],
         fps=USUAL_FPS,
     )
@@ -203,7 +203,7 @@ def _parts_of(
     except RewardFailure as error:
         raise UserError(
             f"reward_funcs: {own_name(reward)!r} failed on made-up videos {list(videos.shape)} of "
-            f"{keys[0]!r}: {error}"
+            f"{str(keys[0])!r}: {error}"
         ) from error
 
 

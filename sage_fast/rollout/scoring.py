@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sage_fast.models.decoder import Decoder
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.errors import RewardError
 from sage_fast.util.meters import Stopwatch
 from sage_fast.util.ranks import (
@@ -120,7 +121,7 @@ class VideoScorer:
         self._scores: list[Pending | Scores] = []
 
     def submit(
-        self, latents: Tensor, prompts: Sequence[str], seed: int = 0, rows: Sequence[int] = ()
+        self, latents: Tensor, prompts: Sequence[PromptKey], seed: int = 0, rows: Sequence[int] = ()
     ) -> None:
         """Decode a chunk, `latents [B, C, T, H, W]`, and score its videos.
 

@@ -10,7 +10,6 @@ from sage_fast.callbacks.interface import Rollouts
 from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.trainer import TrainerHooks
-from sage_fast.util.captions import split_key
 
 if TYPE_CHECKING:
     from sage_fast.run.train import Run
@@ -38,7 +37,7 @@ class RunHooks(TrainerHooks):
         local = list(batch.numbers)  # `scores` are of all ranks
         rollouts = Rollouts(
             iteration=iteration,
-            prompts=[split_key(sample.prompt)[0] for sample in batch.samples],
+            prompts=[sample.prompt.text for sample in batch.samples],
             seeds=[sample.seed for sample in batch.samples],
             groups=[sample.group for sample in batch.samples],
             rewards=scores.rewards[local].cpu(),

@@ -44,6 +44,7 @@ from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.train import check_here
 from sage_fast.run_folder import RunFolder
 from sage_fast.tools.harness import BURST_FLOPS
+from sage_fast.util.captions import PromptKey
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import format_bytes
 from sage_fast.util.errors import UserError
@@ -291,7 +292,7 @@ def _forwards(resolved: ResolvedConfig, ranks: int) -> tuple[dict[str, int], flo
     if config.sampling.sde_window:
         count = min(PLANNED_ITERATIONS, config.train.iterations)
     plans = [
-        plan_iteration(resolved, [""], lambda prompt: 1, index, ranks=ranks)
+        plan_iteration(resolved, [PromptKey("")], lambda prompt: 1, index, ranks=ranks)
         for index in range(count)
     ]
     counts = [each.forwards() for each in plans]

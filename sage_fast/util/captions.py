@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import NamedTuple
 
-_KEY = re.compile(r"(?:(.*) )?\[image: (.+)\]", re.DOTALL)
+_WRITTEN = re.compile(r"(?:(.*) )?\[image: (.+)\]", re.DOTALL)
 
 
 class Caption(NamedTuple):
@@ -20,15 +21,30 @@ class Caption(NamedTuple):
     image: str = ""
 
 
-def prompt_key(text: str, image: str) -> str:
-    """Return the key of a prompt: its text, and its image as the prompt file names it.
+@dataclasses.dataclass(frozen=True, order=True)
+class PromptKey:
+    """The key of a prompt.
 
-    Without an image, the text.
+    `str` writes it as files, messages and the names of videos hold it, and `parse` reads that back.
+
+    Attributes:
+        text: the prompt.
+        image: path of the image that the video begins from, as the prompt file names it; empty if
+            there is none.
     """
-    return f"{text} [image: {image}]".lstrip() if image else text
 
+    text: str
+    image: str = ""
 
-def split_key(key: str) -> tuple[str, str]:
-    """Return the text and the image of a key; the image is empty if it has none."""
-    found = _KEY.fullmatch(key)
-    return (found[1] or "", found[2]) if found else (key, "")
+    def __str__(self) -> str:
+        if not self.image:
+            return self.text
+        return f"{self.text} [image: {self.image}]".lstrip()
+
+    @classmethod
+    def parse(cls, written: str) -> PromptKey:
+        """Return the key that `str` has written."""
+        found = _WRITTEN.fullmatch(written)
+        if found is None:
+            return cls(written)
+        return cls(found[1] or "", found[2])

@@ -126,7 +126,8 @@ def score_correct_clips(config: Config) -> tuple[float, float]:
     from studies.testbed.pretrain import correct_clips
 
     setup = load_setup(resolve(config))
-    clips = correct_clips(setup.model.decoder, setup.eval_prompts, config.sampling.num_frames)
+    prompts = [key.text for key in setup.eval_prompts]
+    clips = correct_clips(setup.model.decoder, prompts, config.sampling.num_frames)
     pending = [setup.reward.submit(videos, setup.eval_prompts) for videos in clips]
     first, second = (float(scores.result().rewards.mean()) for scores in pending)
     return first, second

@@ -26,6 +26,7 @@ from studies.runs import shipped
 
 if TYPE_CHECKING:
     from sage_fast.loading import Setup
+    from sage_fast.util.captions import PromptKey
 
 NOISY = ("sage", "flow", "dance", "cps", "exact")
 """`exact` is the sampler `precise`, as the study's variants call it."""
@@ -328,13 +329,15 @@ def _on_testbed(
     vae = allow_batches(setup.model.decoder.vae)
     world, generator = WORLDS["testbed"], torch.Generator().manual_seed(0)
     latents = torch.cat(
-        [encode(vae, draw(world, prompt, 1, generator)) for prompt in setup.eval_prompts]
+        [encode(vae, draw(world, prompt.text, 1, generator)) for prompt in setup.eval_prompts]
     )
     floor = manifold_distances(setup.model.decoder(vae.config.scaling_factor * latents))
     return {key: manifold_distances(clips).numpy() for key, clips in videos.items()}, floor.numpy()
 
 
-def _videos(setup: Setup, table: TransitionTable, prompts: Sequence[str], repeat: int) -> Tensor:
+def _videos(
+    setup: Setup, table: TransitionTable, prompts: Sequence[PromptKey], repeat: int
+) -> Tensor:
     """Sample videos, float32 `[prompts, F, 3, H, W]`, with the same noise for every table."""
     from sage_fast.rollout.loop import initial_latents, rollout
 

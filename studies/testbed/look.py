@@ -27,6 +27,7 @@ from sage_fast.testbed.rewards import (
     visual_quality,
 )
 from sage_fast.testbed.world import SHAPES, parse
+from sage_fast.util.captions import PromptKey
 from studies.testbed.pretrain import correct_clips
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -74,16 +75,17 @@ def look(base: Path, seeds: int) -> dict[str, dict[str, float]]:
         "eval.seeds_per_prompt": seeds,
     }
     setup = load_setup(resolve(load(str(CONFIG), overlays=[settings, {"eval.num_prompts": 72}])))
-    prompts = setup.eval_prompts
+    prompts = [key.text for key in setup.eval_prompts]
     drawn, decoded = correct_clips(setup.model.decoder, prompts, setup.config.sampling.num_frames)
     rows = {
         "correct": (drawn, prompts),
         "through the autoencoder": (decoded, prompts),
         "base": drawn_by(setup),
     }
-    rewards = {
-        name: setup.reward.submit(*row).result().rewards.mean() for name, row in rows.items()
-    }
+    rewards = {}
+    for name, (videos, texts) in rows.items():
+        keys = [PromptKey(text) for text in texts]
+        rewards[name] = setup.reward.submit(videos, keys).result().rewards.mean()
     return {name: {"reward": float(rewards[name])} | read(*row) for name, row in rows.items()}
 
 

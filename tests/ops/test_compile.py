@@ -39,7 +39,7 @@ from sage_fast.models.load import load_model
 from sage_fast.rewards import CompositeReward
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
-from tests.tiny import CPU, BrightnessReward, embeddings, settings
+from tests.tiny import CPU, BrightnessReward, embeddings, keys_of, settings
 
 SHIPPED: tuple[int, ...] = ARCHITECTURES if "SAGE_FAST_SOAK" in os.environ else (90,)
 """The other architectures take half a minute more, which `make soak` has."""
@@ -379,7 +379,7 @@ def test_what_an_iteration_launches_is_listed(
         train__prompts_per_iteration=1, train__group_size=2, train__parity_gate=False, **method,
     )  # fmt: skip
     model = load_model(config.model, config.sampling, CPU, seed=0)
-    prompts, reward = train_prompts(), CompositeReward(BrightnessReward(), config.reward)
+    prompts, reward = keys_of(train_prompts()), CompositeReward(BrightnessReward(), config.reward)
     trainer = Trainer(
         ResolvedConfig(config), model, reward, prompts, embeddings(prompts, torch.bfloat16)
     )

@@ -30,6 +30,7 @@ from sage_fast.testbed.world import (
 from sage_fast.util.errors import RewardError, UserError
 from studies.testbed.corruptions import CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
 from studies.testbed.render import render
+from tests.tiny import keys_of
 
 JUDGE = TestbedJudge()
 SCENES = all_scenes()
@@ -180,11 +181,13 @@ def test_its_name_is_known_and_others_are_refused_by_the_name_of_the_setting() -
 def test_what_a_judge_fails_on_has_no_scores() -> None:
     videos = torch.zeros(2, FRAMES, 3, 32, 32)
     judge = Judge("testbed-judge", RewardConfig())
-    scores = judge(videos, [CAPTIONS[0], "a cat"])
+    scores = judge(videos, keys_of([CAPTIONS[0], "a cat"]))
     assert scores.dropped == 1
     assert scores.parts["alignment"].isfinite().tolist() == [True, False]
     assert "dropped a sample of 'a cat': reward 'testbed-judge': " in scores.notes[-1]
     with pytest.raises(RewardError, match="1 of 2 samples have no score"):
         judge.check_share(scores)
     with pytest.raises(RewardError, match="names nothing that the judge knows"):
-        Judge("testbed-judge", RewardConfig(on_failure="stop"))(videos, [CAPTIONS[0], "a cat"])
+        Judge("testbed-judge", RewardConfig(on_failure="stop"))(
+            videos, keys_of([CAPTIONS[0], "a cat"])
+        )

@@ -21,7 +21,7 @@ from sage_fast.util.seeding import sample_seeds
 from studies.testbed.look import read as reading
 from studies.testbed.pretrain import WORLDS, Steps, pretrain
 from studies.testbed.render import render
-from tests.tiny import embeddings
+from tests.tiny import embeddings, keys_of
 
 REWARD = TestbedReward()
 SCENE = parse("a red circle moves left quickly")
@@ -176,8 +176,9 @@ def drawn_by_the_base(prompts: list[str]) -> Tensor:
     setup = load_setup(
         resolve(load(Path(__file__).parents[2] / "configs" / "demo.yaml")), rewards=False
     )
-    setup.embeddings = dict(embeddings(prompts))
-    return torch.stack(generate(setup, prompts, sample_seeds(0, 0, 0, range(len(prompts)), "base")))
+    keys = keys_of(prompts)
+    setup.embeddings = dict(embeddings(keys))
+    return torch.stack(generate(setup, keys, sample_seeds(0, 0, 0, range(len(prompts)), "base")))
 
 
 def test_the_base_follows_prompts_but_not_perfectly() -> None:
