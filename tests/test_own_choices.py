@@ -263,4 +263,4 @@ def test_functions_that_take_names_say_which_there_are() -> None:
     with pytest.raises(UserError, match=r"advantage_std = 'bacth': .*did you mean 'batch'\?"):
         group_advantages(rewards, rewards > 0, std="bacth")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"checkpointing = 'ful': .*did you mean 'full'\?"):
-        training_flops(2.0, 1.0, checkpointing="ful", frozen_base=True)
+        training_flops(2.0, 1.0, checkpointing="ful", trains_adapter=True)
