@@ -3,25 +3,34 @@
 import importlib.util
 import json
 import logging
+import os
+import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_fast.callbacks.dispatch import CallbackError
+from sage_fast.callbacks.columns import counts_and_edges, make_plain
+from sage_fast.callbacks.dispatch import CallbackError, Callbacks
 from sage_fast.callbacks.interface import Callback, Histogram, Rollouts
+from sage_fast.callbacks.metrics import Metrics as BuiltInMetrics
+from sage_fast.callbacks.profiler import Profiler
 from sage_fast.cli import main
 from sage_fast.config.loader import build, load
 from sage_fast.config.schema import Config
+from sage_fast.config.secrets import secret
 from sage_fast.run.train import Run, train
 from sage_fast.run_folder import STATE, RunFolder, iteration_of
-from sage_fast.util.errors import RankError, UserError
+from sage_fast.util.console import leave_logs, log_to
+from sage_fast.util.errors import RankError, Stopped, UserError
 from sage_fast.util.files import read_json, read_metrics
-from sage_fast.util.ranks import rank
+from sage_fast.util.ranks import barrier, rank
 from tests.ranks import run_ranks, screens
 from tests.tiny import settings
 
@@ -318,6 +327,162 @@ def test_two_of_one_name_and_what_is_no_callback_are_refused(tmp_path: Path) -> 
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("values", "bins"),
+    [
+        (["a"], None),
+        ([[1], [1, 2]], None),
+        (torch.tensor([1j]), None),
+        ([], 32),
+        ([float("nan")], 32),
+        ([1e20] * 3, 1),  # float64 has no edges between them
+        ([-1.7e308, 1.7e308], 1),
+        ([torch.ones((), requires_grad=True)], 32),
+    ],
+)
+def test_a_histogram_of_anything_leaves_the_row(values: Any, bins: int | None) -> None:
+    """Else the checkpoint lacks the line of its iteration, and no resume is possible."""
+    row: dict[str, Any] = {"iteration": 0, "mine": Histogram(values)}
+    problem = make_plain(row, {"iteration": row["iteration"]})
+    if bins is None:
+        assert problem is not None
+        assert "'mine'" in problem
+        assert "mine" not in row
+    else:
+        assert problem is None
+        assert len(counts_and_edges(row["mine"].values)[0]) == bins
+
+
+class Odd(Callback):
+    """Does at a hook what it is given."""
+
+    def __init__(self, **hooks: Any) -> None:
+        for hook, does in hooks.items():
+            setattr(self, hook, does)
+
+
+def test_a_wrong_histogram_is_named_and_the_run_resumes(tmp_path: Path) -> None:
+    small = config(tmp_path / "run", train__iterations=1)
+
+    def wrong(run: Run, row: dict[str, Any]) -> None:
+        row["mine"] = Histogram(["a"])
+
+    with pytest.raises(CallbackError, match="Odd, on_iteration_end: column 'mine' = Histogram"):
+        train(small, callbacks=[Odd(on_iteration_end=wrong)])
+    assert saved(tmp_path / "run") == [1]
+    assert train(small, resume=True).iteration == 1
+
+
+def test_columns_may_have_any_name_and_numbers_of_any_library(tmp_path: Path) -> None:
+    """Also names like those of the run's own, which its notes read."""
+
+    def add(run: Run, row: dict[str, Any]) -> None:
+        row["reward_part/mine"] = [torch.tensor(1.5), np.int64(2)]
+        row["time/ranks"] = None
+
+    run = train(
+        config(tmp_path / "run", train__iterations=1), callbacks=[Odd(on_iteration_end=add)]
+    )
+    (row,) = read_metrics(run.folder / "metrics.jsonl")
+    assert row["reward_part/mine"] == [1.5, 2]
+
+
+def test_a_checkpoint_that_a_callback_asks_for_is_of_a_whole_iteration(tmp_path: Path) -> None:
+    """Asked for between two updates, or before all columns are there; and resumes to the bit."""
+
+    def after_update(run: Run, update: int) -> None:
+        if (run.iteration, update) == (0, 0):
+            run.checkpoint()
+
+    def add(run: Run, row: dict[str, Any]) -> None:
+        row["first"] = torch.tensor(1.0)
+        if run.iteration == 2:
+            run.checkpoint()
+        row["second"] = 2
+
+    asks = Odd(on_update_end=after_update, on_iteration_end=add)
+    asks.on_checkpoint = lambda run, folder: run.checkpoint()  # type: ignore[method-assign]
+    small: dict[str, Any] = {"train__iterations": 3, "train__optimizer_steps": 2}
+    small["train__keep_checkpoints"] = 3
+    run = train(config(tmp_path / "run", **small), callbacks=[asks]).folder
+    assert saved(run) == [1, 2, 3]
+    assert [row["second"] for row in read_metrics(run / "metrics.jsonl")] == [2, 2, 2]
+    for number in (2, 3):
+        shutil.rmtree(RunFolder(run).checkpoint(number))
+    whole = weights(run)
+    train(config(tmp_path / "run", **small), callbacks=[asks], resume=True)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, weights(run)[name]), name
+
+
+def test_what_a_callback_does_with_advantages_changes_no_update(tmp_path: Path) -> None:
+    def in_place(run: Run, rollouts: Rollouts) -> None:
+        rollouts.advantages.zero_()
+
+    one = {"train__iterations": 1}
+    plain = train(config(tmp_path / "plain", **one)).folder
+    other = train(config(tmp_path / "o", **one), callbacks=[Odd(on_rollout_end=in_place)]).folder
+    for name, tensor in weights(plain).items():
+        assert torch.equal(tensor, weights(other)[name])
+
+
+@pytest.mark.parametrize("wanted", [None, 3, [[0]], ["a", None], [7], "01"])
+def test_wanted_videos_that_are_no_indices_are_named(wanted: Any) -> None:
+    odd = Odd(videos_wanted=lambda run, rollouts: wanted)
+    with pytest.raises(CallbackError, match=r"Odd, videos_wanted: .*: expected a list of indices"):
+        Callbacks([odd], []).videos_wanted(None, [(0, 0), (0, 1)])  # type: ignore[arg-type]
+    odd = Odd(videos_wanted=lambda run, rollouts: torch.tensor([1]))
+    assert Callbacks([odd], []).videos_wanted(None, [(0, 0), (0, 1)]) == {1}  # type: ignore[arg-type]
+
+
+def test_a_key_that_json_would_change_is_named() -> None:
+    odd = Odd(state_dict=lambda: {"seen": [{3: "a"}]})
+    with pytest.raises(CallbackError, match="state_dict: key 3: expected a text"):
+        Callbacks([odd], []).states()
+
+
+def test_an_error_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "sesame-open-sesame")
+    token = secret("MY_TOKEN")
+
+    def fail(run: Run) -> None:
+        raise OSError(f"no answer for {token}")
+
+    with pytest.raises(CallbackError, match=r"no answer for \$\{MY_TOKEN\}"):
+        Callbacks([Odd(on_run_start=fail)], []).call("on_run_start", None)  # type: ignore[arg-type]
+
+
+def test_a_call_within_a_hook_leaves_the_log_of_the_run(tmp_path: Path) -> None:
+    log_to(tmp_path / "log")
+    Callbacks([Odd(on_run_start=lambda run: leave_logs())], []).call("on_run_start", None)  # type: ignore[arg-type]
+    logging.getLogger("sage_fast.mine").info("goes on")
+    leave_logs()
+    assert "goes on" in (tmp_path / "log").read_text()
+
+
+def test_a_name_of_the_runs_own_is_free_but_not_twice_the_same(tmp_path: Path) -> None:
+    class Metrics(Callback):
+        pass
+
+    profiler = Profiler(iterations=[1])
+    assert [each.name for each in Callbacks([Metrics()], [BuiltInMetrics()]).users] == ["Metrics"]
+    with pytest.raises(UserError, match="Profiler: the settings of the run have one already"):
+        Callbacks([profiler], [Profiler(iterations=[2])])
+
+
+@pytest.mark.parametrize("settings", ["run.yaml", {"output": "run"}, None])
+def test_what_is_no_config_is_refused(settings: Any) -> None:
+    with pytest.raises(UserError, match=r"config = .*: expected settings, as sf\.load"):
+        train(settings)
+
+
+def test_no_callbacks_may_be_none(tmp_path: Path) -> None:
+    small = config(tmp_path / "run", train__iterations=1)
+    with pytest.raises(UserError, match="callbacks = 3: expected a list of callbacks"):
+        train(small, callbacks=3)  # type: ignore[arg-type]
+    assert train(small, callbacks=None).iteration == 1  # type: ignore[arg-type]
+
+
 # -- ending a run ----------------------------------------------------------------------------------
 
 
@@ -350,6 +515,24 @@ def test_a_callback_ends_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     whole = train(config(tmp_path / "whole", train__iterations=3)).folder
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed.folder)[name])
+
+
+@pytest.mark.fault(
+    "a signal between the end that a callback asks for and its evaluation",
+    "a resume ends the run there, with its final weights and evaluation; the next one goes on",
+)
+def test_an_end_that_a_signal_has_interrupted_is_the_end(tmp_path: Path) -> None:
+    small = config(tmp_path / "run", train__iterations=3)
+
+    def terminate(run: Run, folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        train(small, callbacks=[StopsAfter(1), Odd(on_checkpoint=terminate)])
+    resumed = train(small, resume=True)
+    assert (resumed.iteration, resumed.complete) == (1, True)
+    assert RunFolder(resumed.folder).facts["stopped"] == "a part of the reward falls"
+    assert train(small, resume=True).iteration == 3
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -583,6 +766,29 @@ def test_one_rank_can_end_a_run(tmp_path: Path) -> None:
     assert statuses == [0, 0], "\n".join(screens(tmp_path))
     assert saved(tmp_path / "run") == [1]
     assert RunFolder(tmp_path / "run").evaluation("after") is not None
+
+
+class FailsBetweenCollectives(Callback):
+    def on_iteration_end(self, run: Run, row: dict[str, Any]) -> None:
+        barrier()
+        if rank() == 1:
+            raise ValueError("between two collective calls")
+        barrier()
+
+
+def _train_by_call(folder: Path) -> None:
+    small = config(folder / "run", train__iterations=3, train__prompts_per_iteration=2)
+    train(small, callbacks=[FailsBetweenCollectives()])
+
+
+@pytest.mark.fault(
+    "an error of a callback on one rank between two collective calls, in a script",
+    "the other ranks end within seconds, and say which rank has failed",
+)
+def test_an_error_between_collectives_ends_a_script_on_all_ranks(tmp_path: Path) -> None:
+    """Otherwise rank 0 would wait for rank 1's next collective, which is another one."""
+    assert run_ranks(_train_by_call, 2, tmp_path) == [1, 1], "\n".join(screens(tmp_path))
+    assert "rank 1 failed" in screens(tmp_path)[0]
 
 
 # -- the documentation -----------------------------------------------------------------------------

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 class Checkpoints(Callback):
     """Saves a checkpoint every `train.checkpoint_interval` iterations and, with `train.keep_best`,
-    whenever an evaluation finds a better policy than those saved; removes those that are not kept.
+    whenever an evaluation finds a better policy than those saved, or a callback has asked for one;
+    removes those that are not kept.
 
     The run itself saves the last iteration.
     """
@@ -38,8 +39,8 @@ class Checkpoints(Callback):
 
     def on_iteration_end(self, run: Run, row: dict[str, Any]) -> None:
         is_due = run.iteration % run.config.train.checkpoint_interval == 0
-        if is_due or self._found_best:
-            run.checkpoint()
+        if is_due or self._found_best or run.checkpoint_wanted:
+            run.save()
 
     def on_checkpoint(self, run: Run, folder: Path) -> None:
         if not run.is_main:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sage_fast.callbacks.interface import Callback, Histogram
-from sage_fast.util.console import wrapped
+from sage_fast.callbacks.columns import make_plain
+from sage_fast.callbacks.interface import Callback
+from sage_fast.config.secrets import names_for_values
+from sage_fast.util.console import logs_restored, wrapped
 from sage_fast.util.errors import RunError, UserError, in_one_line
 from sage_fast.util.ranks import check_agreement, fail_together
 
@@ -49,13 +52,20 @@ class Callbacks:
         self._check_names()
 
     def _check_names(self) -> None:
-        names = [callback.name for callback in self.all]
+        names = [callback.name for callback in self.users]
+        of_the_run = {type(callback) for callback in self.built_in}
         for place, name in enumerate(names):
+            callback = self.users[place]
             if not isinstance(name, str) or not name:
-                raise UserError(f"{_label(self.all[place])}: name = {name!r}: expected a text")
+                raise UserError(f"{_label(callback)}: name = {name!r}: expected a text")
             if name in names[:place]:
                 raise UserError(
                     f"callbacks: two are named {name!r}; give one of them another `name`"
+                )
+            if type(callback) in of_the_run:
+                raise UserError(
+                    f"{_label(callback)}: the settings of the run have one already; leave one of "
+                    "the two out"
                 )
         # else a collective call of one rank would wait for the others
         check_agreement({"callbacks": names}, ": give every rank the same callbacks")
@@ -90,8 +100,9 @@ class Callbacks:
             for callback in concerned:
                 _call(callback, hook, *arguments)
 
-    def end_iteration(self, run: Run, row: dict[str, Any]) -> None:
-        """Call `on_iteration_end`; columns that callbacks add become plain numbers. Collective.
+    def add_columns(self, run: Run, row: dict[str, Any]) -> None:
+        """Call `on_iteration_end` of the user's callbacks; the columns that they add become plain
+        numbers. Collective.
 
         Raises:
             CallbackError: as `call`; or a callback changes a column of the run's, or adds one that
@@ -101,15 +112,23 @@ class Callbacks:
         concerned = [
             callback for callback in self.users if _overrides(callback, "on_iteration_end")
         ]
-        if concerned:
-            with fail_together():
-                for callback in concerned:
-                    try:
-                        _call(callback, "on_iteration_end", run, row)
-                    finally:
-                        problem = _make_plain(row, of_the_run)
-                    if problem:
-                        raise CallbackError(f"{_label(callback)}, on_iteration_end: {problem}")
+        if not concerned:
+            return
+        with fail_together():
+            for callback in concerned:
+                try:
+                    _call(callback, "on_iteration_end", run, row)
+                finally:
+                    problem = make_plain(row, of_the_run)
+                if problem:
+                    raise CallbackError(f"{_label(callback)}, on_iteration_end: {problem}")
+
+    def end_iteration(self, run: Run, row: dict[str, Any]) -> None:
+        """Call `on_iteration_end` of the run's own callbacks. Collective.
+
+        Args:
+            row: without the columns of the user's callbacks, whose names may be any.
+        """
         for callback in self.built_in:
             callback.on_iteration_end(run, row)
 
@@ -121,13 +140,8 @@ class Callbacks:
             return wanted
         with fail_together():
             for callback in concerned:
-                indices = set(_call(callback, "videos_wanted", run, rollouts))
-                if unknown := indices.difference(range(len(rollouts))):
-                    raise CallbackError(
-                        f"{_label(callback)}, videos_wanted: {min(unknown)!r}: expected indices "
-                        f"from 0 to {len(rollouts) - 1}"
-                    )
-                wanted |= indices
+                indices = _call(callback, "videos_wanted", run, rollouts)
+                wanted |= _checked_indices(callback, indices, len(rollouts))
         return wanted
 
     def report(self, run: Run, error: BaseException) -> None:
@@ -142,18 +156,24 @@ class Callbacks:
     # -- states ------------------------------------------------------------------------------------
 
     def states(self) -> dict[str, Any]:
-        """Return name -> state of the callbacks that have one. Collective.
+        """Return name -> state of the user's callbacks that have one. Collective.
 
         Raises:
             CallbackError: as `call`; or a state is not plain JSON.
         """
-        concerned = [callback for callback in self.all if _overrides(callback, "state_dict")]
+        concerned = [callback for callback in self.users if _overrides(callback, "state_dict")]
         found: dict[str, Any] = {}
         if not concerned:
             return found
         with fail_together():
             for callback in concerned:
                 state = _call(callback, "state_dict")
+                key = _key_that_is_no_text(state)
+                if key is not None:  # JSON would make a text of it, without a word
+                    raise CallbackError(
+                        f"{_label(callback)}, state_dict: key {key[0]!r}: expected a text, which "
+                        "JSON keeps as it is"
+                    )
                 try:
                     # a copy: the callback goes on changing its own
                     found[callback.name] = json.loads(json.dumps(state))
@@ -169,13 +189,13 @@ class Callbacks:
         A callback without one starts anew, and the state of one that is gone is lost, both with a
         note.
         """
-        concerned = [callback for callback in self.all if _overrides(callback, "state_dict")]
+        concerned = [callback for callback in self.users if _overrides(callback, "state_dict")]
         with fail_together():
             for callback in concerned:
                 if callback.name in saved:
                     _call(callback, "load_state_dict", saved[callback.name])
         new = [callback.name for callback in concerned if callback.name not in saved]
-        gone = sorted(saved.keys() - {callback.name for callback in self.all})
+        gone = sorted(saved.keys() - {callback.name for callback in self.users})
         if new:
             log.info(
                 wrapped(f"note: callbacks without a state in the checkpoint: {', '.join(new)}")
@@ -207,54 +227,57 @@ def _call(callback: Callback, hook: str, *arguments: Any) -> Any:
     Signals pass, and so does Ctrl-C.
     """
     try:
-        return getattr(callback, hook)(*arguments)
+        with logs_restored():  # `evaluate` and others end the log of a run, which goes on here
+            return getattr(callback, hook)(*arguments)
     except (Exception, SystemExit) as error:
-        log.debug("".join(traceback.format_exception(error)))  # into the rank's log file
+        # into the rank's log file
+        log.debug(names_for_values("".join(traceback.format_exception(error))))
         frame = traceback.extract_tb(error.__traceback__)[-1]
+        told = names_for_values(in_one_line(error))
         raise CallbackError(
-            f"{_label(callback)}, {hook}: {in_one_line(error)} ({frame.filename}:{frame.lineno})"
+            f"{_label(callback)}, {hook}: {told} ({frame.filename}:{frame.lineno})"
         ) from error
 
 
-# -- columns that callbacks add --------------------------------------------------------------------
+def _checked_indices(callback: Callback, indices: Any, count: int) -> set[int]:
+    """Return the indices of samples that `videos_wanted` has returned.
 
-
-def _make_plain(row: dict[str, Any], of_the_run: Mapping[str, Any]) -> str | None:
-    """Turn the columns that a callback has added into plain numbers; return what is wrong, if
-    anything is.
-
-    A column that is wrong is taken out of the row, and one of the run's put back.
+    Raises:
+        CallbackError: they are not a list of numbers below `count`.
     """
-    problem = None
-    for name, value in of_the_run.items():
-        if name not in row or row[name] is not value:
-            row[name] = value
-            problem = f"{name!r} is a column of the run's: expected another name"
+    expected = f"expected a list of indices from 0 to {count - 1}"
+    if hasattr(indices, "tolist"):  # a tensor or an array
+        indices = indices.tolist()
+    if not isinstance(indices, Iterable) or isinstance(indices, str):
+        raise CallbackError(f"{_label(callback)}, videos_wanted: {indices!r:.60}: {expected}")
 
-    for name in [name for name in row if name not in of_the_run]:
-        value = row[name]
-        if not isinstance(name, str):
-            del row[name]
-            problem = f"{name!r}: expected a text as the name of a column"
+    checked: set[int] = set()
+    for index in indices:
+        try:
+            number = operator.index(index)
+        except TypeError:
+            number = -1
+        if not 0 <= number < count:
+            raise CallbackError(f"{_label(callback)}, videos_wanted: {index!r:.60}: {expected}")
+        checked.add(number)
+    return checked
+
+
+def _key_that_is_no_text(state: Any) -> tuple[Any] | None:
+    """Return the first key of a state that is no text, as a tuple of it alone; None if there is
+    none."""
+    waiting = [state]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
             continue
-        if isinstance(value, Histogram):
-            continue
-        # a tensor or an array, also of one number
-        plain = value.tolist() if hasattr(value, "tolist") else value
-        if _is_numbers(plain):
-            row[name] = plain
-        else:
-            del row[name]
-            problem = (
-                f"column {name!r} = {value!r:.60}: expected a number, a list of numbers or a "
-                "Histogram"
-            )
-    return problem
-
-
-def _is_numbers(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_numbers(item) for item in value)
-    if isinstance(value, float):
-        return True
-    return value is None or (isinstance(value, int) and abs(value) < 2**53)
+        seen.add(id(value))
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    return (key,)
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return None

@@ -15,4 +15,4 @@ class Metrics(Callback):
 
     def on_iteration_end(self, run: Run, row: dict[str, Any]) -> None:
         if run.writer is not None:
-            run.writer.write(row)
+            run.writer.write(run.newest_row)

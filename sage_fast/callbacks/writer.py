@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from sage_fast.callbacks.columns import counts_and_edges
 from sage_fast.callbacks.interface import Histogram
 from sage_fast.callbacks.trackers import Sheet, Trackers
 from sage_fast.config.schema import TrackingConfig
@@ -73,22 +74,22 @@ class MetricsWriter:
         """
         if row["iteration"] <= self._newest:
             return
-        self._newest = row["iteration"]
 
         written: dict[str, Any] = {}
         numbers: dict[str, float] = {}
         histograms: dict[str, np.ndarray] = {}
         for name, value in row.items():
             if isinstance(value, Histogram):
-                histograms[name] = finite_values(value)
-                counts, edges = np.histogram(histograms[name], bins=BINS)
-                written[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
+                histograms[name] = value.values
+                counts, edges = counts_and_edges(value.values)
+                written[name] = {"counts": counts, "edges": edges}
                 continue
             written[name] = _plain(value)
             if isinstance(value, int | float) and name != "iteration":
                 numbers[name] = value
 
         self._unwritten.append(json.dumps(written))
+        self._newest = row["iteration"]
         self._append()
         step = row["iteration"] + 1
         self._trackers.log(numbers, step)
@@ -169,21 +170,6 @@ class MetricsWriter:
             self._file.close()
         except OSError as error:
             log.info(wrapped(f"note: metrics.jsonl: {error}"))
-
-
-# -- columns ---------------------------------------------------------------------------------------
-
-BINS = 32
-"""Bins of a histogram in `metrics.jsonl`."""
-
-
-def finite_values(histogram: Histogram) -> np.ndarray:
-    """Return the finite values of a histogram, float64 `[N]`."""
-    values = histogram.values
-    if isinstance(values, Tensor):
-        values = values.detach().float().cpu().numpy()
-    numbers = np.asarray(values, dtype=np.float64).flatten()
-    return numbers[np.isfinite(numbers)]
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,6 @@ from sage_fast.run.preflight import check_named, check_new
 from sage_fast.run_folder import RunFolder
 from sage_fast.util.console import heavy_imports
 from sage_fast.util.errors import UserError, printable
-from sage_fast.util.files import writing
 from sage_fast.util.launchers import launched
 from sage_fast.util.paths import TypedPath
 
@@ -89,13 +88,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         if not resume:
             check_new(config.output)
     with heavy_imports("train"):
-        from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.train import train
 
     for note in notes:
         log.info(note)
-    with fail_fast(config.timeout_minutes), writing(config.output):
-        train(config, resume=resume)
+    train(config, resume=resume)
 
 
 def _check_gpus(options: argparse.Namespace) -> None:

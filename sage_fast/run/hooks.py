@@ -42,7 +42,8 @@ class RunHooks(TrainerHooks):
             groups=[sample.group for sample in batch.samples],
             rewards=scores.rewards[local].cpu(),
             parts={name: values[local].cpu() for name, values in scores.parts.items()},
-            advantages=batch.advantages.cpu(),
+            # a copy also on the CPU: a callback that works in place changes no update
+            advantages=batch.advantages.detach().to("cpu", copy=True),
             videos=batch.videos,
             fps=run.setup.model.spec.fps,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from sage_fast.algorithm.resolved import ResolvedConfig
 from sage_fast.algorithm.trainable import check_same_settings, check_trainable
 from sage_fast.callbacks.built_in import built_in
 from sage_fast.callbacks.dispatch import CallbackError, Callbacks
-from sage_fast.callbacks.evaluations import Evaluations, check_pairs
+from sage_fast.callbacks.evaluations import Evaluations, check_pairs, read_evaluation
 from sage_fast.callbacks.interface import Callback
 from sage_fast.callbacks.load import load_callbacks
 from sage_fast.callbacks.trackers import check_trackers
@@ -30,6 +30,7 @@ from sage_fast.parallel.stored_rollouts import check_trajectories
 from sage_fast.run import claim, read_metrics
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint, save_final_weights
 from sage_fast.run.facts import describe, throughput
+from sage_fast.run.fail_fast import fail_fast
 from sage_fast.run.hooks import RunHooks
 from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.stop import Stop
@@ -37,7 +38,7 @@ from sage_fast.run_folder import RunFolder, check_weights, iteration_of
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import leave_logs, log_to, wrapped
 from sage_fast.util.errors import RankError, Stopped, UserError
-from sage_fast.util.process_group import initialize
+from sage_fast.util.files import writing
 from sage_fast.util.ranks import (
     all_gather_object,
     barrier,
@@ -74,7 +75,18 @@ def train(
         UserError: a setting does not fit, or the folder cannot be used; nothing was changed.
         Stopped: after a signal. Like most errors it leaves a checkpoint for `resume`.
     """
-    initialize(config.timeout_minutes)
+    if not isinstance(config, Config):
+        raise UserError(
+            f"config = {config!r:.60}: expected settings, as sf.load(FILE) returns them"
+        )
+    with fail_fast(config.timeout_minutes), writing(config.output):
+        return _train(config, callbacks, reward_funcs, resume=resume)
+
+
+def _train(
+    config: Config, callbacks: Sequence[Callback], reward_funcs: object, *, resume: bool
+) -> Run:
+    """Train as `train` does, on ranks that have joined."""
     reward_objects: dict[str, Any] = {}
     if reward_funcs is not None:
         config, reward_objects = with_reward_objects(config, reward_funcs)
@@ -83,9 +95,7 @@ def train(
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
     check_here(config, resume=resume)
     evaluations = Evaluations()
-    if isinstance(callbacks, Callback):
-        raise UserError(f"callbacks = {callbacks!r}: expected a list, such as [{callbacks.name}()]")
-    users = [*load_callbacks(config), *callbacks]
+    users = [*load_callbacks(config), *_listed(callbacks)]
     called = Callbacks(users, built_in(config, evaluations))
 
     folder = Path(config.output)
@@ -110,6 +120,21 @@ def train(
         shutdown()
     leave_logs()  # what the process does next is not the run's
     return run
+
+
+def _listed(callbacks: Any) -> list[Callback]:
+    """Return the callbacks given to `train` as a list; None stands for none.
+
+    Raises:
+        UserError: they are not several.
+    """
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, Callback):
+        raise UserError(f"callbacks = {callbacks!r}: expected a list, such as [{callbacks.name}()]")
+    if not isinstance(callbacks, Iterable):
+        raise UserError(f"callbacks = {callbacks!r:.60}: expected a list of callbacks")
+    return list(callbacks)
 
 
 def check_here(config: Config, *, resume: bool) -> None:
@@ -148,6 +173,9 @@ class Run:
         claim: to the folder; `lost` once another run has taken it over.
         signals: as given.
         writer: metrics and trackers; None on ranks other than 0.
+        newest_row: row of the newest complete iteration, with the columns of the user's callbacks;
+            empty if this process has completed none.
+        checkpoint_wanted: whether a callback has asked for a checkpoint after this iteration.
         start_weights: weights at the start of the run if they are still to be evaluated and are no
             longer the present ones.
     """
@@ -172,7 +200,10 @@ class Run:
         self.writer: MetricsWriter | None = None
         self.start_weights: State | None = None
         self._checkpointed: int | None = None  # iteration of the newest checkpoint
-        self._newest_row: dict[str, Any] | None = None
+        self.newest_row: dict[str, Any] = {}
+        self.checkpoint_wanted = False
+        self._within_iteration = False
+        self._is_saving = False
         self._stop_reason: str | None = None
 
         check_encoder()
@@ -202,7 +233,9 @@ class Run:
         if lacks_before:
             self.start_weights = self.trainer.policy.snapshot()
         if resume:
+            unfinished = run.facts
             self._resume()
+            self._stop_reason = self._unfinished_stop(unfinished)
         if world_size() == 1:  # a refused resume has left the folder as it was
             log_to(own_log)
 
@@ -245,29 +278,50 @@ class Run:
         if self._stop_reason is None:
             self._stop_reason = str(reason)
 
-    def checkpoint(self, states: dict[str, Any] | None = None) -> None:
+    def checkpoint(self) -> None:
+        """Save a checkpoint: at once between two iterations, else after the present one, with all
+        columns of its row. Collective.
+
+        Within `on_checkpoint` it does nothing: the checkpoint is there.
+        """
+        if self._is_saving:
+            return
+        if self._within_iteration:
+            self.checkpoint_wanted = True
+        else:
+            self.save()
+
+    def save(self, states: dict[str, Any] | None = None) -> None:
         """Save the state between two iterations. Collective.
 
         Args:
             states: of the callbacks; by default the present ones.
         """
-        with self.signals.saving():
-            self.claim.check()
-            if self.writer is not None:
-                # a resume needs the rows of all iterations: also of one at whose end an error came
-                if self._newest_row is not None:
-                    self.writer.write(self._newest_row)
-                self.writer.sync()
-            if states is None:
-                states = self.callbacks.states()
-            counters = self.trainer.state_dict() | {"callbacks": states}
-            engine, anchor = self.trainer.engine, self.trainer.anchor
-            save_checkpoint(self.folder, self.iteration, engine, counters, anchor)
-            if self.is_main:
-                claim.record_checkpoint(RunFolder(self.folder), self.iteration)
-            self._checkpointed = self.iteration
-            saved = RunFolder(self.folder).checkpoint(self.iteration)
-            self.callbacks.call("on_checkpoint", self, saved)
+        self._is_saving = True
+        try:
+            with self.signals.saving():
+                self._save(states)
+        finally:
+            self._is_saving = False
+
+    def _save(self, states: dict[str, Any] | None) -> None:
+        self.checkpoint_wanted = False
+        self.claim.check()
+        if self.writer is not None:
+            # a resume needs the rows of all iterations: also of one at whose end an error came
+            if self.newest_row:
+                self.writer.write(self.newest_row)
+            self.writer.sync()
+        if states is None:
+            states = self.callbacks.states()
+        counters = self.trainer.state_dict() | {"callbacks": states}
+        engine, anchor = self.trainer.engine, self.trainer.anchor
+        save_checkpoint(self.folder, self.iteration, engine, counters, anchor)
+        if self.is_main:
+            claim.record_checkpoint(RunFolder(self.folder), self.iteration)
+        self._checkpointed = self.iteration
+        saved = RunFolder(self.folder).checkpoint(self.iteration)
+        self.callbacks.call("on_checkpoint", self, saved)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -278,13 +332,16 @@ class Run:
         """
         trainer = self.trainer
         last: _Completed | None = None
+        stopped: str | None = None  # why a callback has ended the run
         try:
             self.callbacks.call("on_run_start", self)
             for index in range(self.iteration, self.config.train.iterations):
-                if self._is_asked_to_stop():
+                stopped = self._agreed_stop()
+                if stopped is not None:
                     break
                 self.signals.boundary(trainer.device)
                 last = _Completed(self)
+                self._within_iteration = True
                 self.callbacks.call("on_iteration_start", self, index)
 
                 row = trainer.iteration(index)
@@ -293,27 +350,29 @@ class Run:
                 self.iteration = index + 1
                 trainer.mid_iteration = False
                 row |= throughput(trainer, row)
-                self._newest_row = row
+                self.newest_row = dict(row)
                 self.claim.check()
+                self.callbacks.add_columns(self, self.newest_row)
+                self._within_iteration = False
                 self.callbacks.end_iteration(self, row)
 
             if self._checkpointed != self.iteration:
-                self.checkpoint()
+                self.save()
+            if stopped is not None and self.is_main:
+                claim.record_stop(RunFolder(self.folder), stopped)
             self.signals.boundary(trainer.device)
         except BaseException as error:
             if not fails_alone() and not self.claim.lost:
                 self._save_last_complete(last, error)
             raise
 
-    def _is_asked_to_stop(self) -> bool:
-        """Whether a callback of any rank has called `stop`. Collective."""
+    def _agreed_stop(self) -> str | None:
+        """Return the reason if a callback of any rank has called `stop`. Collective."""
         reasons = [reason for reason in all_gather_object(self._stop_reason) if reason is not None]
         if not reasons:
-            return False
+            return None
         log.info(wrapped(f"ends after {self.iteration} iterations: {reasons[0]}"))
-        if self.is_main:
-            claim.record_stop(RunFolder(self.folder), reasons[0])
-        return True
+        return reasons[0]
 
     def _save_last_complete(self, last: _Completed | None, error: BaseException) -> None:
         """Save the last complete iteration of a run that ends early, by `error`."""
@@ -348,7 +407,7 @@ class Run:
                 states = {} if last is None else last.states
                 log.warning(wrapped(f"note: {error}; the states before this iteration are saved"))
         try:
-            self.checkpoint(states)
+            self.save(states)
         except (CallbackError, RankError) as error:
             if self._checkpointed != self.iteration:
                 raise
@@ -393,6 +452,26 @@ class Run:
             self.claim.take()
             claim.remove_partials(self.folder)
         claim.replace_settings(self.config, self.iteration)
+
+    def _unfinished_stop(self, facts: Mapping[str, Any]) -> str | None:
+        """Return why a callback had ended the run, if a signal or an error came before its final
+        weights were evaluated. Collective.
+
+        A scheduler that starts the run again then gets the end that was asked for. To go on, resume
+        the run once it has come to its end.
+        """
+        after = read_evaluation(self.folder, "after")
+        has_ended = after is not None and after["iteration"] == self.iteration
+        reason = facts.get("stopped")
+        if reason is None or has_ended or facts.get("checkpoint") != self.iteration:
+            return None
+        log.info(
+            wrapped(
+                "note: a callback has ended this run, and its final weights are not evaluated yet: "
+                "this follows now; resume it once more to go on"
+            )
+        )
+        return str(reason)
 
     def _say_how_it_starts(
         self, resolved: ResolvedConfig, trajectories: str, *, resume: bool

@@ -181,6 +181,19 @@ def leave_logs() -> None:
         PACKAGE.removeHandler(handler)
 
 
+@contextlib.contextmanager
+def logs_restored() -> Iterator[None]:
+    """Write on to the present log after the block, whatever the block does about logs."""
+    before = _logs()
+    try:
+        yield
+    finally:
+        if _logs() != before:
+            leave_logs()
+            for handler in before:
+                PACKAGE.addHandler(handler)
+
+
 def log_to(path: Path) -> None:
     """Append the package's messages to `path` too, also those that are not printed, and the stack
     after a crash.

@@ -46,7 +46,7 @@ REASONS = {
     "callbacks/checkpoints.py Checkpoints.on_evaluation_end": SETTINGS,
     "callbacks/dispatch.py Callbacks._call_users": SETTINGS,
     "callbacks/dispatch.py Callbacks._check_names": ALWAYS,
-    "callbacks/dispatch.py Callbacks.end_iteration": SETTINGS,
+    "callbacks/dispatch.py Callbacks.add_columns": SETTINGS,
     "callbacks/dispatch.py Callbacks.load_states": AGREED,
     "callbacks/dispatch.py Callbacks.states": SETTINGS,
     "callbacks/dispatch.py Callbacks.videos_wanted": SETTINGS,
