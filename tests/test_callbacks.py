@@ -30,7 +30,7 @@ from sage_fast.run_folder import STATE, RunFolder, iteration_of
 from sage_fast.util.console import leave_logs, log_to
 from sage_fast.util.errors import RankError, Stopped, UserError
 from sage_fast.util.files import read_json, read_metrics
-from sage_fast.util.ranks import barrier, rank
+from sage_fast.util.ranks import rank
 from tests.ranks import run_ranks, screens
 from tests.tiny import settings
 
@@ -766,29 +766,6 @@ def test_one_rank_can_end_a_run(tmp_path: Path) -> None:
     assert statuses == [0, 0], "\n".join(screens(tmp_path))
     assert saved(tmp_path / "run") == [1]
     assert RunFolder(tmp_path / "run").evaluation("after") is not None
-
-
-class FailsBetweenCollectives(Callback):
-    def on_iteration_end(self, run: Run, row: dict[str, Any]) -> None:
-        barrier()
-        if rank() == 1:
-            raise ValueError("between two collective calls")
-        barrier()
-
-
-def _train_by_call(folder: Path) -> None:
-    small = config(folder / "run", train__iterations=3, train__prompts_per_iteration=2)
-    train(small, callbacks=[FailsBetweenCollectives()])
-
-
-@pytest.mark.fault(
-    "an error of a callback on one rank between two collective calls, in a script",
-    "the other ranks end within seconds, and say which rank has failed",
-)
-def test_an_error_between_collectives_ends_a_script_on_all_ranks(tmp_path: Path) -> None:
-    """Otherwise rank 0 would wait for rank 1's next collective, which is another one."""
-    assert run_ranks(_train_by_call, 2, tmp_path) == [1, 1], "\n".join(screens(tmp_path))
-    assert "rank 1 failed" in screens(tmp_path)[0]
 
 
 # -- the documentation -----------------------------------------------------------------------------
