@@ -789,3 +789,12 @@ def test_the_example_ends_when_a_part_falls(tmp_path: Path) -> None:
     assert sum(row["advantages"]["counts"]) == run.config.train.samples
     source = file.read_text()
     assert [line for line in source.splitlines() if "import" in line] == ["import sage_fast as sf"]
+
+
+def test_a_callback_may_name_itself_in_its_init() -> None:
+    class Named(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    assert [Named("first").name, Named("second").name] == ["first", "second"]
+    assert Callback().name == "Callback"

@@ -58,7 +58,11 @@ class Callback:
     @property
     def name(self) -> str:
         """Name of its state in a checkpoint, and in messages: by default that of the class."""
-        return type(self).__name__
+        return vars(self).get("name", type(self).__name__)
+
+    @name.setter
+    def name(self, value: str) -> None:
+        vars(self)["name"] = value
 
     # -- a run -------------------------------------------------------------------------------------
 
