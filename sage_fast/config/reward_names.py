@@ -38,8 +38,8 @@ def place_of_reward(name: str, setting: str) -> str:
         known = name.removeprefix(OBJECT)
         raise UserError(
             f"{setting}: the program that trained gave this reward as an object; expected "
-            f"package.module:name of it, such as my_rewards:{known}, or reward_funcs={known} in "
-            "Python"
+            f"package.module:name of it, such as my_rewards:{known}, or sf.train(config, "
+            f"reward_funcs={known}) in Python"
         )
     if ":" in name:
         return name

@@ -74,6 +74,13 @@ def train(
         UserError: a setting does not fit, or the folder cannot be used; nothing was changed.
         Stopped: after a signal. Like most errors it leaves a checkpoint for `resume`.
     """
+    if not isinstance(config, Config):
+        raise UserError(f"config = {config!r:.80}: expected settings, of sf.load or sf.build")
+    if isinstance(callbacks, Callback):
+        raise UserError(f"callbacks = {callbacks!r}: expected a list, such as [{callbacks.name}()]")
+    if not isinstance(callbacks, list | tuple):
+        raise UserError(f"callbacks = {callbacks!r:.80}: expected a list of callbacks")
+    config = config.replace({})  # a list or a mapping in it may have changed since its check
     initialize(config.timeout_minutes)
     reward_objects: dict[str, Any] = {}
     if reward_funcs is not None:
@@ -83,8 +90,6 @@ def train(
     log.info(wrapped(method_of(resolved.objective, config.sampling)))
     check_here(config, resume=resume)
     evaluations = Evaluations()
-    if isinstance(callbacks, Callback):
-        raise UserError(f"callbacks = {callbacks!r}: expected a list, such as [{callbacks.name}()]")
     users = [*load_callbacks(config), *callbacks]
     called = Callbacks(users, built_in(config, evaluations))
 
