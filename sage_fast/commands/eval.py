@@ -122,7 +122,8 @@ def evaluate(
 
     named = leaves(dict(overrides or {}))
     candidates, config = read_candidates(labelled_sources(sources), named)
-    scorers = _read_scorers(scorer if isinstance(scorer, list | tuple) else [scorer])
+    further: Any = scorer  # a call from Python may hold anything
+    scorers = _read_scorers(further if isinstance(further, list | tuple) else [further])
     for note in notes_on(candidates, config.sampling, config.eval_guidance_scale):
         log.info(note)
 
