@@ -21,7 +21,7 @@ from sage_fast.callbacks.interface import Callback
 from sage_fast.callbacks.load import load_callbacks
 from sage_fast.callbacks.trackers import check_trackers
 from sage_fast.callbacks.writer import MetricsWriter
-from sage_fast.config.loader import dump, leaves
+from sage_fast.config.loader import dump, leaves, replaced
 from sage_fast.config.rank_checks import check_engine
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup, with_reward_objects
@@ -80,7 +80,7 @@ def train(
         raise UserError(f"callbacks = {callbacks!r}: expected a list, such as [{callbacks.name}()]")
     if not isinstance(callbacks, list | tuple):
         raise UserError(f"callbacks = {callbacks!r:.80}: expected a list of callbacks")
-    config = config.replace({})  # a list or a mapping in it may have changed since its check
+    config = replaced(config, {})  # a list or a mapping in it may have changed since its check
     initialize(config.timeout_minutes)
     reward_objects: dict[str, Any] = {}
     if reward_funcs is not None:
