@@ -297,6 +297,18 @@ CALLS: dict[str, tuple[Callable[[sf.Run], object], str]] = {
         lambda run: sf.evaluate(run, scorer="judge=testbed"),
         "expected LABEL=NAME, and a label other than judge",
     ),
+    "a scorer that is no name": (
+        lambda run: sf.evaluate(run, scorer=len),  # type: ignore[arg-type]
+        "scorer = <built-in function len>: expected a name, as in reward.name",
+    ),
+    "a file as settings": (
+        lambda run: sf.train("config.yaml"),  # type: ignore[arg-type]
+        "config = 'config.yaml': expected settings, of sf.load or sf.build",
+    ),
+    "no list of callbacks": (
+        lambda run: sf.train(run.config, callbacks=None),  # type: ignore[arg-type]
+        "callbacks = None: expected a list of callbacks",
+    ),
     "a text as prompts": (
         lambda run: sf.sample(run, prompts="a red circle"),
         "texts are given as a list, prompts=[...]",

@@ -21,6 +21,7 @@ from sage_fast.config.fields import (
 )
 from sage_fast.config.loader import ALIASES, build, dump, keys_of, load, read_yaml, similar
 from sage_fast.config.schema import Config, KLConfig, RewardConfig, SamplingConfig
+from sage_fast.run.train import train
 from sage_fast.util.errors import UserError, nearest
 
 REPOSITORY = Path(__file__).parent.parent
@@ -674,6 +675,16 @@ def test_several_rewards_replace_the_one_of_the_layer_below_and_it_them(tmp_path
         load(one, {"reward.name": "testbed-judge", "reward.several": text})
 
 
+def test_a_mapping_may_stand_for_a_file_on_the_command_line_too(tmp_path: Path) -> None:
+    given = {"zero_optimization": {"reduce_bucket_size": 5000}}
+    typed = load(
+        None, {"train.deepspeed_config": "{zero_optimization: {reduce_bucket_size: 5000}}"}
+    )
+    assert typed.train.deepspeed_config == given
+    named = load(None, {"train.deepspeed_config": str(tmp_path / "ds.json")})
+    assert named.train.deepspeed_config == str(tmp_path / "ds.json")
+
+
 def test_checked_settings_are_frozen() -> None:
     config = build({"train.iterations": 7, "reward.weights": {"vq": 1.0}})
     with pytest.raises(
@@ -686,6 +697,17 @@ def test_checked_settings_are_frozen() -> None:
     with pytest.raises(UserError, match=r"^kl.target = \.\.\.: .*frozen"):
         del config.kl.target
     assert config.train.iterations == 7
+
+
+def test_a_mapping_that_was_changed_in_place_is_checked_when_training_begins(
+    tmp_path: Path,
+) -> None:
+    """A section is frozen; the lists and mappings in it are Python's own."""
+    config = build({"output": str(tmp_path / "run")})
+    config.reward.weights["vq"] = "much"  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"^reward.weights = .*: expected a number"):
+        train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_replace_returns_a_checked_copy() -> None:

@@ -134,6 +134,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "prompts": ("{0}/x", "{1}/x"),
     "model": ("{0}/x", "{1}/x"),
     "plugin": ("{0}/my:Mine", "{1}/my:Mine"),
+    "reward": ("{0}/my:Mine", "{1}/my:Mine"),
     "arguments": ({"a": ["~/x"]}, {"a": ["{home}/x"]}),
     "rewards": (
         [{"name": "{0}/my:Mine", "weights": {"a": 1}}],

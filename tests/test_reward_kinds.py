@@ -332,6 +332,7 @@ def test_a_later_call_must_not_return_a_part_of_another_reward() -> None:
     for stolen, why in (
         ("a", "so does reward.several[0]"),
         ("seed", "a reserved name"),
+        ("advantage", "a reserved name"),  # that of a sample, beside its videos
         ("judge/x", "a reserved name"),
     ):
         calls.clear()

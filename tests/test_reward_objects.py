@@ -188,7 +188,10 @@ def test_a_digest_is_that_of_the_source_text() -> None:
 
 
 def test_a_run_trains_resumes_and_says_what_has_changed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO)
     given = {**FAST, "output": str(tmp_path / "run")}
@@ -204,7 +207,9 @@ def test_a_run_trains_resumes_and_says_what_has_changed(
     said = " ".join(" ".join(caplog.messages).split())
     assert f"note: reward.name holds {digest(own)} from here on; it held {digest(first)}" in said
 
-    # without the object, the command line says what is missing
+    # without the object, the command line says what is missing, whatever modules are there
+    (tmp_path / "object.py").write_text("def own(videos, prompts):\n    return videos[0]\n")
+    monkeypatch.chdir(tmp_path)
     status = main(["train", "--resume", str(run.path), "--train.iterations", "3"])
     assert status == 2
     error = capsys.readouterr().err

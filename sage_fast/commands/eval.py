@@ -122,7 +122,8 @@ def evaluate(
 
     named = leaves(dict(overrides or {}))
     candidates, config = read_candidates(labelled_sources(sources), named)
-    scorers = _read_scorers([scorer] if isinstance(scorer, str) else scorer)
+    further: Any = scorer  # a call from Python may hold anything
+    scorers = _read_scorers(further if isinstance(further, list | tuple) else [further])
     for note in notes_on(candidates, config.sampling, config.eval_guidance_scale):
         log.info(note)
 
@@ -153,6 +154,12 @@ def _read_scorers(arguments: Sequence[str]) -> dict[str, str]:
     Raises:
         UserError: as `labelled`, or a label is taken.
     """
+    for each in arguments:
+        if not isinstance(each, str):
+            raise UserError(
+                f"scorer = {each!r:.80}: expected a name, as in reward.name, such as "
+                "my_rewards:my_reward"
+            )
     scorers = {label: placed_plugin(name) for label, name in labelled(arguments).items()}
     for label in RESERVED_LABELS:
         if label in scorers:

@@ -58,6 +58,9 @@ def deepspeed_overrides(config: TrainConfig) -> dict[str, Any]:
     for key in keys_in(found):
         if key in REFUSED:
             raise UserError(f"{setting}: {key} follows from the settings; {REFUSED[key]}")
+    zero = found.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise UserError(f"{setting}: zero_optimization = {zero!r}: expected a mapping of keys")
     return dict(found)
 
 

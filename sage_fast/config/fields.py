@@ -164,6 +164,11 @@ class Setting:
         return not self.choices and str in (self.type, *_members(self.type))
 
     @property
+    def takes_mapping(self) -> bool:
+        """Whether it may be a mapping."""
+        return any(get_origin(kind) is dict for kind in (self.type, *_members(self.type)))
+
+    @property
     def range(self) -> str:
         """Bounds in words, such as `at least 0 and below 1`, `a multiple of 16` or `4k + 1`."""
         if every := self.bounds.get("every"):

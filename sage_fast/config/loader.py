@@ -490,6 +490,8 @@ def _typed(key: str, text: Any) -> Any:
         raise UserError(
             f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; {quote}"
         ) from error
+    if isinstance(value, dict) and setting is not None and setting.takes_mapping:
+        return value
     as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
     return text if takes_text and as_typed else value
 

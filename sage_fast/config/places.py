@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config.fields import PLACE_FORM, is_hub_id, own_settings, settings_of
-from sage_fast.config.schema import MODEL_NAMES, PROMPT_SETS, RANDOM, Config, RewardEntry
+from sage_fast.config.schema import MODEL_NAMES, OBJECT, PROMPT_SETS, RANDOM, Config, RewardEntry
 from sage_fast.util.errors import UserError
 from sage_fast.util.paths import expanded, located, without_dots
 from sage_fast.util.plugins import find_module, is_importable, split_place
@@ -41,7 +41,7 @@ def placed(settings: Mapping[str, Any], folder: Path, *, is_file: bool = True) -
 
 def placed_plugin(name: str) -> str:
     """Return the name of a reward that an option holds, as `placed` returns that of a setting."""
-    return str(_plugin(name, Path.cwd(), is_file=False))
+    return str(_reward_name(name, Path.cwd(), is_file=False))
 
 
 def is_moved(old: Any, new: Any) -> bool:
@@ -131,6 +131,13 @@ def _model(value: Any, folder: Path, is_file: bool) -> Any:
     whole = located(path, folder)
     # `owner/name` is a folder if it is there. Otherwise it is a hub id.
     return path if is_hub_id(path) and not os.path.isdir(whole) else whole
+
+
+def _reward_name(value: Any, folder: Path, is_file: bool) -> Any:
+    """A reward: a plug-in, or an object of a program, which is at no place."""
+    if isinstance(value, str) and value.startswith(OBJECT):
+        return value
+    return _plugin(value, folder, is_file)
 
 
 def _plugin(value: Any, folder: Path, is_file: bool) -> Any:
@@ -224,6 +231,7 @@ PLACES: dict[str, Callable[[Any, Path, bool], Any]] = {
     "prompts": _prompts,
     "model": _model,
     "plugin": _plugin,
+    "reward": _reward_name,
     "arguments": _arguments,
     "rewards": _rewards,
     "callbacks": _callbacks,

@@ -205,7 +205,7 @@ class RewardEntry(Section):
 
     SECTION: ClassVar[str] = ""
 
-    name: str = names("plugin", "testbed")
+    name: str = names("reward", "testbed")
     """A shipped reward (`testbed`), one that an installed package offers, `package.module:name` of
     a class or a callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B], or
     http://host:port of `sage-fast serve-reward`. A module beside the settings file is found
@@ -590,7 +590,7 @@ class EvalConfig(Section):
     """Videos per prompt."""
     num_videos: int = within(6, least=1)
     """Videos shown in the report: largest gains, medians and largest losses."""
-    judge: str | None = names("plugin", None)
+    judge: str | None = names("reward", None)
     """Another reward, named as in `reward.name`, that is never trained on. A rising reward with a
     falling judge is reward hacking. `testbed-judge` is the testbed's."""
 

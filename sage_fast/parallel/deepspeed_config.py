@@ -65,8 +65,6 @@ def check_deepspeed_settings(config: TrainConfig) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     setting = f"train.deepspeed_config = {config.deepspeed_config!r}: zero_optimization"
-    if not isinstance(overrides, dict):
-        raise UserError(f"{setting} = {overrides!r}: expected a mapping of keys")
     for key in overrides:
         if key not in DeepSpeedZeroConfig.model_fields:
             raise UserError(f"{setting}.{key}: {nearest(key, DeepSpeedZeroConfig.model_fields)}")

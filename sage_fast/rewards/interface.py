@@ -14,7 +14,17 @@ from sage_fast.util.captions import PromptKey
 
 Metadata = Mapping[str, Any]
 """The further keys of a prompt's record in a JSON-lines file."""
-RESERVED_NAMES = ("reward", "overall", "file", "prompt", "image", "seed", "judge", "videos")
+RESERVED_NAMES = (
+    "reward",
+    "overall",
+    "advantage",
+    "file",
+    "prompt",
+    "image",
+    "seed",
+    "judge",
+    "videos",
+)
 """Columns of tables, and names under `heldout/` in trackers, beside the parts of a reward."""
 USUAL_FPS = 24.0
 """Frames per second of made-up videos, and of those that come without a rate where a reward needs

@@ -21,7 +21,7 @@ from sage_fast.callbacks.interface import Callback
 from sage_fast.callbacks.load import load_callbacks
 from sage_fast.callbacks.trackers import check_trackers
 from sage_fast.callbacks.writer import MetricsWriter
-from sage_fast.config.loader import dump, leaves
+from sage_fast.config.loader import dump, leaves, replaced
 from sage_fast.config.rank_checks import check_engine
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup, with_reward_objects
@@ -76,9 +76,8 @@ def train(
         Stopped: after a signal. Like most errors it leaves a checkpoint for `resume`.
     """
     if not isinstance(config, Config):
-        raise UserError(
-            f"config = {config!r:.60}: expected settings, as sf.load(FILE) returns them"
-        )
+        raise UserError(f"config = {config!r:.60}: expected settings, of sf.load or sf.build")
+    config = replaced(config, {})  # a list or a mapping in it may have changed since its check
     with fail_fast(config.timeout_minutes), writing(config.output):
         return _train(config, callbacks, reward_funcs, resume=resume)
 
