@@ -58,6 +58,7 @@ FULL = {
     "test_race.py",
     "test_random_weights.py",
     "test_read_metrics.py",
+    "test_readme.py",
     "test_report.py",
     "test_reward_kinds.py",
     "test_reward_runs.py",
