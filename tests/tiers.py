@@ -37,6 +37,7 @@ FULL = {
     "test_fuzz_weights.py",
     "test_gpu_script.py",
     "test_grid.py",
+    "test_hpsv3_page.py",
     "test_hub.py",
     "test_images.py",
     "test_judging.py",

@@ -105,7 +105,7 @@ def _find_gain(made: Made, material: Material) -> Finding:
         f"{EARLIER} A correct clip of them scores "
         f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which "
         "every sample passes. The judge is a network that no run is trained on. FLOPs are planned; "
-        f"{decoder_share(SAGE):.0%} of those of `{SAGE}` are the decoder's, so equal compute means "
+        f"{100 * decoder_share(SAGE):.0f} % of those of `{SAGE}` are the decoder's, so equal compute means "
         "here about equally many videos."
     )
     table = [("configuration", "method", "before", "after", "gain", "judge", "TFLOPs")] + [
