@@ -28,8 +28,8 @@ Table = Sequence[Sequence[str]]
 
 EARLIER = (
     "So it did on each of three seeds of a confirmation from the earlier base model. The mean of "
-    "these seven differences is -0.028 (p 0.007 by a t-test over the runs, uncorrected), although the "
-    "interval of each confirmation reaches 0."
+    "these seven differences is -0.028 (p 0.007 by a t-test over the runs, uncorrected), although "
+    "the interval of each confirmation reaches 0."
 )
 """What the two confirmations say together. The runs of the earlier one are not in the archive."""
 
@@ -105,8 +105,8 @@ def _find_gain(made: Made, material: Material) -> Finding:
         f"{EARLIER} A correct clip of them scores "
         f"{made.correct[0]:.2f} as drawn, and {made.correct[1]:.2f} through the autoencoder, which "
         "every sample passes. The judge is a network that no run is trained on. FLOPs are planned; "
-        f"{100 * decoder_share(SAGE):.0f} % of those of `{SAGE}` are the decoder's, so equal compute means "
-        "here about equally many videos."
+        f"{100 * decoder_share(SAGE):.0f} % of those of `{SAGE}` are the decoder's, so equal "
+        "compute means here about equally many videos."
     )
     table = [("configuration", "method", "before", "after", "gain", "judge", "TFLOPs")] + [
         (
