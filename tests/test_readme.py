@@ -178,7 +178,9 @@ def test_gains_of_the_race_are_those_of_its_study() -> None:
         # the first world's comes first on the page
         found = re.findall(rf"{recipe} ends (\S+ \[[^]]+\]) above paper on 10 seeds(.*)", page)[0]
         assert gain == found[0]
-        spent = re.findall(r"for ([\d.]+) exaFLOPs against \S+ \[[^]]+\] for ([\d.]+)", found[1])[0]
+        spent = re.findall(r"for (\d+\.\d) exaFLOPs against \S+ \[[^]]+\] for (\d+\.\d)", found[1])[
+            0
+        ]
         assert (compute, reference[2]) == spent
 
 
